@@ -1,0 +1,1 @@
+"""Learning codebooks and sinks from a model and a text."""

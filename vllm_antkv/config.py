@@ -1,0 +1,121 @@
+"""The one settings object: what `--additional-config '{"antkv": {...}}'` may hold."""
+
+import re
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from vllm_antkv.errors import SettingsError
+
+#: Tokens per VQ block. Anchors are chosen when a block closes, so this is also the span over which they compete.
+VQ_BLOCK_SIZE = 128
+
+
+class Recency(BaseModel):
+    """Which recent tokens stay in full precision, written `sliding:W`, `log:W` or `none`.
+
+    kind: `sliding` keeps the last `window` tokens; `log` keeps up to 3 `window` tokens, log-distributed (LogQuant,
+    algorithm 1); `none` leaves a token in full precision for itself alone.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["sliding", "log", "none"]
+    window: int = Field(ge=0)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `sliding:32`, `log:42` or `none`; ValueError when `text` is none of them."""
+        if text == "none":
+            return cls(kind="none", window=0)
+        match = re.fullmatch(r"(sliding|log):(\d{1,9})", text)
+        if match is None or int(match[2]) < 1 or (match[1] == "log" and int(match[2]) % 2):
+            raise ValueError(
+                f"recency is '{text}', but must be sliding:W, log:W (W even) or none, with W a number of tokens >= 1"
+            )
+        return cls(kind=match[1], window=int(match[2]))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "none" else f"{self.kind}:{self.window}"
+
+
+class AntKVConfig(BaseModel):
+    """Everything a user can set about the cache, beside the preset. Frozen; unknown keys are an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    codebooks: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder with the codebooks that `antkv calibrate` wrote. Without it: beside the model, then among "
+        "the codebooks shipped with vllm-antkv, then in the user's cache.",
+    )
+    anchor_share: float = Field(
+        default=0.01,
+        ge=0.0,
+        le=1.0,
+        description="Share of the tokens of a VQ block whose K and V rows with the highest Anchor Score stay in full "
+        "precision, per KV head. 0 switches anchors off.",
+    )
+    anchor_scope: Literal["block", "prompt"] = Field(
+        default="block",
+        description="Queries that vote in the Anchor Score: those of the token's own VQ block (the same result however "
+        "a prompt is chunked), or all queries of the step in which the block closes (the paper's definition when the "
+        "prompt is one chunk).",
+    )
+    sinks: bool = Field(
+        default=True,
+        description="Keep attention sinks (KVSink: tokens whose hidden state is extreme in a calibrated channel) in "
+        "full precision, ahead of other anchors.",
+    )
+    prefix: int = Field(
+        default=8,
+        ge=0,
+        le=4096,
+        description="Number of first tokens ([BOS], a system prompt) whose K and V stay in full precision (IntactKV).",
+    )
+    recency: str = Field(
+        default="sliding:32",
+        description="Recent tokens in full precision: sliding:W, log:W or none. Unless none, the tokens of the VQ "
+        "block that is still being filled stay in full precision too.",
+    )
+    prefill_reads_cache: bool = Field(
+        default=True,
+        description="Let every query see the past as decode will see it, so that chunking, prefix hits and preemption "
+        "change nothing. false: queries see the tokens of their own step in full precision, as the papers do.",
+    )
+
+    @field_validator("recency")
+    @classmethod
+    def _recency_can_be_read(cls, value: str) -> str:
+        return str(Recency.parse(value))
+
+    @classmethod
+    def from_additional_config(cls, additional_config: dict[str, Any] | None) -> Self:
+        """Validate the `antkv` entry of vLLM's `additional_config`.
+
+        Raises SettingsError with one sentence that names the first offending key.
+        """
+        raw = (additional_config or {}).get("antkv", {})
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"]) or "antkv"
+            raise SettingsError(
+                f"--additional-config: antkv setting '{key}' is not usable ({first['msg']}, got {first['input']!r}); "
+                f"known settings are {', '.join(cls.model_fields)}."
+            ) from None
+
+    @property
+    def recency_policy(self) -> Recency:
+        """`recency`, parsed."""
+        return Recency.parse(self.recency)
+
+    @property
+    def anchor_rows(self) -> int:
+        """K rows (and V rows) in full precision per VQ block and KV head; sinks have a row even without anchors."""
+        rows = round(self.anchor_share * VQ_BLOCK_SIZE)
+        if self.anchor_share > 0 or self.sinks:
+            rows = max(rows, 1)
+        return rows

@@ -1,0 +1,1 @@
+"""Measuring quality, offline in PyTorch and through vLLM."""

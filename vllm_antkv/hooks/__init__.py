@@ -1,0 +1,1 @@
+"""Every touch on vLLM's internals, one file each."""

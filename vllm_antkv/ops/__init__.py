@@ -1,0 +1,1 @@
+"""The operations on the cache, in reference form and as kernels."""

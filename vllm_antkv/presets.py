@@ -1,0 +1,69 @@
+"""The bit presets: the values of `--kv-cache-dtype` and the bytes they cost. Pure Python.
+
+A preset `dNcM` cuts a K or V row into sub-vectors of N channels and replaces each by the index of one of M centroids
+(AnTKV, section 4.1). Codes of 8 bits take a byte; codes of 12 bits are packed, two in three bytes.
+"""
+
+from dataclasses import dataclass
+
+from vllm_antkv.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One vector-quantisation format.
+
+    name: the value of `--kv-cache-dtype`.
+    sub_vector_size: channels per sub-vector (N of dNcM).
+    num_centroids: centroids per sub-vector position (M of dNcM), a power of two.
+    """
+
+    name: str
+    sub_vector_size: int
+    num_centroids: int
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of one code."""
+        return self.num_centroids.bit_length() - 1
+
+    @property
+    def nominal_bits(self) -> float:
+        """Bits per K or V element, codes alone: the papers' convention."""
+        return self.code_bits / self.sub_vector_size
+
+    def num_sub_vectors(self, head_size: int) -> int:
+        """Sub-vectors per head.
+
+        Raises SettingsError when the sub-vectors do not fill the head exactly.
+        """
+        if head_size % self.sub_vector_size:
+            raise SettingsError(
+                f"{self.name} cuts a head into sub-vectors of {self.sub_vector_size} channels, which does not divide "
+                f"head size {head_size}: choose a preset with smaller sub-vectors."
+            )
+        return head_size // self.sub_vector_size
+
+    def code_bytes(self, head_size: int) -> int:
+        """Bytes of the codes of one K (or one V) row of one head, rounded up to whole bytes."""
+        return (self.num_sub_vectors(head_size) * self.code_bits + 7) // 8
+
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset("antkv-4bit", 2, 256),
+        Preset("antkv-2bit", 4, 256),
+        Preset("antkv-1bit", 8, 256),
+        Preset("antkv-0.75bit", 16, 4096),
+        Preset("antkv-0.375bit", 32, 4096),
+    )
+}
+
+
+def get_preset(name: str) -> Preset:
+    """The preset called `name`; SettingsError names the known ones when there is none."""
+    try:
+        return PRESETS[name]
+    except KeyError:
+        raise SettingsError(f"Unknown preset '{name}': choose one of {', '.join(PRESETS)}.") from None

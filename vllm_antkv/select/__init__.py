@@ -1,0 +1,1 @@
+"""Which tokens stay in full precision: anchors, sinks, recency."""

@@ -1,0 +1,67 @@
+"""Which recent tokens stay in full precision, as one table: the last query that sees each token exactly.
+
+Token `j` is visible in full precision to the query at position `i >= j` iff `i <= last_query[j]`. The table depends on
+positions alone, so chunking, batching, preemption and prefix hits cannot change what a query sees. Sliding windows,
+LogQuant's log-distributed retention (algorithm 1), the intact prefix and the open VQ block all fit in it.
+"""
+
+import torch
+
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig, Recency
+
+#: "Every query": larger than any position.
+ALWAYS = 2**31 - 1
+
+
+def last_query_table(config: AntKVConfig, max_len: int) -> torch.Tensor:
+    """The last query position that sees each token in full precision.
+
+    Returns:
+        (max_len,) int32; entry `j` is at least `j`, since a token always sees itself exactly.
+    """
+    policy = config.recency_policy
+    positions = torch.arange(max_len, dtype=torch.int32)
+    table = _retention(policy, positions)
+    if policy.kind != "none":
+        table = torch.maximum(table, _block_end(positions))
+    table[: config.prefix] = ALWAYS
+    return table
+
+
+def last_use_table(config: AntKVConfig, max_len: int) -> torch.Tensor:
+    """The last position at whose step the full-precision row of each token is read, for attention or for anchors.
+
+    Anchors are picked from the rows of a block when it closes, so rows live until then. (max_len,) int32.
+    """
+    table = last_query_table(config, max_len)
+    if config.anchor_rows:
+        table = torch.maximum(table, _block_end(torch.arange(max_len, dtype=torch.int32)))
+    return table
+
+
+def _block_end(positions: torch.Tensor) -> torch.Tensor:
+    return (positions // VQ_BLOCK_SIZE + 1) * VQ_BLOCK_SIZE - 1
+
+
+def _retention(policy: Recency, positions: torch.Tensor) -> torch.Tensor:
+    if policy.kind == "log":
+        return _log_retention(policy.window, len(positions))
+    if policy.kind == "sliding":
+        return positions + (policy.window - 1)
+    return positions.clone()
+
+
+def _log_retention(window: int, max_len: int) -> torch.Tensor:
+    """LogQuant algorithm 1: when 3W tokens are held, the older 2W are thinned to every second one.
+
+    Run once per table. A token thinned out when token `n` arrives was last seen by query `n - 1`.
+    """
+    table = torch.full((max_len,), ALWAYS, dtype=torch.int32)
+    held: list[int] = []
+    for token in range(max_len):
+        if len(held) == 3 * window:
+            dropped = held[1 : 2 * window : 2]
+            table[torch.tensor(dropped)] = token - 1
+            held = held[0 : 2 * window : 2] + held[2 * window :]
+        held.append(token)
+    return table
