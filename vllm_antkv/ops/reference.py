@@ -1,0 +1,167 @@
+"""The operations in plain PyTorch: the specification that every kernel is tested against.
+
+Obvious rather than fast. All functions compute in the dtype they are given: float32 when serving, float64 as the
+reference in tests. They know nothing of pages, requests or vLLM. `S` below counts segments: runs of consecutive queries
+of one request that lie in one VQ block.
+"""
+
+import torch
+
+from vllm_antkv.presets import Preset
+
+#: Rows encoded at a time, which bounds the distance matrix to a few hundred MB at 4096 centroids.
+_ENCODE_CHUNK = 512
+
+
+def encode(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Index of the nearest centroid of every sub-vector; equal distances take the lower index.
+
+    Args:
+        rows: (num_tokens, num_kv_heads, head_size).
+        centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size), same dtype.
+
+    Returns:
+        (num_tokens, num_kv_heads, num_sub_vectors) int64.
+    """
+    num_kv_heads, num_sub_vectors, _, size = centroids.shape
+    half_norms = centroids.square().sum(-1) / 2
+    codes = []
+    for chunk in rows.split(_ENCODE_CHUNK):
+        sub_vectors = chunk.view(-1, num_kv_heads, num_sub_vectors, size)
+        # argmin |x - c|^2 = argmin |c|^2 / 2 - x.c
+        codes.append((half_norms - torch.einsum("nhsd,hscd->nhsc", sub_vectors, centroids)).argmin(-1))
+    return torch.cat(codes)
+
+
+def decode(codes: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """The rows that codes stand for.
+
+    Args:
+        codes: (..., num_kv_heads, num_sub_vectors) integer.
+        centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size).
+
+    Returns:
+        (..., num_kv_heads, head_size) in the dtype of `centroids`.
+    """
+    num_kv_heads, num_sub_vectors, _, _ = centroids.shape
+    heads = torch.arange(num_kv_heads, device=codes.device).unsqueeze(-1)
+    sub_vectors = torch.arange(num_sub_vectors, device=codes.device)
+    return centroids[heads, sub_vectors, codes.long()].flatten(-2)
+
+
+def pack_codes(codes: torch.Tensor, preset: Preset) -> torch.Tensor:
+    """Codes to bytes: (..., num_sub_vectors) integer -> (..., code_bytes) uint8.
+
+    12-bit codes are little-endian within a row: two codes `a`, `b` become a[0:8], a[8:12] | b[0:4] << 4, b[4:12].
+    """
+    if preset.code_bits == 8:
+        return codes.to(torch.uint8)
+    odd = codes.shape[-1] % 2
+    padded = torch.nn.functional.pad(codes.int(), (0, odd))
+    first, second = padded[..., 0::2], padded[..., 1::2]
+    packed = torch.stack((first & 0xFF, (first >> 8) | ((second & 0xF) << 4), second >> 4), dim=-1).flatten(-2)
+    return packed[..., : packed.shape[-1] - odd].to(torch.uint8)
+
+
+def unpack_codes(packed: torch.Tensor, preset: Preset, num_sub_vectors: int) -> torch.Tensor:
+    """Inverse of `pack_codes`: (..., code_bytes) uint8 -> (..., num_sub_vectors) int32."""
+    if preset.code_bits == 8:
+        return packed.int()
+    padded = torch.nn.functional.pad(packed.int(), (0, -packed.shape[-1] % 3))
+    low, middle, high = padded[..., 0::3], padded[..., 1::3], padded[..., 2::3]
+    codes = torch.stack((low | ((middle & 0xF) << 8), (middle >> 4) | (high << 4)), dim=-1).flatten(-2)
+    return codes[..., :num_sub_vectors]
+
+
+def mixed_attention(
+    query: torch.Tensor,
+    coded_key: torch.Tensor,
+    coded_value: torch.Tensor,
+    coded_mask: torch.Tensor,
+    exact_key: torch.Tensor,
+    exact_value: torch.Tensor,
+    exact_mask: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One softmax over two kinds of rows: those decoded from codes (anchors put in) and those kept exactly.
+
+    Args:
+        query: (S, num_queries, num_heads, head_size).
+        coded_key, coded_value: (S, T, num_kv_heads, head_size).
+        coded_mask: (S, num_queries, T) bool, True where a query sees the coded row.
+        exact_key, exact_value: (S, E, num_kv_heads, head_size).
+        exact_mask: (S, num_queries, E) bool, True where a query sees the exact row.
+        scale: multiplies the logits.
+
+    Returns:
+        output (S, num_queries, num_heads, head_size) and the log-sum-exp of the scaled logits
+        (S, num_queries, num_heads): the row statistics from which `anchor_score` rebuilds the attention matrix.
+    """
+    logits = torch.cat(
+        (
+            _logits(query, coded_key, scale).masked_fill(~coded_mask[:, None], -torch.inf),
+            _logits(query, exact_key, scale).masked_fill(~exact_mask[:, None], -torch.inf),
+        ),
+        dim=-1,
+    )
+    lse = logits.logsumexp(-1)
+    # A padded query sees nothing: its LSE is -inf and its row of A is 0, not NaN.
+    probs = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+    split = coded_key.shape[1]
+    output = _weighted_sum(probs[..., :split], coded_value) + _weighted_sum(probs[..., split:], exact_value)
+    return output, lse.transpose(1, 2)
+
+
+def anchor_score(
+    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor Score of every key and value (AnTKV, equation 5), summed over the queries and heads of its group.
+
+        AnS(K_j) = sum_i A_ij (1 - A_ij) ||Q_i||,    AnS(V_j) = sum_i A_ij
+
+    A is rebuilt from the exact keys and the log-sum-exp of what the queries really attended to.
+
+    Args:
+        query: (S, num_queries, num_heads, head_size).
+        key: (S, E, num_kv_heads, head_size), exact rows.
+        lse: (S, num_queries, num_heads), from `mixed_attention`.
+        mask: (S, num_queries, E) bool, True where query i votes on key j (never before it).
+
+    Returns:
+        scores of K and of V, each (S, num_kv_heads, E).
+    """
+    finite_lse = lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2)
+    # A row that the query saw only through its code can come out above 1 here.
+    probs = torch.exp(_logits(query, key, scale) - finite_lse[..., None]).clamp(max=1.0)
+    probs = probs * mask[:, None]
+    norms = query.norm(dim=-1).transpose(1, 2)
+    num_kv_heads = key.shape[2]
+    value_score = probs.sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
+    key_score = (probs * (1 - probs) * norms[..., None]).sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
+    return key_score, value_score
+
+
+def top_rows(scores: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Offsets of the highest scores, highest first; equal scores take the lower offset.
+
+    Args:
+        scores: (..., block_size); -inf marks a row that cannot be chosen.
+
+    Returns:
+        (..., num_rows) int64, -1 where fewer rows can be chosen.
+    """
+    num_rows = min(num_rows, scores.shape[-1])
+    values, offsets = scores.sort(dim=-1, descending=True, stable=True)
+    return offsets[..., :num_rows].masked_fill(values[..., :num_rows] == -torch.inf, -1)
+
+
+def _logits(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+    """(S, num_heads, num_queries, T)."""
+    grouped = query.unflatten(2, (key.shape[2], -1))
+    return torch.einsum("sqhgd,sthd->shgqt", grouped, key).flatten(1, 2) * scale
+
+
+def _weighted_sum(probs: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """(S, num_queries, num_heads, head_size)."""
+    grouped = probs.unflatten(1, (value.shape[2], -1))
+    return torch.einsum("shgqt,sthd->sqhgd", grouped, value).flatten(2, 3)

@@ -1,0 +1,72 @@
+"""Rotary position embedding and its inverse, from a table of cosines and sines.
+
+Keys are coded before RoPE (AnTKV, section 4.1, after KVQuant), but an attention layer is handed rotated keys: rows are
+un-rotated before they are coded and rotated again after they are decoded, always with the model's own table.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Cosines and sines of one rotary module.
+
+    cos, sin: (max_position, rotary_dim / 2) float32; with YaRN or LongRoPE they carry its magnitude too.
+    is_neox_style: True when channel `c` turns with `c + rotary_dim / 2` (Llama), False when with its neighbour (GPT-J).
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    is_neox_style: bool = True
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels that turn; the others pass."""
+        return 2 * self.cos.shape[-1]
+
+    def to(self, device: torch.device | str) -> "RotaryTable":
+        """The same table on another device."""
+        return RotaryTable(self.cos.to(device), self.sin.to(device), self.is_neox_style)
+
+
+def rotate(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
+    """Apply RoPE.
+
+    Args:
+        rows: (..., num_heads, head_size) floating point.
+        positions: (...) integer.
+
+    Returns:
+        Same shape and dtype as `rows`.
+    """
+    cos, sin = _factors(rows, positions, table)
+    return _turn(rows, cos, sin, table)
+
+
+def unrotate(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
+    """Undo `rotate`. Divides by cos^2 + sin^2, which is not 1 where the table carries a magnitude or is rounded."""
+    cos, sin = _factors(rows, positions, table)
+    norm = cos * cos + sin * sin
+    return _turn(rows, cos / norm, -sin / norm, table)
+
+
+def _factors(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> tuple[torch.Tensor, torch.Tensor]:
+    index = positions.long()
+    return table.cos[index].unsqueeze(-2).to(rows.dtype), table.sin[index].unsqueeze(-2).to(rows.dtype)
+
+
+def _turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, table: RotaryTable) -> torch.Tensor:
+    turning, passing = rows[..., : table.rotary_dim], rows[..., table.rotary_dim :]
+    if table.is_neox_style:
+        first, second = turning.chunk(2, dim=-1)
+    else:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    new_first = first * cos - second * sin
+    new_second = second * cos + first * sin
+    if table.is_neox_style:
+        turned = torch.cat((new_first, new_second), dim=-1)
+    else:
+        turned = torch.stack((new_first, new_second), dim=-1).flatten(-2)
+    return torch.cat((turned, passing), dim=-1)
