@@ -1,0 +1,1 @@
+"""Example settings and sink tables, installed as vllm_antkv.configs."""
