@@ -1,4 +1,4 @@
-"""`antkv calibrate`: from a model and text to codebook files (design: AnTKV sections 4.1 and 4.2, KVSink appendix G)."""
+"""`antkv calibrate`: from a model and text to codebook files (AnTKV sections 4.1 and 4.2, KVSink appendix G)."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,0 +1,138 @@
+"""Gives a loaded model's attention layers what they need for an antkv cache."""
+
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from vllm_antkv.attention.impl import AntKVImpl, Attachment
+from vllm_antkv.attention.layer import RecencyLayer, recency_layer_name
+from vllm_antkv.attention.rope import rotary_table
+from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
+from vllm_antkv.attention.startup import resolved_codebook
+from vllm_antkv.cache.pages import PageLayout
+from vllm_antkv.cache.specs import vq_spec
+from vllm_antkv.codebook import Codebook
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import CodebookError, UnsupportedModelError
+from vllm_antkv.ops.rope import RotaryTable
+
+
+def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
+    """Attach codebooks, rotary tables, sinks and recency companions to every attention layer.
+
+    Raises:
+        CodebookError: the file changed since start-up.
+        UnsupportedModelError: a layer cannot be served.
+    """
+    settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
+    resolved = resolved_codebook(vllm_config)
+    codebook = Codebook.load(Path(resolved.path))
+    if codebook.identity != resolved.identity:
+        raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
+    context = vllm_config.compilation_config.static_forward_context
+    flags = _watch_sinks(model, codebook, settings, vllm_config, device, context)
+    rotaries: dict[int, RotaryTable | None] = {}
+    for layer, rotary_module in _attention_layers(model):
+        index = extract_layer_index(layer.layer_name)
+        rotary = rotaries.setdefault(
+            id(rotary_module), rotary_table(rotary_module, layer.layer_name).to(device)
+        )
+        sinks = flags if flags is not None and index > _sink_layer(codebook) else None
+        _attach_layer(layer, index, codebook, rotary, sinks, settings, vllm_config, device, context)
+
+
+def _attach_layer(
+    layer: Attention,
+    index: int,
+    codebook: Codebook,
+    rotary: RotaryTable | None,
+    sinks: SinkFlags | None,
+    settings: AntKVConfig,
+    vllm_config: VllmConfig,
+    device: torch.device,
+    context: dict[str, Any],
+) -> None:
+    dtype = vllm_config.model_config.dtype
+    layout = PageLayout.of(settings, codebook.preset, layer.head_size, dtype)
+    companion = RecencyLayer(layout, layer.num_kv_heads, dtype, settings)
+    name = recency_layer_name(layer.layer_name)
+    context[name] = companion
+    heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
+    assert isinstance(layer.impl, AntKVImpl)
+    layer.impl.attachment = Attachment(
+        settings=settings,
+        layout=layout,
+        dtype=dtype,
+        k_centroids=codebook.k[index, heads].to(device, torch.float32),
+        v_centroids=codebook.v[index, heads].to(device, torch.float32),
+        rotary=rotary,
+        sinks=sinks,
+        recency_name=name,
+        recency=companion,
+    )
+    spec = vq_spec(layout, layer.num_kv_heads)
+
+    def get_kv_cache_spec(self: Attention, vllm_config: VllmConfig) -> KVCacheSpec:
+        return spec
+
+    # The layer builds its spec from head size and dtype; only this layer knows its page's bytes.
+    layer.get_kv_cache_spec = MethodType(get_kv_cache_spec, layer)  # type: ignore[method-assign]
+
+
+def _attention_layers(model: nn.Module) -> list[tuple[Attention, nn.Module]]:
+    """Every attention layer with the rotary module beside it."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            rotary = getattr(parent, "rotary_emb", None)
+            if rotary is None:
+                raise UnsupportedModelError(
+                    f"{module.layer_name} has no rotary_emb beside it, and an antkv cache needs to know its RoPE."
+                )
+            found.append((module, rotary))
+    return found
+
+
+def _watch_sinks(
+    model: nn.Module,
+    codebook: Codebook,
+    settings: AntKVConfig,
+    vllm_config: VllmConfig,
+    device: torch.device,
+    context: dict[str, Any],
+) -> SinkFlags | None:
+    rule = codebook.header.sinks
+    if rule is None or not settings.sinks:
+        return None
+    register_op()
+    flags = SinkFlags(rule, vllm_config.scheduler_config.max_num_batched_tokens, device)
+    watch(_decoder_layer(model, rule.layer), flags, context)
+    return flags
+
+
+def _decoder_layer(model: nn.Module, index: int) -> nn.Module:
+    for name, module in model.named_modules():
+        if name.endswith(f"layers.{index}"):
+            return module
+    raise UnsupportedModelError(f"The model has no decoder layer {index}, where the codebook says sinks emerge.")
+
+
+def _sink_layer(codebook: Codebook) -> int:
+    assert codebook.header.sinks is not None
+    return codebook.header.sinks.layer
+
+
+def _heads_of_rank(num_kv_heads: int, heads_here: int) -> slice:
+    """KV heads of this tensor-parallel rank; with more ranks than heads, ranks share a head, as in vLLM."""
+    rank, world_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    first = rank * heads_here if num_kv_heads >= world_size else rank * num_kv_heads // world_size
+    return slice(first, first + heads_here)

@@ -1,0 +1,136 @@
+"""What an attention layer runs in each step: store the new tokens, then attend."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
+
+from vllm_antkv.attention.metadata import VQMetadata
+from vllm_antkv.attention.sinks import SinkFlags
+from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.ops import paged
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.presets import get_preset
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What a layer is given after the model is loaded.
+
+    k_centroids, v_centroids: of this rank's KV heads, (num_kv_heads, num_sub_vectors, num_centroids,
+        sub_vector_size) float32.
+    sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
+    recency_name: name of the companion layer, for its metadata.
+    recency: the companion layer.
+    """
+
+    settings: AntKVConfig
+    layout: PageLayout
+    dtype: torch.dtype
+    k_centroids: torch.Tensor
+    v_centroids: torch.Tensor
+    rotary: RotaryTable | None
+    sinks: SinkFlags | None
+    recency_name: str
+    recency: Any
+
+
+class AntKVImpl(AttentionImpl[VQMetadata]):
+    """Attention over coded and exact rows. `attachment` is set by the after-load hook."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        refused = {
+            "ALiBi": alibi_slopes is not None,
+            "a sliding window": sliding_window is not None,
+            "a logits soft cap": bool(logits_soft_cap),
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "attention layers that share a KV cache": kv_sharing_target_layer_name is not None,
+            "learned attention sinks": sinks is not None,
+        }
+        for feature, present in refused.items():
+            if present:
+                raise UnsupportedModelError(f"{kv_cache_dtype} does not support {feature}: serve this model with auto.")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.preset = get_preset(kv_cache_dtype)
+        self.attachment: Attachment | None = None
+        self._state: paged.LayerState | None = None
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: VQMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the step's tokens and attend.
+
+        Args:
+            layer: the Attention layer; unused.
+            query: (num_tokens, num_heads, head_size).
+            key, value: (num_tokens, num_kv_heads, head_size), K after RoPE.
+            kv_cache: raw VQ pages, (num_blocks, num_kv_heads, 1, vq_page_bytes) uint8.
+            attn_metadata: None in vLLM's warm-up runs, which need no result.
+            output: (num_tokens, num_heads, head_size), written.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        assert self.attachment is not None, "the after-load hook did not run"
+        plan = attn_metadata.plan
+        num_tokens = plan.num_tokens
+        recency_metadata = get_forward_context().attn_metadata[self.attachment.recency_name]
+        tables = paged.StepTables(attn_metadata.block_table, recency_metadata.block_table)
+        state = self._layer_state(self.attachment, kv_cache)
+        sinks = self.attachment.sinks
+        paged.encode_store(key[:num_tokens], value[:num_tokens], state, plan, tables)
+        paged.attend(
+            query[:num_tokens],
+            key[:num_tokens],
+            value[:num_tokens],
+            None if sinks is None else sinks.of_step(num_tokens),
+            output[:num_tokens],
+            state,
+            plan,
+            tables,
+        )
+        return output
+
+    def _layer_state(self, attachment: Attachment, kv_cache: torch.Tensor) -> paged.LayerState:
+        if self._state is None:
+            recency: RecencyPages = attachment.recency.pages
+            self._state = paged.LayerState(
+                vq=VQPages.view(kv_cache, attachment.layout, attachment.dtype),
+                recency=recency,
+                k_centroids=attachment.k_centroids,
+                v_centroids=attachment.v_centroids,
+                preset=self.preset,
+                rotary=attachment.rotary,
+                config=attachment.settings,
+                scale=self.scale,
+            )
+        return self._state

@@ -1,0 +1,40 @@
+"""The rotary table of a layer, read from vLLM's rotary module."""
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope import DynamicNTKAlphaRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope import DynamicNTKScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.ntk_scaling_rope import NTKScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
+
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.ops.rope import RotaryTable
+
+#: Modules whose turn depends on the position alone, through one table of cosines and sines.
+SUPPORTED = (
+    RotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    DynamicNTKAlphaRotaryEmbedding,
+    DynamicNTKScalingRotaryEmbedding,
+    NTKScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
+
+
+def rotary_table(module: nn.Module, layer_name: str) -> RotaryTable:
+    """The table that this rotary module applies, in float32.
+
+    Raises UnsupportedModelError for kinds of RoPE that cannot be undone from a position (M-RoPE, LongRoPE, dual
+    chunk, FoPE and others).
+    """
+    if type(module) not in SUPPORTED:
+        known = ", ".join(cls.__name__ for cls in SUPPORTED)
+        raise UnsupportedModelError(
+            f"{layer_name} uses {type(module).__name__}, which an antkv cache cannot undo (it can undo {known})."
+        )
+    cos, sin = module.cos_sin_cache.to(torch.float32).chunk(2, dim=-1)
+    return RotaryTable(cos.contiguous(), sin.contiguous(), bool(module.is_neox_style))

@@ -1,0 +1,71 @@
+"""Flags of attention sinks, found in the hidden states at the emergence layer (KVSink, algorithm 1).
+
+A forward hook on decoder layer `rule.layer` calls a custom op that fills a buffer, which the attention layers after it
+read. The op declares that it mutates the hidden states (it does not), so that torch.compile neither drops it nor moves
+it past the layers that follow.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm_antkv.codebook import SinkRule
+
+
+class SinkFlags:
+    """Which of the step's tokens are sinks.
+
+    flags: (max_num_tokens,) bool.
+    """
+
+    def __init__(self, rule: SinkRule, max_num_tokens: int, device: torch.device) -> None:
+        self._channels = torch.tensor(rule.channels, device=device)
+        self._threshold = rule.threshold
+        self.flags = torch.zeros(max_num_tokens, dtype=torch.bool, device=device)
+
+    def update(self, hidden: torch.Tensor) -> None:
+        """Set the flags from hidden states (num_tokens, hidden_size)."""
+        extreme = hidden[:, self._channels].abs() > self._threshold
+        self.flags[: len(hidden)] = extreme.any(dim=1)
+
+    def of_step(self, num_tokens: int) -> torch.Tensor:
+        """Flags of the step's tokens."""
+        return self.flags[:num_tokens]
+
+
+#: Where vLLM's forward context finds the flags; the custom op can only be handed tensors.
+_CONTEXT_NAME = "antkv.sinks"
+
+
+def watch(layer: nn.Module, flags: SinkFlags, static_forward_context: dict[str, Any]) -> None:
+    """Fill `flags` whenever this decoder layer has run."""
+    static_forward_context[_CONTEXT_NAME] = flags
+    layer.register_forward_hook(_after_layer)
+
+
+def _after_layer(layer: nn.Module, args: Any, output: Any) -> None:
+    """vLLM's decoder layers return (hidden, residual), whose sum is the hidden state, or the hidden state."""
+    if isinstance(output, tuple):
+        torch.ops.vllm.antkv_mark_sinks(*output[:2])
+    else:
+        torch.ops.vllm.antkv_mark_sinks(output, None)
+
+
+def _mark_sinks(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    flags: SinkFlags = get_forward_context().no_compile_layers[_CONTEXT_NAME]
+    flags.update(hidden if residual is None else hidden.float() + residual.float())
+
+
+def _mark_sinks_fake(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    return
+
+
+def register_op() -> None:
+    """Register the custom op once per process."""
+    if not hasattr(torch.ops.vllm, "antkv_mark_sinks"):
+        direct_register_custom_op(
+            op_name="antkv_mark_sinks", op_func=_mark_sinks, mutates_args=["hidden"], fake_impl=_mark_sinks_fake
+        )

@@ -1,0 +1,183 @@
+"""Byte layout of the pages, as typed views of the raw bytes that vLLM allocates.
+
+Two allocations come from vLLM's block pool for every attention layer:
+
+* a **VQ page** per 128 tokens: the codes of every token, and after them the block's few anchor rows (K, V and their
+  offsets in the block). Codes and anchors share a block table, so they share a page.
+* a **recency page** per few tokens: full-precision rows of the tokens that are still needed exactly, and the Anchor
+  Scores they have collected so far.
+
+Layout of one (block, KV head), with B tokens per block, R anchor rows, D channels:
+
+    VQ page       K codes [B, kb] | V codes [B, vb] | anchor K [R, D] | anchor V [R, D] | offsets int16 [2, R]
+    recency page  K [T, D] | V [T, D] | scores float32 [2, T]
+
+K rows are stored as attention uses them (after RoPE), codes stand for K before RoPE. This module imports no vLLM.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.presets import Preset
+
+#: Sections and pages start at multiples of this, so that kernels can load 16 bytes at a time.
+ALIGNMENT = 16
+#: Offset of an unused anchor row.
+NO_ANCHOR = -1
+_RECENCY_BLOCK_SIZES = (32, 16, 8, 4, 2, 1)
+#: A VQ page may grow by this share if that makes room for a larger recency page in the same pool block.
+_MAX_GROWTH = 0.02
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Sizes of the pages of one layer, per KV head.
+
+    preset, head_size, itemsize (bytes of the model dtype) and anchor_rows decide everything else.
+    """
+
+    preset: Preset
+    head_size: int
+    itemsize: int
+    anchor_rows: int
+
+    @classmethod
+    def of(cls, config: AntKVConfig, preset: Preset, head_size: int, dtype: torch.dtype) -> "PageLayout":
+        """The layout for these settings; SettingsError when the preset does not divide the head size."""
+        preset.num_sub_vectors(head_size)
+        return cls(preset, head_size, dtype.itemsize, config.anchor_rows)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one full-precision K (or V) row."""
+        return self.head_size * self.itemsize
+
+    @property
+    def code_section_bytes(self) -> int:
+        """Bytes of the K (or V) codes of a block."""
+        return _align(VQ_BLOCK_SIZE * self.preset.code_bytes(self.head_size))
+
+    @property
+    def anchor_section_bytes(self) -> int:
+        """Bytes of the K (or V) anchor rows of a block."""
+        return _align(self.anchor_rows * self.row_bytes)
+
+    @property
+    def offset_section_bytes(self) -> int:
+        """Bytes of the anchors' offsets."""
+        return _align(2 * 2 * self.anchor_rows)
+
+    @property
+    def _vq_content_bytes(self) -> int:
+        return 2 * self.code_section_bytes + 2 * self.anchor_section_bytes + self.offset_section_bytes
+
+    @property
+    def recency_block_size(self) -> int:
+        """Tokens per recency page: as many as fit into the pool block that a VQ page needs."""
+        limit = int(self._vq_content_bytes * (1 + _MAX_GROWTH)) - ALIGNMENT
+        for size in _RECENCY_BLOCK_SIZES:
+            if self._recency_bytes(size) <= limit:
+                return size
+        return _RECENCY_BLOCK_SIZES[-1]
+
+    @property
+    def recency_page_bytes(self) -> int:
+        """Bytes of a recency page of one KV head."""
+        return self._recency_bytes(self.recency_block_size)
+
+    @property
+    def vq_page_bytes(self) -> int:
+        """Bytes of a VQ page of one KV head.
+
+        Always more than a recency page where the pages are close, so that vLLM packs both kinds side by side.
+        """
+        content = self._vq_content_bytes
+        needed = self.recency_page_bytes + ALIGNMENT
+        return max(content, needed) if needed <= content * (1 + _MAX_GROWTH) else content
+
+    @property
+    def pool_block_bytes(self) -> int:
+        """Bytes of a block of vLLM's pool, per layer and KV head: either page fits into one."""
+        return max(self.vq_page_bytes, self.recency_page_bytes)
+
+    def _recency_bytes(self, block_size: int) -> int:
+        return _align(block_size * (2 * self.row_bytes + 2 * 4))
+
+
+@dataclass(frozen=True)
+class VQPages:
+    """Typed views of a layer's VQ pages; writing to them writes the cache.
+
+    k_codes, v_codes: (num_blocks, num_kv_heads, VQ_BLOCK_SIZE, code_bytes) uint8.
+    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, head_size) model dtype.
+    anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V, NO_ANCHOR where unused.
+    """
+
+    k_codes: torch.Tensor
+    v_codes: torch.Tensor
+    k_anchors: torch.Tensor
+    v_anchors: torch.Tensor
+    anchor_offsets: torch.Tensor
+
+    @classmethod
+    def view(cls, raw: torch.Tensor, layout: PageLayout, dtype: torch.dtype) -> "VQPages":
+        """View raw pages, (num_blocks, num_kv_heads, 1, vq_page_bytes) uint8 or int8."""
+        sections = _Sections(raw)
+        code_bytes = layout.preset.code_bytes(layout.head_size)
+        codes = (VQ_BLOCK_SIZE, code_bytes)
+        rows = (layout.anchor_rows, layout.head_size)
+        return cls(
+            sections.take(codes, torch.uint8, layout.code_section_bytes),
+            sections.take(codes, torch.uint8, layout.code_section_bytes),
+            sections.take(rows, dtype, layout.anchor_section_bytes),
+            sections.take(rows, dtype, layout.anchor_section_bytes),
+            sections.take((2, layout.anchor_rows), torch.int16, layout.offset_section_bytes),
+        )
+
+
+@dataclass(frozen=True)
+class RecencyPages:
+    """Typed views of a layer's recency pages; writing to them writes the cache.
+
+    k, v: (num_blocks, num_kv_heads, recency_block_size, head_size) model dtype, K after RoPE.
+    scores: (num_blocks, num_kv_heads, 2, recency_block_size) float32, Anchor Scores of K and of V so far.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    scores: torch.Tensor
+
+    @classmethod
+    def view(cls, raw: torch.Tensor, layout: PageLayout, dtype: torch.dtype) -> "RecencyPages":
+        """View raw pages, (num_blocks, num_kv_heads, 1, recency_page_bytes) uint8 or int8."""
+        sections = _Sections(raw)
+        size = layout.recency_block_size
+        row_bytes = size * layout.row_bytes
+        rows = (size, layout.head_size)
+        return cls(
+            sections.take(rows, dtype, row_bytes),
+            sections.take(rows, dtype, row_bytes),
+            sections.take((2, size), torch.float32, 2 * 4 * size),
+        )
+
+
+class _Sections:
+    """Cuts the content dimension of raw pages into typed sections, left to right."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self._raw = raw.view(torch.uint8).squeeze(2)
+        self._start = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, section_bytes: int) -> torch.Tensor:
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        content = self._raw[:, :, self._start : self._start + num_bytes]
+        self._start += section_bytes
+        return content.view(dtype).unflatten(-1, shape)

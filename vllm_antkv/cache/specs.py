@@ -1,0 +1,79 @@
+"""What vLLM is told about the pages: one KV cache spec per page class."""
+
+from dataclasses import dataclass
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+from vllm_antkv.cache.pages import PageLayout
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.select.retention import PageRetention, page_retention
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecencySpec(SlidingWindowSpec):
+    """Recency pages: allocated for the tokens that are still read in full precision, and freed after that.
+
+    A SlidingWindowSpec for vLLM's grouping and prefix-cache rules; which pages live is decided by `retention`.
+
+    settings: the user's settings, which decide the retention.
+    max_len: longest sequence served.
+    interval: tokens between prefix-cache boundaries that stay reachable.
+    max_steps: engine steps in flight at once, 2 with async scheduling.
+    """
+
+    settings: AntKVConfig
+    max_len: int
+    interval: int
+    max_steps: int
+
+    @property
+    def retention(self) -> PageRetention:
+        """When pages live and die."""
+        return page_retention(self.settings, self.max_len, self.block_size, self.interval)
+
+    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+        """Most pages a request holds at once; vLLM admits requests and sizes the pool by it."""
+        return self.retention.max_pages(max_model_len, max_in_flight_tokens, self.max_steps)
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Recency pages of all layers share a block table, but never one with other pages."""
+        return all(isinstance(spec, RecencySpec) for spec in kv_cache_specs.values())
+
+
+def vq_spec(layout: PageLayout, num_kv_heads: int) -> FullAttentionSpec:
+    """The spec of VQ pages: one opaque state of `vq_page_bytes` per block and KV head.
+
+    uint8 with `state_content_bytes`, so that vLLM does not zero new blocks: we reset what needs resetting.
+    """
+    return FullAttentionSpec(
+        block_size=VQ_BLOCK_SIZE,
+        num_kv_heads=num_kv_heads,
+        head_size=layout.head_size,
+        dtype=torch.uint8,
+        state_content_bytes=layout.vq_page_bytes,
+        tokens_per_state=VQ_BLOCK_SIZE,
+    )
+
+
+def recency_spec(
+    layout: PageLayout, num_kv_heads: int, settings: AntKVConfig, vllm_config: VllmConfig
+) -> RecencySpec:
+    """The spec of recency pages."""
+    interval = vllm_config.cache_config.prefix_cache_retention_interval
+    return RecencySpec(
+        block_size=layout.recency_block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=layout.head_size,
+        dtype=torch.uint8,
+        state_content_bytes=layout.recency_page_bytes,
+        tokens_per_state=layout.recency_block_size,
+        sliding_window=max(settings.recency_policy.window, VQ_BLOCK_SIZE),
+        dcp_sharded=False,
+        settings=settings,
+        max_len=vllm_config.model_config.max_model_len,
+        # vLLM's None means dense: every boundary a hit can end at.
+        interval=VQ_BLOCK_SIZE if interval is None else interval,
+        max_steps=max(vllm_config.max_in_flight_tokens // vllm_config.scheduler_config.max_num_batched_tokens, 1),
+    )

@@ -1,0 +1,200 @@
+"""Captures what the cache would hold, and how much the loss minds its error (AnTKV, section 4.2, LinearWithAct).
+
+Hooks around the projections take K before RoPE and V on the way forward, and dL/dK, dL/dV on the way back, where L is
+the language-model loss of a window. Of a gradient only its norm per token and head is kept. Everything is written
+straight to one memory-mapped file a layer, so memory holds one window at a time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm_antkv.calibrate.models import CapturePoint, decoder_layers
+from vllm_antkv.errors import CalibrationError
+
+#: Receives the rows, or the norms, of a capture point.
+Receiver = Callable[[CapturePoint, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class CaptureShape:
+    """Sizes of everything captured."""
+
+    num_layers: int
+    num_windows: int
+    seq_len: int
+    num_kv_heads: int
+    head_size: int
+    num_sink_channels: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk: K and V in float16, one float32 norm per token and head of each, the sink channels."""
+        tokens = self.num_windows * self.seq_len
+        per_token = self.num_layers * self.num_kv_heads * 2 * (2 * self.head_size + 4)
+        return tokens * (per_token + 4 * self.num_sink_channels)
+
+
+class CaptureFiles:
+    """The captured activations of a model on disk, as memory-mapped arrays.
+
+    Everything is indexed by window, so a window that is captured again overwrites itself.
+    """
+
+    def __init__(self, folder: Path, shape: CaptureShape) -> None:
+        self.shape = shape
+        self._folder = folder
+        self._maps: dict[str, np.memmap] = {}
+
+    def rows(self, layer: int) -> np.memmap:
+        """K (index 0) and V (1) of a layer: (2, num_windows, seq_len, num_kv_heads, head_size) float16."""
+        return self._open(f"rows-{layer:03d}", np.float16, self._per_layer + (self.shape.head_size,))
+
+    def norms(self, layer: int) -> np.memmap:
+        """Norms of dL/dK (index 0) and dL/dV (1): (2, num_windows, seq_len, num_kv_heads) float32."""
+        return self._open(f"norms-{layer:03d}", np.float32, self._per_layer)
+
+    def sink_values(self) -> np.memmap:
+        """|hidden| of the sink channels: (num_windows, seq_len, num_sink_channels) float32."""
+        shape = self.shape
+        return self._open("sinks", np.float32, (shape.num_windows, shape.seq_len, shape.num_sink_channels))
+
+    def flush(self) -> None:
+        """Write everything captured so far to disk."""
+        for array in self._maps.values():
+            array.flush()
+
+    @property
+    def _per_layer(self) -> tuple[int, ...]:
+        return (2, self.shape.num_windows, self.shape.seq_len, self.shape.num_kv_heads)
+
+    def _open(self, name: str, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
+        if name not in self._maps:
+            path = self._folder / f"{name}.bin"
+            self._maps[name] = np.memmap(path, dtype=dtype, mode="r+" if path.exists() else "w+", shape=shape)
+        return self._maps[name]
+
+
+def loss_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
+    """Causal language-model loss of one window, summed over its tokens.
+
+    The sum, not the mean, so that gradients do not shrink with the window's length.
+
+    Args:
+        window: (seq_len,) int64.
+    """
+    # The parameters are frozen: the embeddings are where the graph that reaches every K and V begins.
+    embeddings = model.get_input_embeddings()(window[None]).detach()  # type: ignore[operator]
+    embeddings.requires_grad_(torch.is_grad_enabled())
+    logits = model(inputs_embeds=embeddings, use_cache=False).logits[0, :-1]
+    return functional.cross_entropy(logits.float(), window[1:], reduction="sum")
+
+
+@contextmanager
+def captured(
+    points: Sequence[CapturePoint], num_kv_heads: int, on_rows: Receiver, on_norms: Receiver
+) -> Iterator[None]:
+    """While active, every forward hands its K and V to `on_rows` and every backward the gradients' norms to `on_norms`.
+
+    Args:
+        on_rows: receives (point, rows), rows (seq_len, num_kv_heads, head_size) in the model's dtype.
+        on_norms: receives (point, norms), norms (seq_len, num_kv_heads) float32: ||dL/dK_j|| or ||dL/dV_j|| per head.
+    """
+
+    def hook_for(point: CapturePoint) -> Callable[..., None]:
+        def split(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[0].flatten(1) if tensor.dim() == 4 else tensor[0, :, point.channels]
+
+        def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+            return split(tensor).detach().unflatten(-1, (num_kv_heads, -1))
+
+        def forward_hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            on_rows(point, rows_of(output))
+            if output.requires_grad:
+                output.register_hook(lambda grad: on_norms(point, rows_of(grad).float().norm(dim=-1)))
+
+        return forward_hook
+
+    with ExitStack() as stack:
+        for point in points:
+            stack.callback(point.module.register_forward_hook(hook_for(point)).remove)
+        yield
+
+
+@contextmanager
+def checkpointed(model: nn.Module, active: bool) -> Iterator[None]:
+    """Recompute each decoder layer in the backward pass instead of keeping its activations."""
+    if not active:
+        yield
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    layers = decoder_layers(model)
+    # Transformers checkpoints a layer only while it trains. Setting the flag of the layer itself, not of the modules
+    # inside it, leaves every dropout off.
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+        model.gradient_checkpointing_disable()  # type: ignore[operator]
+
+
+def capture_window(
+    model: nn.Module,
+    window: torch.Tensor,
+    points: Sequence[CapturePoint],
+    files: CaptureFiles,
+    index: int,
+    with_gradients: bool,
+) -> None:
+    """Run one window and write its rows, and its gradient norms where asked for.
+
+    Args:
+        window: (seq_len,) int64 on the model's device.
+        index: which window it is.
+
+    Raises:
+        CalibrationError: a K or V value does not fit float16, or a gradient is not finite.
+    """
+
+    def write_rows(point: CapturePoint, rows: torch.Tensor) -> None:
+        half = rows.to(torch.float16)
+        _check_finite(half, point, "its K or V does not fit float16")
+        files.rows(point.layer)[point.kind, index] = half.cpu().numpy()
+
+    def write_norms(point: CapturePoint, norms: torch.Tensor) -> None:
+        _check_finite(norms, point, "its gradient is not finite")
+        files.norms(point.layer)[point.kind, index] = norms.cpu().numpy()
+
+    with captured(points, files.shape.num_kv_heads, write_rows, write_norms), torch.set_grad_enabled(with_gradients):
+        loss = loss_of(model, window)
+        if with_gradients:
+            loss.backward()
+
+
+@contextmanager
+def captured_hidden(layers: Sequence[nn.Module], on_hidden: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """While active, hand the hidden state after each of these decoder layers, (seq_len, hidden_size), to `on_hidden`."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        on_hidden(hidden.detach()[0])
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(hook).remove)
+        yield
+
+
+def _check_finite(tensor: torch.Tensor, point: CapturePoint, problem: str) -> None:
+    if not torch.isfinite(tensor).all():
+        raise CalibrationError(f"Layer {point.layer} cannot be calibrated: {problem}.")

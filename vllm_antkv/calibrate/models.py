@@ -1,0 +1,133 @@
+"""The model families that can be calibrated, and where each keeps the K and V that a cache would hold.
+
+K is taken before RoPE (AnTKV, section 4.1) and after a key norm where the family has one: rows are coded at exactly
+that point when serving.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm_antkv.codebook import ModelIdentity
+from vllm_antkv.errors import CalibrationError, UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Family:
+    """Sub-modules of a family's attention module whose outputs are K before RoPE and V.
+
+    key, value: attribute names; the same name twice means one projection that yields Q, K and V side by side.
+    attention: transformers' attention implementation that computes what the model was trained with.
+    """
+
+    key: str = "k_proj"
+    value: str = "v_proj"
+    attention: str = "sdpa"
+
+
+#: By `model_type` of the Hugging Face config.
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(key="k_norm"),
+    "phi3": Family(key="qkv_proj", value="qkv_proj"),
+    # Only the eager implementation soft-caps the logits.
+    "gemma2": Family(attention="eager"),
+}
+
+
+@dataclass(frozen=True)
+class CapturePoint:
+    """A module whose output holds the K or the V rows of one layer.
+
+    layer: index of the decoder layer.
+    kind: 0 for K, 1 for V.
+    module: its output is (1, num_tokens, channels), or (1, num_tokens, num_kv_heads, head_size) behind a key norm.
+    channels: the part of the last dimension that holds the rows.
+    """
+
+    layer: int
+    kind: int
+    module: nn.Module
+    channels: slice
+
+
+def load_config(model: str) -> Any:
+    """The Hugging Face config of a supported model.
+
+    Raises:
+        CalibrationError: there is no such model.
+        UnsupportedModelError: its architecture is not in `FAMILIES`, or its weights are quantised.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise CalibrationError(f"No model can be read from '{model}': {first_line(error)}") from None
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{model} is of type '{config.model_type}', which cannot be calibrated: supported are {', '.join(FAMILIES)}."
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            f"{model} has quantised weights, through which no gradient flows: calibrate the unquantised model, "
+            "its codebooks fit both."
+        )
+    return config
+
+
+def load_model(model: str, config: Any, device: torch.device) -> nn.Module:
+    """The model on `device`, frozen, in evaluation mode.
+
+    float32 on a CPU, where half precision is slow and gains nothing. On a GPU the dtype of the checkpoint, except that
+    float16 becomes bfloat16: gradients of single tokens underflow float16.
+    """
+    family = FAMILIES[config.model_type]
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, config=config, dtype=compute_dtype(config, device), attn_implementation=family.attention
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CalibrationError(f"The weights of '{model}' cannot be loaded: {first_line(error)}") from None
+    return loaded.to(device).eval().requires_grad_(False)
+
+
+def compute_dtype(config: Any, device: torch.device) -> torch.dtype:
+    """The dtype in which the model is run."""
+    if device.type == "cpu":
+        return torch.float32
+    stored = config.dtype or torch.bfloat16
+    return torch.bfloat16 if stored == torch.float16 else stored
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers, in model order."""
+    return model.get_decoder().layers  # type: ignore[operator, union-attr, return-value]
+
+
+def capture_points(model: nn.Module, config: Any) -> list[CapturePoint]:
+    """K and V of every layer of a loaded model, in model order."""
+    family = FAMILIES[config.model_type]
+    identity = ModelIdentity.from_hf_config(config)
+    key, value = _channels(family, identity)
+    points = []
+    for layer, block in enumerate(decoder_layers(model)):
+        points.append(CapturePoint(layer, 0, getattr(block.self_attn, family.key), key))
+        points.append(CapturePoint(layer, 1, getattr(block.self_attn, family.value), value))
+    return points
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message: libraries below us explain at length."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _channels(family: Family, identity: ModelIdentity) -> tuple[slice, slice]:
+    if family.key != family.value:
+        return slice(None), slice(None)
+    queries = identity.num_attention_heads * identity.head_size
+    rows = identity.num_kv_heads * identity.head_size
+    return slice(queries, queries + rows), slice(queries + rows, queries + 2 * rows)

@@ -1,0 +1,215 @@
+"""Attention of a whole window through a quantised past: what the serving engine computes, on a Hugging Face model.
+
+The query at position i sees row j exactly (K after RoPE and V, full precision) iff i <= last_query[j] (recency, the
+intact prefix, itself; `select.recency`), and otherwise as it comes back from the cache, unless row j is an anchor of a
+block that closed before i's block began. Blocks are taken in order, because the anchors of one decide what the next sees.
+
+This file knows methods only by their interface, and nothing of perplexity or of files.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.evaluate.methods import Method
+from vllm_antkv.evaluate.rotary import rotary_table
+from vllm_antkv.ops.reference import anchor_score, mixed_attention
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.select.anchors import SINK_SCORE, block_anchors
+from vllm_antkv.select.recency import last_query_table
+
+#: Families whose layers hand `(query, key after RoPE, value)` to one attention function and rotate every layer alike.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+
+
+@contextmanager
+def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> Iterator[None]:
+    """While open, `model` attends through `method`; its own attention comes back at the end.
+
+    The model must be called on whole windows of at most `num_tokens` tokens, without padding and without a KV cache.
+
+    Raises:
+        UnsupportedModelError: a family that is not known to fit, or a sliding window shorter than the windows.
+    """
+    if method.quantiser is None:
+        yield
+        return
+    _check_family(model, num_tokens)
+    run = _Run(method, rotary_table(model, num_tokens))
+    name, before = f"antkv_offline_{id(run)}", model.config._attn_implementation
+    hook = _watch_sinks(model, run)
+    ALL_ATTENTION_FUNCTIONS.register(name, run.attend)
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
+        if hook is not None:
+            hook.remove()
+
+
+class _Run:
+    """One method on one model: what the attention function and the sink hook share.
+
+    is_sink: (num_windows, num_tokens) bool of the windows in hand, None until the emergence layer has run.
+    """
+
+    def __init__(self, method: Method, rotary: RotaryTable) -> None:
+        self.method = method
+        self.rotary = rotary
+        self.is_sink: torch.Tensor | None = None
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The signature of transformers' AttentionInterface: (num_windows, heads, num_tokens, head_size) in."""
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        # In bfloat16 the model hands over rows of the served precision; what is computed with them is float32.
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        rows = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
+        rule = self.method.sinks
+        is_sink = self.is_sink if rule is not None and layer > rule.layer else None
+        return attend_window(*rows, scaling, layer, self.method, self.rotary, is_sink).to(query.dtype), None
+
+    def watch(self, module: nn.Module, args: Any, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        """Forward hook of decoder layer `rule.layer` (KVSink, algorithm 1, by threshold)."""
+        rule = self.method.sinks
+        assert rule is not None
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.is_sink = (hidden[..., list(rule.channels)].abs() > rule.threshold).any(-1)
+
+
+def attend_window(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    layer: int,
+    method: Method,
+    rotary: RotaryTable,
+    is_sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one layer over whole windows, every query seeing the past as it comes back from the cache.
+
+    Args:
+        query: (num_windows, num_tokens, num_heads, head_size), after RoPE.
+        key, value: (num_windows, num_tokens, num_kv_heads, head_size), keys after RoPE.
+        scale: multiplies the logits.
+        layer: index of the layer.
+        method: with a quantiser.
+        rotary: the table that rotated `key`.
+        is_sink: (num_windows, num_tokens) bool, or None where no sinks are known.
+
+    Returns:
+        (num_windows, num_tokens, num_heads, head_size).
+    """
+    assert method.quantiser is not None
+    num_tokens, config = key.shape[1], method.config
+    positions = torch.arange(num_tokens, device=key.device)
+    last_query = last_query_table(config, num_tokens).to(key.device)
+    # What queries of later blocks see: decoded rows, into which the anchors of closed blocks are put.
+    seen_key, seen_value = method.quantiser.read_back(layer, key, value, rotary)
+    prompt_scores = _prompt_scores(query, key, value, scale) if config.anchor_scope == "prompt" else None
+    outputs = []
+    for start in range(0, num_tokens, VQ_BLOCK_SIZE):
+        stop = min(start + VQ_BLOCK_SIZE, num_tokens)
+        block = slice(start, stop)
+        causal = positions[:stop] <= positions[block, None]
+        exact = causal & (positions[block, None] <= last_query[:stop])
+        columns = exact.any(0).nonzero().flatten()
+        output, lse = mixed_attention(
+            query[:, block],
+            seen_key[:, :stop],
+            seen_value[:, :stop],
+            (causal & ~exact)[None],
+            key[:, columns],
+            value[:, columns],
+            exact[None, :, columns],
+            scale,
+        )
+        outputs.append(output)
+        # A block that never closes, or that no later query can see, has no anchors.
+        if config.anchor_rows == 0 or stop - start < VQ_BLOCK_SIZE or stop == num_tokens:
+            continue
+        if prompt_scores is None:
+            scores = anchor_score(query[:, block], key[:, block], lse, causal[None, :, block], scale)
+        else:
+            scores = (prompt_scores[0][..., block], prompt_scores[1][..., block])
+        for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
+            if is_sink is not None:
+                score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
+            rows = block_anchors(score, config.anchor_rows, positions[block] < config.prefix, config.anchor_share > 0)
+            seen[:, block] = _put_in(seen[:, block], full[:, block], rows)
+    return torch.cat(outputs, dim=1)
+
+
+def _prompt_scores(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor Scores summed over all later queries of the window, from full-precision attention: the paper's definition.
+
+    Returns scores of K and of V, each (num_windows, num_kv_heads, num_tokens).
+    """
+    num_windows, num_tokens, num_kv_heads, _ = key.shape
+    positions = torch.arange(num_tokens, device=key.device)
+    key_score, value_score = key.new_zeros(2, num_windows, num_kv_heads, num_tokens)
+    for start in range(0, num_tokens, VQ_BLOCK_SIZE):
+        block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
+        past = slice(0, block.stop)
+        causal = (positions[past] <= positions[block, None])[None]
+        nothing = key[:, :0]
+        _, lse = mixed_attention(
+            query[:, block], nothing, nothing, causal[..., :0], key[:, past], value[:, past], causal, scale
+        )
+        of_key, of_value = anchor_score(query[:, block], key[:, past], lse, causal, scale)
+        key_score[..., past] += of_key
+        value_score[..., past] += of_value
+    return key_score, value_score
+
+
+def _put_in(seen: torch.Tensor, full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Replace the chosen rows of one block by their full-precision ones.
+
+    Args:
+        seen, full: (num_windows, block_size, num_kv_heads, head_size).
+        rows: (num_windows, num_kv_heads, num_rows) offsets in the block, -1 for an unused row.
+    """
+    offsets = torch.arange(seen.shape[1], device=seen.device)
+    chosen = (rows[..., None] == offsets).any(-2)
+    return torch.where(chosen.transpose(1, 2)[..., None], full, seen)
+
+
+def _check_family(model: PreTrainedModel, num_tokens: int) -> None:
+    config = model.config.get_text_config()
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"Models of type '{config.model_type}' cannot be evaluated offline: known are {', '.join(FAMILIES)}."
+        )
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if window is not None and slides and window < num_tokens:
+        raise UnsupportedModelError(
+            f"This model has attention layers with a sliding window of {window} tokens: evaluate it with "
+            f"--context {window} or less."
+        )
+
+
+def _watch_sinks(model: PreTrainedModel, run: _Run) -> torch.utils.hooks.RemovableHandle | None:
+    if run.method.sinks is None:
+        return None
+    return model.get_decoder().layers[run.method.sinks.layer].register_forward_hook(run.watch)

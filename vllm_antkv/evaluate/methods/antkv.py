@@ -1,0 +1,25 @@
+"""`antkv-Xbit`: what is served with `--kv-cache-dtype antkv-Xbit` under the same settings."""
+
+from vllm_antkv.codebook import Codebook, find_codebook
+from vllm_antkv.evaluate.methods.base import Method, MethodRequest
+from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
+from vllm_antkv.presets import PRESETS, get_preset
+
+NAMES = tuple(PRESETS)
+
+
+def build(name: str, request: MethodRequest) -> Method:
+    """Load the codebook that the server would load, with its sink rule."""
+    preset = get_preset(name)
+    folder = None if request.codebooks is None else str(request.codebooks)
+    path = find_codebook(request.model_name, request.identity, name, folder)
+    codebook = Codebook.load(path, name, request.identity)
+    return Method(
+        name=name,
+        nominal_bits=preset.nominal_bits,
+        config=request.config,
+        quantiser=VectorQuantiser(codebook),
+        preset=preset,
+        sinks=codebook.header.sinks if request.config.sinks else None,
+        provenance={"codebook": codebook.identity, "weights": codebook.header.calibration.get("weights")},
+    )

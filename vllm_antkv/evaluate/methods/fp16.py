@@ -1,0 +1,15 @@
+"""`fp16`: the model's own attention, untouched. What every other method is measured against."""
+
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.methods.base import Method, MethodRequest
+
+NAMES = ("fp16",)
+
+#: 16 whatever the checkpoint is stored in: the name is the papers', and 16-bit K and V are what is served without antkv.
+_BITS = 16.0
+
+
+def build(name: str, request: MethodRequest) -> Method:
+    """No quantiser and no settings."""
+    del request
+    return Method(name=name, nominal_bits=_BITS, config=AntKVConfig())

@@ -1,0 +1,31 @@
+"""The coupled vector quantiser that CQ and AnTKV share: codes of K before RoPE and of V (AnTKV, section 4.1)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_antkv.codebook import Codebook
+from vllm_antkv.ops.reference import decode, encode
+from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
+
+
+@dataclass(frozen=True)
+class VectorQuantiser:
+    """Rows come back as their nearest centroids. A row depends on itself alone."""
+
+    codebook: Codebook
+
+    def read_back(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, rotary: RotaryTable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Quantiser.read_back`. Computes in the dtype of `key`, as the serving engine does in float32."""
+        positions = torch.arange(key.shape[1], device=key.device)
+        plain_key = _nearest(unrotate(key, positions, rotary), self.codebook.k[layer])
+        return rotate(plain_key, positions, rotary), _nearest(value, self.codebook.v[layer])
+
+
+def _nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """(num_windows, num_tokens, num_kv_heads, head_size) -> same, every sub-vector replaced by its centroid."""
+    centroids = centroids.to(rows)
+    codes = encode(rows.flatten(0, 1), centroids)
+    return decode(codes, centroids).unflatten(0, rows.shape[:2])

@@ -1,0 +1,78 @@
+"""The results of an evaluation as JSON: their fields, and how the file is written."""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from vllm_antkv import __version__
+from vllm_antkv.errors import SettingsError
+
+
+class PerplexityReport(BaseModel):
+    """The JSON of `antkv eval perplexity` and `antkv eval served`; `antkv eval compare` holds a list of them.
+
+    tokens: positions scored, over all windows.
+    nll: mean negative log-likelihood of a token, in nats; perplexity is its exponential.
+    nominal_bits: bits per K or V element, codes alone.
+    effective_bits: bits per K or V element, everything the cache holds for one sequence of `context` tokens.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    method: str
+    text: str
+    context: int
+    windows: int
+    tokens: int
+    perplexity: float
+    nll: float
+    nominal_bits: float
+    effective_bits: float
+    settings: dict[str, Any]
+    versions: dict[str, str]
+
+
+def perplexity_of(nll: float) -> float:
+    """exp(nll); infinity where that overflows."""
+    return math.exp(nll) if nll < 700 else math.inf
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of this package, of Python and of the named distributions that are installed."""
+    found = {"vllm-antkv": __version__, "python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_writable(path: Path) -> None:
+    """SettingsError when `path` cannot be written: better before an hour of work than after it."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise SettingsError(f"{path} cannot be written: {folder} must be a folder that exists and can be written to.")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write atomically: readers see the old file or the whole new one."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            json.dump(content, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

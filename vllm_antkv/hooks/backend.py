@@ -1,0 +1,63 @@
+"""Chooses the antkv attention backend for the antkv cache dtypes.
+
+vLLM's platforms pick a backend from a fixed list; a plugin can register one, but not the dtypes it serves.
+"""
+
+import functools
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.hooks.base import Hook, missing_attributes
+from vllm_antkv.presets import PRESETS
+
+_NAME = "ANTKV"
+_PATH = "vllm_antkv.attention.backend.AntKVBackend"
+
+
+def _install() -> None:
+    if _NAME not in AttentionBackendEnum.__members__:
+        AttentionBackendEnum.register(_NAME, _PATH)
+    platform = type(current_platform)
+    original = platform.get_attn_backend_cls.__func__
+    if getattr(original, "_antkv", False):
+        return
+
+    @functools.wraps(original)
+    def get_attn_backend_cls(cls: type, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
+        if attn_selector_config.kv_cache_dtype not in PRESETS:
+            return original(cls, selected_backend, attn_selector_config=attn_selector_config, **kwargs)
+        _validate(attn_selector_config)
+        return _PATH
+
+    get_attn_backend_cls._antkv = True  # type: ignore[attr-defined]
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)  # type: ignore[assignment,method-assign]
+
+
+def _validate(selector: Any) -> None:
+    backend = AttentionBackendEnum[_NAME].get_class()
+    capability = current_platform.get_device_capability() or DeviceCapability(0, 0)
+    reasons = backend.validate_configuration(device_capability=capability, **selector._asdict())
+    if reasons:
+        raise UnsupportedModelError(
+            f"{selector.kv_cache_dtype} cannot serve this model (head size {selector.head_size}): {', '.join(reasons)}."
+        )
+
+
+def _missing() -> str | None:
+    return missing_attributes(AttentionBackendEnum, "register") or missing_attributes(
+        type(current_platform), "get_attn_backend_cls"
+    )
+
+
+HOOK = Hook(
+    name="backend",
+    why="platforms choose the attention backend from a fixed list of dtypes",
+    upstream="https://github.com/vllm-project/vllm/issues/51751",
+    install=_install,
+    missing=_missing,
+    superseded=lambda: hasattr(AttentionBackendEnum, "register_kv_cache_dtypes"),
+)

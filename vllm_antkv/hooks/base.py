@@ -1,0 +1,43 @@
+"""What a hook is: one touch on vLLM's internals, with its reason and its end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: The vLLM releases whose internals these hooks were written against.
+SUPPORTED_VLLM = "0.32"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One touch on vLLM.
+
+    name: of its file.
+    why: what vLLM lacks, in one sentence.
+    upstream: the thread that would make it unnecessary.
+    install: applies it; doing so twice changes nothing.
+    missing: what of vLLM's internals is not where this hook expects it, or None.
+    superseded: True once vLLM itself offers what the hook adds; a test fails then.
+    """
+
+    name: str
+    why: str
+    upstream: str
+    install: Callable[[], None]
+    missing: Callable[[], str | None]
+    superseded: Callable[[], bool]
+
+    def applies(self) -> str | None:
+        """None when the hook fits this vLLM, else the reason why not."""
+        import vllm
+
+        if not vllm.__version__.startswith(SUPPORTED_VLLM + "."):
+            return f"vLLM {vllm.__version__} is installed, this release of vllm-antkv supports {SUPPORTED_VLLM}.x"
+        return self.missing()
+
+
+def missing_attributes(owner: object, *names: str) -> str | None:
+    """The first attribute that `owner` lacks, as a reason, or None."""
+    for name in names:
+        if not hasattr(owner, name):
+            return f"{getattr(owner, '__name__', owner)} has no {name}"
+    return None

@@ -1,0 +1,41 @@
+"""Checks and completes the engine's configuration as soon as it exists, in the process the user started.
+
+A refusal is then one sentence at start-up, not a failure of a worker process later.
+"""
+
+import functools
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_antkv.hooks.base import Hook, missing_attributes
+from vllm_antkv.presets import PRESETS
+
+
+def _install() -> None:
+    original = EngineArgs.create_engine_config
+    if getattr(original, "_antkv", False):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        vllm_config = original(self, *args, **kwargs)
+        if vllm_config.cache_config.cache_dtype in PRESETS:
+            from vllm_antkv.attention.startup import complete
+
+            complete(vllm_config)
+        return vllm_config
+
+    create_engine_config._antkv = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+
+
+HOOK = Hook(
+    name="config",
+    why="plugins cannot validate or complete the configuration of a cache dtype",
+    upstream="https://github.com/vllm-project/vllm/issues/51751",
+    install=_install,
+    missing=lambda: missing_attributes(EngineArgs, "create_engine_config"),
+    superseded=lambda: hasattr(EngineArgs, "register_config_validator"),
+)
