@@ -1,6 +1,7 @@
 """The one settings object: what `--additional-config '{"antkv": {...}}'` may hold."""
 
 import re
+import reprlib
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -28,11 +29,9 @@ class Recency(BaseModel):
         """Read `sliding:32`, `log:42` or `none`; ValueError when `text` is none of them."""
         if text == "none":
             return cls(kind="none", window=0)
-        match = re.fullmatch(r"(sliding|log):(\d{1,9})", text)
+        match = re.fullmatch(r"(sliding|log):([0-9]{1,9})", text)
         if match is None or int(match[2]) < 1 or (match[1] == "log" and int(match[2]) % 2):
-            raise ValueError(
-                f"recency is '{text}', but must be sliding:W, log:W (W even) or none, with W a number of tokens >= 1"
-            )
+            raise ValueError(f"{text!r} must be sliding:W, log:W (W even) or none, with W a number of tokens >= 1")
         return cls(kind=match[1], window=int(match[2]))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -102,8 +101,9 @@ class AntKVConfig(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"]) or "antkv"
+            reason, value = first["msg"].removeprefix("Value error, "), reprlib.repr(first["input"])
             raise SettingsError(
-                f"--additional-config: antkv setting '{key}' is not usable ({first['msg']}, got {first['input']!r}); "
+                f"--additional-config: antkv setting '{key}' is not usable ({reason}, got {value}); "
                 f"known settings are {', '.join(cls.model_fields)}."
             ) from None
 
