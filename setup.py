@@ -9,6 +9,9 @@ from setuptools import find_packages, setup
 INSTALLED_INSIDE = ("triton_kernels", "centroids", "configs", "csrc")
 
 setup(
-    packages=[*find_packages(include=["vllm_antkv", "vllm_antkv.*"]), *(f"vllm_antkv.{name}" for name in INSTALLED_INSIDE)],
+    packages=[
+        *find_packages(include=["vllm_antkv", "vllm_antkv.*"]),
+        *(f"vllm_antkv.{name}" for name in INSTALLED_INSIDE),
+    ],
     package_dir={f"vllm_antkv.{name}": name for name in INSTALLED_INSIDE},
 )

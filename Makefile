@@ -1,0 +1,54 @@
+# make demo   serve the embedded model at 1 bit and ask it something (ARGS=--once: then stop)
+# make test   lint, type-check and run the whole test suite
+# make venv   only make .venv; every target does so by itself
+# make lint | format | docs | lock | clean
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+VENV := .venv/.stamp
+# Nothing here needs the network once .venv stands; vLLM must not phone home from a test.
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export NO_MKDOCS_2_WARNING := 1
+
+.PHONY: help venv demo test lint format docs lock clean
+
+help:
+	@sed -n 's/^# //;/^make/p' Makefile
+
+$(VENV): requirements/cpu.in requirements/cpu.lock requirements/gpu.lock pyproject.toml setup.py scripts/make_venv.sh \
+		packaging/vllm-cpu-shim/pyproject.toml
+	scripts/make_venv.sh
+	touch $@
+
+venv: $(VENV)
+
+demo: $(VENV)
+	$(BIN)/python scripts/demo.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict --quiet
+
+format: $(VENV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)
+	$(BIN)/mkdocs build --strict
+
+# Resolves anew: versions move to the newest ones that requirements/*.in allow. Run the tests before committing.
+lock: $(VENV)
+	$(BIN)/python scripts/lock.py cpu
+	$(BIN)/python scripts/lock.py gpu
+
+clean:
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

