@@ -2,7 +2,8 @@
 
 The query at position i sees row j exactly (K after RoPE and V, full precision) iff i <= last_query[j] (recency, the
 intact prefix, itself; `select.recency`), and otherwise as it comes back from the cache, unless row j is an anchor of a
-block that closed before i's block began. Blocks are taken in order, because the anchors of one decide what the next sees.
+block that closed before i's block began. Blocks are taken in order, because the anchors of one decide what the next
+sees.
 
 This file knows methods only by their interface, and nothing of perplexity or of files.
 """
@@ -81,10 +82,10 @@ class _Run:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         # In bfloat16 the model hands over rows of the served precision; what is computed with them is float32.
         dtype = torch.promote_types(query.dtype, torch.float32)
-        rows = (tensor.transpose(1, 2).to(dtype) for tensor in (query, key, value))
+        q, k, v = (rows.transpose(1, 2).to(dtype) for rows in (query, key, value))
         rule = self.method.sinks
         is_sink = self.is_sink if rule is not None and layer > rule.layer else None
-        return attend_window(*rows, scaling, layer, self.method, self.rotary, is_sink).to(query.dtype), None
+        return attend_window(q, k, v, scaling, layer, self.method, self.rotary, is_sink).to(query.dtype), None
 
     def watch(self, module: nn.Module, args: Any, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         """Forward hook of decoder layer `rule.layer` (KVSink, algorithm 1, by threshold)."""

@@ -48,7 +48,7 @@ def _plain_codebook(name: str, preset: str, request: MethodRequest) -> Codebook:
 
 def _how_to_make_one(name: str, preset: str, request: MethodRequest, folder: Path) -> str:
     return (
-        f"{name} needs {preset} centroids learned without weights, and neither {folder / PLAIN_FOLDER} nor {folder} has "
-        f"them: make them with `antkv calibrate {request.model_name} --preset {preset} --weights none --text FILE "
+        f"{name} needs {preset} centroids learned without weights, and neither {folder / PLAIN_FOLDER} nor {folder} "
+        f"has them: make them with `antkv calibrate {request.model_name} --preset {preset} --weights none --text FILE "
         f"--out {folder / PLAIN_FOLDER}`."
     )

@@ -5,7 +5,7 @@ from vllm_antkv.evaluate.methods.base import Method, MethodRequest
 
 NAMES = ("fp16",)
 
-#: 16 whatever the checkpoint is stored in: the name is the papers', and 16-bit K and V are what is served without antkv.
+#: Whatever the checkpoint is stored in: the name is the papers', and 16-bit K and V are what is served otherwise.
 _BITS = 16.0
 
 
