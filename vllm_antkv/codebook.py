@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from vllm_antkv import __version__
-from vllm_antkv.errors import CodebookError
+from vllm_antkv.errors import CodebookError, SettingsError
 from vllm_antkv.presets import Preset, get_preset
 
 FORMAT_VERSION = 1
@@ -85,7 +85,7 @@ class CodebookHeader(BaseModel):
     sinks: SinkRule | None
     calibration: dict[str, Any]
     antkv_version: str = __version__
-    tensors_sha256: str = ""
+    checksum: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Codebook:
 
     @property
     def identity(self) -> str:
-        """Short hash of the tensors, shown in logs, status and metrics."""
-        return self.header.tensors_sha256[:12]
+        """Short hash of the whole content, shown in logs, status and metrics."""
+        return self.header.checksum[:12]
 
     def save(self, path: Path) -> None:
         """Write atomically: readers see the old file or the whole new one.
@@ -121,7 +121,8 @@ class Codebook:
         """
         _check_tensors(self.header, self.k, self.v, path)
         tensors = {"k": self.k.contiguous(), "v": self.v.contiguous()}
-        header = self.header.model_copy(update={"tensors_sha256": _checksum(tensors)})
+        checksum = _checksum(json.loads(self.header.model_dump_json()), tensors)
+        header = self.header.model_copy(update={"checksum": checksum})
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:
@@ -146,14 +147,14 @@ class Codebook:
         Raises:
             CodebookError: missing or damaged file, wrong format version, wrong preset, wrong model.
         """
-        header, tensors = _read(path)
+        header, tensors, checksum = _read(path)
         if preset is not None and header.preset != preset:
             raise CodebookError(f"{path} holds centroids for {header.preset}, not for {preset}.")
         if model is not None and header.model != model:
             raise CodebookError(f"{path} was learned from another model: {_differences(header.model, model)}.")
         k, v = tensors["k"], tensors["v"]
         _check_tensors(header, k, v, path)
-        if _checksum(tensors) != header.tensors_sha256:
+        if header.checksum != checksum:
             raise CodebookError(f"{path} is damaged: its checksum does not match; run `antkv calibrate` again.")
         return cls(header, k, v)
 
@@ -197,7 +198,8 @@ def user_folder(identity: ModelIdentity) -> Path:
     return user_cache_path("vllm-antkv") / identity.key
 
 
-def _read(path: Path) -> tuple[CodebookHeader, dict[str, torch.Tensor]]:
+def _read(path: Path) -> tuple[CodebookHeader, dict[str, torch.Tensor], str]:
+    """Header, tensors and the checksum that the header should have."""
     if not path.is_file():
         raise CodebookError(f"{path} does not exist.")
     try:
@@ -216,22 +218,20 @@ def _read(path: Path) -> tuple[CodebookHeader, dict[str, torch.Tensor]]:
             if set(file.keys()) != {"k", "v"}:
                 raise CodebookError(f"{path} is damaged: it holds tensors {sorted(file.keys())}, not k and v.")
             tensors = {name: file.get_tensor(name) for name in ("k", "v")}
-    except (SafetensorError, ValidationError, ValueError, OSError) as error:
+    except (SafetensorError, ValidationError, ValueError, OSError, RecursionError) as error:
         reason = str(error).splitlines()[0]
         raise CodebookError(f"{path} is not a readable codebook ({reason}).") from None
-    return header, tensors
+    return header, tensors, _checksum(raw, tensors)
 
 
 def _check_tensors(header: CodebookHeader, k: torch.Tensor, v: torch.Tensor, path: Path) -> None:
-    preset = get_preset(header.preset)
     model = header.model
-    shape = (
-        model.num_layers,
-        model.num_kv_heads,
-        preset.num_sub_vectors(model.head_size),
-        preset.num_centroids,
-        preset.sub_vector_size,
-    )
+    try:
+        preset = get_preset(header.preset)
+        num_sub_vectors = preset.num_sub_vectors(model.head_size)
+    except SettingsError as error:
+        raise CodebookError(f"{path} is damaged: {error}") from None
+    shape = (model.num_layers, model.num_kv_heads, num_sub_vectors, preset.num_centroids, preset.sub_vector_size)
     for name, tensor in (("k", k), ("v", v)):
         if tuple(tensor.shape) != shape or tensor.dtype != torch.float16:
             raise CodebookError(
@@ -246,8 +246,10 @@ def _check_tensors(header: CodebookHeader, k: torch.Tensor, v: torch.Tensor, pat
             raise CodebookError(f"{path} is damaged: its sink channels are negative.")
 
 
-def _checksum(tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
+def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    """Over everything that is served: the header as JSON, but for its checksum, and the tensors."""
+    content = {key: value for key, value in header.items() if key != "checksum"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().numpy().tobytes())
