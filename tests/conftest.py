@@ -1,0 +1,36 @@
+"""What every test relies on: no network, no telemetry, and a way to say that an error reads well."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+@pytest.fixture
+def reads_well() -> Callable[[BaseException], str]:
+    """Checks that an error is one sentence for a person, and returns it."""
+
+    def check(error: BaseException) -> str:
+        text = str(error)
+        assert text, "an error must say something"
+        assert "\n" not in text
+        assert len(text) < 600
+        assert text.endswith("."), text
+        assert "Traceback" not in text
+        return text
+
+    return check
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,321 @@
+import ast
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+import vllm_antkv
+from vllm_antkv import codebook as codebook_module
+from vllm_antkv.codebook import (
+    Codebook,
+    CodebookHeader,
+    ModelIdentity,
+    SinkRule,
+    codebook_path,
+    default_folders,
+    find_codebook,
+    shipped_folder,
+    user_folder,
+)
+from vllm_antkv.errors import CodebookError
+from vllm_antkv.presets import PRESETS, get_preset
+
+MODEL = ModelIdentity(
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    num_attention_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    hidden_size=64,
+    vocab_size=100,
+)
+SINKS = SinkRule(layer=1, channels=(3, 17), threshold=12.5)
+same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+
+
+def make(preset="antkv-4bit", model=MODEL, sinks=None, seed=0):
+    chosen = get_preset(preset)
+    shape = (
+        model.num_layers,
+        model.num_kv_heads,
+        chosen.num_sub_vectors(model.head_size),
+        chosen.num_centroids,
+        chosen.sub_vector_size,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(shape, generator=generator).half() for _ in range(2))
+    header = CodebookHeader(format_version=1, preset=preset, model=model, sinks=sinks, calibration={"samples": 1})
+    return Codebook(header, k, v)
+
+
+@pytest.fixture(scope="module")
+def good_bytes(tmp_path_factory):
+    path = tmp_path_factory.mktemp("codebook") / "good.safetensors"
+    make(sinks=SINKS).save(path)
+    return path.read_bytes()
+
+
+def rewrite(path, *, header=None, tensors=None, metadata=None):
+    """A file with parts of a good one replaced, and everything else (checksum included) as it was."""
+    make().save(path)
+    with safe_open(path, framework="pt") as file:
+        old_header = json.loads(file.metadata()["antkv"])
+    new_tensors = load_file(path) | (tensors or {})
+    new_header = old_header | (header or {})
+    save_file(
+        {n: t for n, t in new_tensors.items() if t is not None}, path, metadata or {"antkv": json.dumps(new_header)}
+    )
+
+
+def refusal(path, reads_well, **want):
+    with pytest.raises(CodebookError) as caught:
+        Codebook.load(path, **want)
+    text = reads_well(caught.value)
+    assert str(path) in text
+    return text
+
+
+sink_rules = st.none() | st.builds(
+    SinkRule,
+    layer=st.integers(0, MODEL.num_layers - 1),
+    channels=st.lists(st.integers(0, MODEL.hidden_size - 1), min_size=1, max_size=4).map(tuple),
+    threshold=st.floats(1e-3, 1e6),
+)
+
+
+@given(preset=st.sampled_from(sorted(PRESETS)), sinks=sink_rules, seed=st.integers(0, 100))
+@settings(parent=same_file, max_examples=10)
+def test_what_is_saved_is_loaded(tmp_path, preset, sinks, seed):
+    saved = make(preset, sinks=sinks, seed=seed)
+    path = tmp_path / "codebook.safetensors"
+    saved.save(path)
+    loaded = Codebook.load(path, preset, MODEL)
+    assert torch.equal(loaded.k, saved.k)
+    assert torch.equal(loaded.v, saved.v)
+    assert loaded.header.model_copy(update={"checksum": ""}) == saved.header
+    assert loaded.preset == get_preset(preset)
+    assert loaded.num_bytes == saved.num_bytes
+    assert len(loaded.identity) == 12
+
+
+def test_the_same_codebook_gives_the_same_bytes(tmp_path, good_bytes):
+    make(sinks=SINKS).save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == good_bytes
+
+
+@given(data=st.data())
+@same_file
+def test_a_truncated_file_is_refused(tmp_path, good_bytes, reads_well, data):
+    path = tmp_path / "truncated.safetensors"
+    path.write_bytes(good_bytes[: data.draw(st.integers(0, len(good_bytes) - 1))])
+    refusal(path, reads_well)
+
+
+@given(data=st.data())
+@same_file
+def test_a_flipped_bit_is_refused_or_harmless(tmp_path, good_bytes, reads_well, data):
+    damaged = bytearray(good_bytes)
+    # Half of the draws hit the header, which is a small part of the file.
+    end = data.draw(st.sampled_from([1500, len(damaged)]))
+    damaged[data.draw(st.integers(0, end - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path = tmp_path / "flipped.safetensors"
+    path.write_bytes(damaged)
+    try:
+        loaded = Codebook.load(path, "antkv-4bit", MODEL)
+    except CodebookError as error:
+        reads_well(error)
+    else:
+        # 1e-05 and 1E-05 are one bit apart and the same number.
+        good = make(sinks=SINKS)
+        assert torch.equal(loaded.k, good.k)
+        assert torch.equal(loaded.v, good.v)
+        assert loaded.header.model_copy(update={"checksum": ""}) == good.header
+
+
+@given(content=st.binary(max_size=200))
+@same_file
+def test_any_other_file_is_refused(tmp_path, reads_well, content):
+    path = tmp_path / "other.safetensors"
+    path.write_bytes(content)
+    refusal(path, reads_well)
+
+
+def test_a_flipped_bit_in_the_tensors_is_always_refused(tmp_path, good_bytes, reads_well):
+    path = tmp_path / "flipped.safetensors"
+    path.write_bytes(good_bytes[:-2] + bytes([good_bytes[-2] ^ 1]) + good_bytes[-1:])
+    assert "checksum" in refusal(path, reads_well)
+
+
+def test_the_wrong_preset_is_refused(tmp_path, reads_well):
+    make("antkv-4bit").save(tmp_path / "c")
+    text = refusal(tmp_path / "c", reads_well, preset="antkv-1bit")
+    assert "antkv-4bit" in text
+    assert "antkv-1bit" in text
+
+
+@pytest.mark.parametrize("field", ModelIdentity.model_fields)
+def test_the_wrong_model_is_refused_and_the_difference_named(tmp_path, reads_well, field):
+    make().save(tmp_path / "c")
+    other = MODEL.model_copy(update={field: "MistralForCausalLM" if field == "architecture" else 7})
+    text = refusal(tmp_path / "c", reads_well, model=other)
+    assert field in text
+    assert other.key != MODEL.key
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_values_that_are_not_finite_are_refused(tmp_path, reads_well, bad, name):
+    tensor = getattr(make(), name).clone()
+    tensor[1, 1, 3, 5, 0] = bad
+    rewrite(tmp_path / "c", tensors={name: tensor})
+    assert "finite" in refusal(tmp_path / "c", reads_well)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"k": torch.zeros(1)},
+        {"k": make().k.float()},
+        {"v": make().v[:1]},
+        {"v": None},
+        {"extra": torch.zeros(1)},
+    ],
+    ids=["shape", "dtype", "layers", "missing", "extra"],
+)
+def test_tensors_that_do_not_fit_the_header_are_refused(tmp_path, reads_well, tensors):
+    rewrite(tmp_path / "c", tensors=tensors)
+    refusal(tmp_path / "c", reads_well)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"format_version": 2},
+        {"format_version": None},
+        {"preset": "antkv-3bit"},
+        {"preset": "antkv-0.375bit"},
+        {"sinks": {"layer": 2, "channels": [1], "threshold": 1.0}},
+        {"sinks": {"layer": 0, "channels": [64], "threshold": 1.0}},
+        {"sinks": {"layer": 0, "channels": [-1], "threshold": 1.0}},
+        {"sinks": {"layer": 0, "channels": [], "threshold": 1.0}},
+        {"sinks": {"layer": 0, "channels": [1], "threshold": 0}},
+        {"model": {}},
+        {"model": MODEL.model_dump() | {"head_size": 33}},
+        {"model": MODEL.model_dump() | {"num_layers": 10**12}},
+        {"unknown": 1},
+        {"checksum": ""},
+    ],
+    ids=str,
+)
+def test_a_header_that_cannot_be_is_refused(tmp_path, reads_well, header):
+    rewrite(tmp_path / "c", header=header)
+    refusal(tmp_path / "c", reads_well)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [None, "", "[", "[]", "null", '"' + "x" * (1 << 21), "[" * 100_000],
+    ids=["none", "empty", "not-json", "list", "null", "huge", "deep"],
+)
+def test_metadata_that_is_no_header_is_refused(tmp_path, reads_well, metadata):
+    rewrite(tmp_path / "c", metadata={"format": "pt"} if metadata is None else {"antkv": metadata})
+    refusal(tmp_path / "c", reads_well)
+
+
+def test_a_safetensors_header_beyond_all_bounds_is_refused(tmp_path, reads_well):
+    path = tmp_path / "huge"
+    path.write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    refusal(path, reads_well)
+
+
+def test_a_missing_file_or_a_folder_is_refused(tmp_path, reads_well):
+    refusal(tmp_path / "missing", reads_well)
+    refusal(tmp_path, reads_well)
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path, reads_well):
+    path = tmp_path / "c"
+    make().save(path)
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("this user may read everything")
+    refusal(path, reads_well)
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "c"
+    make(seed=1).save(path)
+    before = path.read_bytes()
+
+    def full_disk(*_):
+        raise OSError("No space left on device")
+
+    for step in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(codebook_module.os, step, full_disk)
+            with pytest.raises(OSError, match="No space"):
+                make(seed=2).save(path)
+        assert path.read_bytes() == before
+        assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_codebook_that_could_not_be_loaded_is_not_saved(tmp_path):
+    good = make()
+    with pytest.raises(CodebookError):
+        Codebook(good.header, good.k.float(), good.v).save(tmp_path / "c")
+    assert os.listdir(tmp_path) == []
+
+
+def test_lookup_goes_from_the_model_to_what_we_ship_to_the_users_cache(tmp_path, monkeypatch, reads_well):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(codebook_module.importlib.resources, "files", lambda _: tmp_path / "shipped")
+    name = str(tmp_path / "model")
+    os.mkdir(name)
+    folders = default_folders(name, MODEL)
+    assert folders == [Path(name) / "antkv", shipped_folder(MODEL), user_folder(MODEL)]
+    with pytest.raises(CodebookError) as caught:
+        find_codebook(name, MODEL, "antkv-4bit")
+    text = reads_well(caught.value)
+    assert f"antkv calibrate {name} --preset antkv-4bit" in text
+    for folder in reversed(folders):
+        path = codebook_path(folder, "antkv-4bit")
+        make().save(path)
+        assert find_codebook(name, MODEL, "antkv-4bit") == path
+    mine = tmp_path / "mine"
+    with pytest.raises(CodebookError):
+        find_codebook(name, MODEL, "antkv-4bit", str(mine))
+    make().save(codebook_path(mine, "antkv-4bit"))
+    assert find_codebook(name, MODEL, "antkv-4bit", str(mine)) == codebook_path(mine, "antkv-4bit")
+
+
+def test_identity_of_a_hugging_face_config():
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=99
+    )
+    identity = ModelIdentity.from_hf_config(config)
+    assert (identity.num_layers, identity.num_kv_heads, identity.head_size, identity.vocab_size) == (3, 2, 16, 99)
+
+
+def test_pickle_is_nowhere_in_the_package():
+    """Nothing that executes code on loading: no pickle, and torch.load only with weights_only=True."""
+    root = Path(vllm_antkv.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            assert not {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"} & {
+                n.split(".")[0] for n in names
+            }, path
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), path

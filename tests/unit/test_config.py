@@ -1,0 +1,94 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig, Recency
+from vllm_antkv.errors import SettingsError
+
+windows = st.integers(1, 4096)
+recencies = st.one_of(st.just("none"), windows.map(lambda w: f"sliding:{w}"), windows.map(lambda w: f"log:{2 * w}"))
+settings_dicts = st.fixed_dictionaries(
+    {},
+    optional={
+        "codebooks": st.text(min_size=1, max_size=20),
+        "anchor_share": st.floats(0, 1),
+        "anchor_scope": st.sampled_from(["block", "prompt"]),
+        "sinks": st.booleans(),
+        "prefix": st.integers(0, 4096),
+        "recency": recencies,
+        "prefill_reads_cache": st.booleans(),
+    },
+)
+
+
+@given(settings_dicts)
+def test_every_valid_setting_is_kept_through_json_and_back(values):
+    config = AntKVConfig.from_additional_config({"antkv": values})
+    assert {name: getattr(config, name) for name in values} == values
+    assert AntKVConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@given(recencies)
+def test_recency_reads_what_it_writes(text):
+    assert str(Recency.parse(text)) == text
+
+
+@pytest.mark.parametrize("additional_config", [None, {}, {"antkv": {}}, {"someone_else": {"a": 1}}])
+def test_no_settings_means_the_defaults(additional_config):
+    assert AntKVConfig.from_additional_config(additional_config) == AntKVConfig()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "sliding", "sliding:", "sliding:0", "sliding:-1", "sliding:1.5", "log:0", "log:41", "log: 42", "window:8",
+     "none:4", "sliding:9999999999", "sliding:8\n", "\u0661"],
+)  # fmt: skip
+def test_an_unreadable_recency_is_refused_with_its_value(text, reads_well):
+    with pytest.raises(SettingsError) as caught:
+        AntKVConfig.from_additional_config({"antkv": {"recency": text}})
+    message = reads_well(caught.value)
+    assert "'recency'" in message
+    assert repr(text)[1:-1] in message
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"anchors": 0.01}, "anchors"),
+        ({"anchor_share": 1.5}, "anchor_share"),
+        ({"anchor_share": -0.1}, "anchor_share"),
+        ({"anchor_share": float("nan")}, "anchor_share"),
+        ({"anchor_scope": "batch"}, "anchor_scope"),
+        ({"prefix": -1}, "prefix"),
+        ({"prefix": 1e9}, "prefix"),
+        ({"sinks": "perhaps"}, "sinks"),
+        ({"codebooks": ""}, "codebooks"),
+        ({"codebooks": 7}, "codebooks"),
+        ("antkv-1bit", "antkv"),
+        ([1], "antkv"),
+    ],
+)
+def test_what_cannot_be_used_is_named(values, key, reads_well):
+    with pytest.raises(SettingsError) as caught:
+        AntKVConfig.from_additional_config({"antkv": values})
+    assert f"'{key}'" in reads_well(caught.value)
+
+
+def test_settings_do_not_change_after_they_are_made():
+    with pytest.raises(ValidationError):
+        AntKVConfig().prefix = 3
+
+
+@given(st.floats(0, 1), st.booleans())
+def test_anchor_rows_follow_the_share(share, sinks):
+    rows = AntKVConfig(anchor_share=share, sinks=sinks).anchor_rows
+    assert 0 <= rows <= VQ_BLOCK_SIZE
+    assert rows == 0 or share > 0 or sinks
+    assert rows >= 1 or (share == 0 and not sinks)
+    assert abs(rows - share * VQ_BLOCK_SIZE) <= 1
+
+
+def test_everything_can_be_switched_off():
+    off = AntKVConfig(anchor_share=0, sinks=False, prefix=0, recency="none")
+    assert off.anchor_rows == 0

@@ -1,0 +1,52 @@
+import subprocess
+import sys
+
+import pytest
+
+from vllm_antkv.errors import SettingsError
+from vllm_antkv.presets import PRESETS, get_preset
+
+HEAD_SIZES = (32, 64, 80, 96, 128, 256)
+
+
+def test_the_five_presets_are_listed_from_most_to_fewest_bits():
+    assert list(PRESETS) == ["antkv-4bit", "antkv-2bit", "antkv-1bit", "antkv-0.75bit", "antkv-0.375bit"]
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
+def test_the_name_says_the_nominal_bits(preset):
+    assert preset.name == f"antkv-{preset.nominal_bits:g}bit"
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_token"),
+    [("antkv-4bit", 128), ("antkv-2bit", 64), ("antkv-1bit", 32), ("antkv-0.75bit", 24), ("antkv-0.375bit", 12)],
+)
+def test_bytes_of_k_and_v_at_head_size_128(name, bytes_per_token):
+    assert 2 * get_preset(name).code_bytes(128) == bytes_per_token
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_sub_vectors_fill_the_head_or_it_is_refused(preset, head_size, reads_well):
+    if head_size % preset.sub_vector_size == 0:
+        assert preset.num_sub_vectors(head_size) * preset.sub_vector_size == head_size
+        assert preset.code_bytes(head_size) * 8 >= preset.nominal_bits * head_size
+        assert preset.code_bytes(head_size) * 8 < preset.nominal_bits * head_size + 8
+    else:
+        with pytest.raises(SettingsError) as caught:
+            preset.num_sub_vectors(head_size)
+        assert f"head size {head_size}" in reads_well(caught.value)
+
+
+@pytest.mark.parametrize("name", ["antkv-1", "antkv-1bits", "ANTKV-1BIT", "", "auto"])
+def test_an_unknown_preset_is_answered_with_the_known_ones(name, reads_well):
+    with pytest.raises(SettingsError) as caught:
+        get_preset(name)
+    text = reads_well(caught.value)
+    assert all(known in text for known in PRESETS)
+
+
+def test_presets_and_errors_load_without_torch_and_vllm():
+    code = "import sys, vllm_antkv.presets; assert not {'torch', 'vllm', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
