@@ -5,7 +5,7 @@ the language-model loss of a window. Of a gradient only its norm per token and h
 straight to one memory-mapped file a layer, so memory holds one window at a time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,14 @@ from vllm_antkv.errors import CalibrationError
 
 #: Receives the rows, or the norms, of a capture point.
 Receiver = Callable[[CapturePoint, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class SinkChannels:
+    """Sinks show after decoder layer `layer` (hidden_states[layer + 1]) in `channels`, strongest first."""
+
+    layer: int
+    channels: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,10 @@ class CaptureFiles:
         """|hidden| of the sink channels: (num_windows, seq_len, num_sink_channels) float32."""
         shape = self.shape
         return self._open("sinks", np.float32, (shape.num_windows, shape.seq_len, shape.num_sink_channels))
+
+    def num_bytes_written(self) -> int:
+        """Bytes of disk that an earlier run has filled already."""
+        return sum(512 * path.stat().st_blocks for path in self._folder.glob("*.bin"))
 
     def flush(self) -> None:
         """Write everything captured so far to disk."""
@@ -155,8 +167,9 @@ def capture_window(
     files: CaptureFiles,
     index: int,
     with_gradients: bool,
+    sinks: SinkChannels | None,
 ) -> None:
-    """Run one window and write its rows, and its gradient norms where asked for.
+    """Run one window and write its rows, its gradient norms where asked for, and its sink channels where there are any.
 
     Args:
         window: (seq_len,) int64 on the model's device.
@@ -175,15 +188,24 @@ def capture_window(
         _check_finite(norms, point, "its gradient is not finite")
         files.norms(point.layer)[point.kind, index] = norms.cpu().numpy()
 
-    with captured(points, files.shape.num_kv_heads, write_rows, write_norms), torch.set_grad_enabled(with_gradients):
+    def write_sinks(hidden: torch.Tensor) -> None:
+        files.sink_values()[index] = hidden[:, channels].float().abs().cpu().numpy()
+
+    channels = list(sinks.channels) if sinks else []
+    sink_layers = [decoder_layers(model)[sinks.layer]] if sinks else []
+    with (
+        captured(points, files.shape.num_kv_heads, write_rows, write_norms),
+        captured_hidden(sink_layers, write_sinks),
+        torch.set_grad_enabled(with_gradients),
+    ):
         loss = loss_of(model, window)
         if with_gradients:
             loss.backward()
 
 
 @contextmanager
-def captured_hidden(layers: Sequence[nn.Module], on_hidden: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """While active, hand the hidden state after each of these decoder layers, (seq_len, hidden_size), to `on_hidden`."""
+def captured_hidden(layers: Iterable[nn.Module], on_hidden: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """While active, hand the hidden state after each of these layers, (seq_len, hidden_size), to `on_hidden`."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output

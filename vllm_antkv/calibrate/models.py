@@ -69,7 +69,7 @@ def load_config(model: str) -> Any:
         raise CalibrationError(f"No model can be read from '{model}': {first_line(error)}") from None
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(
-            f"{model} is of type '{config.model_type}', which cannot be calibrated: supported are {', '.join(FAMILIES)}."
+            f"{model} is of type '{config.model_type}', which is not supported: supported are {', '.join(FAMILIES)}."
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(

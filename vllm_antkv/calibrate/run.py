@@ -1,8 +1,42 @@
 """`antkv calibrate`: from a model and text to codebook files (AnTKV sections 4.1 and 4.2, KVSink appendix G)."""
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from vllm_antkv import __version__
+from vllm_antkv.calibrate.capture import (
+    CaptureFiles,
+    CaptureShape,
+    SinkChannels,
+    capture_window,
+    checkpointed,
+)
+from vllm_antkv.calibrate.kmeans import Backend, pick_backend
+from vllm_antkv.calibrate.layers import learn_layer
+from vllm_antkv.calibrate.models import capture_points, compute_dtype, load_config, load_model
+from vllm_antkv.calibrate.resources import check_disk, check_memory, needs_checkpointing, pick_device
+from vllm_antkv.calibrate.sinks import (
+    PROBE_WINDOWS,
+    find_channels,
+    find_rule,
+    peak_ratios,
+    sink_mask,
+)
+from vllm_antkv.calibrate.texts import load_tokenizer, read_text, text_hash, token_windows
+from vllm_antkv.calibrate.workspace import Workspace, check_writable, fingerprint, open_workspace
+from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
+from vllm_antkv.errors import CalibrationError
+from vllm_antkv.presets import PRESETS, Preset, get_preset
+
+logger = logging.getLogger(__name__)
 
 #: How a token counts in k-means: by the norm of its gradient (AnTKV, equation 2), or every token alike.
 Weights = Literal["grad", "none"]
@@ -44,4 +78,186 @@ def calibrate(
         UnsupportedModelError: the model's architecture is not among the supported ones.
         CalibrationError: anything else that cannot be used, in one sentence.
     """
-    raise NotImplementedError
+    job = _prepare(model, presets, texts, out, samples, seq_len, weights, device, seed)
+    try:
+        return _run(job)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise CalibrationError(
+            f"Memory of {job.device} ran out during calibration: use a larger device or a smaller --seq-len."
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A checked request.
+
+    windows: (num_windows, seq_len) int64.
+    record: what the codebook's header says about the calibration.
+    """
+
+    model: str
+    config: Any
+    identity: ModelIdentity
+    presets: list[Preset]
+    windows: torch.Tensor
+    out: Path
+    weighted: bool
+    device: torch.device
+    seed: int
+    record: dict[str, Any]
+
+
+def _prepare(
+    model: str,
+    presets: Sequence[str],
+    texts: Sequence[str],
+    out: Path,
+    samples: int,
+    seq_len: int,
+    weights: Weights,
+    device: str,
+    seed: int,
+) -> _Job:
+    """Check everything that can be checked without running the model."""
+    if samples < 1 or seq_len < 2 or seed < 0:
+        raise CalibrationError(
+            f"--samples {samples}, --seq-len {seq_len}, --seed {seed}: they must be at least 1, 2 and 0."
+        )
+    if not texts:
+        raise CalibrationError("Calibration needs text: give at least one --text FILE.")
+    chosen = list(PRESETS.values()) if "all" in presets else [get_preset(name) for name in dict.fromkeys(presets)]
+    on = pick_device(device)
+    config = load_config(model)
+    identity = ModelIdentity.from_hf_config(config)
+    for preset in chosen:
+        preset.num_sub_vectors(identity.head_size)
+    check_writable(out)
+    read = [read_text(source) for source in texts]
+    seq_len = _clip(seq_len, config.get_text_config().max_position_embeddings)
+    windows = token_windows(read, load_tokenizer(model), samples, seq_len, seed)
+    _check_enough(chosen, windows.numel() - len(windows), seq_len)
+    check_memory(config, seq_len, on)
+    record = {
+        "texts": [text.name for text in read],
+        "text_sha256": text_hash(read),
+        "samples": len(windows),
+        "seq_len": seq_len,
+        "weights": weights,
+        "seed": seed,
+    }
+    return _Job(model, config, identity, chosen, windows, out, weights == "grad", on, seed, record)
+
+
+def _run(job: _Job) -> list[Path]:
+    backend = pick_backend(job.device)
+    model = load_model(job.model, job.config, job.device)
+    settings = {
+        **job.record,
+        "model": fingerprint(model),
+        "device": job.device.type,
+        "backend": backend.name,
+        "version": __version__,
+    }
+    with open_workspace(job.out, settings) as work:
+        found = _find_sink_channels(model, job.windows.to(job.device))
+        files = _capture(job, model, work, found)
+        del model
+        if job.device.type == "cuda":
+            torch.cuda.empty_cache()  # for cuML
+        rule, kept = _sinks_and_kept(found, files)
+        _check_enough(job.presets, int(kept.sum()), files.shape.seq_len)
+        paths = [_learn_preset(job, preset, work, files, rule, kept, backend) for preset in job.presets]
+        work.remove()
+    return paths
+
+
+def _find_sink_channels(model: nn.Module, windows: torch.Tensor) -> SinkChannels | None:
+    probed = windows[:PROBE_WINDOWS]
+    return find_channels(np.stack([peak_ratios(model, window) for window in tqdm(probed, "Looking for sinks")]))
+
+
+def _capture(job: _Job, model: nn.Module, work: Workspace, found: SinkChannels | None) -> CaptureFiles:
+    """Run the model over all windows that are not captured yet."""
+    num_windows, seq_len = job.windows.shape
+    identity = job.identity
+    shape = CaptureShape(
+        identity.num_layers,
+        num_windows,
+        seq_len,
+        identity.num_kv_heads,
+        identity.head_size,
+        len(found.channels) if found else 0,
+    )
+    files = CaptureFiles(work.folder, shape)
+    check_disk(work.folder, shape.num_bytes - files.num_bytes_written())
+    points = capture_points(model, job.config)
+    recompute = job.weighted and needs_checkpointing(job.config, seq_len, compute_dtype(job.config, job.device))
+    done = work.windows_done()
+    with checkpointed(model, recompute), tqdm(total=num_windows, initial=done, desc="Capturing K and V") as progress:
+        for index in range(done, num_windows):
+            capture_window(model, job.windows[index].to(job.device), points, files, index, job.weighted, found)
+            files.flush()
+            work.set_windows_done(index + 1)
+            progress.update()
+    return files
+
+
+def _sinks_and_kept(found: SinkChannels | None, files: CaptureFiles) -> tuple[SinkRule | None, np.ndarray]:
+    """The sink rule, and which tokens are clustered: (num_windows, seq_len) bool, False for position 0 and sinks."""
+    kept = np.ones((files.shape.num_windows, files.shape.seq_len), bool)
+    kept[:, 0] = False
+    rule = find_rule(found, files.sink_values()) if found else None
+    if found and rule:
+        kept &= ~sink_mask(rule, found, files.sink_values())
+    return rule, kept
+
+
+def _learn_preset(
+    job: _Job,
+    preset: Preset,
+    work: Workspace,
+    files: CaptureFiles,
+    rule: SinkRule | None,
+    kept: np.ndarray,
+    backend: Backend,
+) -> Path:
+    """Learn what is not learned yet of one preset, and write its file."""
+    shape = files.shape
+    per_layer = 2 * shape.num_kv_heads * preset.num_sub_vectors(shape.head_size)
+    layers = []
+    with tqdm(total=per_layer * shape.num_layers, desc=f"Clustering for {preset.name}") as progress:
+        for layer in range(shape.num_layers):
+            centroids = work.load_layer(preset.name, layer)
+            if centroids is None:
+                centroids = learn_layer(files, layer, kept, preset, job.weighted, job.seed, backend, progress.update)
+                work.save_layer(preset.name, layer, centroids)
+            else:
+                progress.update(per_layer)
+            layers.append(centroids)
+    k, v = torch.from_numpy(np.stack(layers, axis=1))
+    header = CodebookHeader(
+        format_version=FORMAT_VERSION,
+        preset=preset.name,
+        model=job.identity,
+        sinks=rule,
+        calibration={**job.record, "tokens": int(kept.sum()), "kmeans": backend.name},
+    )
+    path = codebook_path(job.out, preset.name)
+    Codebook(header, k, v).save(path)
+    return path
+
+
+def _clip(seq_len: int, context: int) -> int:
+    if seq_len > context:
+        logger.warning("--seq-len %d is longer than the model's context: using %d.", seq_len, context)
+    return min(seq_len, context)
+
+
+def _check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> None:
+    """CalibrationError when there are fewer tokens to cluster than centroids."""
+    largest = max(presets, key=lambda preset: preset.num_centroids)
+    if num_tokens < largest.num_centroids:
+        raise CalibrationError(
+            f"{largest.name} needs at least {largest.num_centroids} calibration tokens beside first tokens and sinks, "
+            f"but there are {num_tokens}: give more text or more --samples (of {seq_len} tokens each)."
+        )

@@ -5,14 +5,11 @@ decoder layer, the emergence layer l_E, and stay for most of the depth. Serving 
 l_E on raw values, so the threshold is learned from raw values too; ratios serve only to find layer and channels.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import nn
 
-from vllm_antkv.calibrate.capture import captured_hidden, loss_of
+from vllm_antkv.calibrate.capture import SinkChannels, captured_hidden, loss_of
 from vllm_antkv.calibrate.models import decoder_layers
 from vllm_antkv.codebook import SinkRule
 
@@ -31,14 +28,6 @@ _MAX_SINKS = 0.02
 _MIN_MARGIN = 2.0
 #: Channels kept, strongest first; table 3 has at most four.
 _MAX_CHANNELS = 4
-
-
-@dataclass(frozen=True)
-class SinkChannels:
-    """Where sinks can be told: after decoder layer `layer` (hidden_states[layer + 1]), in `channels`, strongest first."""
-
-    layer: int
-    channels: tuple[int, ...]
 
 
 def peak_ratios(model: nn.Module, window: torch.Tensor) -> np.ndarray:
@@ -117,7 +106,7 @@ def find_rule(found: SinkChannels, values: np.ndarray) -> SinkRule | None:
 def sink_mask(rule: SinkRule, found: SinkChannels, values: np.ndarray) -> np.ndarray:
     """(num_windows, seq_len) bool, True for sinks, from the `values` that `find_rule` takes."""
     columns = [found.channels.index(channel) for channel in rule.channels]
-    return (values[..., columns] > rule.threshold).any(-1)
+    return np.any(values[..., columns] > rule.threshold, axis=-1)
 
 
 def _gap_threshold(values: np.ndarray) -> float | None:

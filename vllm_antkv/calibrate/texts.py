@@ -110,5 +110,5 @@ def _read_dataset(name: str) -> str:
         return "\n".join(datasets.load_dataset(name, split="train")["text"])
     except Exception as error:  # the library raises its own, its hub client's and its parsers' errors
         raise CalibrationError(
-            f"'{name}' is neither a text file nor a data set whose training split has a text column: {first_line(error)}"
+            f"'{name}' is neither a text file nor a data set with a text column: {first_line(error)}"
         ) from None

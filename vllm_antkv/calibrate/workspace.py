@@ -1,0 +1,104 @@
+"""The work folder of one calibration: what is finished survives a kill, and is found again by the same command."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from vllm_antkv.errors import CalibrationError
+
+#: Values of each parameter that go into a model's fingerprint.
+_FINGERPRINT_VALUES = 64
+
+
+class Workspace:
+    """A folder `.work-<hash of all settings>` beside the codebooks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def windows_done(self) -> int:
+        """Windows whose activations are completely captured."""
+        path = self.folder / "windows.json"
+        return int(json.loads(path.read_text())) if path.exists() else 0
+
+    def set_windows_done(self, count: int) -> None:
+        """Record that the first `count` windows are captured."""
+        self._replace(self.folder / "windows.json", json.dumps(count).encode())
+
+    def load_layer(self, preset: str, layer: int) -> np.ndarray | None:
+        """The centroids of a finished layer, or None."""
+        path = self._layer_path(preset, layer)
+        return np.load(path, allow_pickle=False) if path.exists() else None
+
+    def save_layer(self, preset: str, layer: int, centroids: np.ndarray) -> None:
+        """Keep the centroids of a layer, completely or not at all."""
+        path = self._layer_path(preset, layer)
+        with open(path.with_suffix(".part"), "wb") as file:
+            np.save(file, centroids, allow_pickle=False)
+        os.replace(file.name, path)
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.folder)
+
+    def _layer_path(self, preset: str, layer: int) -> Path:
+        return self.folder / f"{preset}-{layer:03d}.npy"
+
+    @staticmethod
+    def _replace(path: Path, content: bytes) -> None:
+        part = path.with_suffix(".part")
+        part.write_bytes(content)
+        os.replace(part, path)
+
+
+@contextmanager
+def open_workspace(out: Path, settings: Mapping[str, Any]) -> Iterator[Workspace]:
+    """The work folder for these settings, made if it does not exist, locked against a second process.
+
+    Raises:
+        CalibrationError: `out` cannot be written, or another process is at the same work.
+    """
+    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    folder = out / f".work-{name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise CalibrationError(f"{out} cannot be written: {error.strerror}.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CalibrationError(f"The same calibration is already running in {folder}.") from None
+        yield Workspace(folder)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash of a sample of every parameter: tells a model from its retrained self under the same name."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        values = flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)]
+        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        digest.update(values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_writable(out: Path) -> None:
+    """CalibrationError when no file can be made in `out`, before any work is done."""
+    probe = out / f".write-test-{os.getpid()}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CalibrationError(f"{out} cannot be written: {error.strerror}.") from None
