@@ -38,7 +38,7 @@ MODEL = ModelIdentity(
     vocab_size=100,
 )
 SINKS = SinkRule(layer=1, channels=(3, 17), threshold=12.5)
-same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def make(preset="antkv-4bit", model=MODEL, sinks=None, seed=0):
