@@ -1,0 +1,77 @@
+"""The registry: names, and which codebook each method takes."""
+
+import pytest
+
+from tests.unit.evaluate.conftest import random_codebook
+from vllm_antkv.codebook import codebook_path
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import CodebookError, SettingsError
+from vllm_antkv.evaluate.methods import METHODS, MethodRequest, build_method
+from vllm_antkv.presets import PRESETS
+
+
+@pytest.fixture
+def request_for(identity):
+    def make(folder, **settings):
+        return MethodRequest("some/model", identity, folder, AntKVConfig(**settings))
+
+    return make
+
+
+def test_every_preset_has_its_baseline() -> None:
+    assert set(METHODS) == {"fp16", *PRESETS, *(name.replace("antkv", "cq") for name in PRESETS)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_built_and_describes_itself(name, request_for, identity, tmp_path) -> None:
+    preset = name.replace("cq-", "antkv-")
+    if preset in PRESETS:
+        if identity.head_size % PRESETS[preset].sub_vector_size:
+            pytest.skip("the preset does not divide the head size of the tiny model")
+        random_codebook(identity, preset).save(codebook_path(tmp_path, preset))
+    method = build_method(name, request_for(tmp_path))
+    assert method.name == name
+    assert method.nominal_bits == (PRESETS[preset].nominal_bits if preset in PRESETS else 16)
+    assert set(method.settings) >= ({"recency", "anchor_share", "codebook"} if method.quantiser else set())
+
+
+def test_antkv_takes_the_settings_and_cq_only_recency(request_for, codebook_folder) -> None:
+    request = request_for(codebook_folder, anchor_share=0.05, prefix=3, recency="sliding:7")
+    antkv, cq = build_method("antkv-1bit", request), build_method("cq-1bit", request)
+    assert antkv.config == request.config
+    assert antkv.sinks is not None
+    assert (cq.config.anchor_share, cq.config.prefix, cq.config.sinks) == (0, 0, False)
+    assert cq.config.recency == "sliding:7"
+    assert cq.config.anchor_rows == 0
+    assert cq.sinks is None
+
+
+def test_sinks_can_be_switched_off(request_for, codebook_folder) -> None:
+    assert build_method("antkv-1bit", request_for(codebook_folder, sinks=False)).sinks is None
+
+
+def test_cq_refuses_weighted_centroids(request_for, identity, tmp_path, reads_well) -> None:
+    random_codebook(identity, weights="grad").save(codebook_path(tmp_path, "antkv-1bit"))
+    with pytest.raises(CodebookError) as caught:
+        build_method("cq-1bit", request_for(tmp_path))
+    assert "--weights none" in reads_well(caught.value)
+    assert str(tmp_path / "cq") in str(caught.value)
+
+
+def test_cq_prefers_its_own_folder(request_for, identity, tmp_path) -> None:
+    plain = random_codebook(identity)
+    plain.save(codebook_path(tmp_path, "antkv-1bit"))
+    assert build_method("cq-1bit", request_for(tmp_path)).settings["weights"] == "none"
+    other = random_codebook(identity, preset="antkv-1bit")
+    object.__setattr__(other, "k", other.k + 1)
+    other.save(codebook_path(tmp_path / "cq", "antkv-1bit"))
+    assert (build_method("cq-1bit", request_for(tmp_path)).quantiser.codebook.k == other.k).all()
+
+
+def test_unknown_methods_and_missing_codebooks(request_for, tmp_path, reads_well) -> None:
+    with pytest.raises(SettingsError) as caught:
+        build_method("cq-3bit", request_for(tmp_path))
+    assert "antkv-1bit" in reads_well(caught.value)
+    with pytest.raises(CodebookError) as caught:
+        build_method("antkv-1bit", request_for(tmp_path))
+    assert "antkv calibrate some/model" in reads_well(caught.value)

@@ -1,0 +1,127 @@
+"""Perplexity, the bits beside it, and the gap closed."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.evaluate.conftest import VOCAB
+from vllm_antkv.codebook import ModelIdentity
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import SettingsError
+from vllm_antkv.evaluate import perplexity
+from vllm_antkv.evaluate.compare import gap_closed
+from vllm_antkv.evaluate.effective_bits import effective_bits
+from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
+from vllm_antkv.evaluate.models import load_model
+from vllm_antkv.evaluate.perplexity import evaluate_perplexity, mean_nll
+from vllm_antkv.evaluate.report import PerplexityReport
+from vllm_antkv.presets import PRESETS
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder):
+    return load_model(str(model_folder))
+
+
+@pytest.fixture(scope="module")
+def windows() -> torch.Tensor:
+    return torch.randint(3, VOCAB, (5, 300), generator=torch.Generator().manual_seed(2))
+
+
+FP16 = Method("fp16", 16.0, AntKVConfig())
+
+
+def test_fp16_is_the_models_own_loss(loaded, windows) -> None:
+    with torch.inference_mode():
+        loss = loaded.model(windows, labels=windows).loss.item()
+    assert mean_nll(loaded, FP16, windows) == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_figure_does_not_depend_on_batches(loaded, windows, codebook_folder, monkeypatch) -> None:
+    method = build_method(
+        "antkv-1bit", MethodRequest("tiny", loaded.identity, codebook_folder, AntKVConfig(anchor_share=0.05))
+    )
+    together = mean_nll(loaded, method, windows)
+    monkeypatch.setattr(perplexity, "_TOKENS_PER_PASS", 1)
+    done = []
+    assert mean_nll(loaded, method, windows, done.append) == pytest.approx(together, rel=1e-5)
+    assert done == [1] * 5
+
+
+def test_the_report_says_what_was_measured(loaded, windows) -> None:
+    report = evaluate_perplexity(loaded, FP16, windows, Path("text.txt"))
+    assert (report.windows, report.context, report.tokens) == (5, 300, 5 * 299)
+    assert report.perplexity == pytest.approx(math.exp(report.nll))
+    assert (report.nominal_bits, report.effective_bits) == (16, 16)
+
+
+@pytest.mark.parametrize("context", [1, 513])
+def test_windows_that_do_not_fit_the_model(loaded, reads_well, context) -> None:
+    with pytest.raises(SettingsError) as caught:
+        evaluate_perplexity(loaded, FP16, torch.ones(1, context, dtype=torch.int64), Path("text.txt"))
+    assert str(context) in reads_well(caught.value)
+
+
+def bits(context: int, **settings: object) -> float:
+    identity = ModelIdentity(
+        architecture="Any",
+        num_layers=2,
+        num_attention_heads=8,
+        num_kv_heads=2,
+        head_size=64,
+        hidden_size=512,
+        vocab_size=100,
+    )
+    config = AntKVConfig.model_validate({"anchor_share": 0, "sinks": False, "prefix": 0, "recency": "none", **settings})
+    method = Method("antkv-1bit", 1.0, config, preset=PRESETS["antkv-1bit"])
+    return effective_bits(method, identity, torch.bfloat16, context)
+
+
+def test_codes_alone_cost_the_nominal_bits() -> None:
+    assert bits(2048) == pytest.approx(1.0, rel=0.03)
+
+
+def test_every_row_in_full_precision_is_counted() -> None:
+    """One anchor row of K and of V per block of 128 tokens at 16 bits, and 16 tokens of recency."""
+    assert bits(2048, anchor_share=0.01) >= 1 + 16 / 128
+    assert bits(2048, recency="sliding:16") >= 1 + 16 * 15 / 2048
+    assert bits(2048, prefix=64) >= 1 + 16 * 64 / 2048
+    assert bits(65536, recency="sliding:16") < 1.05
+
+
+def test_a_block_is_paid_for_when_it_begins() -> None:
+    assert bits(129) * 129 >= bits(256) * 256
+
+
+def result(method: str, value: float) -> PerplexityReport:
+    return PerplexityReport(
+        model="m",
+        method=method,
+        text="t",
+        context=2,
+        windows=1,
+        tokens=1,
+        perplexity=value,
+        nll=math.log(value),
+        nominal_bits=1,
+        effective_bits=1,
+        settings={},
+        versions={},
+    )
+
+
+def test_gap_closed_compares_with_the_same_bits() -> None:
+    results = [result("fp16", 4.0), result("cq-1bit", 8.0), result("antkv-1bit", 5.0), result("antkv-2bit", 4.1)]
+    assert gap_closed(results) == {"antkv-1bit": 0.75}
+
+
+@pytest.mark.parametrize("missing", ["fp16", "cq-1bit"])
+def test_no_gap_without_both_ends(missing) -> None:
+    results = [result("fp16", 4.0), result("cq-1bit", 8.0), result("antkv-1bit", 5.0)]
+    assert gap_closed([r for r in results if r.method != missing]) == {}
+
+
+def test_no_gap_where_the_baseline_loses_nothing() -> None:
+    assert gap_closed([result("fp16", 4.0), result("cq-1bit", 4.0), result("antkv-1bit", 4.0)]) == {}

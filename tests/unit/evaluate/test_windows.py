@@ -1,0 +1,64 @@
+"""From files to windows of token ids."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from vllm_antkv.errors import SettingsError
+from vllm_antkv.evaluate.windows import load_windows
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder):
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+def test_text_is_cut_in_order_with_bos_before_every_window(tokenizer, text_file) -> None:
+    windows = load_windows(text_file, tokenizer, context=64)
+    assert windows.shape == (1000 // 63, 64)
+    assert (windows[:, 0] == 1).all()
+    words = [int(word[1:]) for word in text_file.read_text().split()]
+    assert windows[:, 1:].flatten().tolist() == words[: 15 * 63]
+
+
+def test_without_bos_windows_are_all_text(model_folder, text_file) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, bos_token=None)
+    windows = load_windows(text_file, tokenizer, context=100)
+    assert windows.shape == (10, 100)
+
+
+def test_max_windows_takes_the_first(tokenizer, text_file) -> None:
+    all_windows = load_windows(text_file, tokenizer, context=64)
+    assert load_windows(text_file, tokenizer, 64, max_windows=2).tolist() == all_windows[:2].tolist()
+
+
+def test_exact_ids_are_taken_as_they_are(tokenizer, write_ids) -> None:
+    path = write_ids([[1, 5, 6, 7], [1, 9, 10, 11, 12]])
+    assert load_windows(path, tokenizer, context=4).tolist() == [[1, 5, 6, 7], [1, 9, 10, 11]]
+    assert load_windows(path, tokenizer, context=3).tolist() == [[1, 5, 6], [1, 9, 10]]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([[1, 5], [1, 5, 6, 7]], "window of 2 tokens"),
+        ([], "list of windows"),
+        ([1, 2, 3, 4], "list of windows"),
+        ({"windows": []}, "list of windows"),
+        ([["a", "b", "c", "d"]], "list of windows"),
+        ([[1, 2, 3, 999]], "vocabulary: 64"),
+        ([[1, 2, 3, -1]], "vocabulary: 64"),
+    ],
+)
+def test_ids_that_cannot_be_used(tokenizer, write_ids, reads_well, content, words) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_windows(write_ids(content), tokenizer, context=4)
+    assert words in reads_well(caught.value)
+
+
+def test_text_that_cannot_be_used(tokenizer, tmp_path, text_file, reads_well) -> None:
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, context in ((tmp_path / "missing.txt", 8), (tmp_path, 8), (binary, 8), (text_file, 1002)):
+        with pytest.raises(SettingsError) as caught:
+            load_windows(path, tokenizer, context)
+        reads_well(caught.value)
