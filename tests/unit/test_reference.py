@@ -1,0 +1,217 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_antkv.ops.reference import (
+    anchor_score,
+    decode,
+    encode,
+    mixed_attention,
+    pack_codes,
+    top_rows,
+    unpack_codes,
+)
+from vllm_antkv.presets import PRESETS
+from vllm_antkv.select.anchors import SINK_SCORE, block_anchors
+
+presets = st.sampled_from(list(PRESETS.values()))
+seeds = st.integers(0, 2**31)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(seed, *shape, dtype=torch.float64):
+    return torch.randn(*shape, generator=generator(seed), dtype=dtype)
+
+
+# --- codes ---------------------------------------------------------------------------------------------------------
+
+
+@given(presets, st.integers(1, 130), st.integers(0, 4), seeds)
+def test_unpack_undoes_pack_and_takes_the_bytes_that_the_preset_says(preset, num_sub_vectors, num_rows, seed):
+    codes = torch.randint(0, preset.num_centroids, (num_rows, 2, num_sub_vectors), generator=generator(seed))
+    packed = pack_codes(codes, preset)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (num_rows, 2, preset.code_bytes(num_sub_vectors * preset.sub_vector_size))
+    assert torch.equal(unpack_codes(packed, preset, num_sub_vectors), codes.int())
+
+
+def test_packing_of_12_bit_codes_is_little_endian():
+    packed = pack_codes(torch.tensor([[0xABC, 0x123, 0xDEF]]), PRESETS["antkv-0.75bit"])
+    assert packed.tolist() == [[0xBC, 0x3A, 0x12, 0xEF, 0x0D]]
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 8]), st.integers(2, 20), seeds)
+def test_encode_picks_the_nearest_centroid(heads, num_sub_vectors, size, num_centroids, seed):
+    rows = draw(seed, 5, heads, num_sub_vectors * size)
+    centroids = draw(seed + 1, heads, num_sub_vectors, num_centroids, size)
+    codes = encode(rows, centroids)
+    distances = (rows.unflatten(-1, (num_sub_vectors, 1, size)) - centroids).square().sum(-1)
+    assert codes.shape == (5, heads, num_sub_vectors)
+    torch.testing.assert_close(distances.gather(-1, codes[..., None])[..., 0], distances.amin(-1))
+
+
+@given(seeds)
+def test_equal_centroids_take_the_lower_code(seed):
+    few = draw(seed, 2, 3, 4, 8)
+    rows = draw(seed + 1, 600, 2, 24)
+    assert torch.equal(encode(rows, few.repeat(1, 1, 3, 1)), encode(rows, few))
+
+
+def test_equal_distances_take_the_lower_code():
+    centroids = torch.tensor([[[[1.0], [-1.0], [1.0], [-1.0]]]])
+    assert encode(torch.zeros(1, 1, 1), centroids).item() == 0
+    assert encode(torch.tensor([[[-0.5]]]), centroids).item() == 1
+
+
+@given(seeds, st.integers(1, 1100))
+def test_a_row_is_encoded_the_same_alone_and_in_company(seed, num_tokens):
+    rows = draw(seed, num_tokens, 2, 16, dtype=torch.float32)
+    centroids = draw(seed + 1, 2, 4, 32, 4, dtype=torch.float32)
+    together = encode(rows, centroids)
+    for index in {0, num_tokens // 2, num_tokens - 1}:
+        assert torch.equal(encode(rows[index : index + 1], centroids)[0], together[index])
+
+
+@given(seeds)
+def test_centroids_are_coded_as_themselves(seed):
+    centroids = draw(seed, 2, 3, 16, 4)
+    codes = torch.randint(0, 16, (7, 2, 3), generator=generator(seed))
+    rows = decode(codes, centroids)
+    assert rows.shape == (7, 2, 12)
+    assert torch.equal(encode(rows, centroids), codes)
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+SEGMENTS, QUERIES, HEADS, KV_HEADS, HEAD_SIZE, CODED, EXACT = 2, 5, 6, 2, 16, 7, 9
+SCALE = HEAD_SIZE**-0.5
+
+
+def draw_attention(seed):
+    query = draw(seed, SEGMENTS, QUERIES, HEADS, HEAD_SIZE)
+    coded = [draw(seed + i, SEGMENTS, CODED, KV_HEADS, HEAD_SIZE) for i in (1, 2)]
+    exact = [draw(seed + i, SEGMENTS, EXACT, KV_HEADS, HEAD_SIZE) for i in (3, 4)]
+    coded_mask = torch.rand(SEGMENTS, QUERIES, CODED, generator=generator(seed)) < 0.6
+    exact_mask = torch.rand(SEGMENTS, QUERIES, EXACT, generator=generator(seed + 1)) < 0.6
+    exact_mask[..., 0] = True
+    return query, coded, coded_mask, exact, exact_mask
+
+
+def naive_attention(query, key, value, mask):
+    """Softmax attention and its matrix, one query and one head at a time. Grouped heads share a KV head in order."""
+    output, probs = torch.zeros_like(query), torch.zeros(SEGMENTS, HEADS, QUERIES, key.shape[1], dtype=query.dtype)
+    for s in range(SEGMENTS):
+        for h in range(HEADS):
+            kv_head = h // (HEADS // KV_HEADS)
+            for q in range(QUERIES):
+                logits = key[s, :, kv_head] @ query[s, q, h] * SCALE
+                probs[s, h, q] = torch.softmax(logits.masked_fill(~mask[s, q], -torch.inf), 0)
+                output[s, q, h] = probs[s, h, q] @ value[s, :, kv_head]
+    return output, probs
+
+
+@given(seeds)
+def test_mixed_attention_is_softmax_attention_over_both_kinds_of_rows(seed):
+    query, coded, coded_mask, exact, exact_mask = draw_attention(seed)
+    output, lse = mixed_attention(query, *coded, coded_mask, *exact, exact_mask, SCALE)
+    key, value = torch.cat((coded[0], exact[0]), 1), torch.cat((coded[1], exact[1]), 1)
+    expected, probs = naive_attention(query, key, value, torch.cat((coded_mask, exact_mask), -1))
+    torch.testing.assert_close(output, expected)
+    first = exact[0][:, 0].repeat_interleave(HEADS // KV_HEADS, 1)
+    logit = (query * first[:, None]).sum(-1) * SCALE
+    torch.testing.assert_close(torch.exp(logit - lse), probs[..., CODED].transpose(1, 2))
+
+
+@given(seeds)
+def test_which_kind_a_row_is_of_does_not_matter_when_codes_are_exact(seed):
+    query, _, _, rows, mask = draw_attention(seed)
+    as_codes = torch.rand(SEGMENTS, 1, EXACT, generator=generator(seed)) < 0.5
+    split = mixed_attention(query, *rows, mask & as_codes, *rows, mask & ~as_codes, SCALE)
+    whole = mixed_attention(query, *rows, torch.zeros_like(mask), *rows, mask, SCALE)
+    torch.testing.assert_close(split, whole)
+
+
+def test_a_query_that_sees_nothing_gives_zeros_not_nan():
+    query, coded, coded_mask, exact, exact_mask = draw_attention(0)
+    coded_mask[0, 2], exact_mask[0, 2] = False, False
+    output, lse = mixed_attention(query, *coded, coded_mask, *exact, exact_mask, SCALE)
+    assert (output[0, 2] == 0).all()
+    assert (lse[0, 2] == -torch.inf).all()
+    assert output.isfinite().all()
+    score = anchor_score(query, exact[0], lse, torch.ones_like(exact_mask), SCALE)
+    assert all(part.isfinite().all() for part in score)
+
+
+def test_what_is_masked_cannot_be_felt():
+    query, coded, coded_mask, exact, exact_mask = draw_attention(0)
+    coded_mask[..., 3], exact_mask[..., 4] = False, False
+    before = mixed_attention(query, *coded, coded_mask, *exact, exact_mask, SCALE)
+    for rows in coded:
+        rows[:, 3] = 1e3
+    for rows in exact:
+        rows[:, 4] = -1e3
+    after = mixed_attention(query, *coded, coded_mask, *exact, exact_mask, SCALE)
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+
+
+# --- anchors -------------------------------------------------------------------------------------------------------
+
+
+@given(seeds)
+def test_anchor_score_is_equation_5(seed):
+    query, _, _, exact, mask = draw_attention(seed)
+    nothing = torch.zeros(SEGMENTS, QUERIES, 0, dtype=torch.bool)
+    no_rows = torch.zeros(SEGMENTS, 0, KV_HEADS, HEAD_SIZE, dtype=torch.float64)
+    _, lse = mixed_attention(query, no_rows, no_rows, nothing, *exact, mask, SCALE)
+    key_score, value_score = anchor_score(query, exact[0], lse, mask, SCALE)
+    _, probs = naive_attention(query, *exact, mask)
+    for s in range(SEGMENTS):
+        for kv_head in range(KV_HEADS):
+            for j in range(EXACT):
+                of_key = of_value = 0.0
+                for h in range(kv_head * HEADS // KV_HEADS, (kv_head + 1) * HEADS // KV_HEADS):
+                    for i in range(QUERIES):
+                        a = probs[s, h, i, j].item()
+                        of_key += a * (1 - a) * query[s, i, h].norm().item()
+                        of_value += a
+                assert key_score[s, kv_head, j].item() == pytest.approx(of_key)
+                assert value_score[s, kv_head, j].item() == pytest.approx(of_value)
+
+
+def test_queries_that_do_not_vote_do_not_count():
+    query, _, _, exact, mask = draw_attention(0)
+    _, lse = mixed_attention(query, *exact, torch.zeros_like(mask), *exact, torch.ones_like(mask), SCALE)
+    votes = torch.zeros_like(mask)
+    votes[:, 3] = True
+    alone = anchor_score(query[:, 3:4], exact[0], lse[:, 3:4], votes[:, 3:4], SCALE)
+    torch.testing.assert_close(anchor_score(query, exact[0], lse, votes, SCALE), alone)
+
+
+def test_scores_stay_in_bounds_when_the_row_was_seen_only_through_its_code():
+    query, _, _, exact, mask = draw_attention(0)
+    lse = torch.full((SEGMENTS, QUERIES, HEADS), -50.0, dtype=torch.float64)
+    key_score, value_score = anchor_score(query, exact[0], lse, torch.ones_like(mask), SCALE)
+    assert (key_score >= 0).all()
+    assert (value_score <= QUERIES * HEADS / KV_HEADS).all()
+
+
+@given(
+    st.lists(st.sampled_from([-float("inf"), 0.0, 1.0, 2.0, float("inf")]), min_size=1, max_size=20), st.integers(0, 25)
+)
+def test_top_rows_are_the_highest_and_ties_take_the_lower_offset(scores, num_rows):
+    chosen = top_rows(torch.tensor(scores), num_rows).tolist()
+    by_hand = sorted((j for j, s in enumerate(scores) if s > -float("inf")), key=lambda j: (-scores[j], j))[:num_rows]
+    wanted = min(num_rows, len(scores))
+    assert chosen == by_hand + [-1] * (wanted - len(by_hand))
+
+
+def test_sinks_come_first_and_the_prefix_takes_no_row():
+    scores = torch.tensor([9.0, 8.0, 7.0, SINK_SCORE, 6.0, SINK_SCORE])
+    prefix = torch.tensor([True, False, False, False, False, True])
+    assert block_anchors(scores, 3, prefix, anchors=True).tolist() == [3, 1, 2]
+    assert block_anchors(scores, 3, prefix, anchors=False).tolist() == [3, -1, -1]
