@@ -1,0 +1,90 @@
+"""The wheel holds what a user needs and nothing that would get in the way of vLLM."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+import vllm_antkv
+
+ROOT = Path(__file__).parents[2]
+TAKEN = ("vllm_antkv", "triton_kernels", "centroids", "configs", "csrc")
+RESOURCES = ("centroids", "configs", "csrc", "triton_kernels")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from a copy, so that no build folder appears in the checkout."""
+    source = tmp_path_factory.mktemp("source")
+    for name in TAKEN:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(out), str(source)], check=True)
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder with the wheel unpacked, as pip would."""
+    site = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(site)
+    return site
+
+
+def test_the_wheel_is_for_every_platform_and_has_our_version(wheel):
+    assert wheel.name == f"vllm_antkv-{vllm_antkv.__version__}-py3-none-any.whl"
+
+
+def test_the_wheel_puts_one_package_at_the_top(wheel):
+    top = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert top == {"vllm_antkv", f"vllm_antkv-{vllm_antkv.__version__}.dist-info"}
+
+
+@pytest.mark.parametrize("folder", TAKEN)
+def test_every_file_of_the_repository_is_in_the_wheel(wheel, folder):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    inside = "vllm_antkv" if folder == "vllm_antkv" else f"vllm_antkv/{folder}"
+    for path in (ROOT / folder).rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts and path.name != ".gitkeep":
+            assert f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" in names
+
+
+def test_the_engine_is_no_requirement_but_our_entry_points_are_there(wheel):
+    archive = zipfile.ZipFile(wheel)
+    metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
+    requirements = [line.split()[1] for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
+    assert requirements
+    assert not any(requirement.startswith("vllm") for requirement in requirements)
+    entries = archive.read(next(name for name in archive.namelist() if name.endswith("/entry_points.txt"))).decode()
+    assert "[vllm.general_plugins]\nantkv = vllm_antkv.plugin:register" in entries
+    assert "antkv = vllm_antkv.cli:main" in entries
+
+
+def find_resources(site=None):
+    code = "import importlib.resources as r\n"
+    code += "\n".join(f"print(r.files('vllm_antkv.{name}'))" for name in RESOURCES)
+    path = f"import sys; sys.path.insert(0, {str(site)!r})\n" if site else ""
+    done = subprocess.run([sys.executable, "-I", "-c", path + code], check=True, capture_output=True, text=True)
+    return [Path(line) for line in done.stdout.splitlines()]
+
+
+def test_resources_are_found_in_an_installed_wheel(installed):
+    assert find_resources(installed) == [installed / "vllm_antkv" / name for name in RESOURCES]
+
+
+def test_resources_are_found_where_this_package_lives():
+    """In a checkout (editable) or in site-packages, whichever is under test."""
+    assert all((folder / "__init__.py").is_file() for folder in find_resources())
+
+
+def test_vllm_can_find_the_plugin():
+    (entry,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "antkv"]
+    assert entry.value == "vllm_antkv.plugin:register"

