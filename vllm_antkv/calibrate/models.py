@@ -40,6 +40,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_MAX_REASON = 200
+
+
 @dataclass(frozen=True)
 class CapturePoint:
     """A module whose output holds the K or the V rows of one layer.
@@ -66,7 +69,7 @@ def load_config(model: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
-        raise CalibrationError(f"No model can be read from '{model}': {first_line(error)}") from None
+        raise CalibrationError(f"No model can be read from '{model}' ({reason(error)}).") from None
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"{model} is of type '{config.model_type}', which is not supported: supported are {', '.join(FAMILIES)}."
@@ -91,7 +94,7 @@ def load_model(model: str, config: Any, device: torch.device) -> nn.Module:
             model, config=config, dtype=compute_dtype(config, device), attn_implementation=family.attention
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise CalibrationError(f"The weights of '{model}' cannot be loaded: {first_line(error)}") from None
+        raise CalibrationError(f"The weights of '{model}' cannot be loaded ({reason(error)}).") from None
     return loaded.to(device).eval().requires_grad_(False)
 
 
@@ -120,9 +123,10 @@ def capture_points(model: nn.Module, config: Any) -> list[CapturePoint]:
     return points
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message: libraries below us explain at length."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def reason(error: BaseException) -> str:
+    """The gist of an exception of a library below us, which may explain at length: its first line, cut and undotted."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line[:_MAX_REASON].rstrip(".")
 
 
 def _channels(family: Family, identity: ModelIdentity) -> tuple[slice, slice]:

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -72,7 +71,7 @@ def memory_needed(config: Any, seq_len: int, device: torch.device) -> int:
 def check_memory(config: Any, seq_len: int, device: torch.device) -> None:
     """CalibrationError when the model and one window do not fit the device's free memory."""
     needed = memory_needed(config, seq_len, device)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_ram()
     if needed > free:
         raise CalibrationError(
             f"Calibration needs about {_gib(needed)} of memory on {device}, but {_gib(free)} are free: use a larger "
@@ -92,6 +91,12 @@ def check_disk(folder: Path, needed: int) -> None:
             f"The activations need {_gib(needed)} of disk in {folder.parent}, but {_gib(free)} are free: use fewer "
             "--samples or another --out."
         )
+
+
+def _available_ram() -> int:
+    """Bytes that processes can still take: free pages and droppable page cache (Linux, which vLLM needs anyway)."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _gib(num_bytes: int) -> str:

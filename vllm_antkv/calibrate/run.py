@@ -1,6 +1,7 @@
 """`antkv calibrate`: from a model and text to codebook files (AnTKV sections 4.1 and 4.2, KVSink appendix G)."""
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,12 @@ def _run(job: _Job) -> list[Path]:
 
 def _find_sink_channels(model: nn.Module, windows: torch.Tensor) -> SinkChannels | None:
     probed = windows[:PROBE_WINDOWS]
-    return find_channels(np.stack([peak_ratios(model, window) for window in tqdm(probed, "Looking for sinks")]))
+    ratios = []
+    with _progress("Looking for sinks", len(probed)) as progress:
+        for window in probed:
+            ratios.append(peak_ratios(model, window))
+            progress.update()
+    return find_channels(np.stack(ratios))
 
 
 def _capture(job: _Job, model: nn.Module, work: Workspace, found: SinkChannels | None) -> CaptureFiles:
@@ -193,7 +199,7 @@ def _capture(job: _Job, model: nn.Module, work: Workspace, found: SinkChannels |
     points = capture_points(model, job.config)
     recompute = job.weighted and needs_checkpointing(job.config, seq_len, compute_dtype(job.config, job.device))
     done = work.windows_done()
-    with checkpointed(model, recompute), tqdm(total=num_windows, initial=done, desc="Capturing K and V") as progress:
+    with checkpointed(model, recompute), _progress("Capturing K and V", num_windows, done) as progress:
         for index in range(done, num_windows):
             capture_window(model, job.windows[index].to(job.device), points, files, index, job.weighted, found)
             files.flush()
@@ -225,7 +231,7 @@ def _learn_preset(
     shape = files.shape
     per_layer = 2 * shape.num_kv_heads * preset.num_sub_vectors(shape.head_size)
     layers = []
-    with tqdm(total=per_layer * shape.num_layers, desc=f"Clustering for {preset.name}") as progress:
+    with _progress(f"Clustering for {preset.name}", per_layer * shape.num_layers) as progress:
         for layer in range(shape.num_layers):
             centroids = work.load_layer(preset.name, layer)
             if centroids is None:
@@ -245,6 +251,11 @@ def _learn_preset(
     path = codebook_path(job.out, preset.name)
     Codebook(header, k, v).save(path)
     return path
+
+
+def _progress(what: str, total: int, done: int = 0) -> tqdm:
+    """A progress bar with ETA on standard error; in a log file, a line now and then."""
+    return tqdm(total=total, initial=done, desc=what, mininterval=0.1 if sys.stderr.isatty() else 10)
 
 
 def _clip(seq_len: int, context: int) -> int:

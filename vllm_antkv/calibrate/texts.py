@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from vllm_antkv.calibrate.models import first_line
+from vllm_antkv.calibrate.models import reason
 from vllm_antkv.errors import CalibrationError
 
 #: Characters tokenised at a time, per token of a window. A piece then holds about four windows of English, so that few
@@ -35,7 +35,7 @@ def load_tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
-        raise CalibrationError(f"No tokenizer can be read from '{model}': {first_line(error)}") from None
+        raise CalibrationError(f"No tokenizer can be read from '{model}' ({reason(error)}).") from None
 
 
 def read_text(source: str) -> Text:
@@ -48,7 +48,7 @@ def read_text(source: str) -> Text:
         try:
             content = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CalibrationError(f"{source} cannot be read as plain text: {first_line(error)}.") from None
+            raise CalibrationError(f"{source} cannot be read as plain text ({reason(error)}).") from None
         text = Text(path.name, content)
     elif importlib.util.find_spec("datasets") is None:
         raise CalibrationError(
@@ -110,5 +110,5 @@ def _read_dataset(name: str) -> str:
         return "\n".join(datasets.load_dataset(name, split="train")["text"])
     except Exception as error:  # the library raises its own, its hub client's and its parsers' errors
         raise CalibrationError(
-            f"'{name}' is neither a text file nor a data set with a text column: {first_line(error)}"
+            f"'{name}' is neither a text file nor a data set with a text column ({reason(error)})."
         ) from None

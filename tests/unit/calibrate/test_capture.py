@@ -1,0 +1,157 @@
+"""What is captured is what attention gets before RoPE, and how the loss answers to it."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from vllm_antkv.calibrate.capture import (
+    CaptureFiles,
+    CaptureShape,
+    SinkChannels,
+    capture_window,
+    captured_hidden,
+    checkpointed,
+    loss_of,
+)
+from vllm_antkv.calibrate.models import FAMILIES, capture_points, decoder_layers, load_config, load_model
+from vllm_antkv.codebook import ModelIdentity
+from vllm_antkv.errors import CalibrationError
+from vllm_antkv.ops.rope import RotaryTable, rotate
+
+CPU = torch.device("cpu")
+SEQ_LEN = 24
+
+
+def load(folder: Path) -> tuple[nn.Module, Any, ModelIdentity]:
+    config = load_config(str(folder))
+    return load_model(str(folder), config, CPU), config, ModelIdentity.from_hf_config(config)
+
+
+def shape_for(identity: ModelIdentity, num_sink_channels: int = 0, num_windows: int = 1) -> CaptureShape:
+    return CaptureShape(
+        identity.num_layers, num_windows, SEQ_LEN, identity.num_kv_heads, identity.head_size, num_sink_channels
+    )
+
+
+def a_window() -> torch.Tensor:
+    return torch.randint(2, 300, (SEQ_LEN,), generator=torch.Generator().manual_seed(1))
+
+
+def attention_inputs(model: nn.Module, family: str, window: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K after RoPE and V of every layer, with gradients, seen where attention receives them."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    eager = importlib.import_module(f"transformers.models.{family}.modeling_{family}").eager_attention_forward
+
+    def spy(module: nn.Module, query: Any, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        key.retain_grad()
+        value.retain_grad()
+        seen.append((key, value))
+        return eager(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register("antkv_spy", spy)
+    AttentionMaskInterface.register("antkv_spy", eager_mask)
+    model.set_attn_implementation("antkv_spy")  # type: ignore[operator]
+    loss_of(model, window).backward()
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_and_norms_are_those_of_attention(
+    family: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Captured K, rotated, is the K that attention gets; RoPE keeps lengths, so the gradients' norms agree too."""
+    model, config, identity = load(make_model(family))
+    window = a_window()
+    files = CaptureFiles(tmp_path, shape_for(identity))
+    capture_window(model, window, capture_points(model, config), files, 0, True, None)
+
+    positions = torch.arange(SEQ_LEN)
+    cos, sin = model.model.rotary_emb(torch.zeros(1), positions[None])  # type: ignore[operator, union-attr]
+    half = identity.head_size // 2
+    table = RotaryTable(cos[0, :, :half], sin[0, :, :half])
+    seen = attention_inputs(model, family, window)
+    assert len(seen) == identity.num_layers
+    for layer, (key, value) in enumerate(seen):
+        rows = torch.from_numpy(np.array(files.rows(layer)[:, 0])).float()
+        norms = torch.from_numpy(np.array(files.norms(layer)[:, 0]))
+        torch.testing.assert_close(rotate(rows[0], positions, table), key[0].transpose(0, 1), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(rows[1], value[0].transpose(0, 1), rtol=2e-3, atol=2e-3)
+        for kind, tensor in enumerate((key, value)):
+            assert tensor.grad is not None
+            expected = tensor.grad[0].norm(dim=-1).transpose(0, 1)
+            assert expected.max() > 0
+            torch.testing.assert_close(norms[kind], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_checkpointing_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None:
+    model, config, identity = load(tiny_llama)
+    captured = []
+    for active in (False, True):
+        folder = tmp_path / str(active)
+        folder.mkdir()
+        files = CaptureFiles(folder, shape_for(identity))
+        with checkpointed(model, active):
+            capture_window(model, a_window(), capture_points(model, config), files, 0, True, None)
+        captured.append([np.array(array) for layer in range(2) for array in (files.rows(layer), files.norms(layer))])
+    for plain, recomputed in zip(*captured, strict=True):
+        np.testing.assert_allclose(plain, recomputed, rtol=1e-5)
+    assert not any(module.training for module in model.modules())
+
+
+def test_without_gradients_rows_are_the_same_and_no_norms_are_written(tiny_llama: Path, tmp_path: Path) -> None:
+    model, config, identity = load(tiny_llama)
+    rows = []
+    for with_gradients in (True, False):
+        folder = tmp_path / str(with_gradients)
+        folder.mkdir()
+        files = CaptureFiles(folder, shape_for(identity))
+        capture_window(model, a_window(), capture_points(model, config), files, 0, with_gradients, None)
+        rows.append(np.array(files.rows(1)))
+    np.testing.assert_array_equal(*rows)
+    assert not list((tmp_path / "False").glob("norms*"))
+
+
+def test_files_take_the_bytes_they_promise(tiny_llama: Path, tmp_path: Path) -> None:
+    model, config, identity = load(tiny_llama)
+    shape = shape_for(identity, num_sink_channels=1)
+    files = CaptureFiles(tmp_path, shape)
+    capture_window(model, a_window(), capture_points(model, config), files, 0, True, SinkChannels(0, (3,)))
+    files.flush()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == shape.num_bytes
+
+
+def test_sink_values_are_the_hidden_state_after_the_layer(tiny_llama: Path, tmp_path: Path) -> None:
+    model, config, identity = load(tiny_llama)
+    files = CaptureFiles(tmp_path, shape_for(identity, num_sink_channels=2))
+    capture_window(model, a_window(), capture_points(model, config), files, 0, False, SinkChannels(0, (5, 2)))
+    hidden = model(a_window()[None], output_hidden_states=True).hidden_states[1][0]
+    expected = hidden[:, [5, 2]].abs().detach().numpy()
+    np.testing.assert_allclose(files.sink_values()[0], expected, rtol=1e-5)
+
+
+def test_hooks_are_gone_afterwards(tiny_llama: Path, tmp_path: Path) -> None:
+    model, config, identity = load(tiny_llama)
+    files = CaptureFiles(tmp_path, shape_for(identity))
+    capture_window(model, a_window(), capture_points(model, config), files, 0, True, None)
+    with captured_hidden(decoder_layers(model), lambda hidden: None):
+        pass
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_values_beyond_float16_are_refused(
+    make_model: Callable[..., Path], tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    model, config, identity = load(make_model("llama"))
+    decoder_layers(model)[1].self_attn.v_proj.weight.mul_(1e6)  # type: ignore[operator, union-attr]
+    files = CaptureFiles(tmp_path, shape_for(identity))
+    with pytest.raises(CalibrationError) as refused:
+        capture_window(model, a_window(), capture_points(model, config), files, 0, False, None)
+    assert "Layer 1" in reads_well(refused.value)
