@@ -178,19 +178,17 @@ def served(
 
     Example: `antkv eval served MODEL --kv-cache-dtype antkv-1bit --codebooks DIR --text FILE --json OUT`
     """
-    from vllm_antkv.evaluate.models import load_config, load_tokenizer
+    from vllm_antkv.evaluate.models import ModelCard
     from vllm_antkv.evaluate.report import check_writable
     from vllm_antkv.evaluate.served import evaluate_served
     from vllm_antkv.evaluate.windows import load_windows
 
     check_writable(json)
     config = _config(codebooks, anchors, sinks, prefix, recency, anchor_scope)
-    hf_config = load_config(model)
-    windows = load_windows(text, load_tokenizer(model), context, max_windows)
+    card = ModelCard.read(model)
+    windows = load_windows(text, card.tokenizer, context, max_windows)
     with _progress() as start:
-        report = evaluate_served(
-            model, kv_cache_dtype, config, windows, text, hf_config, start(kv_cache_dtype, len(windows))
-        )
+        report = evaluate_served(card, kv_cache_dtype, config, windows, text, start(kv_cache_dtype, len(windows)))
     _write(json, report.model_dump())
     print(f"{report.method} served: perplexity {report.perplexity:.4f}, {report.effective_bits:.3f} effective bits")
 
@@ -224,8 +222,6 @@ def run(args: list[str]) -> int:
         return _fail(str(error), 2)
     except (AntKVError, OSError) as error:
         return _fail(str(error), 1)
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted.", 130)
 
 
 def _fail(message: str, code: int) -> int:
@@ -256,23 +252,25 @@ def _evaluate(
     context: int,
     max_windows: int | None,
 ) -> "list[PerplexityReport]":
-    """Everything that can be wrong is checked before the first forward pass."""
+    """Everything that can be wrong is checked before the weights are loaded."""
     from vllm_antkv.evaluate.methods import MethodRequest, build_method, check_method
-    from vllm_antkv.evaluate.models import load_model
+    from vllm_antkv.evaluate.models import ModelCard
     from vllm_antkv.evaluate.perplexity import check_context, evaluate_perplexity
     from vllm_antkv.evaluate.report import check_writable
     from vllm_antkv.evaluate.windows import load_windows
 
     names = [check_method(name.strip()) for name in methods]
     check_writable(json)
-    loaded = load_model(model)
-    check_context(context, loaded.max_context)
-    request = MethodRequest(model, loaded.identity, codebooks, config)
+    card = ModelCard.read(model)
+    check_context(context, card.max_context)
+    request = MethodRequest(model, card.identity, codebooks, config)
     built = [build_method(name, request) for name in names]
-    windows = load_windows(text, loaded.tokenizer, context, max_windows)
+    windows = load_windows(text, card.tokenizer, context, max_windows)
+    loaded = card.load()
     with _progress() as start:
         return [
-            evaluate_perplexity(loaded, method, windows, text, start(method.name, len(windows))) for method in built
+            evaluate_perplexity(card, loaded, method, windows, text, start(method.name, len(windows)))
+            for method in built
         ]
 
 

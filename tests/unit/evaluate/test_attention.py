@@ -45,7 +45,7 @@ def codebook(identity: ModelIdentity) -> Codebook:
     return random_codebook(identity)
 
 
-# --- against loops in float64 -----------------------------------------------------------------------------------------
+# --- against loops in float64 ----------------------------------------------------------------------------------------
 
 
 class Naive:
@@ -103,7 +103,7 @@ class Naive:
                 for kind, coded, full in (("k", coded_key, self.key), ("v", coded_value, self.value)):
                     for h in range(2):
                         free = [j for j in inside if j >= prefix]
-                        free.sort(key=lambda j: (j not in sinks, -scores[kind, h, j]))  # noqa: B023
+                        free.sort(key=lambda j: (j not in sinks, -scores[kind, h, j]))
                         for j in free[:rows]:
                             coded[j][h] = full[j, h]
         return output
@@ -143,7 +143,7 @@ def test_anchors_and_sinks_of_closed_blocks_and_the_prefix_are_seen_exactly(code
     torch.testing.assert_close(run(naive, method, is_sink), expected)
 
 
-# --- where nothing is lost ----------------------------------------------------------------------------------------------
+# --- where nothing is lost -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recency", ["sliding:1", "sliding:32", "log:2"])
@@ -186,7 +186,7 @@ def test_anchors_bring_the_output_closer(codebook: Codebook) -> None:
     assert errors[3] < 1e-3 * errors[0]
 
 
-# --- causality ----------------------------------------------------------------------------------------------------------
+# --- causality -------------------------------------------------------------------------------------------------------
 
 SINK_RULE = SinkRule(layer=0, channels=(3, 5), threshold=2.0)
 
@@ -247,7 +247,7 @@ def test_windows_do_not_touch_each_other(model: PreTrainedModel, codebook: Codeb
     torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
 
 
-# --- on a Hugging Face model ----------------------------------------------------------------------------------------------
+# --- on a Hugging Face model -----------------------------------------------------------------------------------------
 
 LLAMA3 = {
     "rope_type": "llama3",

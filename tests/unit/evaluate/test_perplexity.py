@@ -14,15 +14,20 @@ from vllm_antkv.evaluate import perplexity
 from vllm_antkv.evaluate.compare import gap_closed
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
-from vllm_antkv.evaluate.models import load_model
+from vllm_antkv.evaluate.models import ModelCard
 from vllm_antkv.evaluate.perplexity import evaluate_perplexity, mean_nll
 from vllm_antkv.evaluate.report import PerplexityReport
 from vllm_antkv.presets import PRESETS
 
 
 @pytest.fixture(scope="module")
-def loaded(model_folder):
-    return load_model(str(model_folder))
+def card(model_folder):
+    return ModelCard.read(str(model_folder))
+
+
+@pytest.fixture(scope="module")
+def loaded(card):
+    return card.load()
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +40,13 @@ FP16 = Method("fp16", 16.0, AntKVConfig())
 
 def test_fp16_is_the_models_own_loss(loaded, windows) -> None:
     with torch.inference_mode():
-        loss = loaded.model(windows, labels=windows).loss.item()
+        loss = loaded(windows, labels=windows).loss.item()
     assert mean_nll(loaded, FP16, windows) == pytest.approx(loss, rel=1e-5)
 
 
-def test_the_figure_does_not_depend_on_batches(loaded, windows, codebook_folder, monkeypatch) -> None:
+def test_the_figure_does_not_depend_on_batches(card, loaded, windows, codebook_folder, monkeypatch) -> None:
     method = build_method(
-        "antkv-1bit", MethodRequest("tiny", loaded.identity, codebook_folder, AntKVConfig(anchor_share=0.05))
+        "antkv-1bit", MethodRequest("tiny", card.identity, codebook_folder, AntKVConfig(anchor_share=0.05))
     )
     together = mean_nll(loaded, method, windows)
     monkeypatch.setattr(perplexity, "_TOKENS_PER_PASS", 1)
@@ -50,17 +55,17 @@ def test_the_figure_does_not_depend_on_batches(loaded, windows, codebook_folder,
     assert done == [1] * 5
 
 
-def test_the_report_says_what_was_measured(loaded, windows) -> None:
-    report = evaluate_perplexity(loaded, FP16, windows, Path("text.txt"))
+def test_the_report_says_what_was_measured(card, loaded, windows) -> None:
+    report = evaluate_perplexity(card, loaded, FP16, windows, Path("text.txt"))
     assert (report.windows, report.context, report.tokens) == (5, 300, 5 * 299)
     assert report.perplexity == pytest.approx(math.exp(report.nll))
     assert (report.nominal_bits, report.effective_bits) == (16, 16)
 
 
 @pytest.mark.parametrize("context", [1, 513])
-def test_windows_that_do_not_fit_the_model(loaded, reads_well, context) -> None:
+def test_windows_that_do_not_fit_the_model(card, loaded, reads_well, context) -> None:
     with pytest.raises(SettingsError) as caught:
-        evaluate_perplexity(loaded, FP16, torch.ones(1, context, dtype=torch.int64), Path("text.txt"))
+        evaluate_perplexity(card, loaded, FP16, torch.ones(1, context, dtype=torch.int64), Path("text.txt"))
     assert str(context) in reads_well(caught.value)
 
 

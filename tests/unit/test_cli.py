@@ -1,0 +1,253 @@
+"""The command line: exit codes, one-line errors, the JSON that scripts read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import pytest
+from rich.console import Console
+
+from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
+from vllm_antkv import cli
+from vllm_antkv.errors import CalibrationError, CodebookError, SettingsError
+from vllm_antkv.evaluate.compare import gap_closed
+from vllm_antkv.evaluate.report import PerplexityReport
+
+RESULT_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": [
+        "model",
+        "method",
+        "text",
+        "context",
+        "windows",
+        "tokens",
+        "perplexity",
+        "nll",
+        "nominal_bits",
+        "effective_bits",
+        "settings",
+        "versions",
+    ],
+    "properties": {
+        "model": {"type": "string"},
+        "method": {"type": "string"},
+        "text": {"type": "string"},
+        "context": {"type": "integer"},
+        "windows": {"type": "integer", "minimum": 1},
+        "tokens": {"type": "integer", "minimum": 1},
+        "perplexity": {"type": "number", "minimum": 1},
+        "nll": {"type": "number", "minimum": 0},
+        "nominal_bits": {"type": "number", "exclusiveMinimum": 0},
+        "effective_bits": {"type": "number", "exclusiveMinimum": 0},
+        "settings": {"type": "object"},
+        "versions": {"type": "object", "required": ["vllm-antkv", "python", "torch", "transformers"]},
+    },
+}
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]):
+    """Runs a command line that must fail with one line on stderr; returns the exit code and the line."""
+
+    def check(*args: object) -> tuple[int, str]:
+        code = cli.run([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        lines = captured.err.splitlines()
+        assert len(lines) == 1, captured.err
+        assert lines[0].startswith("antkv: ")
+        assert "Traceback" not in captured.err
+        assert captured.out == ""
+        return code, lines[0]
+
+    return check
+
+
+@pytest.fixture
+def perplexity_args(model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "--method": "antkv-1bit",
+        "--codebooks": codebook_folder,
+        "--text": text_file,
+        "--context": 150,
+        "--max-windows": 2,
+        "--json": tmp_path / "out.json",
+    }
+
+
+def flat(model: object, args: dict[str, Any]) -> list[str]:
+    return [str(model), *(str(part) for pair in args.items() for part in pair)]
+
+
+# --- what succeeds ---------------------------------------------------------------------------------------------------
+
+
+def test_perplexity_writes_the_documented_json(model_folder, perplexity_args, capsys) -> None:
+    more = {"--anchors": 0.05, "--sinks": 0, "--prefix": 2, "--recency": "log:4", "--anchor-scope": "prompt"}
+    assert cli.run(["eval", "perplexity", *flat(model_folder, {**perplexity_args, **more})]) == 0
+    content = json.loads(perplexity_args["--json"].read_text())
+    jsonschema.validate(content, RESULT_SCHEMA)
+    assert (content["windows"], content["context"], content["tokens"]) == (2, 150, 298)
+    assert content["nominal_bits"] == 1
+    expected = {"anchor_share": 0.05, "sinks": False, "prefix": 2, "recency": "log:4", "anchor_scope": "prompt"}
+    assert expected.items() <= content["settings"].items()
+    assert f"{content['perplexity']:.4f}" in capsys.readouterr().out
+    assert os.listdir(perplexity_args["--json"].parent) == ["out.json"], "no temporary file is left"
+
+
+def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, capsys) -> None:
+    del perplexity_args["--method"]
+    args = flat(model_folder, {**perplexity_args, "--methods": "fp16, cq-1bit,antkv-1bit", "--recency": "sliding:16"})
+    assert cli.run(["eval", "compare", *args]) == 0
+    content = json.loads(perplexity_args["--json"].read_text())
+    assert set(content) == {"results", "gap_closed"}
+    assert [result["method"] for result in content["results"]] == ["fp16", "cq-1bit", "antkv-1bit"]
+    for result in content["results"]:
+        jsonschema.validate(result, RESULT_SCHEMA)
+    assert all(result["settings"]["recency"] == "sliding:16" for result in content["results"][1:])
+    assert content["gap_closed"] == gap_closed([PerplexityReport.model_validate(r) for r in content["results"]])
+    assert "gap closed" in capsys.readouterr().out
+
+
+def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
+    calls = []
+    monkeypatch.setattr(
+        "vllm_antkv.calibrate.run.calibrate", lambda *args, **kwargs: calls.append((args, kwargs)) or [Path("a.file")]
+    )
+    args = ["MODEL", "--preset", "antkv-1bit", "--text", "A", "--text", "B", "--out", str(tmp_path)]
+    assert cli.run(["calibrate", *args]) == 0
+    assert calls == [
+        (
+            ("MODEL", ["antkv-1bit"], ["A", "B"], tmp_path),
+            {"samples": 128, "seq_len": 2048, "weights": "grad", "device": "auto", "seed": 0},
+        )
+    ]
+    assert capsys.readouterr().out == "a.file\n"
+    assert cli.run(["calibrate", *args, "--weights", "none", "--seed", "3"]) == 0
+    assert (calls[1][1]["weights"], calls[1][1]["seed"]) == ("none", 3)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_doctor_decides_the_exit_code(monkeypatch, code) -> None:
+    calls = []
+
+    def run_doctor(model: str | None, codebooks: str | None, console: Console) -> int:
+        calls.append((model, codebooks))
+        return code
+
+    monkeypatch.setitem(sys.modules, "vllm_antkv.doctor", SimpleNamespace(run_doctor=run_doctor))
+    assert cli.run(["doctor", "MODEL", "--codebooks", "DIR"]) == code
+    assert cli.run(["doctor"]) == code
+    assert calls == [("MODEL", "DIR"), (None, None)]
+
+
+@pytest.mark.parametrize("command", [[], ["calibrate"], ["eval"], ["eval", "perplexity"], ["eval", "compare"]])
+def test_help_explains_with_an_example(command, capsys) -> None:
+    assert cli.run([*command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Usage" in text
+    if len(command) == 2:
+        assert "Example" in text
+
+
+def test_help_answers_before_heavy_imports() -> None:
+    code = "import sys; from vllm_antkv import cli; cli.run(['--help']); sys.exit('transformers' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+# --- bad arguments: exit code 2 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"--method": "antkv-3bit"}, "Unknown method"),
+        ({"--text": "missing.txt"}, "missing.txt"),
+        ({"--recency": "sliding:x"}, "recency"),
+        ({"--recency": "log:3"}, "recency"),
+        ({"--anchors": 1.5}, "--anchors"),
+        ({"--anchors": "many"}, "--anchors"),
+        ({"--sinks": -1}, "--sinks"),
+        ({"--prefix": 5000}, "--prefix"),
+        ({"--anchor-scope": "page"}, "page"),
+        ({"--context": 513}, "512"),
+        ({"--context": 1}, "--context"),
+        ({"--max-windows": 0}, "--max-windows"),
+        ({"--json": "/nowhere/at/all.json"}, "/nowhere/at"),
+        ({"--unknown": 1}, "--unknown"),
+    ],
+)
+def test_bad_arguments(fails, model_folder, perplexity_args, change, words) -> None:
+    code, line = fails("eval", "perplexity", *flat(model_folder, {**perplexity_args, **change}))
+    assert code == 2
+    assert words in line
+
+
+def test_a_model_that_is_none(fails, tmp_path, perplexity_args) -> None:
+    code, line = fails("eval", "perplexity", *flat(tmp_path / "nothing", perplexity_args))
+    assert code == 2
+    assert "nothing" in line
+
+
+@pytest.mark.parametrize("args", [[], ["eval"], ["evaluate"], ["eval", "perplexity"], ["calibrate", "M"]])
+def test_incomplete_command_lines(fails, args) -> None:
+    assert fails(*args)[0] == 2
+
+
+# --- failures: exit code 1 -------------------------------------------------------------------------------------------
+
+
+def test_a_missing_codebook_is_a_failure_that_says_how_to_make_one(
+    fails, model_folder, perplexity_args, tmp_path
+) -> None:
+    code, line = fails("eval", "perplexity", *flat(model_folder, {**perplexity_args, "--codebooks": tmp_path}))
+    assert code == 1
+    assert "antkv calibrate" in line
+
+
+def test_a_damaged_codebook_is_a_failure(fails, model_folder, perplexity_args, tmp_path) -> None:
+    (tmp_path / "antkv-1bit.safetensors").write_bytes(b"not a codebook")
+    assert fails("eval", "perplexity", *flat(model_folder, {**perplexity_args, "--codebooks": tmp_path}))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CalibrationError("Too little\ntext."), 1),
+        (CodebookError("Damaged."), 1),
+        (SettingsError("Bad value."), 2),
+        (OSError("No space left on device"), 1),
+    ],
+)
+def test_errors_of_commands_become_one_line(fails, monkeypatch, error, code, tmp_path) -> None:
+    def calibrate(*args: object, **kwargs: object) -> list[Path]:
+        raise error
+
+    monkeypatch.setattr("vllm_antkv.calibrate.run.calibrate", calibrate)
+    args = ("calibrate", "M", "--preset", "antkv-1bit", "--text", "T", "--out", tmp_path)
+    assert fails(*args)[0] == code
+
+
+def test_an_interrupt_ends_quietly(monkeypatch, capsys, tmp_path) -> None:
+    def calibrate(*args: object, **kwargs: object) -> list[Path]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_antkv.calibrate.run.calibrate", calibrate)
+    assert cli.run(["calibrate", "M", "--preset", "antkv-1bit", "--text", "T", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failed_run_leaves_the_old_result(model_folder, perplexity_args, monkeypatch, capsys) -> None:
+    perplexity_args["--json"].write_text("old")
+    monkeypatch.setattr("os.replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+    assert cli.run(["eval", "perplexity", *flat(model_folder, perplexity_args)]) == 1
+    assert perplexity_args["--json"].read_text() == "old"
+    assert os.listdir(perplexity_args["--json"].parent) == ["out.json"]
+    assert "disk full" in capsys.readouterr().err
