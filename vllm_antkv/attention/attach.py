@@ -22,11 +22,14 @@ from vllm_antkv.cache.specs import vq_spec
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
+from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.rope import RotaryTable
 
 
-def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
+def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> Counters:
     """Attach codebooks, rotary tables, sinks and recency companions to every attention layer.
+
+    Returns what the layers count from now on.
 
     Raises:
         CodebookError: the file changed since start-up.
@@ -40,13 +43,18 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> N
     context = vllm_config.compilation_config.static_forward_context
     flags = _watch_sinks(model, codebook, settings, vllm_config, device, context)
     rotaries: dict[int, RotaryTable | None] = {}
-    for layer, rotary_module in _attention_layers(model):
+    counters = Counters(device)
+    layers = _attention_layers(model)
+    for layer, rotary_module in layers:
         index = extract_layer_index(layer.layer_name)
-        rotary = rotaries.setdefault(
-            id(rotary_module), rotary_table(rotary_module, layer.layer_name).to(device)
-        )
+        rotary = rotaries.setdefault(id(rotary_module), rotary_table(rotary_module, layer.layer_name).to(device))
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
-        _attach_layer(layer, index, codebook, rotary, sinks, settings, vllm_config, device, context)
+        # The last layer counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
+        counts_rows = layer is layers[-1][0]
+        _attach_layer(
+            layer, index, codebook, rotary, sinks, counters, counts_rows, settings, vllm_config, device, context
+        )
+    return counters
 
 
 def _attach_layer(
@@ -55,6 +63,8 @@ def _attach_layer(
     codebook: Codebook,
     rotary: RotaryTable | None,
     sinks: SinkFlags | None,
+    counters: Counters,
+    counts_rows: bool,
     settings: AntKVConfig,
     vllm_config: VllmConfig,
     device: torch.device,
@@ -77,6 +87,8 @@ def _attach_layer(
         sinks=sinks,
         recency_name=name,
         recency=companion,
+        counters=counters,
+        counts_rows=counts_rows,
     )
     spec = vq_spec(layout, layer.num_kv_heads)
 

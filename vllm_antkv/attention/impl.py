@@ -13,6 +13,7 @@ from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import paged
+from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import get_preset
 
@@ -26,6 +27,8 @@ class Attachment:
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
     recency_name: name of the companion layer, for its metadata.
     recency: the companion layer.
+    counters: of this worker.
+    counts_rows: this layer's tokens, sinks and anchors are the ones that are counted.
     """
 
     settings: AntKVConfig
@@ -37,6 +40,8 @@ class Attachment:
     sinks: SinkFlags | None
     recency_name: str
     recency: Any
+    counters: Counters
+    counts_rows: bool
 
 
 class AntKVImpl(AttentionImpl[VQMetadata]):
@@ -107,17 +112,22 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         tables = paged.StepTables(attn_metadata.block_table, recency_metadata.block_table)
         state = self._layer_state(self.attachment, kv_cache)
         sinks = self.attachment.sinks
-        paged.encode_store(key[:num_tokens], value[:num_tokens], state, plan, tables)
-        paged.attend(
-            query[:num_tokens],
-            key[:num_tokens],
-            value[:num_tokens],
-            None if sinks is None else sinks.of_step(num_tokens),
-            output[:num_tokens],
-            state,
-            plan,
-            tables,
-        )
+        is_sink = None if sinks is None else sinks.of_step(num_tokens)
+        if state.counts_rows:
+            state.counters.count_step(num_tokens, is_sink)
+        with state.counters.timed("encode_store"):
+            paged.encode_store(key[:num_tokens], value[:num_tokens], state, plan, tables)
+        with state.counters.timed("attend"):
+            paged.attend(
+                query[:num_tokens],
+                key[:num_tokens],
+                value[:num_tokens],
+                is_sink,
+                output[:num_tokens],
+                state,
+                plan,
+                tables,
+            )
         return output
 
     def _layer_state(self, attachment: Attachment, kv_cache: torch.Tensor) -> paged.LayerState:
@@ -132,5 +142,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
                 rotary=attachment.rotary,
                 config=attachment.settings,
                 scale=self.scale,
+                counters=attachment.counters,
+                counts_rows=attachment.counts_rows,
             )
         return self._state

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -67,9 +68,7 @@ class RecencyManager(SingleTypeKVCacheManager):
         self.num_cached_block[request_id] = len(blocks)
         self._track(request_id, real)
 
-    def allocate_new_blocks(
-        self, request_id: str, num_tokens: int, num_tokens_main_model: int
-    ) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Append the step's pages to the request's block table."""
         del num_tokens_main_model
         blocks = self.req_to_blocks[request_id]
@@ -101,6 +100,11 @@ class RecencyManager(SingleTypeKVCacheManager):
         self._live.pop(request_id, None)
         self._next_death.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
+
+    def pages_in_use(self) -> int:
+        """Pages that requests hold, shared ones counted once."""
+        held = (self.req_to_blocks[request_id][index] for request_id, live in self._live.items() for index in live)
+        return len({block.block_id for block in held})
 
     @classmethod
     def find_longest_cache_hit(
@@ -161,6 +165,15 @@ class RecencyManager(SingleTypeKVCacheManager):
         for index in indices:
             blocks[index] = self._null_block
         self.block_pool.free_blocks(freed)
+
+
+def pages_in_use(manager: KVCacheManager) -> dict[str, int]:
+    """Pages by class that requests hold; pages that only the prefix cache remembers are free."""
+    managers = manager.coordinator.single_type_managers
+    recency = sum(each.pages_in_use() for each in managers if isinstance(each, RecencyManager))
+    pool = manager.block_pool
+    # All but the null block are held or free, and what is no recency page is a VQ page.
+    return {"vq": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - recency, "recency": recency}
 
 
 def _blocks_at(

@@ -1,7 +1,7 @@
 """Every touch on vLLM's internals, one file each. Importing this package imports vLLM."""
 
-from vllm_antkv.hooks import after_load, backend, config, dtype, specs
+from vllm_antkv.hooks import after_load, backend, config, dtype, specs, status
 from vllm_antkv.hooks.base import Hook
 
 #: In the order of installation.
-HOOKS: tuple[Hook, ...] = (dtype.HOOK, backend.HOOK, specs.HOOK, config.HOOK, after_load.HOOK)
+HOOKS: tuple[Hook, ...] = (dtype.HOOK, backend.HOOK, specs.HOOK, config.HOOK, after_load.HOOK, status.HOOK)

@@ -21,7 +21,7 @@ def _install() -> None:
         if self.vllm_config.cache_config.cache_dtype in PRESETS:
             from vllm_antkv.attention.attach import attach
 
-            attach(self.worker.get_model(), self.vllm_config, self.worker.device)
+            self.antkv_counters = attach(self.worker.get_model(), self.vllm_config, self.worker.device)  # type: ignore[attr-defined]
 
     WorkerWrapperBase.load_model = load_model  # type: ignore[attr-defined]
 

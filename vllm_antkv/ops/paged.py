@@ -10,11 +10,15 @@ import torch
 
 from vllm_antkv.cache.pages import NO_ANCHOR, RecencyPages, VQPages
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.plan import StepPlan, Wave
 from vllm_antkv.ops.reference import anchor_score, decode, encode, mixed_attention, pack_codes, unpack_codes
 from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
 from vllm_antkv.presets import Preset
 from vllm_antkv.select.anchors import SINK_SCORE, block_anchors
+
+#: What status and metrics call these operations.
+IMPLEMENTATION = "reference"
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class LayerState:
 
     k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float32.
     rotary: None for a layer without RoPE.
+    counters: of this worker.
+    counts_rows: this layer's anchors are the ones that are counted.
     """
 
     vq: VQPages
@@ -33,6 +39,8 @@ class LayerState:
     rotary: RotaryTable | None
     config: AntKVConfig
     scale: float
+    counters: Counters
+    counts_rows: bool
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,7 @@ class StepTables:
     recency: torch.Tensor
 
 
-def encode_store(
-    key: torch.Tensor, value: torch.Tensor, layer: LayerState, plan: StepPlan, tables: StepTables
-) -> None:
+def encode_store(key: torch.Tensor, value: torch.Tensor, layer: LayerState, plan: StepPlan, tables: StepTables) -> None:
     """Write the codes of the step's tokens, and the full-precision rows of those that own a recency page.
 
     Args:
@@ -93,13 +99,15 @@ def attend(
         output[wave.query_token[wave.query_valid]] = result[wave.query_valid].to(output.dtype)
         if not layer.config.anchor_rows:
             continue
-        new_scores = torch.stack(anchor_score(wave_query, exact_key, lse, wave.vote_mask, layer.scale))
-        scores.index_add_(2, wave.score_slot.flatten(), new_scores.permute(0, 2, 1, 3).flatten(2))
-        closing.append((wave, exact_key, exact_value))
-        if layer.config.anchor_scope == "block":
-            _close_blocks(closing, scores, layer, tables)
-    _close_blocks(closing, scores, layer, tables)
-    _carry_scores(scores, layer, plan, tables)
+        with layer.counters.timed("anchor_selection"):
+            new_scores = torch.stack(anchor_score(wave_query, exact_key, lse, wave.vote_mask, layer.scale))
+            scores.index_add_(2, wave.score_slot.flatten(), new_scores.permute(0, 2, 1, 3).flatten(2))
+            closing.append((wave, exact_key, exact_value))
+            if layer.config.anchor_scope == "block":
+                _close_blocks(closing, scores, layer, tables)
+    with layer.counters.timed("anchor_selection"):
+        _close_blocks(closing, scores, layer, tables)
+        _carry_scores(scores, layer, plan, tables)
 
 
 def _initial_scores(
@@ -180,6 +188,8 @@ def _close_blocks(
                 block_scores, anchors.shape[2], wave.pinned[closed, None], layer.config.anchor_share > 0
             )
             layer.vq.anchor_offsets[block_ids, :, kind] = offsets.to(torch.int16)
+            if layer.counts_rows:
+                layer.counters.count_anchors(offsets)
             own_rows = rows[closed, :VQ_BLOCK_SIZE].transpose(1, 2)
             index = offsets.clamp(min=0)[..., None].expand(-1, -1, -1, own_rows.shape[-1])
             anchors[block_ids] = own_rows.gather(2, index).to(anchors.dtype)

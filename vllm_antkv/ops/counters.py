@@ -1,0 +1,91 @@
+"""What the operations count about themselves: cheap enough to be always on, read only when somebody asks.
+
+Rows that are only known on the device are added up there, in place; nothing waits for the device until `report`.
+Imports no vLLM.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TypedDict
+
+import torch
+
+#: Names of what is timed, in the order of a step.
+OPERATIONS = ("encode_store", "attend", "anchor_selection")
+
+
+class OperationReport(TypedDict):
+    """How often an operation ran, and for how long; seconds are None where measuring would wait for the device."""
+
+    calls: int
+    seconds: float | None
+
+
+class Report(TypedDict):
+    """What a worker did since it started; plain values, so that it can be sent between processes.
+
+    implementation: of the operations that run.
+    tokens_stored: tokens written to the cache, recomputed ones included.
+    anchors_chosen: tokens whose row took an anchor row when their block closed; the mean over KV heads, K and V.
+    sinks_found: tokens that KVSink flagged.
+    operations: by name; none of them contains the time of another.
+    """
+
+    implementation: str
+    tokens_stored: int
+    anchors_chosen: float
+    sinks_found: int
+    operations: dict[str, OperationReport]
+
+
+class Counters:
+    """Counts of one worker. Its layers share them; one layer's rows stand for all layers' rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        # On other devices the host only queues the work, and its clock would time the queueing.
+        self._host_computes = device.type == "cpu"
+        self._tokens = 0
+        self._sinks = torch.zeros((), dtype=torch.int64, device=device)
+        self._anchor_rows = torch.zeros((), dtype=torch.int64, device=device)
+        self._rows_per_token = 1
+        self._calls = dict.fromkeys(OPERATIONS, 0)
+        self._seconds = dict.fromkeys(OPERATIONS, 0.0)
+        self._nested_seconds = 0.0
+
+    @contextmanager
+    def timed(self, operation: str) -> Iterator[None]:
+        """Count a call of `operation` and its time, less the time of operations within it."""
+        outer, self._nested_seconds = self._nested_seconds, 0.0
+        start = perf_counter()
+        yield
+        elapsed = perf_counter() - start
+        self._calls[operation] += 1
+        self._seconds[operation] += elapsed - self._nested_seconds
+        self._nested_seconds = outer + elapsed
+
+    def count_step(self, num_tokens: int, is_sink: torch.Tensor | None) -> None:
+        """Count a step's tokens, and the sinks among them: (num_tokens,) bool."""
+        self._tokens += num_tokens
+        if is_sink is not None:
+            self._sinks += is_sink.sum()
+
+    def count_anchors(self, offsets: torch.Tensor) -> None:
+        """Count the K, or the V, anchors of blocks that close: (num_blocks, num_kv_heads, rows), negative if unused."""
+        self._rows_per_token = 2 * offsets.shape[1]
+        self._anchor_rows += (offsets >= 0).sum()
+
+    def report(self, implementation: str) -> Report:
+        """Read everything; waits for the device."""
+        return Report(
+            implementation=implementation,
+            tokens_stored=self._tokens,
+            anchors_chosen=int(self._anchor_rows) / self._rows_per_token,
+            sinks_found=int(self._sinks),
+            operations={
+                name: OperationReport(
+                    calls=self._calls[name], seconds=self._seconds[name] if self._host_computes else None
+                )
+                for name in OPERATIONS
+            },
+        )
