@@ -46,12 +46,18 @@ def footprint(layout: PageLayout, settings: AntKVConfig, length: int) -> Footpri
     return Footprint(length, code_bytes, anchor_bytes, recency_bytes, padding, 2 * length * layout.head_size)
 
 
-def describe(vllm_config: VllmConfig, settings: AntKVConfig) -> list[str]:
-    """Lines for the log: nominal and effective bits at 8192 tokens, or at the longest length if that is shorter."""
+def served_footprint(vllm_config: VllmConfig, settings: AntKVConfig) -> tuple[PageLayout, Footprint]:
+    """Layout of the pages, and the cost of 8192 tokens, or of the longest length if that is shorter."""
     model_config = vllm_config.model_config
     preset = get_preset(vllm_config.cache_config.cache_dtype)
     layout = PageLayout.of(settings, preset, model_config.get_head_size(), model_config.dtype)
-    cost = footprint(layout, settings, min(8192, model_config.max_model_len))
+    return layout, footprint(layout, settings, min(8192, model_config.max_model_len))
+
+
+def describe(vllm_config: VllmConfig, settings: AntKVConfig) -> list[str]:
+    """Lines for the log: nominal and effective bits, with their parts."""
+    layout, cost = served_footprint(vllm_config, settings)
+    preset, model_config = layout.preset, vllm_config.model_config
     return [
         f"{preset.name}: {preset.nominal_bits:g} nominal bits per element, {cost.bits(cost.total):.3f} effective at "
         f"{cost.length} tokens = codes {cost.bits(cost.codes):.3f} + anchors {cost.bits(cost.anchors):.3f} + recent "

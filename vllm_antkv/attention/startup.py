@@ -32,10 +32,11 @@ DEFAULT_RETENTION_INTERVAL = 1024
 
 @dataclass(frozen=True)
 class ResolvedCodebook:
-    """The codebook file chosen at start-up."""
+    """The codebook file chosen at start-up, and the bytes of its centroids."""
 
     path: str
     identity: str
+    num_bytes: int
 
 
 def complete(vllm_config: VllmConfig) -> None:
@@ -60,7 +61,7 @@ def complete(vllm_config: VllmConfig) -> None:
     get_preset(cache_config.cache_dtype).num_sub_vectors(identity.head_size)
     path = find_codebook(model_config.model, identity, cache_config.cache_dtype, settings.codebooks)
     codebook = Codebook.load(path, cache_config.cache_dtype, identity)
-    resolved = ResolvedCodebook(str(Path(path).resolve()), codebook.identity)
+    resolved = ResolvedCodebook(str(Path(path).resolve()), codebook.identity, codebook.num_bytes)
     vllm_config.additional_config = {**vllm_config.additional_config, _RESOLVED_KEY: asdict(resolved)}
     if settings.sinks and codebook.header.sinks is None:
         logger.info("This codebook knows no attention sinks (calibration found none in this model).")
@@ -101,9 +102,7 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         "pipeline parallelism": parallel_config.pipeline_parallel_size > 1,
         "--kv-cache-dtype-skip-layers": bool(cache_config.kv_cache_dtype_skip_layers),
         "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is True,
-        f"the platform {current_platform.device_name}": not (
-            current_platform.is_cpu() or current_platform.is_cuda()
-        ),
+        f"the platform {current_platform.device_name}": not (current_platform.is_cpu() or current_platform.is_cuda()),
     }
     for feature, present in refused.items():
         if present:
