@@ -210,8 +210,33 @@ def test_top_rows_are_the_highest_and_ties_take_the_lower_offset(scores, num_row
     assert chosen == by_hand + [-1] * (wanted - len(by_hand))
 
 
+def choose(scores, num_rows, prefix, scope="prompt", anchors=True, errors=None):
+    """`block_anchors` of one head whose rows lose `errors` (1 without) through their codes."""
+    exact = torch.zeros(len(scores), 1, 4)
+    coded = exact.clone()
+    coded[:, 0, 0] = torch.ones(len(scores)) if errors is None else torch.tensor(errors)
+    rows = block_anchors(torch.tensor([scores]), exact, coded, num_rows, torch.tensor([prefix]), anchors, scope)
+    return rows[0].tolist()
+
+
 def test_sinks_come_first_and_the_prefix_takes_no_row():
-    scores = torch.tensor([9.0, 8.0, 7.0, SINK_SCORE, 6.0, SINK_SCORE])
-    prefix = torch.tensor([True, False, False, False, False, True])
-    assert block_anchors(scores, 3, prefix, anchors=True).tolist() == [3, 1, 2]
-    assert block_anchors(scores, 3, prefix, anchors=False).tolist() == [3, -1, -1]
+    scores = [9.0, 8.0, 7.0, SINK_SCORE, 6.0, SINK_SCORE]
+    prefix = [True, False, False, False, False, True]
+    assert choose(scores, 3, prefix) == [3, 1, 2]
+    assert choose(scores, 3, prefix, anchors=False) == [3, -1, -1]
+
+
+def test_a_sink_needs_no_error_to_be_kept():
+    assert choose([1.0, SINK_SCORE], 1, [False, False], errors=[5.0, 0.0]) == [1]
+
+
+def test_a_row_counts_for_what_its_code_loses():
+    assert choose([1.0, 2.0, 3.0], 2, [False] * 3, errors=[4.0, 1.0, 1.0]) == [0, 2]
+
+
+def test_rows_with_fewer_votes_are_not_punished_for_it():
+    scores, prefix = [1.1, 1.0], [False, False]
+    assert choose(scores, 1, prefix, scope="prompt") == [0]
+    # Token 0 has two votes and token 1 one, so beside 32 credited votes 1.1 / 34 still beats 1.0 / 33, 1.02 does not.
+    assert choose(scores, 1, prefix, scope="block") == [0]
+    assert choose([1.02, 1.0], 1, prefix, scope="block") == [1]

@@ -47,7 +47,7 @@ def watch(layer: nn.Module, flags: SinkFlags, static_forward_context: dict[str, 
 
 
 def _after_layer(layer: nn.Module, args: Any, output: Any) -> None:
-    """vLLM's decoder layers return (hidden, residual), whose sum is the hidden state, or the hidden state."""
+    """Decoder layers return (hidden, residual), whose sum is the hidden state, or the hidden state."""
     if isinstance(output, tuple):
         torch.ops.vllm.antkv_mark_sinks(*output[:2])
     else:

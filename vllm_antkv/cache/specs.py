@@ -57,9 +57,7 @@ def vq_spec(layout: PageLayout, num_kv_heads: int) -> FullAttentionSpec:
     )
 
 
-def recency_spec(
-    layout: PageLayout, num_kv_heads: int, settings: AntKVConfig, vllm_config: VllmConfig
-) -> RecencySpec:
+def recency_spec(layout: PageLayout, num_kv_heads: int, settings: AntKVConfig, vllm_config: VllmConfig) -> RecencySpec:
     """The spec of recency pages."""
     interval = vllm_config.cache_config.prefix_cache_retention_interval
     return RecencySpec(

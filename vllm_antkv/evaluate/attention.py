@@ -154,7 +154,15 @@ def attend_window(
         for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
             if is_sink is not None:
                 score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
-            rows = block_anchors(score, config.anchor_rows, positions[block] < config.prefix, config.anchor_share > 0)
+            rows = block_anchors(
+                score,
+                full[:, block],
+                seen[:, block],
+                config.anchor_rows,
+                positions[block] < config.prefix,
+                config.anchor_share > 0,
+                config.anchor_scope,
+            )
             seen[:, block] = _put_in(seen[:, block], full[:, block], rows)
     return torch.cat(outputs, dim=1)
 

@@ -45,7 +45,10 @@ class LayerState:
 
 @dataclass(frozen=True)
 class StepTables:
-    """Block tables of a step: (num_reqs, max_blocks) integer, for VQ pages and for recency pages (0: the null block)."""
+    """Block tables of a step, for VQ pages and for recency pages, where 0 is the null block.
+
+    vq, recency: (num_reqs, max_blocks) integer.
+    """
 
     vq: torch.Tensor
     recency: torch.Tensor
@@ -88,7 +91,7 @@ def attend(
         output: (num_tokens, num_heads, head_size), written.
     """
     scores = _initial_scores(is_sink, key, layer, plan, tables)
-    closing: list[tuple[Wave, torch.Tensor, torch.Tensor]] = []
+    closing: list[_Closing] = []
     for wave in plan.waves:
         exact_key, exact_value = _exact_rows(wave, key, value, layer, tables)
         coded_key, coded_value = _coded_rows(wave, layer, tables)
@@ -102,7 +105,8 @@ def attend(
         with layer.counters.timed("anchor_selection"):
             new_scores = torch.stack(anchor_score(wave_query, exact_key, lse, wave.vote_mask, layer.scale))
             scores.index_add_(2, wave.score_slot.flatten(), new_scores.permute(0, 2, 1, 3).flatten(2))
-            closing.append((wave, exact_key, exact_value))
+            exact, coded = (exact_key, exact_value), (coded_key, coded_value)
+            closing.append(_Closing(wave, *_own_rows(wave, exact, coded)))
             if layer.config.anchor_scope == "block":
                 _close_blocks(closing, scores, layer, tables)
     with layer.counters.timed("anchor_selection"):
@@ -170,29 +174,54 @@ def _coded_rows(wave: Wave, layer: LayerState, tables: StepTables) -> tuple[torc
     return rows[0], rows[1]
 
 
-def _close_blocks(
-    closing: list[tuple[Wave, torch.Tensor, torch.Tensor]],
-    scores: torch.Tensor,
-    layer: LayerState,
-    tables: StepTables,
-) -> None:
+@dataclass(frozen=True)
+class _Closing:
+    """Blocks that a wave filled, B of them, with their rows for K and for V.
+
+    exact, coded: 2 x (B, VQ_BLOCK_SIZE, num_kv_heads, head_size).
+    """
+
+    wave: Wave
+    exact: tuple[torch.Tensor, ...]
+    coded: tuple[torch.Tensor, ...]
+
+
+def _own_rows(
+    wave: Wave, exact: tuple[torch.Tensor, ...], coded: tuple[torch.Tensor, ...]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Rows of the blocks that the wave fills."""
+    closed = wave.closes
+    own = wave.own_block[closed, None] * VQ_BLOCK_SIZE + torch.arange(VQ_BLOCK_SIZE, device=closed.device)
+    segments = closed.nonzero()
+    return (
+        tuple(rows[closed, :VQ_BLOCK_SIZE] for rows in exact),
+        tuple(rows[segments, own] for rows in coded),
+    )
+
+
+def _close_blocks(closing: list[_Closing], scores: torch.Tensor, layer: LayerState, tables: StepTables) -> None:
     """Choose and store the anchors of the blocks that these waves filled; empties the list."""
-    for wave, exact_key, exact_value in closing:
-        closed = wave.closes
+    config = layer.config
+    for filled in closing:
+        wave, closed = filled.wave, filled.wave.closes
         block_ids = tables.vq[wave.requests[closed], wave.own_block[closed]].long()
         slots = wave.score_slot[closed, :VQ_BLOCK_SIZE]
-        pages = ((exact_key, layer.vq.k_anchors), (exact_value, layer.vq.v_anchors))
-        for kind, (rows, anchors) in enumerate(pages):
-            block_scores = scores[kind][:, slots].transpose(0, 1)
+        for kind, anchors in enumerate((layer.vq.k_anchors, layer.vq.v_anchors)):
+            rows = filled.exact[kind]
             offsets = block_anchors(
-                block_scores, anchors.shape[2], wave.pinned[closed, None], layer.config.anchor_share > 0
+                scores[kind][:, slots].transpose(0, 1),
+                rows,
+                filled.coded[kind],
+                anchors.shape[2],
+                wave.pinned[closed, None],
+                config.anchor_share > 0,
+                config.anchor_scope,
             )
             layer.vq.anchor_offsets[block_ids, :, kind] = offsets.to(torch.int16)
             if layer.counts_rows:
                 layer.counters.count_anchors(offsets)
-            own_rows = rows[closed, :VQ_BLOCK_SIZE].transpose(1, 2)
-            index = offsets.clamp(min=0)[..., None].expand(-1, -1, -1, own_rows.shape[-1])
-            anchors[block_ids] = own_rows.gather(2, index).to(anchors.dtype)
+            index = offsets.clamp(min=0)[..., None].expand(-1, -1, -1, rows.shape[-1])
+            anchors[block_ids] = rows.transpose(1, 2).gather(2, index).to(anchors.dtype)
     closing.clear()
 
 

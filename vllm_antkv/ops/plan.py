@@ -8,6 +8,7 @@ as one padded batch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -103,7 +104,7 @@ class _Request:
         """The `(begin, end)` of each segment."""
         cuts = range((self.start // VQ_BLOCK_SIZE + 1) * VQ_BLOCK_SIZE, self.end, VQ_BLOCK_SIZE)
         bounds = [self.start, *cuts, self.end]
-        return list(zip(bounds[:-1], bounds[1:], strict=True))
+        return list(pairwise(bounds))
 
 
 class StepPlanner:

@@ -43,10 +43,10 @@ def decode(codes: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     Returns:
         (..., num_kv_heads, head_size) in the dtype of `centroids`.
     """
-    num_kv_heads, num_sub_vectors, _, _ = centroids.shape
-    heads = torch.arange(num_kv_heads, device=codes.device).unsqueeze(-1)
-    sub_vectors = torch.arange(num_sub_vectors, device=codes.device)
-    return centroids[heads, sub_vectors, codes.long()].flatten(-2)
+    num_kv_heads, num_sub_vectors, num_centroids, _ = centroids.shape
+    first = torch.arange(num_kv_heads * num_sub_vectors, device=codes.device) * num_centroids
+    rows = codes.long() + first.view(num_kv_heads, num_sub_vectors)
+    return torch.nn.functional.embedding(rows, centroids.flatten(0, 2)).flatten(-2)
 
 
 def pack_codes(codes: torch.Tensor, preset: Preset) -> torch.Tensor:

@@ -102,8 +102,12 @@ class Naive:
             if rows and len(inside) == VQ_BLOCK_SIZE:
                 for kind, coded, full in (("k", coded_key, self.key), ("v", coded_value, self.value)):
                     for h in range(2):
+                        cost = {
+                            j: scores[kind, h, j] * (full[j, h] - coded[j][h]).norm() / (inside.stop - j + VOTE_PRIOR)
+                            for j in inside
+                        }
                         free = [j for j in inside if j >= prefix]
-                        free.sort(key=lambda j: (j not in sinks, -scores[kind, h, j]))
+                        free.sort(key=lambda j: (j not in sinks, -cost[j]))
                         for j in free[:rows]:
                             coded[j][h] = full[j, h]
         return output

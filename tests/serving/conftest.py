@@ -1,0 +1,132 @@
+"""Real vLLM engines inside the test process, and models to serve.
+
+vLLM's in-process mode starts an engine in seconds. One engine is alive at a time; tests that share settings share it.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ENGINE_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+ROOT = Path(__file__).parents[2]
+EMBEDDED = ROOT / "models" / "embedded"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request got: tokens, the log-probabilities of its five best candidates per step, and its prefix hit."""
+
+    tokens: tuple[int, ...]
+    top_logprobs: tuple[dict[int, float], ...]
+    num_cached_tokens: int
+
+    def assert_same(self, other: "Completion", tolerance: float = 1e-3) -> None:
+        """Same tokens and, where both list a candidate, the same log-probability."""
+        assert self.tokens == other.tokens
+        for mine, theirs in zip(self.top_logprobs, other.top_logprobs, strict=True):
+            common = mine.keys() & theirs.keys()
+            assert len(common) >= 4, "at most the fifth candidate may change places with the sixth"
+            for token in common:
+                assert mine[token] == pytest.approx(theirs[token], abs=tolerance)
+
+
+class Engine:
+    """A running in-process vLLM engine."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    @property
+    def core(self) -> Any:
+        """vLLM's EngineCore, for looking at its scheduler."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def block_pool(self) -> Any:
+        """The pool that all pages come from."""
+        return self.core.scheduler.kv_cache_manager.block_pool
+
+    def assert_all_blocks_free(self) -> None:
+        """Every block but the null block is free."""
+        assert self.block_pool.get_num_free_blocks() == self.block_pool.num_gpu_blocks - 1
+
+    def kv_tensors(self) -> list[torch.Tensor]:
+        """The raw pages of every layer and companion."""
+        runner = self.core.model_executor.driver_worker.worker.model_runner
+        context = runner.vllm_config.compilation_config.static_forward_context
+        return [layer.kv_cache for layer in context.values() if hasattr(layer, "kv_cache")]
+
+    def complete(self, prompts: list[list[int]], max_tokens: int = 12, together: bool = True) -> list[Completion]:
+        """Greedy completions, in one batch or one after the other."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=5, ignore_eos=True)
+        batches = [prompts] if together else [[prompt] for prompt in prompts]
+        outputs = [
+            output
+            for batch in batches
+            for output in self.llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
+        ]
+        return [_completion(output) for output in outputs]
+
+
+def _completion(output: Any) -> Completion:
+    best = output.outputs[0]
+    logprobs = tuple({token: entry.logprob for token, entry in step.items()} for step in best.logprobs)
+    return Completion(tuple(best.token_ids), logprobs, output.num_cached_tokens)
+
+
+@contextmanager
+def running_engine(model: Path, dtype: str, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
+    """A real engine for `model` with `--kv-cache-dtype dtype`; float32 and eager unless `options` say otherwise."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    defaults: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
+    additional = {} if settings is None else {"antkv": settings}
+    llm = LLM(str(model), kv_cache_dtype=dtype, additional_config=additional, **{**defaults, **options})
+    try:
+        yield Engine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine_environment() -> Iterator[None]:
+    """vLLM reads these when it is first imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENGINE_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def start_engine(engine_environment: None) -> Callable[..., Any]:
+    """`running_engine`, once the environment is set."""
+    return running_engine
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Token ids of sixteen English prompts whose lengths surround the edges of VQ blocks."""
+    from transformers import AutoTokenizer
+
+    text = (ROOT / "LICENSE").read_text()
+    ids = AutoTokenizer.from_pretrained(EMBEDDED)(text, add_special_tokens=False)["input_ids"]
+    lengths = [4, 39, 126, 127, 128, 199, 254, 255, 256, 299, 382, 383, 384, 450, 511, 600]
+    return [[0, *ids[20 * i : 20 * i + length]] for i, length in enumerate(lengths)]

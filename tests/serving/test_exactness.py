@@ -1,0 +1,163 @@
+"""What is served does not depend on how vLLM schedules it, and equals `auto` where everything is exact.
+
+Float32, so that rounding in batched matrix products stays far below the tolerance.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving.conftest import EMBEDDED, Completion, Engine
+
+pytestmark = pytest.mark.serving
+
+PRESET = "antkv-1bit"
+Start = Callable[..., Any]
+
+#: Settings whose results must not depend on scheduling. anchor_scope prompt and prefill_reads_cache false may.
+ORDINARY = {
+    "default": {},
+    "log recency": {"recency": "log:8"},
+    "no recency": {"recency": "none", "prefix": 1},
+    "many anchors": {"anchor_share": 0.1, "recency": "sliding:100", "prefix": 20},
+    "codes alone": {"anchor_share": 0.0, "sinks": False, "recency": "none", "prefix": 0},
+}
+
+
+def assert_all_same(left: list[Completion], right: list[Completion]) -> None:
+    """Request by request."""
+    for mine, theirs in zip(left, right, strict=True):
+        mine.assert_same(theirs)
+
+
+@pytest.fixture(scope="module")
+def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
+    """What vLLM answers without us."""
+    with start_engine(EMBEDDED, "auto") as engine:
+        return engine.complete(prompts)
+
+
+@pytest.fixture(scope="module")
+def alone(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
+    """Default settings, one request at a time, whole prompts, nothing shared."""
+    with start_engine(EMBEDDED, PRESET, enable_prefix_caching=False) as engine:
+        return engine.complete(prompts, together=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recency": "sliding:1024"},
+        {"recency": "log:1024"},
+        {"prefix": 1024},
+        {"anchor_share": 1.0, "recency": "sliding:1"},
+    ],
+    ids=str,
+)
+def test_equals_auto_where_every_token_is_exact(
+    start_engine: Start, auto: list[Completion], prompts: list[list[int]], settings: dict[str, Any]
+) -> None:
+    with start_engine(EMBEDDED, PRESET, settings, max_num_batched_tokens=300) as engine:
+        assert_all_same(engine.complete(prompts), auto)
+
+
+def test_codes_alone_differ_from_auto(alone: list[Completion], auto: list[Completion]) -> None:
+    """The comparisons of this file can fail: a quantised past changes the log-probabilities."""
+    with pytest.raises(AssertionError):
+        assert_all_same(alone, auto)
+
+
+@pytest.mark.parametrize("settings", ORDINARY.values(), ids=ORDINARY.keys())
+def test_same_however_a_prompt_is_chunked_batched_or_cached(
+    start_engine: Start, prompts: list[list[int]], settings: dict[str, Any]
+) -> None:
+    with start_engine(EMBEDDED, PRESET, settings, max_num_batched_tokens=1024) as engine:
+        alone = engine.complete(prompts, together=False)
+        assert all(completion.num_cached_tokens == 0 for completion in alone)
+        batched = engine.complete(prompts)
+        assert any(completion.num_cached_tokens >= 512 for completion in batched)
+        assert_all_same(alone, batched)
+        shared = [[*prompt[:300], *prompt[:200]] for prompt in prompts if len(prompt) > 300]
+        hits = engine.complete(shared)
+        assert all(completion.num_cached_tokens == 256 for completion in hits) or not settings.get("prefix", 1)
+        engine.assert_all_blocks_free()
+    with start_engine(EMBEDDED, PRESET, settings, max_num_batched_tokens=200, enable_prefix_caching=False) as engine:
+        assert_all_same(engine.complete(prompts), alone)
+        assert_all_same(engine.complete(shared), hits)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [200, 256])
+def test_same_with_chunked_prefill_and_prefix_caching(
+    start_engine: Start, alone: list[Completion], prompts: list[list[int]], max_num_batched_tokens: int
+) -> None:
+    with start_engine(EMBEDDED, PRESET, max_num_batched_tokens=max_num_batched_tokens) as engine:
+        assert_all_same(engine.complete(prompts), alone)
+        assert_all_same(engine.complete(prompts), alone)
+
+
+def test_same_after_preemption(start_engine: Start, alone: list[Completion], prompts: list[list[int]]) -> None:
+    with start_engine(
+        EMBEDDED, PRESET, num_gpu_blocks_override=150, max_num_batched_tokens=300, disable_log_stats=False
+    ) as engine:
+        assert_all_same(engine.complete(prompts), alone)
+        preemptions = [metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+        assert sum(preemptions) > 0
+        engine.assert_all_blocks_free()
+
+
+def test_same_compiled(start_engine: Start, alone: list[Completion], prompts: list[list[int]]) -> None:
+    with start_engine(EMBEDDED, PRESET, enforce_eager=False) as engine:
+        assert_all_same(engine.complete(prompts), alone)
+
+
+def test_reused_blocks_show_nothing_of_their_former_request(
+    start_engine: Start, alone: list[Completion], prompts: list[list[int]]
+) -> None:
+    """Every byte of the cache is NaN before the first request, and after it whatever the former requests left."""
+    with start_engine(
+        EMBEDDED, PRESET, num_gpu_blocks_override=400, max_num_batched_tokens=300, enable_prefix_caching=False
+    ) as engine:
+        for pages in engine.kv_tensors():
+            pages.view(torch.uint8).fill_(0xFF)
+        assert_all_same(engine.complete(prompts), alone)
+        assert_all_same(engine.complete(prompts[::-1]), alone[::-1])
+
+
+@pytest.fixture
+def small_engine(start_engine: Start) -> Iterator[Engine]:
+    """An engine whose pool holds only a few of its requests at a time."""
+    with start_engine(
+        EMBEDDED, PRESET, num_gpu_blocks_override=200, max_num_batched_tokens=256, max_model_len=256
+    ) as engine:
+        yield engine
+
+
+def test_random_requests_and_aborts_leave_every_block_free(small_engine: Engine, prompts: list[list[int]]) -> None:
+    import random
+
+    from vllm import SamplingParams
+
+    generator = random.Random(0)
+    llm_engine = small_engine.llm.llm_engine
+    running: set[str] = set()
+    submitted = 0
+    while submitted < 2000 or running:
+        while submitted < 2000 and len(running) < 32:
+            source = generator.choice(prompts[3:])
+            ids = source[: generator.randint(1, 20) if generator.random() < 0.9 else 200]
+            params = SamplingParams(max_tokens=generator.randint(1, 4), temperature=1.0, seed=submitted)
+            llm_engine.add_request(str(submitted), {"prompt_token_ids": ids}, params)
+            running.add(str(submitted))
+            submitted += 1
+        if running and generator.random() < 0.3:
+            victim = generator.choice(sorted(running))
+            llm_engine.abort_request([victim])
+            running.discard(victim)
+        for output in llm_engine.step():
+            if output.finished:
+                running.discard(output.request_id)
+    while llm_engine.has_unfinished_requests():
+        llm_engine.step()
+    small_engine.assert_all_blocks_free()
