@@ -18,6 +18,7 @@ from vllm_antkv.evaluate.methods import Method
 from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
 from vllm_antkv.evaluate.rotary import rotary_table
 from vllm_antkv.ops.rope import RotaryTable, unrotate
+from vllm_antkv.select.anchors import VOTE_PRIOR
 
 NOTHING_EXACT = {"anchor_share": 0.0, "sinks": False, "prefix": 0, "recency": "none"}
 
