@@ -43,6 +43,7 @@ format: $(VENV)
 	$(BIN)/ruff format .
 
 docs: $(VENV)
+	$(BIN)/python scripts/settings_page.py
 	$(BIN)/mkdocs build --strict
 
 # Resolves anew: versions move to the newest ones that requirements/*.in allow. Run the tests before committing.

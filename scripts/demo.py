@@ -41,7 +41,7 @@ QUESTION = "Tell me about the house by the sea."
 STAGES = (
     (r"non-default args", "vLLM imported, settings read"),
     (r"antkv codebook (.*)", "codebook found and checked"),
-    (r"(\d.* effective at .*)", "bits per element computed"),
+    (r"(antkv-\S+: .* effective at .*)", "bits per element computed"),
     (r"Initializing a V1 LLM engine", "engine process started"),
     (r"Loading weights took|Model loading took", "weights loaded"),
     (r"KV cache size: ([\d,]+ tokens)", "KV cache allocated"),

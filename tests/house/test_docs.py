@@ -1,0 +1,29 @@
+"""The pages that are made from the code are those of this code."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+from vllm_antkv.config import AntKVConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_settings_page_is_current():
+    """Run `make docs` when it is not."""
+    spec = importlib.util.spec_from_file_location("settings_page", ROOT / "scripts" / "settings_page.py")
+    settings_page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(settings_page)
+    assert settings_page.PAGE.read_text() == settings_page.render()
+
+
+def test_every_setting_says_what_it_does():
+    assert all(field.description for field in AntKVConfig.model_fields.values())
+    schema = json.dumps(AntKVConfig.model_json_schema())
+    assert '"additionalProperties": false' in schema
+
+
+def test_the_readme_has_exactly_two_commands_to_set_up_and_run():
+    readme = (ROOT / "README.md").read_text()
+    commands = [line[2:] for line in readme.splitlines() if line.startswith("$ make")]
+    assert commands == ["make demo", "make test"]
