@@ -199,6 +199,8 @@ def capacity_of_auto(model: str) -> int:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     config = EngineArgs(model=model, kv_cache_dtype="auto", kv_cache_memory_bytes=KV_BYTES).create_engine_config()
+    # The engine asks the backend; which layout it is does not change how many blocks fit.
+    config.cache_config.kv_cache_layout = "LBNHC"
     layer = FullAttentionSpec(
         block_size=config.cache_config.block_size,
         num_kv_heads=config.model_config.get_num_kv_heads(config.parallel_config),
