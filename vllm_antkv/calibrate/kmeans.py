@@ -39,7 +39,7 @@ class Problem:
     seed: np.random.SeedSequence
 
 
-#: Improves centroids: (problem, start) -> centroids; both (num_centroids, size) float32.
+#: Runs Lloyd's iterations from a start: (problem, (num_centroids, size) float32) -> label of each point, (num_points,).
 Lloyd = Callable[[Problem, np.ndarray], np.ndarray]
 
 
@@ -79,7 +79,31 @@ def learn_centroids(problem: Problem, backend: Backend) -> np.ndarray:
     Returns:
         (num_centroids, size) float32. With fewer distinct points than centroids, some centroids are equal.
     """
-    return backend.lloyd(problem, _start(problem))
+    labels = backend.lloyd(problem, _start(problem))
+    # Backends sum in float32, where taking a heavy point out of a cluster can leave nothing but rounding errors behind:
+    # of their result only the labels are used.
+    return centroids_of(problem, labels)
+
+
+def centroids_of(problem: Problem, labels: np.ndarray) -> np.ndarray:
+    """The weighted mean of each cluster; an empty one is reseeded with a point that adds most to the objective.
+
+    Args:
+        labels: (num_points,) integer.
+
+    Returns:
+        (num_centroids, size) float32.
+    """
+    points, weights = problem.points.astype(np.float64), problem.weights.astype(np.float64)
+    totals = np.bincount(labels, weights, problem.num_centroids)
+    sums = [np.bincount(labels, weights * channel, problem.num_centroids) for channel in points.T]
+    empty = np.flatnonzero(totals == 0)
+    totals[empty] = 1
+    centroids = np.stack(sums, axis=1) / totals[:, None]
+    if len(empty):
+        errors = weights * np.square(points - centroids[labels]).sum(-1)
+        centroids[empty] = points[np.argsort(-errors, kind="stable")[: len(empty)]]
+    return centroids.astype(np.float32)
 
 
 def _start(problem: Problem) -> np.ndarray:
@@ -98,41 +122,16 @@ def _start(problem: Problem) -> np.ndarray:
 
 
 def _sklearn_lloyd(problem: Problem, start: np.ndarray) -> np.ndarray:
-    """scikit-learn moves a centroid without points to the point that is worst served."""
-    kmeans = KMeans(problem.num_centroids, init=start, n_init=1, max_iter=ITERATIONS, algorithm="lloyd")
+    kmeans = KMeans(problem.num_centroids, init=start, n_init=1, max_iter=ITERATIONS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct points than centroids
-        return kmeans.fit(problem.points, sample_weight=problem.weights).cluster_centers_
+        return kmeans.fit(problem.points, sample_weight=problem.weights).labels_
 
 
 def _cuml_lloyd(problem: Problem, start: np.ndarray) -> np.ndarray:
-    """Lloyd on a GPU. cuML leaves an empty cluster where it is, so those are moved here and all are improved again."""
     from cuml.cluster import KMeans as CumlKMeans
 
-    def fit(init: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        kmeans = CumlKMeans(
-            n_clusters=problem.num_centroids, init=init, n_init=1, max_iter=ITERATIONS, output_type="numpy"
-        )
-        kmeans.fit(problem.points, sample_weight=problem.weights)
-        return kmeans.cluster_centers_, kmeans.labels_
-
-    centroids, labels = fit(start)
-    empty = np.flatnonzero(np.bincount(labels, minlength=problem.num_centroids) == 0)
-    if not len(empty):
-        return centroids
-    return fit(reseed(problem, centroids, labels, empty))[0]
-
-
-def reseed(problem: Problem, centroids: np.ndarray, labels: np.ndarray, empty: np.ndarray) -> np.ndarray:
-    """Centroids with those in `empty` moved onto the points that add most to the objective.
-
-    Args:
-        centroids: (num_centroids, size) float32.
-        labels: (num_points,) integer, each point's centroid.
-        empty: (num_empty,) integer.
-    """
-    errors = problem.weights * np.square(problem.points - centroids[labels]).sum(-1)
-    worst = np.argsort(-errors, kind="stable")[: len(empty)]
-    moved = centroids.copy()
-    moved[empty[: len(worst)]] = problem.points[worst]
-    return moved
+    kmeans = CumlKMeans(
+        n_clusters=problem.num_centroids, init=start, n_init=1, max_iter=ITERATIONS, output_type="numpy"
+    )
+    return kmeans.fit(problem.points, sample_weight=problem.weights).labels_

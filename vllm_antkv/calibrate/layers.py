@@ -12,6 +12,8 @@ from vllm_antkv.presets import Preset
 
 #: A token's weight is its gradient's norm to this power. AnTKV leaves it open; `docs/calibration.md` has the figures.
 GRADIENT_POWER = 2
+#: Least weight of a token, relative to the mean.
+_MIN_WEIGHT = 1e-4
 
 
 def learn_layer(
@@ -59,7 +61,8 @@ def learn_layer(
 def token_weights(norms: np.ndarray) -> np.ndarray:
     """How much each row counts, from the norms of its gradient (AnTKV, equation 2); 1 on average.
 
-    A head whose gradients all vanish falls back to equal weights.
+    No token is worth nothing: another text may mind it, and k-means needs weights that float32 can add up. A head whose
+    gradients all vanish falls back to equal weights.
 
     Args:
         norms: (2, num_tokens, num_kv_heads) float32.
@@ -69,4 +72,5 @@ def token_weights(norms: np.ndarray) -> np.ndarray:
     """
     raw = norms.astype(np.float64) ** GRADIENT_POWER
     mean = raw.mean(axis=1, keepdims=True)
-    return np.where(mean > 0, raw / np.where(mean > 0, mean, 1), 1).astype(np.float32)
+    relative = np.divide(raw, mean, out=np.ones_like(raw), where=mean > 0)
+    return np.maximum(relative, _MIN_WEIGHT).astype(np.float32)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -93,7 +94,7 @@ def load_model(model: str, config: Any, device: torch.device) -> nn.Module:
         loaded = AutoModelForCausalLM.from_pretrained(
             model, config=config, dtype=compute_dtype(config, device), attn_implementation=family.attention
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CalibrationError(f"The weights of '{model}' cannot be loaded ({reason(error)}).") from None
     return loaded.to(device).eval().requires_grad_(False)
 

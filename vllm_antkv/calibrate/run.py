@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 #: How a token counts in k-means: by the norm of its gradient (AnTKV, equation 2), or every token alike.
 Weights = Literal["grad", "none"]
+#: Windows between two points from which a killed run goes on.
+_WINDOWS_PER_SAVE = 8
 
 
 def calibrate(
@@ -124,8 +126,10 @@ def _prepare(
         raise CalibrationError(
             f"--samples {samples}, --seq-len {seq_len}, --seed {seed}: they must be at least 1, 2 and 0."
         )
-    if not texts:
-        raise CalibrationError("Calibration needs text: give at least one --text FILE.")
+    if weights not in get_args(Weights):
+        raise CalibrationError(f"--weights '{weights}' is none of {', '.join(get_args(Weights))}.")
+    if not texts or not presets:
+        raise CalibrationError("Calibration needs at least one --preset and one --text.")
     chosen = list(PRESETS.values()) if "all" in presets else [get_preset(name) for name in dict.fromkeys(presets)]
     on = pick_device(device)
     config = load_config(model)
@@ -202,8 +206,9 @@ def _capture(job: _Job, model: nn.Module, work: Workspace, found: SinkChannels |
     with checkpointed(model, recompute), _progress("Capturing K and V", num_windows, done) as progress:
         for index in range(done, num_windows):
             capture_window(model, job.windows[index].to(job.device), points, files, index, job.weighted, found)
-            files.flush()
-            work.set_windows_done(index + 1)
+            if (index + 1) % _WINDOWS_PER_SAVE == 0 or index + 1 == num_windows:
+                files.flush()
+                work.set_windows_done(index + 1)
             progress.update()
     return files
 

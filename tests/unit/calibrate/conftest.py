@@ -64,9 +64,7 @@ def tokenizer(text_file: Path) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def make_model(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
-) -> Callable[..., Path]:
+def make_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Callable[..., Path]:
     """Saves a random model of a family: make_model("llama", num_hidden_layers=4) -> its folder."""
     made: dict[tuple[Any, ...], Path] = {}
 

@@ -64,9 +64,7 @@ def attention_inputs(model: nn.Module, family: str, window: torch.Tensor) -> lis
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_and_norms_are_those_of_attention(
-    family: str, make_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_rows_and_norms_are_those_of_attention(family: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
     """Captured K, rotated, is the K that attention gets; RoPE keeps lengths, so the gradients' norms agree too."""
     model, config, identity = load(make_model(family))
     window = a_window()

@@ -1,0 +1,360 @@
+"""The whole of `calibrate`: what it writes, that it is reproducible and survives a kill, and how it refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from vllm_antkv.calibrate import resources, run
+from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
+from vllm_antkv.errors import CalibrationError, SettingsError, UnsupportedModelError
+from vllm_antkv.ops.reference import decode, encode
+from vllm_antkv.presets import get_preset
+
+#: Enough tokens for 256 centroids, and no more time than needed.
+SMALL: dict[str, Any] = {"samples": 8, "seq_len": 64, "device": "cpu"}
+
+
+def calibrate_small(model: Path, text: Path, out: Path, *presets: str, **changes: Any) -> list[Codebook]:
+    paths = calibrate(str(model), presets or ["antkv-1bit"], [str(text)], out, **{**SMALL, **changes})
+    return [Codebook.load(path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def learned(tiny_llama: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the 4-bit and 1-bit codebooks of the tiny Llama."""
+    out = tmp_path_factory.mktemp("learned") / "new" / "folder"
+    calibrate_small(tiny_llama, text_file, out, "antkv-4bit", "antkv-1bit")
+    return out
+
+
+def test_writes_codebooks_that_fit_the_model(learned: Path, tiny_llama: Path) -> None:
+    identity = ModelIdentity.from_hf_config(run.load_config(str(tiny_llama)))
+    for name in ("antkv-4bit", "antkv-1bit"):
+        book = Codebook.load(codebook_path(learned, name), preset=name, model=identity)
+        assert book.header.sinks is None
+    assert sorted(path.name for path in learned.iterdir()) == ["antkv-1bit.safetensors", "antkv-4bit.safetensors"]
+
+
+def test_the_header_records_the_calibration_and_no_folder(learned: Path, text_file: Path) -> None:
+    record = Codebook.load(codebook_path(learned, "antkv-1bit")).header.calibration
+    assert record["texts"] == ["words.txt"]
+    assert record["samples"] == 8
+    assert record["seq_len"] == 64
+    assert record["weights"] == "grad"
+    assert record["seed"] == 0
+    assert record["tokens"] == 8 * 63
+    assert str(text_file.parent) not in json.dumps(record)
+
+
+def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama: Path, text_file: Path) -> None:
+    """Layers, K and V, heads and sub-vectors are in order: any other place's centroids would fit far worse."""
+    book = Codebook.load(codebook_path(learned, "antkv-4bit"))
+    folder = str(tiny_llama)
+    config = run.load_config(folder)
+    model = run.load_model(folder, config, torch.device("cpu"))
+    text = [run.read_text(str(text_file))]
+    window = run.token_windows(text, run.load_tokenizer(folder), 8, 64, 0)[0]
+    rows: dict[tuple[int, int], torch.Tensor] = {}
+    points = run.capture_points(model, config)
+    for point in points:
+        point.module.register_forward_hook(
+            lambda module, args, output, point=point: rows.update(
+                {(point.layer, point.kind): output[0].detach().unflatten(-1, (2, 16))}
+            )
+        )
+    model(window[None])
+
+    def error(rows: torch.Tensor, centroids: torch.Tensor) -> float:
+        return float((decode(encode(rows, centroids), centroids) - rows).square().mean())
+
+    for layer in range(2):
+        for kind, centroids in ((0, book.k[layer].float()), (1, book.v[layer].float())):
+            own = rows[layer, kind][1:]
+            right = error(own, centroids)
+            assert right < 0.05 * float(own.square().mean())
+            assert right < error(own, centroids.flip(0))
+            assert right < error(own, centroids.flip(1))
+
+
+def test_weights_change_the_centroids_and_lower_the_weighted_error(
+    tiny_llama: Path, text_file: Path, learned: Path, tmp_path: Path
+) -> None:
+    (plain,) = calibrate_small(tiny_llama, text_file, tmp_path, weights="none")
+    weighted = Codebook.load(codebook_path(learned, "antkv-1bit"))
+    assert plain.header.calibration["weights"] == "none"
+    assert not torch.equal(plain.k, weighted.k)
+
+
+def test_same_command_same_bytes_and_other_seed_other_bytes(
+    tiny_llama: Path, text_file: Path, learned: Path, tmp_path: Path
+) -> None:
+    """Also: presets learned together are those learned alone."""
+    first = codebook_path(learned, "antkv-1bit").read_bytes()
+    calibrate_small(tiny_llama, text_file, tmp_path / "again")
+    calibrate_small(tiny_llama, text_file, tmp_path / "other", seed=1)
+    assert codebook_path(tmp_path / "again", "antkv-1bit").read_bytes() == first
+    assert codebook_path(tmp_path / "other", "antkv-1bit").read_bytes() != first
+
+
+#: Runs `calibrate` in forked children: one killed while it captures, one killed while it clusters, one that finishes,
+#: and one that is never disturbed. Each child notes which windows and layers it worked on.
+_KILLS = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from vllm_antkv.calibrate import run
+
+model, text, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+
+def child(out, log, kill_at_window=None, kill_at_layer=None):
+    if os.fork():
+        return os.wait()[1]
+    torch.set_num_threads(1)
+    worked = []
+    capture_window, learn_layer = run.capture_window, run.learn_layer
+    def note(what):
+        worked.append(what)
+        (folder / log).write_text(json.dumps(worked))
+    def capture(model, window, points, files, index, *rest):
+        note(f"window {index}")
+        capture_window(model, window, points, files, index, *rest)
+        if index == kill_at_window:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def learn(files, layer, *rest):
+        note(f"layer {layer}")
+        learned = learn_layer(files, layer, *rest)
+        if layer == kill_at_layer:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return learned
+    run.capture_window, run.learn_layer = capture, learn
+    run.calibrate(model, ["antkv-1bit"], [text], folder / out, samples=12, seq_len=64, device="cpu")
+    os._exit(0)
+
+codes = [child("killed", "1", kill_at_window=9), child("killed", "2", kill_at_layer=2), child("killed", "3"),
+         child("whole", "4")]
+(folder / "codes").write_text(json.dumps(codes))
+"""
+
+
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(
+    make_model: Callable[..., Path], text_file: Path, tmp_path: Path
+) -> None:
+    model = make_model("llama", num_hidden_layers=4)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(_KILLS), str(model), str(text_file), str(tmp_path)]
+    subprocess.run(command, check=True, env=environment, timeout=300)
+
+    assert json.loads((tmp_path / "codes").read_text()) == [9, 9, 0, 0]
+    worked = [json.loads((tmp_path / str(child)).read_text()) for child in (1, 2, 3, 4)]
+    windows, layers = ([f"{what} {index}" for index in range(count)] for what, count in (("window", 12), ("layer", 4)))
+    assert worked[0] == windows[:10]
+    assert worked[1] == windows[8:] + layers[:3]
+    assert worked[2] == layers[2:]
+    assert worked[3] == windows + layers
+    killed, whole = (codebook_path(tmp_path / name, "antkv-1bit").read_bytes() for name in ("killed", "whole"))
+    assert killed == whole
+    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["antkv-1bit.safetensors"]
+
+
+def test_the_work_folder_of_another_model_is_not_taken_up(
+    make_model: Callable[..., Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model retrained in place has the same name and shape, but its activations are others."""
+    folder = tmp_path / "model"
+    shutil.copytree(make_model("llama"), folder)
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "learn_layer", fail)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate_small(folder, text_file, tmp_path / "out")
+
+    def scale(model: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+
+    other = make_model("llama", edit=scale)
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder)
+    (resumed,) = calibrate_small(folder, text_file, tmp_path / "out")
+    (fresh,) = calibrate_small(other, text_file, tmp_path / "fresh")
+    assert torch.equal(resumed.k, fresh.k)
+
+
+def test_sinks_are_found_and_left_out(make_model: Callable[..., Path], text_file: Path, tmp_path: Path) -> None:
+    def plant(model: nn.Module) -> None:
+        """BOS and one rare token carry 500 in channel 11."""
+        with torch.no_grad():
+            model.get_input_embeddings().weight[[0, 20], 11] = 500.0  # type: ignore[operator, union-attr]
+
+    (book,) = calibrate_small(make_model("llama", edit=plant), text_file, tmp_path)
+    assert book.header.sinks is not None
+    assert book.header.sinks.layer == 0
+    assert book.header.sinks.channels == (11,)
+    assert 50 < book.header.sinks.threshold < 500
+
+
+def test_a_long_window_is_clipped_with_a_note(
+    tiny_llama: Path, text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (book,) = calibrate_small(tiny_llama, text_file, tmp_path, seq_len=4096)
+    assert book.header.calibration["seq_len"] == 128
+    assert "128" in caplog.text
+
+
+def test_all_means_every_preset(make_model: Callable[..., Path], text_file: Path, tmp_path: Path) -> None:
+    model = make_model("llama", num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
+    books = calibrate_small(model, text_file, tmp_path, "all", samples=100)
+    assert [book.header.preset for book in books] == [
+        "antkv-4bit", "antkv-2bit", "antkv-1bit", "antkv-0.75bit", "antkv-0.375bit",
+    ]  # fmt: skip
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no samples": ({"samples": 0}, CalibrationError, "--samples 0"),
+    "window too short": ({"seq_len": 1}, CalibrationError, "--seq-len 1"),
+    "negative seed": ({"seed": -1}, CalibrationError, "--seed -1"),
+    "unknown weights": ({"weights": "hessian"}, CalibrationError, "grad"),
+    "unknown device": ({"device": "abacus"}, CalibrationError, "abacus"),
+    "device of another kind": ({"device": "mps"}, CalibrationError, "mps"),
+    "no such GPU": ({"device": "cuda:99"}, CalibrationError, "cuda:99"),
+    "unknown preset": ({"presets": ["antkv-3bit"]}, SettingsError, "antkv-3bit"),
+    "no preset": ({"presets": []}, CalibrationError, "--preset"),
+    "preset too wide": ({"presets": ["antkv-0.375bit"]}, SettingsError, "head size 16"),
+    "missing model": ({"model": "no-such-folder/model"}, CalibrationError, "no-such-folder"),
+    "no text": ({"texts": []}, CalibrationError, "--text"),
+    "missing text": ({"texts": ["no-such-file.txt"]}, CalibrationError, "no-such-file.txt"),
+    "too few tokens": ({"samples": 4}, CalibrationError, "at least 256"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_one_sentence(
+    case: str, tiny_llama: Path, text_file: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    changes, kind, says = BAD[case]
+    good = {"model": str(tiny_llama), "presets": ["antkv-1bit"], "texts": [str(text_file)], "out": tmp_path, **SMALL}
+    with pytest.raises(kind) as refused:
+        calibrate(**{**good, **changes})
+    assert says in reads_well(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unsupported_models_are_refused(
+    tiny_llama: Path, text_file: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    for name, changes in (
+        ("gpt2", {"model_type": "gpt2"}),
+        ("quantised", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
+        ("no weights", {}),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(tiny_llama, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        (folder / "model.safetensors").write_bytes(b"not a tensor")
+        with pytest.raises(CalibrationError if not changes else UnsupportedModelError) as refused:
+            calibrate_small(folder, text_file, tmp_path / "out")
+        assert name in reads_well(refused.value)
+
+
+def test_an_unwritable_folder_is_refused(
+    tiny_llama: Path, text_file: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc")):
+        with pytest.raises(CalibrationError) as refused:
+            calibrate_small(tiny_llama, text_file, out)
+        assert "cannot be written" in reads_well(refused.value)
+
+
+def test_too_little_memory_or_disk_is_refused(
+    tiny_llama: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reads_well: Callable[[BaseException], str],
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(resources, "_available_ram", lambda: 1000)
+        with pytest.raises(CalibrationError) as refused:
+            calibrate_small(tiny_llama, text_file, tmp_path)
+    assert "memory" in reads_well(refused.value)
+
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(resources.shutil, "disk_usage", lambda folder: usage._replace(free=1000))
+        with pytest.raises(CalibrationError) as refused:
+            calibrate_small(tiny_llama, text_file, tmp_path)
+    assert "disk" in reads_well(refused.value)
+
+    def exhaust(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "capture_window", exhaust)
+        with pytest.raises(CalibrationError) as refused:
+            calibrate_small(tiny_llama, text_file, tmp_path)
+    assert "ran out" in reads_well(refused.value)
+
+
+def test_two_runs_do_not_work_in_one_folder(
+    tiny_llama: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reads_well: Callable[[BaseException], str],
+) -> None:
+    refusals = []
+
+    def second_run(*args: Any) -> np.ndarray:
+        monkeypatch.undo()
+        with pytest.raises(CalibrationError) as refused:
+            calibrate_small(tiny_llama, text_file, tmp_path)
+        refusals.append(reads_well(refused.value))
+        return run.learn_layer(*args)
+
+    monkeypatch.setattr(run, "learn_layer", second_run)
+    calibrate_small(tiny_llama, text_file, tmp_path)
+    assert len(refusals) == 1
+    assert "already running" in refusals[0]
+
+
+def test_the_memory_estimate_is_what_a_llama_8b_needs() -> None:
+    """The estimate of docs/calibration.md: it fits a GPU of 80 GB with room, at the default window."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        dtype="bfloat16",
+    )
+    gib = resources.memory_needed(config, 2048, torch.device("cuda")) / 2**30
+    assert 15 < gib < 30
+    assert resources.needs_checkpointing(config, 2048, torch.bfloat16)
+    shape = run.CaptureShape(32, 128, 2048, 8, 128, 4)
+    assert 30 < shape.num_bytes / 2**30 < 35
+
+
+def test_presets_are_those_asked_for_once(tiny_llama: Path, text_file: Path, tmp_path: Path) -> None:
+    books = calibrate_small(tiny_llama, text_file, tmp_path, "antkv-2bit", "antkv-2bit")
+    assert [book.preset for book in books] == [get_preset("antkv-2bit")]

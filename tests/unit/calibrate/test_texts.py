@@ -1,0 +1,102 @@
+"""Texts become windows: BOS first, no more than asked for, drawn from all over, reproducible."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_antkv.calibrate.texts import Text, read_text, text_hash, token_windows
+from vllm_antkv.errors import CalibrationError
+
+
+def test_windows_begin_with_bos_and_hold_the_text(tokenizer: Any, text_file: Path) -> None:
+    text = read_text(str(text_file))
+    windows = token_windows([text], tokenizer, 8, 64, 0)
+    assert windows.shape == (8, 64)
+    assert windows.dtype == torch.int64
+    assert (windows[:, 0] == tokenizer.bos_token_id).all()
+    assert (windows[:, 1:] != tokenizer.bos_token_id).all()
+    for window in windows[:3]:
+        assert tokenizer.decode(window[1:20]) in text.content
+
+
+def test_a_tokenizer_without_bos_fills_whole_windows(tokenizer: Any, text_file: Path) -> None:
+    class WithoutBos:
+        bos_token_id = None
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return tokenizer(*args, **kwargs)
+
+    windows = token_windows([read_text(str(text_file))], WithoutBos(), 4, 64, 0)
+    assert windows.shape == (4, 64)
+    assert (windows != tokenizer.bos_token_id).all()
+
+
+def test_the_seed_sets_the_windows(tokenizer: Any, text_file: Path) -> None:
+    text = [read_text(str(text_file))]
+    first, again, other = (token_windows(text, tokenizer, 4, 64, seed) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_a_short_text_gives_fewer_windows(tokenizer: Any) -> None:
+    text = Text("short", "river walks under seven bridges " * 40)
+    num_tokens = len(tokenizer(text.content)["input_ids"])
+    assert len(token_windows([text], tokenizer, 100, 32, 0)) == num_tokens // 31
+
+
+def test_too_short_for_one_window(tokenizer: Any, reads_well: Callable[[BaseException], str]) -> None:
+    with pytest.raises(CalibrationError) as refused:
+        token_windows([Text("short", "why")], tokenizer, 4, 64, 0)
+    assert "--seq-len" in reads_well(refused.value)
+
+
+def test_a_large_text_is_tokenised_only_as_far_as_needed(tokenizer: Any) -> None:
+    seen = []
+
+    class Counting:
+        bos_token_id = 0
+
+        def __call__(self, text: str, **kwargs: Any) -> Any:
+            seen.append(len(text))
+            return tokenizer(text, **kwargs)
+
+    token_windows([Text("large", "stone river " * 200_000)], Counting(), 2, 64, 0)
+    assert sum(seen) <= 2 * 16 * 64
+
+
+def test_all_texts_are_drawn_from(tokenizer: Any) -> None:
+    texts = [Text("a", "stone " * 5000), Text("b", "river " * 5000)]
+    words = tokenizer.decode(token_windows(texts, tokenizer, 100, 64, 0).flatten())
+    assert "stone" in words
+    assert "river" in words
+
+
+def test_the_hash_tells_texts_apart() -> None:
+    assert text_hash([Text("a", "xy")]) == text_hash([Text("b", "xy")])
+    assert len({text_hash([Text("a", "xy")]), text_hash([Text("a", "x"), Text("a", "y")]), text_hash([])}) == 3
+
+
+def test_the_name_has_no_folder(text_file: Path) -> None:
+    assert read_text(str(text_file)).name == "words.txt"
+
+
+@pytest.mark.parametrize("content", [b"", b" \n ", b"\xff\xfe\x00 not text"])
+def test_files_without_text(content: bytes, tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(CalibrationError) as refused:
+        read_text(str(path))
+    reads_well(refused.value)
+
+
+def test_a_data_set_without_the_library(
+    monkeypatch: pytest.MonkeyPatch, reads_well: Callable[[BaseException], str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(CalibrationError) as refused:
+        read_text("no/such-set")
+    assert "pip install datasets" in reads_well(refused.value)
