@@ -1,0 +1,161 @@
+"""What `GET /antkv/status` answers: how the cache is set up, and what the engines have done with it so far."""
+
+from typing import Any, Literal, Self
+
+import torch
+import vllm
+from pydantic import BaseModel, ConfigDict, Field
+from vllm.config import VllmConfig
+
+from vllm_antkv import __version__
+from vllm_antkv.attention.footprint import served_footprint
+from vllm_antkv.attention.startup import resolved_codebook
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.ops.counters import Report
+
+PageClass = Literal["vq", "recency"]
+Part = Literal["codes", "anchors", "recency", "padding"]
+
+
+class Inactive(BaseModel):
+    """The server runs with another cache dtype."""
+
+    model_config = ConfigDict(frozen=True)
+
+    active: Literal[False] = False
+    kv_cache_dtype: str
+
+
+class Bits(BaseModel):
+    """Bits per K or V element."""
+
+    model_config = ConfigDict(frozen=True)
+
+    nominal: float = Field(description="Of the codes alone.")
+    effective: float = Field(description="Of everything a sequence of `at_tokens` tokens takes from the pool.")
+    parts: dict[Part, float] = Field(description="What the effective bits are made of.")
+    at_tokens: int
+
+
+class CodebookInfo(BaseModel):
+    """The codebook that is served."""
+
+    model_config = ConfigDict(frozen=True)
+
+    identity: str
+    path: str
+    bytes: int = Field(description="Of its centroids, in the file.")
+
+
+class Page(BaseModel):
+    """A class of pages."""
+
+    model_config = ConfigDict(frozen=True)
+
+    block_size: int = Field(description="Tokens per page.")
+    bytes: int = Field(description="Per layer and KV head.")
+
+
+class Setup(BaseModel):
+    """How the cache is set up: the same for as long as the server runs."""
+
+    model_config = ConfigDict(frozen=True)
+
+    active: Literal[True] = True
+    preset: str
+    bits: Bits
+    kv_bytes_per_token: dict[Part, float] = Field(description="Of all layers and KV heads, at `bits.at_tokens`.")
+    settings: AntKVConfig
+    codebook: CodebookInfo
+    pages: dict[PageClass, Page]
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> Self:
+        """Read it from the configuration of a server with an antkv cache."""
+        settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
+        layout, cost = served_footprint(vllm_config, settings)
+        model_config = vllm_config.model_config
+        parts: dict[Part, int] = {
+            "codes": cost.codes,
+            "anchors": cost.anchors,
+            "recency": cost.recency,
+            "padding": cost.padding,
+        }
+        heads = model_config.get_total_num_kv_heads() * model_config.get_total_num_hidden_layers()
+        codebook = resolved_codebook(vllm_config)
+        return cls(
+            preset=layout.preset.name,
+            bits=Bits(
+                nominal=layout.preset.nominal_bits,
+                effective=cost.bits(cost.total),
+                parts={part: cost.bits(num_bytes) for part, num_bytes in parts.items()},
+                at_tokens=cost.length,
+            ),
+            kv_bytes_per_token={part: heads * num_bytes / cost.length for part, num_bytes in parts.items()},
+            settings=settings,
+            codebook=CodebookInfo(identity=codebook.identity, path=codebook.path, bytes=codebook.num_bytes),
+            pages={
+                "vq": Page(block_size=VQ_BLOCK_SIZE, bytes=layout.vq_page_bytes),
+                "recency": Page(block_size=layout.recency_block_size, bytes=layout.recency_page_bytes),
+            },
+            versions={"vllm_antkv": __version__, "vllm": vllm.__version__, "torch": torch.__version__},
+        )
+
+
+class Operation(BaseModel):
+    """Work of one operation since the start, in all layers."""
+
+    model_config = ConfigDict(frozen=True)
+
+    calls: int
+    seconds: float | None = Field(description="Null on a GPU, where measuring would slow the engine down.")
+
+
+class EngineStatus(BaseModel):
+    """What one engine has done since its start."""
+
+    model_config = ConfigDict(frozen=True)
+
+    engine: int
+    pool_pages: int = Field(description="Pages in the pool, used by either class.")
+    pages_in_use: dict[PageClass, int] = Field(description="Held by requests now; the prefix cache's are free.")
+    tokens_stored: int = Field(description="Tokens written to the cache, recomputed ones included.")
+    anchors_chosen: float = Field(description="Tokens kept as an anchor, the mean over KV heads, K and V.")
+    sinks_found: int = Field(description="Tokens that KVSink flagged.")
+    implementation: str = Field(description="Of the operations.")
+    operations: dict[str, Operation] = Field(description="None contains the time of another.")
+
+    @classmethod
+    def of(cls, engine: int, answer: dict[str, Any]) -> Self:
+        """Read the answer of the engine core's `antkv_status`.
+
+        Tensor-parallel workers do the same work on different heads: tokens and sinks are the first one's, anchors the
+        mean, and times those of the slowest.
+        """
+        workers: list[Report] = answer["workers"]
+        first = workers[0]
+        return cls(
+            engine=engine,
+            pool_pages=answer["pool_pages"],
+            pages_in_use=answer["pages_in_use"],
+            tokens_stored=first["tokens_stored"],
+            anchors_chosen=sum(worker["anchors_chosen"] for worker in workers) / len(workers),
+            sinks_found=first["sinks_found"],
+            implementation=first["implementation"],
+            operations={
+                name: Operation(calls=operation["calls"], seconds=_slowest(workers, name))
+                for name, operation in first["operations"].items()
+            },
+        )
+
+
+class Status(Setup):
+    """The server runs with an antkv cache."""
+
+    engines: list[EngineStatus]
+
+
+def _slowest(workers: list[Report], operation: str) -> float | None:
+    seconds = [worker["operations"][operation]["seconds"] for worker in workers]
+    return max((value for value in seconds if value is not None), default=None)
