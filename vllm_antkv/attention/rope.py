@@ -1,5 +1,7 @@
 """The rotary table of a layer, read from vLLM's rotary module."""
 
+from typing import cast
+
 import torch
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -36,5 +38,6 @@ def rotary_table(module: nn.Module, layer_name: str) -> RotaryTable:
         raise UnsupportedModelError(
             f"{layer_name} uses {type(module).__name__}, which an antkv cache cannot undo (it can undo {known})."
         )
-    cos, sin = module.cos_sin_cache.to(torch.float32).chunk(2, dim=-1)
+    cos_sin_cache = cast(torch.Tensor, module.cos_sin_cache)
+    cos, sin = cos_sin_cache.to(torch.float32).chunk(2, dim=-1)
     return RotaryTable(cos.contiguous(), sin.contiguous(), bool(module.is_neox_style))

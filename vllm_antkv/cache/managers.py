@@ -5,6 +5,7 @@ VQ cache. Here a step stores only the rows that a later step, or a prefix-cache 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from vllm.utils.math_utils import cdiv
@@ -23,7 +24,7 @@ _NEVER = 1 << 62
 class RecencyManager(SingleTypeKVCacheManager):
     """Block manager of recency pages; see `vllm_antkv.select.retention` for the rule."""
 
-    def __init__(self, kv_cache_spec: RecencySpec, **kwargs) -> None:
+    def __init__(self, kv_cache_spec: RecencySpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.retention = kv_cache_spec.retention
         # Indices of the real blocks of each request, so that a step costs their number, not the sequence's length.
