@@ -2,11 +2,10 @@
 
 import torch
 
+from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.codebook import ModelIdentity
-from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.evaluate.methods.base import Method
-from vllm_antkv.select.retention import page_retention
 
 
 def effective_bits(method: Method, identity: ModelIdentity, dtype: torch.dtype, context: int) -> float:
@@ -24,7 +23,5 @@ def effective_bits(method: Method, identity: ModelIdentity, dtype: torch.dtype, 
     if method.preset is None:
         return method.nominal_bits
     layout = PageLayout.of(method.config, method.preset, identity.head_size, dtype)
-    recency_pages = page_retention(method.config, context, layout.recency_block_size, 0).pages_at(context)
-    vq_pages = -(-context // VQ_BLOCK_SIZE)
-    num_bytes = (vq_pages + len(recency_pages)) * layout.pool_block_bytes
-    return 8 * num_bytes / (2 * context * identity.head_size)
+    cost = footprint(layout, method.config, context)
+    return cost.bits(cost.total)
