@@ -8,7 +8,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,9 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 #: Lloyd iterations.
 ITERATIONS = 20
 #: Points per centroid among which k-means++ looks for a start. Its cost grows with points times centroids.
-SEEDING_POINTS = 8
+SEEDING_POINTS = 4
+#: Points per centroid that are clustered at most.
+MAX_POINTS = 256
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class Problem:
     """One weighted k-means problem.
 
     points: (num_points, size) float32.
-    weights: (num_points,) float32, not negative.
+    weights: (num_points,) float32, positive.
     num_centroids: at most num_points.
-    seed: sets the start.
+    seed: sets the random choices.
     """
 
     points: np.ndarray
@@ -79,7 +81,9 @@ def learn_centroids(problem: Problem, backend: Backend) -> np.ndarray:
     Returns:
         (num_centroids, size) float32. With fewer distinct points than centroids, some centroids are equal.
     """
-    labels = backend.lloyd(problem, _start(problem))
+    rng = np.random.default_rng(problem.seed)
+    problem = _thinned(problem, rng)
+    labels = backend.lloyd(problem, _start(problem, rng))
     # Backends sum in float32, where taking a heavy point out of a cluster can leave nothing but rounding errors behind:
     # of their result only the labels are used.
     return centroids_of(problem, labels)
@@ -106,19 +110,24 @@ def centroids_of(problem: Problem, labels: np.ndarray) -> np.ndarray:
     return centroids.astype(np.float32)
 
 
-def _start(problem: Problem) -> np.ndarray:
-    """k-means++ on a subsample."""
-    rng = np.random.default_rng(problem.seed)
+def _start(problem: Problem, rng: np.random.Generator) -> np.ndarray:
+    """k-means++ on points drawn by weight, which then count alike."""
     num_points = min(len(problem.points), SEEDING_POINTS * problem.num_centroids)
-    chosen = rng.choice(len(problem.points), num_points, replace=False)
+    chances = problem.weights.astype(np.float64)
+    chosen = rng.choice(len(problem.points), num_points, replace=False, p=chances / chances.sum())
     start, _ = kmeans_plusplus(
-        problem.points[chosen],
-        problem.num_centroids,
-        sample_weight=problem.weights[chosen],
-        random_state=int(rng.integers(2**31)),
-        n_local_trials=1,
+        problem.points[chosen], problem.num_centroids, random_state=int(rng.integers(2**31)), n_local_trials=1
     )
     return start
+
+
+def _thinned(problem: Problem, rng: np.random.Generator) -> Problem:
+    """The problem with at most MAX_POINTS points per centroid, drawn at random."""
+    num_points = MAX_POINTS * problem.num_centroids
+    if len(problem.points) <= num_points:
+        return problem
+    chosen = rng.choice(len(problem.points), num_points, replace=False)
+    return replace(problem, points=problem.points[chosen], weights=problem.weights[chosen])
 
 
 def _sklearn_lloyd(problem: Problem, start: np.ndarray) -> np.ndarray:

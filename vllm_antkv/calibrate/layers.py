@@ -11,7 +11,7 @@ from vllm_antkv.calibrate.kmeans import Backend, Problem, solve
 from vllm_antkv.presets import Preset
 
 #: A token's weight is its gradient's norm to this power. AnTKV leaves it open; `docs/calibration.md` has the figures.
-GRADIENT_POWER = 2
+GRADIENT_POWER = 1
 #: Least weight of a token, relative to the mean.
 _MIN_WEIGHT = 1e-4
 
