@@ -17,11 +17,15 @@ from sklearn.cluster import KMeans, kmeans_plusplus
 from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-#: Lloyd iterations.
-ITERATIONS = 20
-#: Points per centroid among which k-means++ looks for a start. Its cost grows with points times centroids.
+#: Lloyd iterations at most, up to 256 centroids and above. Measured on captured rows of a small Llama, held-out weighted
+#: error: with 256 centroids it falls by 2 to 5% from 4 to 20 iterations, with 4,096 by 0.5% from 3 to 12, at a cost per
+#: iteration that is 16 times higher.
+ITERATIONS_FEW, ITERATIONS_MANY = 20, 4
+#: Points per centroid among which k-means++ looks for a start: its cost grows with points times centroids, and at 4,096
+#: it already exceeds Lloyd's. Measured as above against 4 points drawn uniformly and weighted: 0 to 5% less error; a
+#: start without k-means++ costs 2 to 23% more.
 SEEDING_POINTS = 4
-#: Points per centroid that are clustered at most.
+#: Points per centroid that are clustered at most: 65,536 for 256 centroids, from where more change little.
 MAX_POINTS = 256
 
 
@@ -130,8 +134,12 @@ def _thinned(problem: Problem, rng: np.random.Generator) -> Problem:
     return replace(problem, points=problem.points[chosen], weights=problem.weights[chosen])
 
 
+def _iterations(problem: Problem) -> int:
+    return ITERATIONS_FEW if problem.num_centroids <= 256 else ITERATIONS_MANY
+
+
 def _sklearn_lloyd(problem: Problem, start: np.ndarray) -> np.ndarray:
-    kmeans = KMeans(problem.num_centroids, init=start, n_init=1, max_iter=ITERATIONS)
+    kmeans = KMeans(problem.num_centroids, init=start, n_init=1, max_iter=_iterations(problem))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct points than centroids
         return kmeans.fit(problem.points, sample_weight=problem.weights).labels_
@@ -141,6 +149,6 @@ def _cuml_lloyd(problem: Problem, start: np.ndarray) -> np.ndarray:
     from cuml.cluster import KMeans as CumlKMeans
 
     kmeans = CumlKMeans(
-        n_clusters=problem.num_centroids, init=start, n_init=1, max_iter=ITERATIONS, output_type="numpy"
+        n_clusters=problem.num_centroids, init=start, n_init=1, max_iter=_iterations(problem), output_type="numpy"
     )
     return kmeans.fit(problem.points, sample_weight=problem.weights).labels_
