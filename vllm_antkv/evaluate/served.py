@@ -5,7 +5,7 @@ settings reach it as they reach a server, through `--kv-cache-dtype` and `--addi
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _AUTO_BITS = 16.0
 #: Windows handed to vLLM at a time: its scheduler batches within, the progress bar moves between.
 _WINDOWS_PER_CALL = 8
+#: Characters kept of what vLLM says when it does not start; pydantic's reasons begin on the third line.
+_MAX_REASON = 400
 
 
 def evaluate_served(
@@ -46,7 +48,7 @@ def evaluate_served(
         progress: called with the number of windows done since the last call.
 
     Raises:
-        SettingsError: windows that do not fit the model.
+        SettingsError: windows that do not fit the model, or a `kv_cache_dtype` that there is not.
         UnsupportedModelError: vLLM is missing, or refuses the model with these settings.
     """
     num_windows, context = windows.shape
@@ -55,9 +57,12 @@ def evaluate_served(
         raise SettingsError("Served perplexity needs prefill_reads_cache, or positions would see an unquantised past.")
     engine = _start(card, kv_cache_dtype, config, context)
     total = 0.0
-    for batch in windows.split(_WINDOWS_PER_CALL):
-        total += sum(map(_nll, _complete(engine, batch)))
-        progress(len(batch))
+    try:
+        for batch in windows.split(_WINDOWS_PER_CALL):
+            total += sum(map(_nll, _complete(engine, batch)))
+            progress(len(batch))
+    finally:
+        engine.llm_engine.engine_core.shutdown()
     nll = total / (num_windows * (context - 1))
     method = _as_method(kv_cache_dtype, config)
     return PerplexityReport(
@@ -79,8 +84,12 @@ def evaluate_served(
 def _start(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int) -> "LLM":
     try:
         from vllm import LLM
+        from vllm.config.cache import CacheDType
     except ImportError as error:
         raise UnsupportedModelError(f"vLLM cannot be imported ({first_line(error)}): see `antkv doctor`.") from None
+    known = dict.fromkeys((*PRESETS, *get_args(CacheDType)))
+    if kv_cache_dtype not in known:
+        raise SettingsError(f"--kv-cache-dtype is '{kv_cache_dtype}', but must be one of {', '.join(known)}.")
     settings = config.model_dump(exclude_defaults=True)
     try:
         return LLM(
@@ -92,7 +101,8 @@ def _start(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: i
             max_model_len=context,
         )
     except Exception as error:  # vLLM raises anything from pydantic's errors to RuntimeError when it cannot start
-        raise UnsupportedModelError(f"vLLM does not start with this model and settings: {first_line(error)}") from error
+        reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
+        raise UnsupportedModelError(f"vLLM does not start with this model and settings: {reason}.") from error
 
 
 def _complete(engine: "LLM", windows: torch.Tensor) -> "list[RequestOutput]":

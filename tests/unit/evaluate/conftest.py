@@ -79,8 +79,8 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
-def identity(model: PreTrainedModel) -> ModelIdentity:
-    return ModelIdentity.from_hf_config(model.config)
+def identity(model_folder: Path) -> ModelIdentity:
+    return ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model_folder))
 
 
 @pytest.fixture(scope="session")
@@ -96,9 +96,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, model: PreTrainedMode
 
 
 @pytest.fixture(scope="session")
-def codebook_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+def codebook_folder(tmp_path_factory: pytest.TempPathFactory, identity: ModelIdentity) -> Path:
     """Weighted centroids with a sink rule, and plain ones in the folder cq."""
-    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model_folder))
     folder = tmp_path_factory.mktemp("codebooks")
     sinks = SinkRule(layer=0, channels=(3,), threshold=2.0)
     random_codebook(identity, sinks=sinks, weights="grad").save(codebook_path(folder, "antkv-1bit"))

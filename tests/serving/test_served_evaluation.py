@@ -1,0 +1,87 @@
+"""What is served is what was evaluated: perplexity through real vLLM against the offline evaluator."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving.conftest import EMBEDDED
+from tests.unit.evaluate.conftest import random_codebook
+from vllm_antkv.codebook import SinkRule, codebook_path
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import SettingsError, UnsupportedModelError
+from vllm_antkv.evaluate.methods import MethodRequest, build_method
+from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.evaluate.perplexity import evaluate_perplexity
+from vllm_antkv.evaluate.served import evaluate_served
+from vllm_antkv.evaluate.windows import load_windows
+
+pytestmark = pytest.mark.serving
+
+CONTEXT, NUM_WINDOWS = 500, 2
+TEXT = Path(__file__).parents[2] / "LICENSE"
+
+
+@pytest.fixture(scope="module")
+def card() -> ModelCard:
+    return ModelCard.read(str(EMBEDDED))
+
+
+@pytest.fixture(scope="module")
+def windows(card: ModelCard) -> torch.Tensor:
+    return load_windows(TEXT, card.tokenizer, CONTEXT, NUM_WINDOWS)
+
+
+@pytest.fixture(scope="module")
+def codebooks(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random centroids: they lose so much that any difference in what is seen exactly shows."""
+    folder = tmp_path_factory.mktemp("codebooks")
+    rule = SinkRule(layer=0, channels=(0, 1), threshold=1.0)
+    random_codebook(card.identity, sinks=rule).save(codebook_path(folder, "antkv-1bit"))
+    return folder
+
+
+def offline(card: ModelCard, name: str, config: AntKVConfig, windows: torch.Tensor) -> float:
+    folder = None if config.codebooks is None else Path(config.codebooks)
+    method = build_method(name, MethodRequest(card.name, card.identity, folder, config))
+    return evaluate_perplexity(card, card.load(), method, windows, TEXT).perplexity
+
+
+def test_auto_is_fp16(card: ModelCard, windows: torch.Tensor, engine_environment: None) -> None:
+    served = evaluate_served(card, "auto", AntKVConfig(), windows, TEXT)
+    assert served.tokens == NUM_WINDOWS * (CONTEXT - 1)
+    assert served.perplexity == pytest.approx(offline(card, "fp16", AntKVConfig(), windows), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"anchor_share": 0.05, "recency": "none", "prefix": 0},
+    ],
+    ids=str,
+)
+def test_served_agrees_with_offline(
+    card: ModelCard, windows: torch.Tensor, codebooks: Path, engine_environment: None, settings: dict[str, Any]
+) -> None:
+    config = AntKVConfig(codebooks=str(codebooks), **settings)
+    served = evaluate_served(card, "antkv-1bit", config, windows, TEXT)
+    assert served.perplexity == pytest.approx(offline(card, "antkv-1bit", config, windows), rel=0.005)
+    assert served.settings["kv_cache_dtype"] == "antkv-1bit"
+
+
+def test_a_dtype_that_there_is_not(
+    card: ModelCard, windows: torch.Tensor, engine_environment: None, reads_well: Any
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        evaluate_served(card, "antkv-3bit", AntKVConfig(), windows, TEXT)
+    assert "antkv-1bit" in reads_well(caught.value)
+
+
+def test_a_refusal_of_vllm_is_one_sentence(
+    card: ModelCard, windows: torch.Tensor, engine_environment: None, reads_well: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        evaluate_served(card, "antkv-1bit", AntKVConfig(codebooks=str(tmp_path)), windows, TEXT)
+    assert "antkv calibrate" in reads_well(caught.value)
