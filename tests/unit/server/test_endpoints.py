@@ -1,0 +1,163 @@
+"""The endpoint plugin without an engine: who may ask, what is answered, and who publishes metrics."""
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from prometheus_client import REGISTRY
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+from tests.unit.server.test_metrics import SETUP, report
+from vllm_antkv.server import routes
+from vllm_antkv.server.routes import STATUS_PATH, AntKVEndpoints
+from vllm_antkv.server.status import Setup
+
+
+class EngineClient:
+    """What the plugin uses of vLLM's AsyncLLM. Two engines, which die after `lives` answers."""
+
+    def __init__(self, cache_dtype: str, api_server: int = 0, lives: int = 3) -> None:
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+            model_config=SimpleNamespace(served_model_name="model"),
+            parallel_config=SimpleNamespace(_api_process_rank=api_server),
+        )
+        self.engine_core = SimpleNamespace(engine_ranks_managed=[0, 1], call_utility_all_async=self._call)
+        self.asked = 0
+        self._lives = lives
+
+    async def _call(self, method: str) -> list[dict[str, Any]]:
+        assert method == "antkv_status"
+        if self.asked == self._lives:
+            raise EngineDeadError()
+        self.asked += 1
+        pages = {"vq": self.asked, "recency": 1}
+        return [{"pool_pages": 9, "pages_in_use": pages, "workers": [report(10 * self.asked)]} for _ in range(2)]
+
+
+def client(api_keys: list[str] | None, cache_dtype: str = "auto") -> TestClient:
+    app = FastAPI()
+    app.state.args = Namespace(api_key=api_keys, disable_log_stats=False)
+    plugin = AntKVEndpoints()
+    plugin.attach_router(app)
+    engine: Any = EngineClient(cache_dtype)
+    asyncio.run(plugin.init_state(engine, app.state, app.state.args))
+    return TestClient(app)
+
+
+def get(server: TestClient, authorisation: str | None = None) -> int:
+    headers = {} if authorisation is None else {"Authorization": authorisation}
+    return server.get(STATUS_PATH, headers=headers).status_code
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+
+
+def test_it_is_an_endpoint_plugin() -> None:
+    assert isinstance(AntKVEndpoints(), EndpointPlugin)
+
+
+def test_another_cache_dtype_is_inactive() -> None:
+    answer = client(None, "fp8").get(STATUS_PATH)
+    assert answer.status_code == 200
+    assert answer.json() == {"active": False, "kv_cache_dtype": "fp8"}
+
+
+def test_without_api_keys_everybody_may_ask() -> None:
+    assert get(client(None)) == 200
+
+
+@pytest.mark.parametrize("authorisation", [None, "Bearer wrong", "Bearer", "Basic one", "one", "Bearer ONE"])
+def test_with_api_keys_others_may_not_ask(authorisation: str | None) -> None:
+    assert get(client(["one", "two"]), authorisation) == 401
+
+
+@pytest.mark.parametrize("key", ["one", "two"])
+def test_any_of_the_api_keys_opens(key: str) -> None:
+    assert get(client(["one", "two"]), f"Bearer {key}") == 200
+
+
+def test_the_api_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    server = client(None)
+    assert get(server) == 401
+    assert get(server, "Bearer secret") == 200
+
+
+def test_vllm_does_not_guard_the_path_by_itself() -> None:
+    """Once it does, the check in the route can go."""
+    assert not STATUS_PATH.startswith(GUARDED_PREFIX)
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Metrics without waiting, of a setup that needs no model."""
+    monkeypatch.setattr(routes, "_REFRESH_SECONDS", 0)
+    monkeypatch.setattr(Setup, "of", lambda vllm_config: SETUP)
+    unregister_vllm_metrics()
+    yield
+    unregister_vllm_metrics()
+
+
+def publish(engine: EngineClient, disable_log_stats: bool = False) -> bool:
+    """Start the plugin and let it publish until the engines die; whether it publishes at all."""
+
+    async def run() -> bool:
+        app = FastAPI()
+        args = Namespace(api_key=None, disable_log_stats=disable_log_stats)
+        client: Any = engine
+        await AntKVEndpoints().init_state(client, app.state, args)
+        publisher = getattr(app.state, "antkv_publisher", None)
+        if publisher is not None:
+            await asyncio.wait_for(publisher, timeout=10)
+        return publisher is not None
+
+    return asyncio.run(run())
+
+
+def test_status_of_an_antkv_cache_names_every_engine(fast: None) -> None:
+    app = FastAPI()
+    app.state.args = Namespace(api_key=None)
+    plugin = AntKVEndpoints()
+    plugin.attach_router(app)
+    engine: Any = EngineClient("antkv-1bit")
+    app.state.antkv_source = routes.StatusSource(engine)
+    answer = TestClient(app).get(STATUS_PATH).json()
+    assert answer["active"] is True
+    assert answer["settings"] == SETUP.settings.model_dump()
+    assert [each["engine"] for each in answer["engines"]] == [0, 1]
+
+
+def test_metrics_are_published_until_the_engines_die(fast: None) -> None:
+    engine = EngineClient("antkv-1bit", lives=3)
+    assert publish(engine)
+    assert engine.asked == 3
+    for rank in ("0", "1"):
+        labels = {"model_name": "model", "engine": rank}
+        assert REGISTRY.get_sample_value("vllm:antkv_tokens_stored_total", labels) == 30
+        assert REGISTRY.get_sample_value("vllm:antkv_pages_in_use", {**labels, "page": "vq"}) == 3
+
+
+@pytest.mark.parametrize(
+    "engine, disable_log_stats",
+    [
+        (EngineClient("auto"), False),
+        (EngineClient("antkv-1bit"), True),
+        (EngineClient("antkv-1bit", api_server=1), False),
+    ],
+    ids=["another cache dtype", "--disable-log-stats", "second API server"],
+)
+def test_metrics_are_not_published_for(fast: None, engine: EngineClient, disable_log_stats: bool) -> None:
+    assert not publish(engine, disable_log_stats)
+    assert engine.asked == 0
+    assert REGISTRY.get_sample_value("vllm:antkv_nominal_bits", {"model_name": "model", "engine": "0"}) is None
