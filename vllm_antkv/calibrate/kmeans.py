@@ -17,8 +17,8 @@ from sklearn.cluster import KMeans, kmeans_plusplus
 from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-#: Lloyd iterations at most, up to 256 centroids and above. Measured on captured rows of a small Llama, held-out weighted
-#: error: with 256 centroids it falls by 2 to 5% from 4 to 20 iterations, with 4,096 by 0.5% from 3 to 12, at a cost per
+#: Lloyd iterations at most, up to 256 centroids and above. Measured by held-out weighted error on a small Llama's rows:
+#: with 256 centroids it falls by 2 to 5% from 4 to 20 iterations, with 4,096 by 0.5% from 3 to 12, at a cost per
 #: iteration that is 16 times higher.
 ITERATIONS_FEW, ITERATIONS_MANY = 20, 4
 #: Points per centroid among which k-means++ looks for a start: its cost grows with points times centroids, and at 4,096

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from vllm_antkv.calibrate import resources, run
+from vllm_antkv.calibrate.capture import CaptureFiles
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 from vllm_antkv.errors import CalibrationError, SettingsError, UnsupportedModelError
 from vllm_antkv.ops.reference import decode, encode
-from vllm_antkv.presets import get_preset
+from vllm_antkv.presets import PRESETS, Preset, get_preset
 
 #: Enough tokens for 256 centroids, and no more time than needed.
 SMALL: dict[str, Any] = {"samples": 8, "seq_len": 64, "device": "cpu"}
@@ -151,7 +152,7 @@ codes = [child("killed", "1", kill_at_window=9), child("killed", "2", kill_at_la
 def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(
     make_model: Callable[..., Path], text_file: Path, tmp_path: Path
 ) -> None:
-    model = make_model("llama", num_hidden_layers=4)
+    model = make_model("llama", num_hidden_layers=4, head_dim=8)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(_KILLS), str(model), str(text_file), str(tmp_path)]
     subprocess.run(command, check=True, env=environment, timeout=300)
@@ -212,17 +213,21 @@ def test_sinks_are_found_and_left_out(make_model: Callable[..., Path], text_file
 def test_a_long_window_is_clipped_with_a_note(
     tiny_llama: Path, text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (book,) = calibrate_small(tiny_llama, text_file, tmp_path, seq_len=4096)
+    (book,) = calibrate_small(tiny_llama, text_file, tmp_path, samples=3, seq_len=4096)
     assert book.header.calibration["seq_len"] == 128
     assert "128" in caplog.text
 
 
-def test_all_means_every_preset(make_model: Callable[..., Path], text_file: Path, tmp_path: Path) -> None:
+def test_all_means_every_preset(
+    make_model: Callable[..., Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def learn_nothing(files: CaptureFiles, layer: int, kept: np.ndarray, preset: Preset, *rest: Any) -> np.ndarray:
+        return np.zeros((2, 1, preset.num_sub_vectors(32), preset.num_centroids, preset.sub_vector_size), np.float16)
+
+    monkeypatch.setattr(run, "learn_layer", learn_nothing)
     model = make_model("llama", num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
     books = calibrate_small(model, text_file, tmp_path, "all", samples=100)
-    assert [book.header.preset for book in books] == [
-        "antkv-4bit", "antkv-2bit", "antkv-1bit", "antkv-0.75bit", "antkv-0.375bit",
-    ]  # fmt: skip
+    assert [book.preset for book in books] == list(PRESETS.values())
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
