@@ -89,14 +89,16 @@ def _completion(output: Any) -> Completion:
 
 
 @contextmanager
-def running_engine(model: Path, dtype: str, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
-    """A real engine for `model` with `--kv-cache-dtype dtype`; float32 and eager unless `options` say otherwise."""
+def running_engine(
+    model: Path, kv_cache_dtype: str, settings: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Engine]:
+    """A real engine for `model` with `--kv-cache-dtype kv_cache_dtype`; float32 and eager unless `options` say otherwise."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     defaults: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
     additional = {} if settings is None else {"antkv": settings}
-    llm = LLM(str(model), kv_cache_dtype=dtype, additional_config=additional, **{**defaults, **options})
+    llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **{**defaults, **options})
     try:
         yield Engine(llm)
     finally:
@@ -130,3 +132,12 @@ def prompts() -> list[list[int]]:
     ids = AutoTokenizer.from_pretrained(EMBEDDED)(text, add_special_tokens=False)["input_ids"]
     lengths = [4, 39, 126, 127, 128, 199, 254, 255, 256, 299, 382, 383, 384, 450, 511, 600]
     return [[0, *ids[20 * i : 20 * i + length]] for i, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One real `vllm serve` for the whole session; see `tests.serving.server`."""
+    from tests.serving.server import running_server
+
+    with running_server(tmp_path_factory.mktemp("server")) as running:
+        yield running

@@ -14,6 +14,7 @@ from vllm_antkv.presets import PRESETS
 
 #: Member of vLLM's AttentionBackendEnum, and name that the layers report.
 BACKEND_NAME = "ANTKV"
+SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128, 256)
 
 
 class AntKVBackend(AttentionBackend):
@@ -51,7 +52,7 @@ class AntKVBackend(AttentionBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Head sizes that are tested."""
-        return [32, 64, 80, 96, 128, 256]
+        return list(SUPPORTED_HEAD_SIZES)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

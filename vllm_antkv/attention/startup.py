@@ -8,6 +8,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from vllm_antkv.attention.backend import SUPPORTED_HEAD_SIZES
 from vllm_antkv.attention.footprint import describe
 from vllm_antkv.codebook import Codebook, ModelIdentity, find_codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
@@ -92,6 +93,9 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         "attention with a logits soft cap": bool(getattr(text_config, "attn_logit_softcapping", None)),
         f"the architecture {model_config.architecture} (supported: {', '.join(SUPPORTED_ARCHITECTURES)})": (
             model_config.architecture not in SUPPORTED_ARCHITECTURES
+        ),
+        f"head size {model_config.get_head_size()} (supported: {', '.join(map(str, SUPPORTED_HEAD_SIZES))})": (
+            model_config.get_head_size() not in SUPPORTED_HEAD_SIZES
         ),
         "speculative decoding": vllm_config.speculative_config is not None,
         "KV connectors": vllm_config.kv_transfer_config is not None,

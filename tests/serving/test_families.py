@@ -1,0 +1,166 @@
+"""Every supported family, head size and dtype generates in real vLLM what it generates with `auto`.
+
+Random tiny models: where every token is exact, greedy tokens are the same; with codes the engine runs and is
+deterministic. Families that cannot be served are refused with one sentence.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tests.serving.conftest import EMBEDDED
+from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
+from vllm_antkv.presets import PRESETS
+
+pytestmark = pytest.mark.serving
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+
+#: model type, its config, dtype of the engine, preset.
+SUPPORTED: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "llama head 32": ("llama", {"head_dim": 32}, "float32", "antkv-1bit"),
+    "llama head 64 MHA": ("llama", {"head_dim": 64, "num_key_value_heads": 4}, "bfloat16", "antkv-2bit"),
+    "llama head 80": ("llama", {"head_dim": 80}, "float16", "antkv-0.75bit"),
+    "llama head 96": ("llama", {"head_dim": 96}, "bfloat16", "antkv-0.375bit"),
+    "llama head 128": ("llama", {"head_dim": 128}, "bfloat16", "antkv-0.375bit"),
+    "llama head 256 MQA": ("llama", {"head_dim": 256, "num_key_value_heads": 1}, "bfloat16", "antkv-0.75bit"),
+    "llama 3 rope": ("llama", {"head_dim": 64, "rope_parameters": LLAMA3}, "float32", "antkv-1bit"),
+    "llama yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}, "float32", "antkv-1bit"),
+    "llama linear rope": ("llama", {"head_dim": 64, "rope_parameters": LINEAR}, "float32", "antkv-4bit"),
+    "mistral": ("mistral", {"head_dim": 64, "sliding_window": None}, "float32", "antkv-1bit"),
+    "qwen2": ("qwen2", {"hidden_size": 256}, "float32", "antkv-4bit"),
+    "qwen3": ("qwen3", {"head_dim": 64}, "float32", "antkv-1bit"),
+    "phi3 partial rope": ("phi3", {"hidden_size": 256, "partial_rotary_factor": 0.5}, "float32", "antkv-1bit"),
+}
+
+#: model type, its config, extra engine options, words of the sentence that refuses it.
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "gemma 2": ("gemma2", {"head_dim": 64}, {}, "sliding-window attention"),
+    "sliding window": ("mistral", {"head_dim": 64, "sliding_window": 128}, {}, "sliding-window attention"),
+    "head size": ("llama", {"head_dim": 48}, {}, "head size"),
+    "preset and head size": ("llama", {"head_dim": 80}, {"kv_cache_dtype": "antkv-0.375bit"}, "does not divide"),
+    "unknown family": ("gpt_neox", {}, {}, "architecture GPTNeoXForCausalLM"),
+    "block size": ("llama", {"head_dim": 64}, {"block_size": 64}, "--block-size 64"),
+    "skip layers": ("llama", {"head_dim": 64}, {"kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
+    "LoRA": ("llama", {"head_dim": 64}, {"enable_lora": True}, "LoRA"),
+    "speculative decoding": (
+        "llama",
+        {"head_dim": 64},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+        "speculative decoding",
+    ),
+    "KV connector": (
+        "llama",
+        {"head_dim": 64},
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "KV connectors",
+    ),
+}
+
+
+def make_model(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
+    """A random model with the embedded model's tokenizer."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
+    return folder
+
+
+def make_codebook(folder: Path, model: Path, preset: str, sinks: SinkRule | None = None) -> None:
+    """A codebook of random centroids."""
+    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
+    kind = PRESETS[preset]
+    shape = (
+        identity.num_layers,
+        identity.num_kv_heads,
+        kind.num_sub_vectors(identity.head_size),
+        kind.num_centroids,
+        kind.sub_vector_size,
+    )
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(shape, generator=generator).half() for _ in "kv")
+    header = CodebookHeader(
+        format_version=FORMAT_VERSION, preset=preset, model=identity, sinks=sinks, calibration={"text": "random"}
+    )
+    Codebook(header, k, v).save(codebook_path(folder, preset))
+
+
+PROMPTS = [[0, *range(3 + i, 3 + i + length)] for i, length in enumerate((5, 126, 127, 200, 300))]
+
+
+@pytest.mark.parametrize(("model_type", "changes", "dtype", "preset"), SUPPORTED.values(), ids=SUPPORTED.keys())
+def test_supported(
+    start_engine: Callable[..., Any],
+    tmp_path: Path,
+    model_type: str,
+    changes: dict[str, Any],
+    dtype: str,
+    preset: str,
+) -> None:
+    model = make_model(tmp_path / "model", model_type, changes)
+    make_codebook(tmp_path / "model" / "antkv", model, preset)
+    options = {"dtype": dtype, "max_model_len": 512}
+    with start_engine(model, "auto", **options) as engine:
+        expected = engine.complete(PROMPTS, max_tokens=4, together=False)
+    with start_engine(model, preset, {"recency": "sliding:512"}, **options) as engine:
+        exact = engine.complete(PROMPTS, max_tokens=4, together=False)
+    tolerance = 1e-3 if dtype == "float32" else 0.1
+    for mine, theirs in zip(exact, expected, strict=True):
+        # A random model's candidates lie close together; in 16 bits the first may change places.
+        if dtype == "float32":
+            assert mine.tokens == theirs.tokens
+        for token, logprob in mine.top_logprobs[0].items():
+            assert theirs.top_logprobs[0].get(token, logprob) == pytest.approx(logprob, abs=tolerance)
+    with start_engine(model, preset, **options) as engine:
+        coded = engine.complete(PROMPTS, max_tokens=4)
+        assert [completion.tokens for completion in engine.complete(PROMPTS, max_tokens=4)] == [
+            completion.tokens for completion in coded
+        ]
+        engine.assert_all_blocks_free()
+
+
+@pytest.mark.parametrize(("model_type", "changes", "options", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(
+    start_engine: Callable[..., Any],
+    tmp_path: Path,
+    reads_well: Callable[[BaseException], str],
+    model_type: str,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    words: str,
+) -> None:
+    from vllm_antkv.errors import AntKVError
+
+    model = make_model(tmp_path / "model", model_type, changes)
+    dtype = options.get("kv_cache_dtype", "antkv-1bit")
+    others = {name: value for name, value in options.items() if name != "kv_cache_dtype"}
+    with pytest.raises(AntKVError) as caught, start_engine(model, dtype, max_model_len=512, **others):
+        pass
+    assert words in reads_well(caught.value)

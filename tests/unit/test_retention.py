@@ -1,0 +1,80 @@
+"""A step keeps the pages that later steps read, and no request holds more than the bound that admits it."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.select.recency import last_use_table
+from vllm_antkv.select.retention import PageRetention, page_retention
+
+MAX_LEN = 1500
+CONFIGS = st.builds(
+    AntKVConfig,
+    anchor_share=st.sampled_from([0.0, 0.01]),
+    sinks=st.booleans(),
+    prefix=st.sampled_from([0, 1, 8, 300]),
+    recency=st.sampled_from(["none", "sliding:1", "sliding:32", "sliding:500", "log:4", "log:42"]),
+)
+RETENTIONS = st.builds(
+    lambda config, block_size, interval: (config, page_retention(config, MAX_LEN, block_size, interval)),
+    CONFIGS,
+    st.sampled_from([1, 4, 8, 32]),
+    st.sampled_from([0, 128, 512]),
+)
+
+
+def run(retention: PageRetention, chunks: list[int]) -> tuple[set[int], int]:
+    """Pages a request holds after its steps, and the most it held at once."""
+    held: set[int] = set()
+    computed, most = 0, 0
+    for chunk in chunks:
+        held = {page for page in held if retention.last_use[page] >= computed}
+        first = -(-computed // retention.block_size)
+        needed = retention.pages_of_step(first, computed + chunk)
+        held |= {first + int(index) for index in np.flatnonzero(needed)}
+        most = max(most, len(held))
+        computed += chunk
+    return held, most
+
+
+@settings(deadline=None)
+@given(RETENTIONS, st.lists(st.integers(1, 400), min_size=1, max_size=12))
+def test_every_row_that_is_still_read_has_a_page(pair, chunks):
+    config, retention = pair
+    while sum(chunks) > MAX_LEN:
+        chunks.pop()
+    chunks = chunks or [1]
+    held, most = run(retention, chunks)
+    computed = sum(chunks)
+    rows = last_use_table(config, computed).numpy()
+    wanted = {int(token) // retention.block_size for token in np.flatnonzero(rows >= computed)}
+    assert wanted <= held
+    assert most <= retention.max_pages(MAX_LEN, 400, 1)
+
+
+@settings(deadline=None)
+@given(RETENTIONS, st.integers(1, MAX_LEN // VQ_BLOCK_SIZE), st.integers(0, 300))
+def test_a_hit_at_the_last_boundary_of_a_step_finds_its_pages(pair, block, beyond):
+    _, retention = pair
+    boundary = block * VQ_BLOCK_SIZE
+    end = min(boundary + beyond % VQ_BLOCK_SIZE, MAX_LEN)
+    stored = set(np.flatnonzero(retention.pages_of_step(0, end)).tolist())
+    assert set(retention.pages_at(boundary).tolist()) <= stored
+    pages = retention.pages_at(boundary)
+    assert retention.reachable(pages, [boundary]).all()
+
+
+@settings(deadline=None)
+@given(RETENTIONS, st.integers(0, MAX_LEN))
+def test_a_page_once_dead_is_never_needed_again(pair, num_tokens):
+    _, retention = pair
+    pages = np.arange(len(retention.last_use))
+    needed = retention.needed_after(pages, num_tokens)
+    assert not (retention.needed_after(pages, num_tokens + 1) & ~needed).any()
+
+
+def test_a_sliding_window_holds_the_open_block_the_window_and_the_prefix():
+    retention = page_retention(AntKVConfig(), 32768, 8, 0)
+    assert retention.pages_at(1024).tolist() == [0, 124, 125, 126, 127]
+    assert len(retention.pages_at(1024 + 127)) == 1 + 16
