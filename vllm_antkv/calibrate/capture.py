@@ -5,6 +5,8 @@ the language-model loss of a window. Of a gradient only its norm per token and h
 straight to one memory-mapped file a layer, so memory holds one window at a time.
 """
 
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -74,8 +76,8 @@ class CaptureFiles:
         shape = self.shape
         return self._open("sinks", np.float32, (shape.num_windows, shape.seq_len, shape.num_sink_channels))
 
-    def num_bytes_written(self) -> int:
-        """Bytes of disk that an earlier run has filled already."""
+    def num_bytes_taken(self) -> int:
+        """Bytes of disk that an earlier run has taken already."""
         return sum(512 * path.stat().st_blocks for path in self._folder.glob("*.bin"))
 
     def flush(self) -> None:
@@ -90,7 +92,10 @@ class CaptureFiles:
     def _open(self, name: str, dtype: Any, shape: tuple[int, ...]) -> np.memmap:
         if name not in self._maps:
             path = self._folder / f"{name}.bin"
-            self._maps[name] = np.memmap(path, dtype=dtype, mode="r+" if path.exists() else "w+", shape=shape)
+            # Writing to a mapped file for which there is no room kills the process, so its room is taken first.
+            with path.open("ab") as file:
+                os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
+            self._maps[name] = np.memmap(path, dtype=dtype, mode="r+", shape=shape)
         return self._maps[name]
 
 

@@ -1,5 +1,6 @@
 """`antkv calibrate`: from a model and text to codebook files (AnTKV sections 4.1 and 4.2, KVSink appendix G)."""
 
+import hashlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -159,6 +160,7 @@ def _run(job: _Job) -> list[Path]:
     settings = {
         **job.record,
         "model": fingerprint(model),
+        "windows": hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
         "device": job.device.type,
         "backend": backend.name,
         "version": __version__,
@@ -199,7 +201,7 @@ def _capture(job: _Job, model: nn.Module, work: Workspace, found: SinkChannels |
         len(found.channels) if found else 0,
     )
     files = CaptureFiles(work.folder, shape)
-    check_disk(work.folder, shape.num_bytes - files.num_bytes_written())
+    check_disk(work.folder, shape.num_bytes - files.num_bytes_taken())
     points = capture_points(model, job.config)
     recompute = job.weighted and needs_checkpointing(job.config, seq_len, compute_dtype(job.config, job.device))
     done = work.windows_done()
