@@ -1,0 +1,94 @@
+"""On the embedded model: keeping more in full precision brings its predictions closer, by more than noise."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.attention import quantised_past
+from vllm_antkv.evaluate.methods import Method
+from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
+from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.evaluate.windows import load_windows
+from vllm_antkv.ops.rope import RotaryTable, unrotate
+from vllm_antkv.presets import get_preset
+
+ROOT = Path(__file__).parents[3]
+PRESET = get_preset("antkv-1bit")
+
+
+@pytest.fixture(scope="module")
+def card() -> ModelCard:
+    return ModelCard.read(str(ROOT / "models" / "embedded"))
+
+
+@pytest.fixture(scope="module")
+def model(card: ModelCard):
+    return card.load()
+
+
+@pytest.fixture(scope="module")
+def windows(card: ModelCard) -> torch.Tensor:
+    return load_windows(ROOT / "LICENSE", card.tokenizer, context=768)[:2]
+
+
+class Sampling:
+    """Loses nothing, and takes rows of the model at random as centroids: crude, but of the right size and place."""
+
+    def __init__(self) -> None:
+        self.centroids: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def read_back(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, rotary: RotaryTable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = torch.randperm(key.shape[1], generator=torch.Generator().manual_seed(layer))[: PRESET.num_centroids]
+        plain = unrotate(key, torch.arange(key.shape[1]), rotary)
+        self.centroids.append((self._cut(plain[0, chosen]), self._cut(value[0, chosen])))
+        return key.clone(), value.clone()
+
+    @staticmethod
+    def _cut(rows: torch.Tensor) -> torch.Tensor:
+        """(num_centroids, num_kv_heads, head_size) -> (num_kv_heads, num_sub_vectors, num_centroids, size)."""
+        return rows.unflatten(-1, (-1, PRESET.sub_vector_size)).permute(1, 2, 0, 3).half()
+
+
+@pytest.fixture(scope="module")
+def codebook(card: ModelCard, model, windows: torch.Tensor) -> Codebook:
+    sampling = Sampling()
+    method = Method("lossless", 16.0, AntKVConfig(recency="none", prefix=0), sampling)
+    with torch.inference_mode(), quantised_past(model, method, windows.shape[1]):
+        model(windows[1:], use_cache=False)
+    header = CodebookHeader(
+        format_version=FORMAT_VERSION, preset=PRESET.name, model=card.identity, sinks=None, calibration={}
+    )
+    return Codebook(header, *(torch.stack(parts) for parts in zip(*sampling.centroids, strict=True)))
+
+
+@torch.inference_mode()
+def log_probs(model, windows: torch.Tensor, method: Method) -> torch.Tensor:
+    with quantised_past(model, method, windows.shape[1]):
+        return model(windows, use_cache=False).logits.log_softmax(-1)
+
+
+def test_predictions_come_closer_as_more_stays_in_full_precision(
+    model, windows: torch.Tensor, codebook: Codebook
+) -> None:
+    """Measured as KL divergence from the model's own predictions: perplexity on one page is mostly noise."""
+    own = log_probs(model, windows[:1], Method("fp16", 16.0, AntKVConfig()))
+
+    def divergence(**settings: object) -> float:
+        config = AntKVConfig.model_validate({"anchor_share": 0, "prefix": 0, "sinks": False, **settings})
+        method = Method("antkv-1bit", 1.0, config, VectorQuantiser(codebook), PRESET)
+        quantised = log_probs(model, windows[:1], method)
+        return (own.exp() * (own - quantised)).sum(-1).mean().item()
+
+    nothing = divergence(recency="none")
+    assert divergence(recency="none", anchor_share=0.1) < 0.97 * nothing
+    recent = divergence(recency="sliding:32")
+    assert recent < 0.8 * nothing
+    some, many = (divergence(recency="sliding:32", anchor_share=share) for share in (0.1, 0.5))
+    assert some < 0.9 * recent
+    assert many < 0.9 * some
+    assert divergence(recency="sliding:32", anchor_share=1.0) < 1e-3 * recent
