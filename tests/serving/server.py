@@ -1,0 +1,148 @@
+"""The real `vllm serve`, as a process of its own that tests talk to over HTTP."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serving.conftest import EMBEDDED
+from tests.unit.evaluate.conftest import random_codebook
+from vllm_antkv.codebook import ModelIdentity, SinkRule, codebook_path
+
+PRESET = "antkv-1bit"
+API_KEY = "sesame"
+MODEL_NAME = "tiny"
+_VLLM = Path(sys.executable).with_name("vllm")
+#: vLLM starts in about 40 seconds on two idle cores.
+_START_SECONDS = 400
+_STOP_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server.
+
+    codebook: the file that it serves.
+    """
+
+    url: str
+    codebook: Path
+
+    def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:
+        """GET with this API key, or with none."""
+        return httpx.get(self.url + path, headers=_authorisation(key), timeout=60)
+
+    def complete(self, prompt: list[int], max_tokens: int) -> None:
+        """Generate exactly `max_tokens` tokens."""
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+        url = self.url + "/v1/completions"
+        httpx.post(url, json=body, headers=_authorisation(API_KEY), timeout=120).raise_for_status()
+
+
+def tiny_model(folder: Path) -> tuple[Path, Path]:
+    """The embedded model's configuration and tokenizer without its weights, and a codebook of random centroids.
+
+    Every token is a sink by the codebook's rule.
+    """
+    model = folder / "model"
+    shutil.copytree(EMBEDDED, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    from transformers import AutoConfig
+
+    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
+    path = codebook_path(folder / "codebooks", PRESET)
+    random_codebook(identity, sinks=SinkRule(layer=0, channels=(0,), threshold=1e-30)).save(path)
+    return model, path
+
+
+def vllm_environment() -> dict[str, str]:
+    """Of a server on a small machine; nothing of the in-process engines' settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    return kept | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "antkv",
+    }
+
+
+def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `vllm serve` with arguments that make it end by itself; its output is in `stdout`."""
+    command = [str(_VLLM), "serve", *arguments]
+    return subprocess.run(
+        command,
+        env=vllm_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_START_SECONDS,
+        check=False,
+    )
+
+
+@contextmanager
+def running_server(folder: Path) -> Iterator[Server]:
+    """A server of the tiny model with random weights; its log is `folder/server.log`."""
+    model, codebook = tiny_model(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--kv-cache-dtype": PRESET,
+        "--additional-config": f'{{"antkv": {{"codebooks": "{codebook.parent}"}}}}',
+        "--api-key": API_KEY,
+        "--served-model-name": MODEL_NAME,
+        "--load-format": "dummy",
+        "--dtype": "float32",
+        "--max-model-len": "1024",
+    }
+    command = [str(_VLLM), "serve", str(model), "--enforce-eager", *(part for pair in options.items() for part in pair)]
+    log = folder / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=vllm_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(url, process, log)
+            yield Server(url, codebook)
+        finally:
+            _stop(process)
+
+
+def _authorisation(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(url + "/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    pytest.fail(f"vllm serve did not become healthy:\n{log.read_text()[-4000:]}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

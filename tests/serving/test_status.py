@@ -1,0 +1,172 @@
+"""A real server shows its antkv cache at /antkv/status and /metrics, and refuses what it cannot serve."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving.conftest import EMBEDDED
+from tests.serving.server import MODEL_NAME, PRESET, Server, run_vllm
+from vllm_antkv.codebook import Codebook
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.presets import PRESETS
+from vllm_antkv.server.routes import STATUS_PATH
+
+pytestmark = pytest.mark.serving
+
+NUM_LAYERS = 5
+PROMPT, OUTPUT = [0, *range(100, 399)], 12
+
+
+def status(server: Server) -> dict[str, Any]:
+    response = server.get(STATUS_PATH)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def samples(server: Server) -> dict[tuple[str, ...], float]:
+    """Values of the antkv metrics, by name and by what the labels say that are not on every metric."""
+    values = {}
+    for family in text_string_to_metric_families(server.get("/metrics", key=None).text):
+        for sample in family.samples:
+            if sample.name.startswith("vllm:antkv_") and not sample.name.endswith("_created"):
+                labels = dict(sample.labels)
+                assert labels.pop("model_name") == MODEL_NAME
+                assert labels.pop("engine") == "0"
+                values[sample.name.removeprefix("vllm:antkv_"), *sorted(labels.values())] = sample.value
+    return values
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_status_needs_the_api_key_as_the_v1_routes_do(server: Server, key: str | None) -> None:
+    refused, like_vllm = server.get(STATUS_PATH, key), server.get("/v1/models", key)
+    assert refused.status_code == like_vllm.status_code == 401
+    assert refused.json() == like_vllm.json()
+
+
+def test_status_says_how_the_cache_is_set_up(server: Server) -> None:
+    answer = status(server)
+    codebook = Codebook.load(server.codebook)
+    assert answer["active"] is True
+    assert answer["preset"] == PRESET
+    assert answer["codebook"] == {
+        "identity": codebook.identity,
+        "path": str(server.codebook),
+        "bytes": codebook.num_bytes,
+    }
+    assert answer["settings"] == AntKVConfig(codebooks=str(server.codebook.parent)).model_dump()
+    bits = answer["bits"]
+    assert bits["nominal"] == bits["parts"]["codes"] == 1
+    assert bits["effective"] == pytest.approx(sum(bits["parts"].values()))
+    assert bits["at_tokens"] == 1024
+    # Two KV heads of 64 channels, K and V.
+    elements = 2 * NUM_LAYERS * 2 * 64
+    assert sum(answer["kv_bytes_per_token"].values()) == pytest.approx(bits["effective"] * elements / 8)
+    assert answer["pages"]["vq"]["block_size"] == VQ_BLOCK_SIZE
+    assert answer["pages"]["recency"]["block_size"] < VQ_BLOCK_SIZE
+    assert {"vllm", "vllm_antkv", "torch"} == answer["versions"].keys()
+
+
+def test_status_counts_what_a_request_does(server: Server) -> None:
+    before = status(server)["engines"][0]
+    server.complete(PROMPT, OUTPUT)
+    wait_for(lambda: sum(status(server)["engines"][0]["pages_in_use"].values()) == 0)
+    after = status(server)["engines"][0]
+    # The last token is never stored.
+    num_tokens = len(PROMPT) + OUTPUT - 1
+    assert after["tokens_stored"] - before["tokens_stored"] == num_tokens
+    assert after["sinks_found"] - before["sinks_found"] == num_tokens
+    rows = AntKVConfig().anchor_rows
+    assert after["anchors_chosen"] - before["anchors_chosen"] == num_tokens // VQ_BLOCK_SIZE * rows
+    assert after["implementation"] == "reference"
+    for name, operation in after["operations"].items():
+        assert operation["calls"] > before["operations"][name]["calls"]
+        assert operation["seconds"] > before["operations"][name]["seconds"]
+    for name in ("encode_store", "attend"):
+        # The prompt is one step.
+        assert after["operations"][name]["calls"] - before["operations"][name]["calls"] == NUM_LAYERS * OUTPUT
+
+
+def test_status_shows_the_pages_that_a_request_holds(server: Server) -> None:
+    request = threading.Thread(target=server.complete, args=(PROMPT, 200))
+    request.start()
+    try:
+        held = lambda: status(server)["engines"][0]["pages_in_use"]  # noqa: E731
+        wait_for(lambda: held()["vq"] >= 3)
+        pages = held()
+        # At most 500 tokens: every one in a VQ page, the open block and a few more in recency pages.
+        assert 3 <= pages["vq"] <= 4
+        assert 0 < pages["recency"] < 64
+    finally:
+        request.join()
+
+
+def test_metrics_show_what_status_says(server: Server) -> None:
+    server.complete(PROMPT[:40], 4)
+    answer = status(server)
+    engine = answer["engines"][0]
+    wait_for(lambda: samples(server).get(("tokens_stored_total",)) == engine["tokens_stored"])
+    wait_for(lambda: samples(server)["pages_in_use", "vq"] == 0)
+    assert samples(server) == pytest.approx(
+        {
+            ("nominal_bits",): answer["bits"]["nominal"],
+            ("effective_bits",): answer["bits"]["effective"],
+            ("codebook_info", *sorted([PRESET, answer["codebook"]["identity"]])): 1,
+            ("tokens_stored_total",): engine["tokens_stored"],
+            ("anchors_chosen_total",): engine["anchors_chosen"],
+            ("sinks_found_total",): engine["sinks_found"],
+            **{("pages_in_use", page): 0 for page in ("vq", "recency")},
+            **{("kv_bytes_per_token", part): value for part, value in answer["kv_bytes_per_token"].items()},
+            **{("operation_calls_total", name): work["calls"] for name, work in engine["operations"].items()},
+            **{("operation_seconds_total", name): work["seconds"] for name, work in engine["operations"].items()},
+        }
+    )
+
+
+def test_status_is_in_the_servers_api_description(server: Server) -> None:
+    paths = httpx.get(server.url + "/openapi.json", timeout=60).json()["paths"]
+    assert "get" in paths[STATUS_PATH]
+
+
+def test_a_typo_in_the_cache_dtype_is_refused_with_the_values_that_exist() -> None:
+    ended = run_vllm(str(EMBEDDED), "--kv-cache-dtype", "antkv-1bits")
+    assert ended.returncode == 2, ended.stdout
+    assert "invalid choice: 'antkv-1bits'" in ended.stdout
+    for preset in PRESETS:
+        assert f"'{preset}'" in ended.stdout
+
+
+def test_help_lists_the_presets() -> None:
+    ended = run_vllm("--help=kv-cache-dtype")
+    assert ended.returncode == 0, ended.stdout
+    for preset in PRESETS:
+        assert preset in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ('{"anchor_shar": 0.1}', "--additional-config: antkv setting 'anchor_shar' is not usable"),
+        ('{"codebooks": "EMPTY"}', f"make one with `antkv calibrate {EMBEDDED} --preset {PRESET}"),
+    ],
+    ids=["unknown setting", "no codebook"],
+)
+def test_what_cannot_be_served_ends_the_server_with_a_sentence(tmp_path: Path, settings: str, sentence: str) -> None:
+    additional = f'{{"antkv": {settings.replace("EMPTY", str(tmp_path))}}}'
+    ended = run_vllm(str(EMBEDDED), "--kv-cache-dtype", PRESET, "--additional-config", additional)
+    assert ended.returncode != 0
+    last_line = ended.stdout.strip().splitlines()[-1]
+    assert sentence in last_line
+    assert last_line.endswith(".")
