@@ -92,7 +92,7 @@ def _completion(output: Any) -> Completion:
 def running_engine(
     model: Path, kv_cache_dtype: str, settings: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Engine]:
-    """A real engine for `model` with `--kv-cache-dtype kv_cache_dtype`; float32 and eager unless `options` say otherwise."""
+    """A real engine with `--kv-cache-dtype kv_cache_dtype`; float32 and eager unless `options` say otherwise."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -141,3 +141,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     with running_server(tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The embedded model's 1-bit codebook with a sink rule that really finds sinks: about one token in fifty."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule, codebook_path, find_codebook
+
+    layer, channel = 1, 7
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        hidden = model(torch.tensor([prompts[-1]]), output_hidden_states=True).hidden_states[layer + 1]
+    threshold = float(hidden[0, :, channel].abs().quantile(0.98))
+    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(EMBEDDED))
+    codebook = Codebook.load(find_codebook(str(EMBEDDED), identity, "antkv-1bit"))
+    rule = SinkRule(layer=layer, channels=(channel,), threshold=threshold)
+    folder = tmp_path_factory.mktemp("codebooks")
+    header = codebook.header.model_copy(update={"sinks": rule})
+    Codebook(header, codebook.k, codebook.v).save(codebook_path(folder, "antkv-1bit"))
+    return str(folder)

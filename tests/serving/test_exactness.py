@@ -3,7 +3,13 @@
 Float32, so that rounding in batched matrix products stays far below the tolerance.
 """
 
+import json
+import os
+import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,9 +46,15 @@ def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
 
 
 @pytest.fixture(scope="module")
-def alone(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
+def default(codebooks: str) -> dict[str, Any]:
+    """Default settings, with sinks to be found."""
+    return {"codebooks": codebooks}
+
+
+@pytest.fixture(scope="module")
+def alone(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
     """Default settings, one request at a time, whole prompts, nothing shared."""
-    with start_engine(EMBEDDED, PRESET, enable_prefix_caching=False) as engine:
+    with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
         return engine.complete(prompts, together=False)
 
 
@@ -57,9 +69,13 @@ def alone(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
     ids=str,
 )
 def test_equals_auto_where_every_token_is_exact(
-    start_engine: Start, auto: list[Completion], prompts: list[list[int]], settings: dict[str, Any]
+    start_engine: Start,
+    default: dict[str, Any],
+    auto: list[Completion],
+    prompts: list[list[int]],
+    settings: dict[str, Any],
 ) -> None:
-    with start_engine(EMBEDDED, PRESET, settings, max_num_batched_tokens=300) as engine:
+    with start_engine(EMBEDDED, PRESET, default | settings, max_num_batched_tokens=300) as engine:
         assert_all_same(engine.complete(prompts), auto)
 
 
@@ -71,8 +87,9 @@ def test_codes_alone_differ_from_auto(alone: list[Completion], auto: list[Comple
 
 @pytest.mark.parametrize("settings", ORDINARY.values(), ids=ORDINARY.keys())
 def test_same_however_a_prompt_is_chunked_batched_or_cached(
-    start_engine: Start, prompts: list[list[int]], settings: dict[str, Any]
+    start_engine: Start, default: dict[str, Any], prompts: list[list[int]], settings: dict[str, Any]
 ) -> None:
+    settings = default | settings
     with start_engine(EMBEDDED, PRESET, settings, max_num_batched_tokens=1024) as engine:
         alone = engine.complete(prompts, together=False)
         assert all(completion.num_cached_tokens == 0 for completion in alone)
@@ -90,16 +107,22 @@ def test_same_however_a_prompt_is_chunked_batched_or_cached(
 
 @pytest.mark.parametrize("max_num_batched_tokens", [200, 256])
 def test_same_with_chunked_prefill_and_prefix_caching(
-    start_engine: Start, alone: list[Completion], prompts: list[list[int]], max_num_batched_tokens: int
+    start_engine: Start,
+    default: dict[str, Any],
+    alone: list[Completion],
+    prompts: list[list[int]],
+    max_num_batched_tokens: int,
 ) -> None:
-    with start_engine(EMBEDDED, PRESET, max_num_batched_tokens=max_num_batched_tokens) as engine:
+    with start_engine(EMBEDDED, PRESET, default, max_num_batched_tokens=max_num_batched_tokens) as engine:
         assert_all_same(engine.complete(prompts), alone)
         assert_all_same(engine.complete(prompts), alone)
 
 
-def test_same_after_preemption(start_engine: Start, alone: list[Completion], prompts: list[list[int]]) -> None:
+def test_same_after_preemption(
+    start_engine: Start, default: dict[str, Any], alone: list[Completion], prompts: list[list[int]]
+) -> None:
     with start_engine(
-        EMBEDDED, PRESET, num_gpu_blocks_override=150, max_num_batched_tokens=300, disable_log_stats=False
+        EMBEDDED, PRESET, default, num_gpu_blocks_override=150, max_num_batched_tokens=300, disable_log_stats=False
     ) as engine:
         assert_all_same(engine.complete(prompts), alone)
         preemptions = [metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions"]
@@ -107,17 +130,49 @@ def test_same_after_preemption(start_engine: Start, alone: list[Completion], pro
         engine.assert_all_blocks_free()
 
 
-def test_same_compiled(start_engine: Start, alone: list[Completion], prompts: list[list[int]]) -> None:
-    with start_engine(EMBEDDED, PRESET, enforce_eager=False) as engine:
+def test_same_compiled(
+    start_engine: Start, default: dict[str, Any], alone: list[Completion], prompts: list[list[int]]
+) -> None:
+    with start_engine(EMBEDDED, PRESET, default, enforce_eager=False) as engine:
         assert_all_same(engine.complete(prompts), alone)
 
 
+def test_sinks_change_what_is_served(
+    start_engine: Start, default: dict[str, Any], alone: list[Completion], prompts: list[list[int]]
+) -> None:
+    """The comparisons of this file cover sinks: with them switched off the log-probabilities are others."""
+    with start_engine(EMBEDDED, PRESET, {**default, "sinks": False}) as engine, pytest.raises(AssertionError):
+        assert_all_same(engine.complete(prompts), alone)
+
+
+@pytest.mark.timeout(900)
+def test_same_with_tensor_parallelism(
+    default: dict[str, Any], alone: list[Completion], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Two worker processes with a KV head each; in-process engines cannot do that, so this one is a script."""
+    task = {
+        "model": str(EMBEDDED),
+        "preset": PRESET,
+        "settings": default,
+        "prompts": prompts,
+        "out": str(tmp_path / "out"),
+    }
+    script = Path(__file__).with_name("tensor_parallel.py")
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, str(script), json.dumps(task)], check=True, env=environment, timeout=800)
+    served = [
+        Completion(tuple(tokens), tuple({int(token): value for token, value in step.items()} for step in steps), 0)
+        for tokens, steps in json.loads((tmp_path / "out").read_text())
+    ]
+    assert_all_same(served, alone)
+
+
 def test_reused_blocks_show_nothing_of_their_former_request(
-    start_engine: Start, alone: list[Completion], prompts: list[list[int]]
+    start_engine: Start, default: dict[str, Any], alone: list[Completion], prompts: list[list[int]]
 ) -> None:
     """Every byte of the cache is NaN before the first request, and after it whatever the former requests left."""
     with start_engine(
-        EMBEDDED, PRESET, num_gpu_blocks_override=400, max_num_batched_tokens=300, enable_prefix_caching=False
+        EMBEDDED, PRESET, default, num_gpu_blocks_override=400, max_num_batched_tokens=300, enable_prefix_caching=False
     ) as engine:
         for pages in engine.kv_tensors():
             pages.view(torch.uint8).fill_(0xFF)
@@ -126,17 +181,15 @@ def test_reused_blocks_show_nothing_of_their_former_request(
 
 
 @pytest.fixture
-def small_engine(start_engine: Start) -> Iterator[Engine]:
+def small_engine(start_engine: Start, default: dict[str, Any]) -> Iterator[Engine]:
     """An engine whose pool holds only a few of its requests at a time."""
     with start_engine(
-        EMBEDDED, PRESET, num_gpu_blocks_override=200, max_num_batched_tokens=256, max_model_len=256
+        EMBEDDED, PRESET, default, num_gpu_blocks_override=200, max_num_batched_tokens=256, max_model_len=256
     ) as engine:
         yield engine
 
 
 def test_random_requests_and_aborts_leave_every_block_free(small_engine: Engine, prompts: list[list[int]]) -> None:
-    import random
-
     from vllm import SamplingParams
 
     generator = random.Random(0)
