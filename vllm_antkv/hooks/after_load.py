@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
-from vllm_antkv.hooks.base import Hook, missing_attributes
+from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
 from vllm_antkv.presets import PRESETS
 
 
@@ -35,5 +35,5 @@ HOOK = Hook(
         missing_attributes(WorkerWrapperBase, "init_worker", "__getattr__")
         or missing_attributes(WorkerBase, "load_model", "get_model")
     ),
-    superseded=lambda: hasattr(WorkerBase, "register_after_load_hook"),
+    superseded=lambda: bool(new_plugin_groups()),
 )

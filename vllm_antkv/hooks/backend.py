@@ -11,7 +11,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.hooks.base import Hook, missing_attributes
+from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
 from vllm_antkv.presets import PRESETS
 
 _NAME = "ANTKV"
@@ -59,5 +59,5 @@ HOOK = Hook(
     upstream="https://github.com/vllm-project/vllm/issues/51751",
     install=_install,
     missing=_missing,
-    superseded=lambda: hasattr(AttentionBackendEnum, "register_kv_cache_dtypes"),
+    superseded=lambda: bool(new_plugin_groups()),
 )

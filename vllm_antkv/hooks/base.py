@@ -35,6 +35,23 @@ class Hook:
         return self.missing()
 
 
+#: vLLM's plugin groups in SUPPORTED_VLLM; none of them covers what the hooks do.
+_KNOWN_PLUGIN_GROUPS = {
+    "DEFAULT_PLUGINS_GROUP",
+    "IO_PROCESSOR_PLUGINS_GROUP",
+    "PLATFORM_PLUGINS_GROUP",
+    "STAT_LOGGER_PLUGINS_GROUP",
+    "ENDPOINT_PLUGINS_GROUP",
+}
+
+
+def new_plugin_groups() -> set[str]:
+    """Kinds of plugins that this vLLM has and SUPPORTED_VLLM has not: one of them may do what a hook does."""
+    import vllm.plugins
+
+    return {name for name in vars(vllm.plugins) if name.endswith("_PLUGINS_GROUP")} - _KNOWN_PLUGIN_GROUPS
+
+
 def missing_attributes(owner: object, *names: str) -> str | None:
     """The first attribute that `owner` lacks, as a reason, or None."""
     for name in names:

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_antkv.hooks.base import Hook, missing_attributes
+from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
 from vllm_antkv.presets import PRESETS
 
 
@@ -37,5 +37,5 @@ HOOK = Hook(
     upstream="https://github.com/vllm-project/vllm/issues/51751",
     install=_install,
     missing=lambda: missing_attributes(EngineArgs, "create_engine_config"),
-    superseded=lambda: hasattr(EngineArgs, "register_config_validator"),
+    superseded=lambda: bool(new_plugin_groups()),
 )

@@ -16,8 +16,13 @@ from vllm_antkv.hooks.base import Hook, missing_attributes
 from vllm_antkv.presets import PRESETS
 
 
+def known_dtypes() -> tuple[str, ...]:
+    """The values that vLLM accepts for `--kv-cache-dtype` by now."""
+    return get_args(cache_module.CacheDType)
+
+
 def _install() -> None:
-    new = tuple(name for name in PRESETS if name not in get_args(cache_module.CacheDType))
+    new = tuple(name for name in PRESETS if name not in known_dtypes())
     if new:
         cache_module.CacheDType.__args__ += new
         rebuild_dataclass(cache_module.CacheConfig, force=True)
