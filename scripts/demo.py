@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace, log: Path) -> int:
         *("--kv-cache-memory-bytes", str(KV_BYTES)),
         *([] if _can_compile() else ["--enforce-eager"]),
     ]
-    console.print(f"[bold]$[/] {' '.join(command)}")
+    console.print(f"[bold]$[/] {' '.join(command)}", soft_wrap=True)
     auto = [sys.executable, __file__, "--capacity-of-auto", "--model", arguments.model]
     with _running(command, log) as server, _running(auto, log.with_name("auto.json"), quiet=True) as counting:
         wait_until_healthy(server, url, log)
@@ -102,7 +102,8 @@ def run(arguments: argparse.Namespace, log: Path) -> int:
         console.print(
             f"\nThe server keeps running at [bold]{url}[/] until Ctrl-C. Try, in another terminal:\n\n"
             f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
-            f"""    -d '{{"model": "{MODEL_NAME}", "prompt": "The sea was", "max_tokens": 60}}'\n"""
+            f"""    -d '{{"model": "{MODEL_NAME}", "prompt": "The sea was", "max_tokens": 60}}'\n""",
+            soft_wrap=True,
         )
         if server.wait():
             raise DemoError(f"the server stopped by itself.\n{_tail(log)}")
@@ -176,7 +177,8 @@ def report(dtype: str, served: int, auto: int) -> None:
     console.print("", table)
     console.print(
         f"{dtype}: vLLM's own figure for requests of the model's full length, everything included (codes, anchors, "
-        "recent tokens, padding). auto: what vLLM's own code computes for the same memory."
+        "recent tokens, padding). auto: what vLLM's own code computes for the same memory.",
+        soft_wrap=True,
     )
     if dtype != "auto" and served <= auto:
         raise DemoError(f"{dtype} holds no more tokens than auto.")

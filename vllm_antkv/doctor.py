@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -194,12 +193,11 @@ def check_hooks() -> Iterator[Finding]:
 
 
 def _presets_are_known() -> Finding:
-    from vllm.config.cache import CacheDType
-
+    from vllm_antkv.hooks.dtype import known_dtypes
     from vllm_antkv.plugin import register
 
     register()
-    missing = set(PRESETS) - set(typing.get_args(CacheDType))
+    missing = set(PRESETS) - set(known_dtypes())
     if missing:
         remedy = "Report this, with the output of `antkv doctor`."
         return Finding("--kv-cache-dtype", "problem", f"does not accept {', '.join(sorted(missing))}", remedy)
