@@ -5,6 +5,10 @@ intact prefix, itself; `select.recency`), and otherwise as it comes back from th
 block that closed before i's block began. Blocks are taken in order, because the anchors of one decide what the next
 sees.
 
+With `anchor_scope: prompt` anchors are those of the paper: chosen from full-precision attention of all queries of the
+window, serving all later blocks. There the future reaches the past, and the engine differs: it sees a prompt in steps,
+and blocks that close in a step serve nothing within it. The figures of that scope are the paper's, not the server's.
+
 This file knows methods only by their interface, and nothing of perplexity or of files.
 """
 
@@ -17,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.evaluate.methods import Method
 from vllm_antkv.evaluate.rotary import rotary_table
@@ -128,15 +132,15 @@ def attend_window(
     prompt_scores = _prompt_scores(query, key, value, scale) if config.anchor_scope == "prompt" else None
     outputs = []
     for start in range(0, num_tokens, VQ_BLOCK_SIZE):
-        stop = min(start + VQ_BLOCK_SIZE, num_tokens)
-        block = slice(start, stop)
-        causal = positions[:stop] <= positions[block, None]
-        exact = causal & (positions[block, None] <= last_query[:stop])
+        block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
+        past = slice(0, block.stop)
+        causal = positions[past] <= positions[block, None]
+        exact = causal & (positions[block, None] <= last_query[past])
         columns = exact.any(0).nonzero().flatten()
         output, lse = mixed_attention(
             query[:, block],
-            seen_key[:, :stop],
-            seen_value[:, :stop],
+            seen_key[:, past],
+            seen_value[:, past],
             (causal & ~exact)[None],
             key[:, columns],
             value[:, columns],
@@ -145,7 +149,7 @@ def attend_window(
         )
         outputs.append(output)
         # A block that never closes, or that no later query can see, has no anchors.
-        if config.anchor_rows == 0 or stop - start < VQ_BLOCK_SIZE or stop == num_tokens:
+        if config.anchor_rows == 0 or block.stop - start < VQ_BLOCK_SIZE or block.stop == num_tokens:
             continue
         if prompt_scores is None:
             scores = anchor_score(query[:, block], key[:, block], lse, causal[None, :, block], scale)
@@ -154,16 +158,7 @@ def attend_window(
         for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
             if is_sink is not None:
                 score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
-            rows = block_anchors(
-                score,
-                full[:, block],
-                seen[:, block],
-                config.anchor_rows,
-                positions[block] < config.prefix,
-                config.anchor_share > 0,
-                config.anchor_scope,
-            )
-            seen[:, block] = _put_in(seen[:, block], full[:, block], rows)
+            _put_anchors_in(seen[:, block], full[:, block], score, positions[block] < config.prefix, config)
     return torch.cat(outputs, dim=1)
 
 
@@ -191,16 +186,25 @@ def _prompt_scores(
     return key_score, value_score
 
 
-def _put_in(seen: torch.Tensor, full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Replace the chosen rows of one block by their full-precision ones.
+def _put_anchors_in(
+    seen: torch.Tensor, full: torch.Tensor, score: torch.Tensor, already_exact: torch.Tensor, config: AntKVConfig
+) -> None:
+    """Choose the anchors of one block and write their full-precision rows over the decoded ones.
 
     Args:
-        seen, full: (num_windows, block_size, num_kv_heads, head_size).
-        rows: (num_windows, num_kv_heads, num_rows) offsets in the block, -1 for an unused row.
+        seen: (num_windows, block_size, num_kv_heads, head_size) decoded rows, written.
+        full: the same rows in full precision.
+        score: (num_windows, num_kv_heads, block_size) sums over queries, SINK_SCORE for sinks.
+        already_exact: (block_size,) bool, tokens of the intact prefix.
+        config: how many rows, and how they are ranked.
     """
+    rows = block_anchors(
+        score, full, seen, config.anchor_rows, already_exact, config.anchor_share > 0, config.anchor_scope
+    )
     offsets = torch.arange(seen.shape[1], device=seen.device)
+    # An unused row is -1 and matches no offset.
     chosen = (rows[..., None] == offsets).any(-2)
-    return torch.where(chosen.transpose(1, 2)[..., None], full, seen)
+    seen.copy_(torch.where(chosen.transpose(1, 2)[..., None], full, seen))
 
 
 def _check_family(model: PreTrainedModel, num_tokens: int) -> None:
