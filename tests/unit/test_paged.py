@@ -19,6 +19,7 @@ from vllm_antkv.evaluate.attention import attend_window
 from vllm_antkv.evaluate.methods.base import Method
 from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops import paged
+from vllm_antkv.ops import plan as plan_module
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.plan import StepPlanner
 from vllm_antkv.ops.rope import RotaryTable
@@ -206,3 +207,15 @@ def test_prompt_scope_keeps_the_same_anchors_for_later_steps():
     for _ in range(30):
         engine.step([(sequence, 1)])
     assert torch.equal(engine.state.vq.anchor_offsets[sequence.vq_blocks[:2]], chosen)
+
+
+def test_waves_that_are_cut_to_save_memory_compute_the_same(monkeypatch):
+    sequences = []
+    for limit in (plan_module.MAX_WAVE_TOKENS, 300):
+        monkeypatch.setattr(plan_module, "MAX_WAVE_TOKENS", limit)
+        engine = Engine(AntKVConfig(), "antkv-1bit", 16)
+        sequences.append([draw_sequence(seed, length, 16) for seed, length in enumerate((300, 20, 250, 129))])
+        engine.step([(sequence, len(sequence.key) - 1) for sequence in sequences[-1]])
+        engine.step([(sequence, 1) for sequence in sequences[-1]])
+    for whole, cut in zip(*sequences, strict=True):
+        torch.testing.assert_close(whole.output, cut.output)

@@ -16,6 +16,10 @@ import torch
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.select.recency import last_query_table
 
+#: Segments x tokens that a wave decodes at most (a single longer segment goes alone): bounds the gathered rows to about
+#: 1 GiB per layer for 8 KV heads of 128 channels.
+MAX_WAVE_TOKENS = 1 << 16
+
 
 @dataclass(frozen=True)
 class Wave:
@@ -107,6 +111,22 @@ class _Request:
         return list(pairwise(bounds))
 
 
+#: A request and the `begin` and `end` of its segment.
+_Segment = tuple[_Request, int, int]
+
+
+def _split(wave: list[_Segment]) -> list[list[_Segment]]:
+    """Cut a wave into parts of similar length whose padded size stays within MAX_WAVE_TOKENS."""
+    parts: list[list[_Segment]] = []
+    # Longest first: the first segment of a part says how long the part is padded.
+    for segment in sorted(wave, key=lambda segment: -segment[1]):
+        if parts and (len(parts[-1]) + 1) * parts[-1][0][2] <= MAX_WAVE_TOKENS:
+            parts[-1].append(segment)
+        else:
+            parts.append([segment])
+    return parts
+
+
 class StepPlanner:
     """Makes the plan of each step. Holds the recency table for sequences of up to `max_len` tokens."""
 
@@ -126,7 +146,7 @@ class StepPlanner:
         num_tokens = int(query_start_loc[-1])
         num_carried = sum(request.start - request.open_start for request in requests)
         dump_slot = num_tokens + num_carried
-        waves: dict[tuple[int, bool], list[tuple[_Request, int, int]]] = {}
+        waves: dict[tuple[int, bool], list[_Segment]] = {}
         for request in requests:
             for number, (begin, end) in enumerate(request.segments()):
                 # Decodes are kept apart from long segments, which would pad them.
@@ -136,7 +156,11 @@ class StepPlanner:
         return StepPlan(
             self._tensor(np.concatenate([np.arange(r.start, r.end) for r in requests])),
             self._tensor(np.repeat([r.row for r in requests], [r.end - r.start for r in requests])),
-            [self._wave(segments, dump_slot) for _, segments in sorted(waves.items(), key=lambda item: item[0])],
+            [
+                self._wave(segments, dump_slot)
+                for _, wave in sorted(waves.items(), key=lambda item: item[0])
+                for segments in _split(wave)
+            ],
             dump_slot + 1,
             *self._token_columns(carried),
             *self._token_columns(still_open),
@@ -160,7 +184,7 @@ class StepPlanner:
         slots = np.concatenate([request.slots(pos) for request, pos in tokens])
         return [self._tensor(rows), self._tensor(positions), self._tensor(slots)]
 
-    def _wave(self, segments: list[tuple[_Request, int, int]], dump_slot: int) -> Wave:
+    def _wave(self, segments: list[_Segment], dump_slot: int) -> Wave:
         exact = [self._exact_positions(request, begin, end) for request, begin, end in segments]
         num_queries = max(end - begin for _, begin, end in segments)
         num_coded = max((begin // VQ_BLOCK_SIZE + 1) * VQ_BLOCK_SIZE for _, begin, _ in segments)
