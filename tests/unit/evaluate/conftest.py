@@ -23,7 +23,7 @@ from vllm_antkv.codebook import (
 from vllm_antkv.presets import get_preset
 
 VOCAB = 64
-HEAD_SIZE = 16
+HEAD_SIZE = 32
 LAYERS = 3
 
 

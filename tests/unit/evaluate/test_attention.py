@@ -271,8 +271,8 @@ MODELS = {
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
-    "phi3": ("phi3", {"hidden_size": 64}),
-    "phi3 partial rope": ("phi3", {"hidden_size": 64, "rope_parameters": PARTIAL}),
+    "phi3": ("phi3", {"hidden_size": 4 * HEAD_SIZE}),
+    "phi3 partial rope": ("phi3", {"hidden_size": 4 * HEAD_SIZE, "rope_parameters": PARTIAL}),
 }
 
 
