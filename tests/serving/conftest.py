@@ -18,6 +18,7 @@ ENGINE_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
 }
 
 ROOT = Path(__file__).parents[2]
@@ -111,10 +112,14 @@ def running_engine(
 @pytest.fixture(scope="session", autouse=True)
 def engine_environment() -> Iterator[None]:
     """vLLM reads these when it is first imported."""
+    threads = torch.get_num_threads()
+    # The models are tiny: on a busy machine, threads would mostly wait for each other.
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENGINE_ENVIRONMENT.items():
             patch.setenv(name, value)
         yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

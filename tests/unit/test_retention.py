@@ -59,10 +59,24 @@ def test_a_hit_at_the_last_boundary_of_a_step_finds_its_pages(pair, block, beyon
     _, retention = pair
     boundary = block * VQ_BLOCK_SIZE
     end = min(boundary + beyond % VQ_BLOCK_SIZE, MAX_LEN)
-    stored = set(np.flatnonzero(retention.pages_of_step(0, end)).tolist())
+    stored = set(np.flatnonzero(retention.tails_of_step(0, end)).tolist())
     assert set(retention.pages_at(boundary).tolist()) <= stored
     pages = retention.pages_at(boundary)
-    assert retention.reachable(pages, [boundary]).all()
+    assert retention.reachable(pages, [boundary], end).all()
+
+
+@settings(deadline=None)
+@given(RETENTIONS, st.integers(1, MAX_LEN), st.integers(1, MAX_LEN))
+def test_a_hit_at_a_multiple_of_the_interval_finds_its_pages(pair, start, end):
+    """However the steps are cut: pages of earlier steps are stored for later boundaries too, or still needed there."""
+    _, retention = pair
+    start, end = sorted((start, end))
+    if not retention.interval:
+        return
+    first = -(-start // retention.block_size)
+    stored = {first + int(index) for index in np.flatnonzero(retention.tails_of_step(first, end))}
+    for boundary in range(retention.interval, end + 1, retention.interval):
+        assert {page for page in retention.pages_at(boundary).tolist() if page >= first} <= stored
 
 
 @settings(deadline=None)

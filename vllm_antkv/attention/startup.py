@@ -28,7 +28,7 @@ SUPPORTED_ARCHITECTURES = (
 #: Where `complete` leaves the codebook it found for the workers; part of vLLM's compile cache key.
 _RESOLVED_KEY = "antkv_codebook"
 #: vLLM's default of 0 keeps only the end of each prompt, so that prompts that share a beginning hit nothing.
-DEFAULT_RETENTION_INTERVAL = 1024
+DEFAULT_RETENTION_INTERVAL = 512
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from vllm_antkv.cache.specs import RecencySpec
 
 #: Dead pages are looked for when a request crosses its next death; this one never comes.
 _NEVER = 1 << 62
+#: Pages for prefix-cache hits are stored only while 1/8 of the pool stays free: they must not push out a request.
+_SPARE_POOL_FRACTION = 8
 
 
 class RecencyManager(SingleTypeKVCacheManager):
@@ -30,6 +32,8 @@ class RecencyManager(SingleTypeKVCacheManager):
         # Indices of the real blocks of each request, so that a step costs their number, not the sequence's length.
         self._live: dict[str, list[int]] = {}
         self._next_death: dict[str, int] = {}
+        # What `get_num_blocks_to_allocate` counted, for the `allocate_new_blocks` that follows it.
+        self._counted: dict[str, tuple[int, int, np.ndarray]] = {}
 
     def get_num_blocks_to_allocate(
         self,
@@ -49,7 +53,9 @@ class RecencyManager(SingleTypeKVCacheManager):
             assert self.max_admission_blocks_per_request is not None
             num_new = min(cdiv(num_tokens, self.block_size) - num_held, self.max_admission_blocks_per_request)
         else:
-            num_new = int(self.retention.pages_of_step(num_held, num_tokens).sum())
+            pages = self._pages_to_store(num_held, num_tokens)
+            self._counted[request_id] = (num_held, num_tokens, pages)
+            num_new = int(pages.sum())
         return max(num_new, 0) + self._get_num_evictable_blocks(new_computed_blocks)
 
     def add_local_computed_blocks(
@@ -74,7 +80,8 @@ class RecencyManager(SingleTypeKVCacheManager):
         del num_tokens_main_model
         blocks = self.req_to_blocks[request_id]
         first = len(blocks)
-        needed = self.retention.pages_of_step(first, num_tokens)
+        counted_first, counted_tokens, needed = self._counted.pop(request_id)
+        assert (first, num_tokens) == (counted_first, counted_tokens), "vLLM allocates what it counted"
         if not len(needed):
             return []
         fresh = iter(self.block_pool.get_new_blocks(int(needed.sum())))
@@ -100,6 +107,7 @@ class RecencyManager(SingleTypeKVCacheManager):
         """Forget a request."""
         self._live.pop(request_id, None)
         self._next_death.pop(request_id, None)
+        self._counted.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     def pages_in_use(self) -> int:
@@ -148,11 +156,21 @@ class RecencyManager(SingleTypeKVCacheManager):
         """Which full pages enter the prefix cache: those that a hit at a retained boundary reads."""
         assert isinstance(kv_cache_spec, RecencySpec)
         pages = np.arange(start_block, end_block)
-        return kv_cache_spec.retention.reachable(pages, list(reachable_boundaries)).tolist()
+        num_tokens = end_block * kv_cache_spec.block_size
+        return kv_cache_spec.retention.reachable(pages, list(reachable_boundaries), num_tokens).tolist()
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """None: the prefix stays, so the dead pages are not a head of the sequence."""
         return 0
+
+    def _pages_to_store(self, first_page: int, num_tokens: int) -> np.ndarray:
+        """The pages the request needs and, while the pool has room to spare, those that prefix-cache hits need."""
+        needed = self.retention.pages_of_step(first_page, num_tokens)
+        if not self.enable_caching:
+            return needed
+        wanted = needed | self.retention.tails_of_step(first_page, num_tokens)
+        spare = self.block_pool.num_gpu_blocks // _SPARE_POOL_FRACTION
+        return wanted if self.block_pool.get_num_free_blocks() - int(wanted.sum()) >= spare else needed
 
     def _track(self, request_id: str, new_live: list[int]) -> None:
         live = self._live.setdefault(request_id, [])

@@ -11,16 +11,13 @@ import numpy as np
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.select.recency import last_use_table
 
-#: Retained boundaries per step beside the last one; bounds what a step may hold on to.
-_MAX_INTERVAL_BOUNDARIES = 1
-
 
 @dataclass(frozen=True, eq=False)
 class PageRetention:
     """When recency pages live and die.
 
     block_size: tokens per recency page.
-    interval: prefix-cache retention interval in tokens; 0 keeps only the last boundary of a step.
+    interval: tokens between the boundaries at which prefix-cache hits may end; 0 keeps only the last one of a step.
     last_use: (num_pages,) int64, the last position whose step reads a row of the page.
     """
 
@@ -38,44 +35,51 @@ class PageRetention:
         return pages[self.needed_after(pages, boundary)]
 
     def pages_of_step(self, first_page: int, num_tokens: int) -> np.ndarray:
-        """Mask over pages `first_page ...` that a step ending at `num_tokens` must store.
+        """Mask over pages `first_page ...` that a step ending at `num_tokens` must store: later steps read them.
 
-        Those that later steps read, and those that a request resuming at one of the step's boundaries would read.
         All other rows of the step are read from the keys and values in hand.
         """
-        pages = np.arange(first_page, -(-num_tokens // self.block_size))
-        needed = self.needed_after(pages, num_tokens)
-        for boundary in self._boundaries(first_page * self.block_size, num_tokens):
-            needed |= self.needed_after(pages, boundary) & (pages * self.block_size < boundary)
-        return needed
+        return self.needed_after(self._pages(first_page, num_tokens), num_tokens)
 
-    def reachable(self, pages: np.ndarray, boundaries: list[int]) -> np.ndarray:
-        """Mask of the pages that serve a hit at one of the boundaries or at a multiple of the interval."""
+    def tails_of_step(self, first_page: int, num_tokens: int) -> np.ndarray:
+        """Mask over pages `first_page ...` that a request would read if it resumed at one of the step's boundaries.
+
+        Storing them makes prefix-cache hits possible; the request itself does not need them. Boundaries are the
+        multiples of the interval and the last one of the step, where the same prompt, or a longer one, resumes.
+        """
+        pages = self._pages(first_page, num_tokens)
+        # A resent prompt resumes one block lower when the prompt fills its last block exactly.
+        return self.reachable(pages, [num_tokens, num_tokens - 1], num_tokens)
+
+    def reachable(self, pages: np.ndarray, boundaries: list[int], num_tokens: int) -> np.ndarray:
+        """Mask of the pages that serve a hit at one of the boundaries, or at a multiple of the interval.
+
+        Args:
+            pages: (n,) page indices.
+            boundaries: tokens, rounded down to whole VQ blocks.
+            num_tokens: no hit can end beyond it.
+        """
         mask = np.zeros(len(pages), dtype=bool)
+        starts = pages * self.block_size
         if self.interval:
-            mask |= self.last_use[pages] // self.interval * self.interval > pages * self.block_size
+            mask |= np.minimum(self.last_use[pages], num_tokens) // self.interval * self.interval > starts
         for boundary in boundaries:
             aligned = boundary // VQ_BLOCK_SIZE * VQ_BLOCK_SIZE
-            mask |= self.needed_after(pages, aligned) & (pages * self.block_size < aligned)
+            mask |= self.needed_after(pages, aligned) & (starts < aligned)
         return mask
 
     def max_pages(self, max_len: int, max_in_flight_tokens: int, max_steps: int) -> int:
         """Upper bound of the real pages one request holds at any time.
 
-        Pages alive when the oldest step in flight began, plus what each step in flight stores.
+        Pages alive when the oldest step in flight began, plus what each step in flight stores: those alive at its end.
         """
         num_pages = -(-max_len // self.block_size)
         per_step = -(-max_in_flight_tokens // max_steps // self.block_size) + 1
-        stored = max(int(self.pages_of_step(0, end).sum()) for end in _sampled_ends(max_len))
-        return min(num_pages, self._max_alive(num_pages) + max_steps * min(per_step, stored))
+        alive = self._max_alive(num_pages)
+        return min(num_pages, alive + max_steps * min(per_step, alive))
 
-    def _boundaries(self, start: int, num_tokens: int) -> set[int]:
-        # A resent prompt resumes one block lower when the prompt fills its last block exactly.
-        last = {num_tokens // VQ_BLOCK_SIZE * VQ_BLOCK_SIZE, (num_tokens - 1) // VQ_BLOCK_SIZE * VQ_BLOCK_SIZE}
-        multiples: list[int] = []
-        if self.interval:
-            multiples = list(range(start // self.interval * self.interval, num_tokens + 1, self.interval))
-        return {b for b in (*last, *multiples[-_MAX_INTERVAL_BOUNDARIES:]) if b > start}
+    def _pages(self, first_page: int, num_tokens: int) -> np.ndarray:
+        return np.arange(first_page, -(-num_tokens // self.block_size))
 
     def _max_alive(self, num_pages: int) -> int:
         """Most pages alive at once: born at their first token, dead after their last use."""
@@ -93,10 +97,3 @@ def page_retention(config: AntKVConfig, max_len: int, block_size: int, interval:
     num_pages = -(-max_len // block_size)
     table = last_use_table(config, num_pages * block_size).numpy().astype(np.int64)
     return PageRetention(block_size, interval, table.reshape(num_pages, block_size).max(axis=1))
-
-
-def _sampled_ends(max_len: int) -> list[int]:
-    """Step ends that cover every offset in a VQ block, and lengths from short to long (for log retention)."""
-    last_block = range(max(max_len - VQ_BLOCK_SIZE, 0) + 1, max_len + 1)
-    spread = range(VQ_BLOCK_SIZE - 1, max_len, max(max_len // 64, 1))
-    return [*last_block, *spread]
