@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -195,3 +196,9 @@ def save_validation(tokenizer: Tokenizer, documents: list[str], cache: Path) -> 
     num_bytes = [len(tokenizer.decode(row.tolist()).encode("utf-8")) for row in rows]
     np.save(cache / "val.npy", rows)
     np.save(cache / "val_bytes.npy", np.asarray(num_bytes, dtype=np.int64))
+
+
+def spread(rows: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """Pick ``count`` of the ``rows`` ``(n, ...)``, evenly spread over all; all of them if there are not that many."""
+    picked: npt.NDArray[Any] = rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
+    return picked

@@ -63,7 +63,7 @@ class TrainPlan:
 
 @dataclass
 class Clock:
-    """Seconds of training over all the sessions of a run; what a kill loses is not counted."""
+    """Seconds of training over all the restarts of a run; what a kill loses is not counted."""
 
     before: float
     start: float
@@ -177,12 +177,6 @@ def held_out_nll(net: EmbeddedNet, rows: np.ndarray, context: int) -> Tensor:
     return torch.stack(losses)
 
 
-def spread(rows: np.ndarray, count: int) -> np.ndarray:
-    """Pick ``count`` rows evenly spread over all."""
-    picked: np.ndarray = rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
-    return picked
-
-
 def training_loop(trainer: Trainer, run: Path, val: np.ndarray, clock: Clock, every: tuple[float, float]) -> None:
     """Train until the budget is used up; ``every`` is seconds between checkpoints and between held-out evaluations."""
     plan, checkpoint = trainer.plan, run / "checkpoint.pt"
@@ -199,7 +193,9 @@ def training_loop(trainer: Trainer, run: Path, val: np.ndarray, clock: Clock, ev
             bar.set_postfix(step=trainer.step, loss=f"{smooth:.3f}", tok_s=f"{rate:.0f}", ctx=plan.context(progress))
             record = {"step": trainer.step, "elapsed": now, "loss": loss, "progress": progress, "tok_s": rate}
             if now - last_eval >= every[1]:
-                record["val_nll"] = held_out_nll(trainer.net, spread(val, 16), plan.context(progress)).mean().item()
+                record["val_nll"] = (
+                    held_out_nll(trainer.net, embedded_text.spread(val, 16), plan.context(progress)).mean().item()
+                )
                 last_eval = clock.elapsed
             append_json(run / "log.jsonl", record)
             if clock.elapsed - last_save >= every[0]:
@@ -249,7 +245,7 @@ def prepare(
 def train(
     cache: CacheDir,
     run: RunDir,
-    minutes: Annotated[float, typer.Option(help="Wall-clock budget, over all sessions of the run.")] = 95,
+    minutes: Annotated[float, typer.Option(help="Wall-clock budget, over all restarts of the run.")] = 95,
     steps: Annotated[int, typer.Option(help="Schedule by this many steps instead of by the clock.")] = 0,
     threads: Threads = 1,
     compiled: Annotated[
@@ -285,15 +281,15 @@ def train(
 def evaluate(
     cache: CacheDir,
     run: RunDir,
-    rows: Annotated[int, typer.Option(help="Held-out rows of 2048 tokens, evenly spread.")] = 128,
+    rows: Annotated[int, typer.Option(help="Held-out rows of 2048 tokens, evenly spread.")] = 256,
     threads: Threads = 1,
 ) -> None:
     """Measure held-out perplexity per token and bits per byte, at each context length and by position."""
     torch.set_num_threads(threads)
     net, state = load_net(run / "checkpoint.pt")
     net.requires_grad_(False)
-    val = spread(np.load(cache / "val.npy", mmap_mode="r"), rows)
-    num_bytes = spread(np.load(cache / "val_bytes.npy"), rows).sum()
+    val = embedded_text.spread(np.load(cache / "val.npy", mmap_mode="r"), rows)
+    num_bytes = embedded_text.spread(np.load(cache / "val_bytes.npy"), rows).sum()
     typer.echo(
         f"step {state['step']}, {state['rows_read'] * embedded_text.ROW_TOKENS:,} tokens, {state['elapsed']:.0f} s"
     )

@@ -93,11 +93,12 @@ def trigram_keys(rows: npt.NDArray[np.uint16]) -> Ints:
 def main(
     cache: Annotated[Path, typer.Option(help="Token cache, as written by `train_embedded.py prepare`.")],
     train_rows: Annotated[int, typer.Option(help="Training rows to count, from the first; 0: all.")] = 0,
+    rows: Annotated[int, typer.Option(help="Held-out rows of 2048 tokens, evenly spread.")] = 256,
 ) -> None:
-    """Count the training rows and measure perplexity per token and bits per byte on all held-out rows."""
+    """Count the training rows and measure perplexity per token and bits per byte on held-out rows."""
     train = np.load(cache / "train.npy", mmap_mode="r")
     train = train[: train_rows or len(train)]
-    val, num_bytes = np.load(cache / "val.npy"), np.load(cache / "val_bytes.npy")
+    val, num_bytes = (embedded_text.spread(np.load(cache / f"{name}.npy"), rows) for name in ("val", "val_bytes"))
     nll = -np.log(Trigram(train).probabilities(val))
     typer.echo(f"trigram on {train.size:,} tokens; held out: {val.size:,} tokens, {num_bytes.sum():,} bytes")
     typer.echo(f"perplexity {math.exp(nll.mean()):.3f}, bits per byte {nll.sum() / math.log(2) / num_bytes.sum():.4f}")

@@ -78,7 +78,7 @@ def test_generation_stops_at_the_end_of_a_turn(tokenizer: Any) -> None:
 def test_it_has_learnt_english(model: Any, tokenizer: Any) -> None:
     ids = tokenizer(PASSAGE, return_tensors="pt")["input_ids"]
     perplexity = math.exp(model(ids, labels=ids).loss.item())
-    assert perplexity < 60
+    assert perplexity < 45  # measured: 32
 
 
 @torch.no_grad()
