@@ -56,7 +56,10 @@ def codebook(preset: str, head_size: int) -> Codebook:
 
 @dataclass(eq=False)
 class Sequence:
-    """Rows of one request, and how far it has been computed."""
+    """Rows of one request, and how far it has been computed.
+
+    pages: what the block manager holds, 0 for a page that was freed; table: what the worker sees, who is never told.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -66,6 +69,7 @@ class Sequence:
     computed: int = 0
     vq_blocks: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)
 
 
 def draw_sequence(seed: int, length: int, head_size: int) -> Sequence:
@@ -86,7 +90,7 @@ class Engine:
         self.planner = StepPlanner(config, MAX_LEN, CPU)
         self.retention = page_retention(config, MAX_LEN, self.layout.recency_block_size, 0)
         self.free = list(range(1, 1200))
-        raw = torch.full((1200, KV_HEADS, 1, self.layout.pool_block_bytes), 0xFF, dtype=torch.uint8)
+        self.raw = raw = torch.full((1200, KV_HEADS, 1, self.layout.pool_block_bytes), 0xFF, dtype=torch.uint8)
         self.state = paged.LayerState(
             vq=VQPages.view(raw[..., : self.layout.vq_page_bytes], self.layout, torch.float32),
             recency=RecencyPages.view(raw[..., : self.layout.recency_page_bytes], self.layout, torch.float32),
@@ -106,7 +110,7 @@ class Engine:
             self._allocate(sequence, sequence.computed + count)
         parts = [(s, slice(s.computed, s.computed + n)) for s, n in work]
         plan = self.planner.plan(np.cumsum([0, *(n for _, n in work)]).tolist(), [part.stop for _, part in parts])
-        tables = paged.StepTables(self._table([s.vq_blocks for s, _ in work]), self._table([s.pages for s, _ in work]))
+        tables = paged.StepTables(self._table([s.vq_blocks for s, _ in work]), self._table([s.table for s, _ in work]))
         query, key, value, is_sink = (
             torch.cat([getattr(s, name)[part] for s, part in parts]) for name in ("query", "key", "value", "is_sink")
         )
@@ -127,11 +131,13 @@ class Engine:
             sequence.vq_blocks.append(self.free.pop())
         for real in self.retention.pages_of_step(len(sequence.pages), num_tokens):
             sequence.pages.append(self.free.pop() if real else 0)
+            sequence.table.append(sequence.pages[-1])
 
     def _release(self, sequence: Sequence) -> None:
         keep = self.retention.needed_after(np.arange(len(sequence.pages)), sequence.computed)
         for index, page in enumerate(sequence.pages):
             if page and not keep[index]:
+                self.raw[page] = 0xFF
                 self.free.append(page)
                 sequence.pages[index] = 0
 
@@ -219,3 +225,14 @@ def test_waves_that_are_cut_to_save_memory_compute_the_same(monkeypatch):
         engine.step([(sequence, 1) for sequence in sequences[-1]])
     for whole, cut in zip(*sequences, strict=True):
         torch.testing.assert_close(whole.output, cut.output)
+
+
+def test_rows_that_nobody_sees_may_be_gone():
+    """Without recency, prefix and anchors a row is dead after its own step, though block tables still point to it."""
+    config = AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0)
+    engine = Engine(config, "antkv-1bit", 16)
+    sequence = draw_sequence(0, 270, 16)
+    engine.step([(sequence, 200)])
+    while sequence.computed < 270:
+        engine.step([(sequence, 1)])
+    torch.testing.assert_close(sequence.output, engine.offline(sequence), rtol=1e-3, atol=1e-4)

@@ -140,9 +140,9 @@ def _exact_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in full precision: those in hand from the step's tensors, the others from recency pages. (S, E, H, D)."""
     in_hand = wave.exact_token >= 0
-    pages, offsets, real = _recency_slots(layer, tables, wave.requests[:, None], wave.exact_pos)
-    # Rows of the own block that nobody sees may have no page; they stay zero, since 0 times garbage may be NaN.
-    stored = wave.exact_valid & ~in_hand & real
+    # The others stay zero, since 0 times garbage may be NaN.
+    stored = wave.exact_valid & ~in_hand
+    pages, offsets, _ = _recency_slots(layer, tables, wave.requests[:, None], wave.exact_pos)
     rows = []
     for step_rows, paged_rows in ((key, layer.recency.k), (value, layer.recency.v)):
         gathered = step_rows.new_zeros(*wave.exact_pos.shape, *step_rows.shape[1:], dtype=torch.float32)

@@ -32,7 +32,8 @@ class Wave:
     coded_mask: (S, Q, T) bool, the query sees token t through its code (or anchor row); T a multiple of the block size.
     exact_pos: (S, E) positions of the rows in full precision; the first VQ_BLOCK_SIZE are those of the own block.
     exact_token: (S, E) index into the step's tokens where the row is in hand, else -1: it is in a recency page.
-    exact_valid: (S, E) bool.
+    exact_valid: (S, E) bool, some query sees the row or votes on it. Others may be gone: block tables keep the ids of
+        pages that were freed, so nothing but this says which rows can be read.
     exact_mask: (S, Q, E) bool, the query sees the row exactly.
     vote_mask: (S, Q, E) bool, the query votes in the row's Anchor Score.
     score_slot: (S, E) where the row's Anchor Score is kept during the step.
@@ -235,9 +236,11 @@ class StepPlanner:
         rows["exact_token"][:num_exact] = np.where(
             valid & (exact >= request.start), request.first + exact - request.start, -1
         )
-        rows["exact_valid"][:num_exact] = valid
-        rows["exact_mask"][:num_queries, :num_exact] = causal & self._seen_exactly(request, exact, queries)
-        rows["vote_mask"][:num_queries, :num_exact] = causal & votes
+        seen = causal & self._seen_exactly(request, exact, queries)
+        voted = causal & votes & bool(self._config.anchor_rows)
+        rows["exact_mask"][:num_queries, :num_exact] = seen
+        rows["vote_mask"][:num_queries, :num_exact] = voted
+        rows["exact_valid"][:num_exact] = (seen | voted).any(axis=0)
         rows["score_slot"][:num_exact][valid & votes] = request.slots(exact[valid & votes])
         past = np.arange(end)
         coded = (past <= queries[:, None]) & ~self._seen_exactly(request, past, queries)
