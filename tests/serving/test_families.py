@@ -1,6 +1,6 @@
 """Every supported family, head size, RoPE and dtype serves in real vLLM what the offline evaluator computes.
 
-Random tiny models. What cannot be served is refused at start-up with one sentence.
+Random tiny models; what cannot be served is in test_refusals.
 """
 
 from collections.abc import Callable
@@ -59,30 +59,6 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "qwen2": ("qwen2", {"hidden_size": 256}, "float32", "antkv-4bit"),
     "qwen3": ("qwen3", {"head_dim": 64}, "float32", "antkv-1bit"),
     "phi3 partial rope": ("phi3", {"hidden_size": 256, "partial_rotary_factor": 0.5}, "float32", "antkv-1bit"),
-}
-
-#: model type, its config, extra engine options, words of the sentence that refuses it.
-REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "gemma 2": ("gemma2", {"head_dim": 64}, {}, "sliding-window attention"),
-    "sliding window": ("mistral", {"head_dim": 64, "sliding_window": 128}, {}, "sliding-window attention"),
-    "head size": ("llama", {"head_dim": 48}, {}, "head size"),
-    "preset and head size": ("llama", {"head_dim": 80}, {"kv_cache_dtype": "antkv-0.375bit"}, "does not divide"),
-    "unknown family": ("gpt_neox", {}, {}, "architecture GPTNeoXForCausalLM"),
-    "block size": ("llama", {"head_dim": 64}, {"block_size": 64}, "--block-size 64"),
-    "skip layers": ("llama", {"head_dim": 64}, {"kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
-    "LoRA": ("llama", {"head_dim": 64}, {"enable_lora": True}, "LoRA"),
-    "speculative decoding": (
-        "llama",
-        {"head_dim": 64},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
-        "speculative decoding",
-    ),
-    "KV connector": (
-        "llama",
-        {"head_dim": 64},
-        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-        "KV connectors",
-    ),
 }
 
 
@@ -145,23 +121,3 @@ def test_supported(
             for token, logprob in completion.top_logprobs[0].items():
                 assert logprob == pytest.approx(float(logprobs[token]), abs=tolerance)
         engine.assert_all_blocks_free()
-
-
-@pytest.mark.parametrize(("model_type", "changes", "options", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused(
-    start_engine: Callable[..., Any],
-    tmp_path: Path,
-    reads_well: Callable[[BaseException], str],
-    model_type: str,
-    changes: dict[str, Any],
-    options: dict[str, Any],
-    words: str,
-) -> None:
-    from vllm_antkv.errors import AntKVError
-
-    model = make_model(tmp_path / "model", model_type, changes)
-    dtype = options.get("kv_cache_dtype", "antkv-1bit")
-    others = {name: value for name, value in options.items() if name != "kv_cache_dtype"}
-    with pytest.raises(AntKVError) as caught, start_engine(model, dtype, max_model_len=512, **others):
-        pass
-    assert words in reads_well(caught.value)

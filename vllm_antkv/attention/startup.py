@@ -6,25 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
-from vllm_antkv.attention.backend import SUPPORTED_HEAD_SIZES
 from vllm_antkv.attention.footprint import describe
+from vllm_antkv.attention.refusals import refuse_unsupported
 from vllm_antkv.codebook import Codebook, ModelIdentity, find_codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.errors import SettingsError, UnsupportedModelError
+from vllm_antkv.errors import SettingsError
 from vllm_antkv.presets import get_preset
 
 logger = logging.getLogger("vllm.antkv")
 
-#: Families whose attention is exercised by the tests.
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Phi3ForCausalLM",
-)
 #: Where `complete` leaves the codebook it found for the workers; part of vLLM's compile cache key.
 _RESOLVED_KEY = "antkv_codebook"
 #: vLLM's default of 0 keeps only the end of each prompt, so that prompts that share a beginning hit nothing.
@@ -47,7 +38,7 @@ def complete(vllm_config: VllmConfig) -> None:
         SettingsError, UnsupportedModelError, CodebookError: with one sentence each.
     """
     settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
-    _refuse_unsupported(vllm_config)
+    refuse_unsupported(vllm_config)
     cache_config = vllm_config.cache_config
     if cache_config.user_specified_block_size and cache_config.block_size != VQ_BLOCK_SIZE:
         raise SettingsError(
@@ -75,42 +66,3 @@ def resolved_codebook(vllm_config: VllmConfig) -> ResolvedCodebook:
     """The codebook that `complete` chose."""
     entry: dict[str, Any] = vllm_config.additional_config[_RESOLVED_KEY]
     return ResolvedCodebook(**entry)
-
-
-def _refuse_unsupported(vllm_config: VllmConfig) -> None:
-    model_config = vllm_config.model_config
-    parallel_config = vllm_config.parallel_config
-    cache_config = vllm_config.cache_config
-    text_config = model_config.hf_text_config
-    layer_types = set(getattr(text_config, "layer_types", None) or ())
-    refused = {
-        "multi-head latent attention (MLA)": model_config.use_mla,
-        "encoder-decoder models": model_config.is_encoder_decoder,
-        "pooling models": model_config.runner_type != "generate",
-        "multimodal models": model_config.is_multimodal_model,
-        "sliding-window attention (for Mistral-style models, --hf-overrides '{\"sliding_window\": null}' serves them "
-        "with full attention)": cache_config.sliding_window is not None or "sliding_attention" in layer_types,
-        "attention with a logits soft cap": bool(getattr(text_config, "attn_logit_softcapping", None)),
-        f"the architecture {model_config.architecture} (supported: {', '.join(SUPPORTED_ARCHITECTURES)})": (
-            model_config.architecture not in SUPPORTED_ARCHITECTURES
-        ),
-        f"head size {model_config.get_head_size()} (supported: {', '.join(map(str, SUPPORTED_HEAD_SIZES))})": (
-            model_config.get_head_size() not in SUPPORTED_HEAD_SIZES
-        ),
-        "speculative decoding": vllm_config.speculative_config is not None,
-        "KV connectors": vllm_config.kv_transfer_config is not None,
-        "KV offloading": cache_config.kv_offloading_size is not None,
-        "LoRA adapters": vllm_config.lora_config is not None,
-        "decode context parallelism": parallel_config.decode_context_parallel_size > 1,
-        "prefill context parallelism": parallel_config.prefill_context_parallel_size > 1,
-        "pipeline parallelism": parallel_config.pipeline_parallel_size > 1,
-        "--kv-cache-dtype-skip-layers": bool(cache_config.kv_cache_dtype_skip_layers),
-        "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is True,
-        f"the platform {current_platform.device_name}": not (current_platform.is_cpu() or current_platform.is_cuda()),
-    }
-    for feature, present in refused.items():
-        if present:
-            raise UnsupportedModelError(
-                f"--kv-cache-dtype {cache_config.cache_dtype} does not support {feature}: leave it out, or use "
-                "--kv-cache-dtype auto."
-            )

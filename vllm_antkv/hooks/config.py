@@ -20,11 +20,14 @@ def _install() -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        vllm_config = original(self, *args, **kwargs)
-        if vllm_config.cache_config.cache_dtype in PRESETS:
-            from vllm_antkv.attention.startup import complete
+        if self.kv_cache_dtype not in PRESETS:
+            return original(self, *args, **kwargs)
+        from vllm_antkv.attention.refusals import refuse_context_parallelism
+        from vllm_antkv.attention.startup import complete
 
-            complete(vllm_config)
+        refuse_context_parallelism(self)
+        vllm_config = original(self, *args, **kwargs)
+        complete(vllm_config)
         return vllm_config
 
     create_engine_config._antkv = True  # type: ignore[attr-defined]

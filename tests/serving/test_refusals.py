@@ -1,0 +1,202 @@
+"""What an antkv cache cannot serve is refused when the server starts, with one sentence that names it.
+
+Tiny configs in real vLLM, without weights: the refusal comes before they would be read.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.rotary_embedding import get_rope
+
+from tests.serving.conftest import EMBEDDED
+from tests.serving.test_families import LINEAR, LLAMA3, SIZES, YARN
+from vllm_antkv.attention.refusals import SUPPORTED_ROPE_TYPES
+from vllm_antkv.attention.rope import rotary_table
+from vllm_antkv.errors import AntKVError, CodebookError, UnsupportedModelError
+
+pytestmark = pytest.mark.serving
+
+MLA: dict[str, Any] = {
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+}
+WHISPER: dict[str, Any] = {
+    "d_model": 128,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_target_positions": 512,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MROPE = {**ROPE, "mrope_section": [8, 12, 12]}
+FOPE = {**ROPE, "use_fope": True, "num_inv_freq": 16, "fope_sep_head": True, "fope_init_factor": 0.1}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 32,
+    "long_factor": [1.0] * 32,
+    "original_max_position_embeddings": 256,
+}
+DUAL_CHUNK = {"chunk_size": 128, "local_size": 32, "original_max_position_embeddings": 256}
+DRAFT = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+FULL_ATTENTION = ["full_attention"] * SIZES["num_hidden_layers"]
+NEEDS_TORCHVISION = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="vLLM needs torchvision to look at this model"
+)
+
+#: model type, architecture, its config, words of the sentence.
+MODELS = {
+    "DeepSeek-V2": ("deepseek_v2", "DeepseekV2ForCausalLM", MLA, "multi-head latent attention (MLA)"),
+    "DeepSeek-V3": ("deepseek_v3", "DeepseekV3ForCausalLM", MLA, "multi-head latent attention (MLA)"),
+    "Whisper": ("whisper", "WhisperForConditionalGeneration", WHISPER, "encoder-decoder models"),
+    "T5": ("t5", "T5ForConditionalGeneration", {"d_model": 128, "num_layers": 2}, "encoder-decoder models"),
+    "PaddleOCR-VL": ("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", {"text_config": SIZES}, "multimodal"),
+    "text with M-RoPE": ("qwen2", "Qwen2ForCausalLM", {"hidden_size": 256, "rope_parameters": MROPE}, "M-RoPE"),
+    "dual chunk": (
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"hidden_size": 256, "dual_chunk_attention_config": DUAL_CHUNK},
+        "dual chunk attention",
+    ),
+    "FoPE": ("llama", "LlamaForCausalLM", {"head_dim": 64, "rope_parameters": FOPE}, "(FoPE)"),
+    "LongRoPE": ("phi3", "Phi3ForCausalLM", {"hidden_size": 256, "rope_parameters": LONGROPE}, "type longrope"),
+    "Bloom": ("bloom", "BloomForCausalLM", {"n_head": 2, "n_layer": 2}, "ALiBi"),
+    "Falcon with ALiBi": ("falcon", "FalconForCausalLM", {"alibi": True}, "ALiBi"),
+    "Falcon": ("falcon", "FalconForCausalLM", {}, "architecture FalconForCausalLM"),
+    "Gemma-2": ("gemma2", "Gemma2ForCausalLM", {"head_dim": 64}, "sliding-window attention"),
+    "soft cap alone": ("gemma2", "Gemma2ForCausalLM", {"head_dim": 64, "layer_types": FULL_ATTENTION}, "soft cap"),
+    "sliding window": (
+        "mistral",
+        "MistralForCausalLM",
+        {"head_dim": 64, "sliding_window": 128},
+        "sliding-window attention",
+    ),
+    "not causal": ("llama", "LlamaForCausalLM", {"head_dim": 64, "is_causal": False}, "not causal"),
+    "head size": ("llama", "LlamaForCausalLM", {"head_dim": 48}, "head size 48"),
+    "unknown family": ("gpt_neox", "GPTNeoXForCausalLM", {}, "architecture GPTNeoXForCausalLM"),
+    "state space": ("mamba", "MambaForCausalLM", {}, "architecture MambaForCausalLM"),
+}
+#: Models that vLLM cannot look at without torchvision, which is not there on CPUs: as above.
+VISION_MODELS = {
+    "Qwen2-VL": (
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        {"text_config": {**SIZES, "rope_parameters": MROPE}},
+        "multimodal models",
+    ),
+}
+
+#: Options of the server, words of the sentence.
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "speculative decoding": ({"speculative_config": DRAFT}, "speculative decoding"),
+    "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors"),
+    "KV offloading": ({"kv_offloading_size": 1.0}, "KV offloading"),
+    "LoRA": ({"enable_lora": True}, "LoRA"),
+    "DCP": ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism (DCP)"),
+    "DCP on one GPU": ({"decode_context_parallel_size": 2}, "decode context parallelism (DCP)"),
+    "PCP": ({"prefill_context_parallel_size": 2}, "prefill context parallelism (PCP)"),
+    "pipeline": ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+    "pooling": ({"runner": "pooling"}, "pooling models"),
+    "skip layers": ({"kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
+    "one kind of page": ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
+    "another backend": ({"attention_backend": "CPU_ATTN"}, "--attention-backend"),
+}
+
+
+def make_config(folder: Path, model_type: str, architecture: str, changes: dict[str, Any]) -> Path:
+    """A model without weights."""
+    config = AutoConfig.for_model(model_type, **{**SIZES, "architectures": [architecture], **changes})
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make_config(tmp_path / "llama", "llama", "LlamaForCausalLM", {"head_dim": 64})
+
+
+def refusal(model: Path, **options: Any) -> AntKVError:
+    """The error with which real vLLM refuses to make its configuration."""
+    with pytest.raises(AntKVError) as caught:
+        EngineArgs(model=str(model), **{"kv_cache_dtype": "antkv-1bit", **options}).create_engine_config()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "changes", "words"),
+    [
+        *(pytest.param(*case, id=name) for name, case in MODELS.items()),
+        *(pytest.param(*case, id=name, marks=NEEDS_TORCHVISION) for name, case in VISION_MODELS.items()),
+    ],
+)
+def test_a_model_is_refused(
+    tmp_path: Path,
+    reads_well: Callable[[BaseException], str],
+    model_type: str,
+    architecture: str,
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    error = refusal(make_config(tmp_path, model_type, architecture, changes))
+    assert isinstance(error, UnsupportedModelError)
+    assert words in reads_well(error)
+    assert "serve this model with --kv-cache-dtype auto" in str(error)
+
+
+@pytest.mark.parametrize(("options", "words"), OPTIONS.values(), ids=OPTIONS.keys())
+def test_an_option_is_refused(
+    llama: Path, reads_well: Callable[[BaseException], str], options: dict[str, Any], words: str
+) -> None:
+    error = refusal(llama, **options)
+    assert isinstance(error, UnsupportedModelError)
+    assert words in reads_well(error)
+    assert "--kv-cache-dtype auto" in str(error)
+
+
+def test_a_setting_is_refused(tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:
+    wide = make_config(tmp_path, "llama", "LlamaForCausalLM", {"head_dim": 80})
+    assert "--block-size 64" in reads_well(refusal(wide, block_size=64))
+    assert "does not divide" in reads_well(refusal(wide, kv_cache_dtype="antkv-0.375bit"))
+    assert "'shares'" in reads_well(refusal(wide, additional_config={"antkv": {"shares": 1}}))
+
+
+def test_a_starting_engine_is_refused_with_the_same_sentence(llama: Path, start_engine: Callable[..., Any]) -> None:
+    options = {"max_model_len": 512, "enable_lora": True}
+    with pytest.raises(UnsupportedModelError, match="LoRA"), start_engine(llama, "antkv-1bit", **options):
+        pass
+
+
+def test_what_a_refusal_advises_is_not_refused(tmp_path: Path, llama: Path) -> None:
+    """What is then missing is a codebook."""
+    windowed = {"head_dim": 64, "sliding_window": 128}
+    mistral = make_config(tmp_path / "mistral", "mistral", "MistralForCausalLM", windowed)
+    assert isinstance(refusal(mistral, hf_overrides={"sliding_window": None}), CodebookError)
+    assert isinstance(refusal(llama, attention_backend="ANTKV"), CodebookError)
+
+
+def test_auto_is_not_refused(llama: Path) -> None:
+    EngineArgs(model=str(llama), kv_cache_dtype="auto", enable_lora=True).create_engine_config()
+
+
+@pytest.mark.parametrize("rope_type", SUPPORTED_ROPE_TYPES)
+def test_what_is_not_refused_can_be_undone(rope_type: str) -> None:
+    scaled = {"llama3": LLAMA3, "yarn": YARN}.get(rope_type, {**LINEAR, "rope_type": rope_type})
+    with set_current_vllm_config(VllmConfig()):
+        rotary_table(get_rope(64, 512, rope_parameters=scaled), "layer")

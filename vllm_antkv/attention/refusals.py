@@ -1,0 +1,110 @@
+"""What cannot be served with an antkv cache, and the sentence that says so when the server starts.
+
+The first entry of a table that a server has is the one it is told: what names a feature best stands first. Nothing here
+knows of codebooks.
+"""
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_antkv.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
+from vllm_antkv.errors import UnsupportedModelError
+
+#: Families whose attention is exercised by the tests.
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Phi3ForCausalLM",
+)
+#: Kinds of RoPE, as in `rope_parameters`, whose turn depends on the position alone; `attention.rope` reads the tables.
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "ntk", "llama3", "yarn")
+
+_OF_A_MODEL = "serve this model with --kv-cache-dtype auto"
+_OF_AN_OPTION = "leave it out, or use --kv-cache-dtype auto"
+
+
+def refuse_context_parallelism(engine_args: EngineArgs) -> None:
+    """Refuse it before vLLM does, which would ask for more GPUs first.
+
+    Raises:
+        UnsupportedModelError: with one sentence.
+    """
+    features = {
+        "decode context parallelism (DCP)": engine_args.decode_context_parallel_size > 1,
+        "prefill context parallelism (PCP)": engine_args.prefill_context_parallel_size > 1,
+    }
+    _refuse(features, engine_args.kv_cache_dtype, _OF_AN_OPTION)
+
+
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """Refuse models and options that an antkv cache does not work with.
+
+    Raises:
+        UnsupportedModelError: with one sentence, for the first of them.
+    """
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    _refuse(_model_features(vllm_config), cache_dtype, _OF_A_MODEL)
+    _refuse(_options(vllm_config), cache_dtype, _OF_AN_OPTION)
+
+
+def _refuse(features: dict[str, bool], cache_dtype: str, remedy: str) -> None:
+    for feature, present in features.items():
+        if present:
+            raise UnsupportedModelError(f"--kv-cache-dtype {cache_dtype} does not support {feature}: {remedy}.")
+
+
+def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
+    """Features of models that are refused, and whether this one has them."""
+    model_config = vllm_config.model_config
+    text_config = model_config.hf_text_config
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    return {
+        "multi-head latent attention (MLA)": model_config.use_mla,
+        "encoder-decoder models": model_config.is_encoder_decoder,
+        "pooling models": model_config.runner_type != "generate",
+        "multimodal models": model_config.is_multimodal_model,
+        "M-RoPE": model_config.uses_mrope,
+        "ALiBi": bool(model_config.uses_alibi),
+        "dual chunk attention": bool(getattr(text_config, "dual_chunk_attention_config", None)),
+        "attention that is not causal": not getattr(text_config, "is_causal", True),
+        "sliding-window attention (for Mistral-style models, --hf-overrides '{\"sliding_window\": null}' serves them "
+        "with full attention)": _has_sliding_window(vllm_config),
+        "attention with a logits soft cap": bool(getattr(text_config, "attn_logit_softcapping", None)),
+        f"the architecture {model_config.architecture} (supported: {', '.join(SUPPORTED_ARCHITECTURES)})": (
+            model_config.architecture not in SUPPORTED_ARCHITECTURES
+        ),
+        f"head size {model_config.get_head_size()} (supported: {', '.join(map(str, SUPPORTED_HEAD_SIZES))})": (
+            model_config.get_head_size() not in SUPPORTED_HEAD_SIZES
+        ),
+        "Fourier position embeddings (FoPE)": bool(rope.get("use_fope")),
+        f"RoPE of type {rope_type} (supported: {', '.join(SUPPORTED_ROPE_TYPES)})": (
+            rope_type not in SUPPORTED_ROPE_TYPES
+        ),
+    }
+
+
+def _has_sliding_window(vllm_config: VllmConfig) -> bool:
+    layer_types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
+    return vllm_config.cache_config.sliding_window is not None or "sliding_attention" in layer_types
+
+
+def _options(vllm_config: VllmConfig) -> dict[str, bool]:
+    """Options of the server that are refused, and whether they are set."""
+    cache_config = vllm_config.cache_config
+    backend = vllm_config.attention_config.backend
+    return {
+        "speculative decoding": vllm_config.speculative_config is not None,
+        # vLLM offloads through a connector: the option that was given is to be named.
+        "KV offloading": cache_config.kv_offloading_size is not None,
+        "KV connectors": vllm_config.kv_transfer_config is not None,
+        "LoRA adapters": vllm_config.lora_config is not None,
+        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "--kv-cache-dtype-skip-layers": bool(cache_config.kv_cache_dtype_skip_layers),
+        "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is True,
+        "--attention-backend": backend is not None and backend.name != BACKEND_NAME,
+        f"the platform {current_platform.device_name}": not (current_platform.is_cpu() or current_platform.is_cuda()),
+    }
