@@ -255,14 +255,14 @@ def _evaluate(
     """Everything that can be wrong is checked before the weights are loaded."""
     from vllm_antkv.evaluate.methods import MethodRequest, build_method, check_method
     from vllm_antkv.evaluate.models import ModelCard
-    from vllm_antkv.evaluate.perplexity import check_context, evaluate_perplexity
+    from vllm_antkv.evaluate.perplexity import evaluate_perplexity
     from vllm_antkv.evaluate.report import check_writable
     from vllm_antkv.evaluate.windows import load_windows
 
     names = [check_method(name.strip()) for name in methods]
     check_writable(json)
     card = ModelCard.read(model)
-    check_context(context, card.max_context)
+    card.check_context(context)
     request = MethodRequest(model, card.identity, codebooks, config)
     built = [build_method(name, request) for name in names]
     windows = load_windows(text, card.tokenizer, context, max_windows)

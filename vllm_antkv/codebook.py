@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from vllm_antkv import __version__
-from vllm_antkv.errors import CodebookError, SettingsError
+from vllm_antkv.errors import CodebookError, SettingsError, UnsupportedModelError
 from vllm_antkv.presets import Preset, get_preset
 
 FORMAT_VERSION = 1
@@ -44,18 +44,30 @@ class ModelIdentity(BaseModel):
 
     @classmethod
     def from_hf_config(cls, hf_config: Any) -> Self:
-        """Read the identity from a Hugging Face `PretrainedConfig` (of a text model, or holding one)."""
+        """Read the identity from a Hugging Face `PretrainedConfig` (of a text model, or holding one).
+
+        Raises UnsupportedModelError when the config lacks one of the sizes, or has one that is no size.
+        """
         text = hf_config.get_text_config()
-        heads = text.num_attention_heads
-        return cls(
-            architecture=(getattr(hf_config, "architectures", None) or [text.model_type])[0],
-            num_layers=text.num_hidden_layers,
-            num_attention_heads=heads,
-            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            hidden_size=text.hidden_size,
-            vocab_size=text.vocab_size,
-        )
+        heads = getattr(text, "num_attention_heads", None)
+        kv_heads = getattr(text, "num_key_value_heads", None)
+        hidden_size = getattr(text, "hidden_size", None)
+        try:
+            return cls(
+                architecture=(getattr(hf_config, "architectures", None) or [text.model_type])[0],
+                num_layers=getattr(text, "num_hidden_layers", None),
+                num_attention_heads=heads,
+                num_kv_heads=heads if kv_heads is None else kv_heads,
+                head_size=getattr(text, "head_dim", None) or (hidden_size // heads if hidden_size and heads else None),
+                hidden_size=hidden_size,
+                vocab_size=getattr(text, "vocab_size", None),
+            )
+        except ValidationError as error:
+            field = error.errors()[0]
+            raise UnsupportedModelError(
+                f"A model of type {text.model_type} with {field['loc'][0]} {field['input']} cannot be used with "
+                "vllm-antkv, which needs a number above 0 there."
+            ) from None
 
     @property
     def key(self) -> str:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
+from vllm_antkv.pretrained import load_weights, read_config
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,6 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-_MAX_REASON = 200
-
-
 @dataclass(frozen=True)
 class CapturePoint:
     """A module whose output holds the K or the V rows of one layer.
@@ -64,13 +60,10 @@ def load_config(model: str) -> Any:
     """The Hugging Face config of a supported model.
 
     Raises:
-        CalibrationError: there is no such model.
+        CalibrationError: there is no such model, or its config cannot be read.
         UnsupportedModelError: its architecture is not in `FAMILIES`, or its weights are quantised.
     """
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise CalibrationError(f"No model can be read from '{model}' ({reason(error)}).") from None
+    config = read_config(model, CalibrationError)
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"{model} is of type '{config.model_type}', which is not supported: supported are {', '.join(FAMILIES)}."
@@ -90,12 +83,10 @@ def load_model(model: str, config: Any, device: torch.device) -> nn.Module:
     float16 becomes bfloat16: gradients of single tokens underflow float16.
     """
     family = FAMILIES[config.model_type]
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model, config=config, dtype=compute_dtype(config, device), attn_implementation=family.attention
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise CalibrationError(f"The weights of '{model}' cannot be loaded ({reason(error)}).") from None
+    dtype = compute_dtype(config, device)
+    loaded: nn.Module = load_weights(
+        model, CalibrationError, config=config, dtype=dtype, attn_implementation=family.attention
+    )
     return loaded.to(device).eval().requires_grad_(False)
 
 
@@ -122,12 +113,6 @@ def capture_points(model: nn.Module, config: Any) -> list[CapturePoint]:
         points.append(CapturePoint(layer, 0, getattr(block.self_attn, family.key), key))
         points.append(CapturePoint(layer, 1, getattr(block.self_attn, family.value), value))
     return points
-
-
-def reason(error: BaseException) -> str:
-    """The gist of an exception of a library below us, which may explain at length: its first line, cut and undotted."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line[:_MAX_REASON].rstrip(".")
 
 
 def _channels(family: Family, identity: ModelIdentity) -> tuple[slice, slice]:

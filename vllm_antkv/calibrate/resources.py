@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from vllm_antkv.calibrate.models import compute_dtype
 from vllm_antkv.errors import CalibrationError
+from vllm_antkv.pretrained import reason
 
 #: float32 tensors as large as the logits that are alive at once in the backward pass of the loss: the logits, their
 #: log-softmax and the gradient.
@@ -55,17 +56,28 @@ def needs_checkpointing(config: Any, seq_len: int, dtype: torch.dtype) -> bool:
 
 
 def memory_needed(config: Any, seq_len: int, device: torch.device) -> int:
-    """Bytes of the weights and of one window's forward and backward pass."""
+    """Bytes of the weights and of one window's forward and backward pass.
+
+    Raises CalibrationError when the config describes no model.
+    """
     text = config.get_text_config()
     dtype = compute_dtype(config, device)
-    with torch.device("meta"):
-        weights = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    weights = _num_parameters(config)
     activations = layer_activation_bytes(config, seq_len, dtype)
     if activations > _CHECKPOINT_ABOVE:
         # One layer at full, and the input of each.
         activations = activations // text.num_hidden_layers + activations // _LAYER_ACTIVATIONS
     logits = _LOGITS_COPIES * 4 * seq_len * text.vocab_size
     return weights * dtype.itemsize + activations + logits
+
+
+def _num_parameters(config: Any) -> int:
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # sizes that do not go together, names that do not exist: anything can fail
+        raise CalibrationError(f"No model can be made from its config.json ({reason(error)}).") from None
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def check_memory(config: Any, seq_len: int, device: torch.device) -> None:

@@ -32,11 +32,12 @@ from vllm_antkv.calibrate.sinks import (
     peak_ratios,
     sink_mask,
 )
-from vllm_antkv.calibrate.texts import load_tokenizer, read_text, text_hash, token_windows
+from vllm_antkv.calibrate.texts import read_text, text_hash, token_windows
 from vllm_antkv.calibrate.workspace import Workspace, check_writable, fingerprint, open_workspace
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.presets import PRESETS, Preset, get_preset
+from vllm_antkv.pretrained import check_token_ids, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ def calibrate(
     """Learn the centroids of one or more presets from calibration text and write one codebook file for each.
 
     The model runs once, however many presets are asked for. A killed run continues where it stopped when the same
-    command is given again. The same command on the same machine writes the same bytes.
+    command is given again. Runs for other presets may work into the same folder at the same time. The same command on
+    the same machine writes the same bytes.
 
     Args:
         model: folder or Hugging Face name of a causal language model.
@@ -140,7 +142,8 @@ def _prepare(
     check_writable(out)
     read = [read_text(source) for source in texts]
     seq_len = _clip(seq_len, config.get_text_config().max_position_embeddings)
-    windows = token_windows(read, load_tokenizer(model), samples, seq_len, seed)
+    windows = token_windows(read, read_tokenizer(model, CalibrationError), samples, seq_len, seed)
+    check_token_ids(windows, model, identity.vocab_size, CalibrationError)
     _check_enough(chosen, windows.numel() - len(windows), seq_len)
     check_memory(config, seq_len, on)
     record = {
@@ -159,6 +162,7 @@ def _run(job: _Job) -> list[Path]:
     model = load_model(job.model, job.config, job.device)
     settings = {
         **job.record,
+        "presets": sorted(preset.name for preset in job.presets),
         "model": fingerprint(model),
         "windows": hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
         "device": job.device.type,

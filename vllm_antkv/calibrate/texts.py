@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
-from vllm_antkv.calibrate.models import reason
 from vllm_antkv.errors import CalibrationError
+from vllm_antkv.pretrained import reason
 
 #: Characters tokenised at a time, per token of a window. A piece then holds about four windows of English, so that few
 #: windows straddle two pieces, and a window of any text up to 16 characters per token fits in one.
@@ -30,14 +29,6 @@ class Text:
     content: str
 
 
-def load_tokenizer(model: str) -> Any:
-    """The model's tokenizer; CalibrationError when it has none."""
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise CalibrationError(f"No tokenizer can be read from '{model}' ({reason(error)}).") from None
-
-
 def read_text(source: str) -> Text:
     """Read a plain text file, or the `text` column of a data set's training split.
 
@@ -50,6 +41,8 @@ def read_text(source: str) -> Text:
         except (OSError, UnicodeDecodeError) as error:
             raise CalibrationError(f"{source} cannot be read as plain text ({reason(error)}).") from None
         text = Text(path.name, content)
+    elif path.is_dir():
+        raise CalibrationError(f"'{source}' is a folder: give the text files in it, each with a --text of its own.")
     elif importlib.util.find_spec("datasets") is None:
         raise CalibrationError(
             f"There is no text file '{source}', and data sets cannot be loaded by name without `pip install datasets`."

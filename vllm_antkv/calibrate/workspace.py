@@ -78,7 +78,9 @@ def open_workspace(out: Path, settings: Mapping[str, Any]) -> Iterator[Workspace
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise CalibrationError(f"The same calibration is already running in {folder}.") from None
+            raise CalibrationError(
+                f"The same calibration is already running in {folder}: wait for it, or end it."
+            ) from None
         yield Workspace(folder)
 
 

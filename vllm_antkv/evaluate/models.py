@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from vllm_antkv.codebook import ModelIdentity
-from vllm_antkv.errors import SettingsError
+from vllm_antkv.errors import SettingsError, UnsupportedModelError
+from vllm_antkv.pretrained import check_token_ids, load_weights, read_config, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,22 @@ class ModelCard:
 
     @classmethod
     def read(cls, name: str) -> Self:
-        """Read config and tokenizer; SettingsError when `name` is no model that can be read."""
-        try:
-            config = AutoConfig.from_pretrained(name)
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError) as error:
-            raise SettingsError(f"No model can be read from '{name}': {first_line(error)}.") from None
-        return cls(name, config, tokenizer, ModelIdentity.from_hf_config(config))
+        """Read config and tokenizer.
+
+        Raises:
+            SettingsError: `name` is no model that can be read.
+            UnsupportedModelError: it is, but not one with a KV cache.
+        """
+        config = read_config(name, SettingsError)
+        return cls(name, config, read_tokenizer(name, SettingsError), ModelIdentity.from_hf_config(config))
 
     @property
     def max_context(self) -> int:
-        """Positions the model was made for."""
-        return int(self.config.get_text_config().max_position_embeddings)
+        """Positions the model was made for; UnsupportedModelError when its config says none."""
+        text = self.config.get_text_config()
+        if not hasattr(text, "max_position_embeddings"):
+            raise UnsupportedModelError(f"The config of '{self.name}' has no max_position_embeddings.")
+        return int(text.max_position_embeddings)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,13 +57,18 @@ class ModelCard:
         """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.float32 if device.type == "cpu" else self.dtype
-        try:
-            model = AutoModelForCausalLM.from_pretrained(self.name, dtype=dtype)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise SettingsError(f"The weights of '{self.name}' cannot be loaded: {first_line(error)}.") from None
-        return model.to(device).eval()
+        return load_weights(self.name, SettingsError, dtype=dtype).to(device).eval()  # type: ignore[arg-type]
 
+    def check_windows(self, windows: torch.Tensor) -> None:
+        """SettingsError when the model cannot score windows, (num_windows, context) int64."""
+        self.check_context(windows.shape[1])
+        check_token_ids(windows, self.name, self.identity.vocab_size, SettingsError)
 
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, without its full stop: libraries below us explain at length."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    def check_context(self, context: int) -> None:
+        """SettingsError when the model cannot score windows of `context` tokens."""
+        if context < 2:
+            raise SettingsError(f"--context is {context}, but a window needs 2 tokens or more to have one to predict.")
+        if context > self.max_context:
+            raise SettingsError(
+                f"--context is {context}, but the model was made for {self.max_context} tokens at most."
+            )

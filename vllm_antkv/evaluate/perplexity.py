@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.attention import quantised_past
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.methods import Method
@@ -21,14 +20,6 @@ _LOGITS_CHUNK = 128
 
 #: Called after every batch with the number of windows done since the last call.
 Progress = Callable[[int], None]
-
-
-def check_context(context: int, max_context: int) -> None:
-    """SettingsError when windows of `context` tokens cannot be scored by the model."""
-    if context < 2:
-        raise SettingsError(f"--context is {context}, but a window needs 2 tokens or more to have one to predict.")
-    if context > max_context:
-        raise SettingsError(f"--context is {context}, but the model was made for {max_context} tokens at most.")
 
 
 def evaluate_perplexity(
@@ -50,7 +41,7 @@ def evaluate_perplexity(
         progress: see `Progress`.
     """
     num_windows, context = windows.shape
-    check_context(context, card.max_context)
+    card.check_windows(windows)
     nll = mean_nll(model, method, windows, progress)
     return PerplexityReport(
         model=card.name,

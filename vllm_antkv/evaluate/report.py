@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from vllm_antkv import __version__
-from vllm_antkv.errors import SettingsError
+from vllm_antkv.errors import SettingsError, UnsupportedModelError
 
 
 class PerplexityReport(BaseModel):
@@ -41,7 +41,11 @@ class PerplexityReport(BaseModel):
 
 
 def perplexity_of(nll: float) -> float:
-    """exp(nll); infinity where that overflows."""
+    """exp(nll); infinity where that overflows, UnsupportedModelError when `nll` is not a number."""
+    if math.isnan(nll):
+        raise UnsupportedModelError(
+            "The model's loss on this text is not a number: its weights are damaged, or too large for their dtype."
+        )
     return math.exp(nll) if nll < 700 else math.inf
 
 
@@ -58,9 +62,14 @@ def versions(*packages: str) -> dict[str, str]:
 
 def check_writable(path: Path) -> None:
     """SettingsError when `path` cannot be written: better before an hour of work than after it."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise SettingsError(f"{path} cannot be written: {folder} must be a folder that exists and can be written to.")
+    if path.is_dir():
+        raise SettingsError(f"{path} cannot be written: it is a folder.")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError:
+        raise SettingsError(
+            f"{path} cannot be written: {path.parent} must be a folder that exists and can be written to."
+        ) from None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

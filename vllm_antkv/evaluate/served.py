@@ -13,10 +13,11 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.methods.base import Method
-from vllm_antkv.evaluate.models import ModelCard, first_line
-from vllm_antkv.evaluate.perplexity import Progress, check_context
+from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.evaluate.perplexity import Progress
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
 from vllm_antkv.presets import PRESETS
+from vllm_antkv.pretrained import reason
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -52,7 +53,7 @@ def evaluate_served(
         UnsupportedModelError: vLLM is missing, or refuses the model with these settings.
     """
     num_windows, context = windows.shape
-    check_context(context, card.max_context)
+    card.check_windows(windows)
     if not config.prefill_reads_cache:
         raise SettingsError("Served perplexity needs prefill_reads_cache, or positions would see an unquantised past.")
     engine = _start(card, kv_cache_dtype, config, context)
@@ -86,7 +87,7 @@ def _start(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: i
         from vllm import LLM
         from vllm.config.cache import CacheDType
     except ImportError as error:
-        raise UnsupportedModelError(f"vLLM cannot be imported ({first_line(error)}): see `antkv doctor`.") from None
+        raise UnsupportedModelError(f"vLLM cannot be imported ({reason(error)}): see `antkv doctor`.") from None
     known = dict.fromkeys((*PRESETS, *get_args(CacheDType)))
     if kv_cache_dtype not in known:
         raise SettingsError(f"--kv-cache-dtype is '{kv_cache_dtype}', but must be one of {', '.join(known)}.")
@@ -101,8 +102,8 @@ def _start(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: i
             max_model_len=context,
         )
     except Exception as error:  # vLLM raises anything from pydantic's errors to RuntimeError when it cannot start
-        reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
-        raise UnsupportedModelError(f"vLLM does not start with this model and settings: {reason}.") from error
+        gist = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
+        raise UnsupportedModelError(f"vLLM does not start with this model and settings: {gist}.") from error
 
 
 def _complete(engine: "LLM", windows: torch.Tensor) -> "list[RequestOutput]":

@@ -66,7 +66,7 @@ def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama:
     config = run.load_config(folder)
     model = run.load_model(folder, config, torch.device("cpu"))
     text = [run.read_text(str(text_file))]
-    window = run.token_windows(text, run.load_tokenizer(folder), 8, 64, 0)[0]
+    window = run.token_windows(text, run.read_tokenizer(folder, CalibrationError), 8, 64, 0)[0]
     rows: dict[tuple[int, int], torch.Tensor] = {}
     points = run.capture_points(model, config)
     for point in points:
@@ -338,6 +338,41 @@ def test_two_runs_do_not_work_in_one_folder(
     calibrate_small(tiny_llama, text_file, tmp_path)
     assert len(refusals) == 1
     assert "already running" in refusals[0]
+
+
+def test_runs_for_other_presets_work_side_by_side_and_each_goes_on_after_a_kill(
+    tiny_llama: Path, text_file: Path, tmp_path: Path, learned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_run_then_kill(*args: Any) -> np.ndarray:
+        """While the 1-bit run clusters, a 4-bit run begins and ends in the same folder; then the first is killed."""
+        monkeypatch.undo()
+        calibrate_small(tiny_llama, text_file, tmp_path, "antkv-4bit")
+        raise KeyboardInterrupt
+
+    def capture_nothing(*args: Any) -> None:
+        pytest.fail("everything was captured before the kill")
+
+    monkeypatch.setattr(run, "learn_layer", other_run_then_kill)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_small(tiny_llama, text_file, tmp_path, "antkv-1bit")
+    monkeypatch.setattr(run, "capture_window", capture_nothing)
+    calibrate_small(tiny_llama, text_file, tmp_path, "antkv-1bit")
+    for preset in ("antkv-1bit", "antkv-4bit"):
+        assert codebook_path(tmp_path, preset).read_bytes() == codebook_path(learned, preset).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["antkv-1bit.safetensors", "antkv-4bit.safetensors"]
+
+
+def test_the_order_of_presets_is_no_other_command(
+    tiny_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "learn_layer", kill)
+    for presets in (("antkv-1bit", "antkv-4bit"), ("antkv-4bit", "antkv-1bit", "antkv-4bit")):
+        with pytest.raises(KeyboardInterrupt):
+            calibrate_small(tiny_llama, text_file, tmp_path, *presets)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_memory_estimate_is_what_a_llama_8b_needs() -> None:

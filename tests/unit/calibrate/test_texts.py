@@ -93,6 +93,12 @@ def test_files_without_text(content: bytes, tmp_path: Path, reads_well: Callable
     reads_well(refused.value)
 
 
+def test_a_folder_is_no_text(tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:
+    with pytest.raises(CalibrationError) as refused:
+        read_text(str(tmp_path))
+    assert "is a folder" in reads_well(refused.value)
+
+
 def test_a_data_set_without_the_library(
     monkeypatch: pytest.MonkeyPatch, reads_well: Callable[[BaseException], str]
 ) -> None:

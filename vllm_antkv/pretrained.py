@@ -1,0 +1,105 @@
+"""The model that a user names: its config, tokenizer and weights, read through transformers.
+
+A damaged file makes transformers raise whatever its readers stumble over. So every exception is answered here, with one
+sentence, as an error of the class that the caller asks for.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from vllm_antkv.errors import AntKVError
+
+_MAX_REASON = 200
+
+
+def read_config(model: str, error: type[AntKVError]) -> PretrainedConfig:
+    """The config of a model; `error` when there is no such model, or its config cannot be read."""
+    if _looks_like_a_path(model) and not Path(model).exists():
+        raise error(f"No model can be read from '{model}' (there is no such folder).")
+    try:
+        return AutoConfig.from_pretrained(model)
+    except Exception as problem:
+        raise error(f"No model can be read from '{model}' ({reason(problem)}).") from None
+
+
+def read_tokenizer(model: str, error: type[AntKVError]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; `error` when it has none that can be read."""
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except Exception as problem:
+        raise error(f"No tokenizer can be read from '{model}' ({reason(problem)}).") from None
+
+
+def load_weights(model: str, error: type[AntKVError], **options: Any) -> PreTrainedModel:
+    """The model itself.
+
+    Args:
+        options: for transformers' `from_pretrained`.
+
+    Raises:
+        error: the weights cannot be read, or are not those of the config. transformers alone would go on with random
+            ones in the place of those that are missing.
+    """
+    try:
+        with _no_warnings():
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                model, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+    except Exception as problem:
+        raise error(f"The weights of '{model}' cannot be loaded ({reason(problem)}).") from None
+    unusable = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    if unusable:
+        raise error(
+            f"The weights of '{model}' do not fit its config: {unusable[0]} is missing or of another shape "
+            f"({len(unusable)} such tensors)."
+        )
+    return loaded  # type: ignore[no-any-return]
+
+
+def check_token_ids(windows: torch.Tensor, model: str, vocab_size: int, error: type[AntKVError]) -> None:
+    """`error` when windows, of any shape and int64, hold token ids that the model does not have."""
+    highest = int(windows.max())
+    if highest >= vocab_size:
+        raise error(
+            f"The text has token id {highest}, but the vocabulary of '{model}' has {vocab_size} tokens: its tokenizer "
+            "belongs to another model."
+        )
+
+
+def reason(problem: BaseException) -> str:
+    """The gist of an exception of a library below us, which may explain at length: its first line, cut and undotted."""
+    lines = [line.strip() for line in str(problem).strip().splitlines()]
+    if not lines or isinstance(problem, LookupError):
+        # A KeyError says no more than the key.
+        lines = [f"{type(problem).__name__} {' '.join(lines)}"]
+    gist = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return gist[:_MAX_REASON].rstrip(" .,:")
+
+
+def _looks_like_a_path(model: str) -> bool:
+    """Names on the hub are `model` or `owner/model`."""
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Keep transformers' table of unusable weights off the terminal: an error says it in one line."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
