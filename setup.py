@@ -1,12 +1,55 @@
-"""Which folders become which packages; everything else is in pyproject.toml.
+"""Which folders become which packages, and the C++ kernels; everything else is in pyproject.toml.
 
 Four folders at the top of the repository are installed inside vllm_antkv. `triton_kernels` in particular must never be
 a top-level module: vLLM uses that name for another library.
 """
 
-from setuptools import find_packages, setup
+import platform
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 INSTALLED_INSIDE = ("triton_kernels", "centroids", "configs", "csrc")
+INSTRUCTION_SETS = {"avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4"}
+
+
+def kernels(name: str, architecture: str) -> Extension:
+    """One build of csrc/cpu. Optional: without a compiler the wheel has no kernels, and `antkv doctor` says so."""
+    return Extension(
+        f"vllm_antkv.ops._cpu_{name}",
+        sources=sorted(str(path) for path in Path("csrc/cpu").glob("*.cpp")),
+        depends=sorted(str(path) for path in Path("csrc/cpu").glob("*.h")),
+        # Compiled for OpenMP but not linked to a runtime: vllm_antkv/ops/cpu.py brings PyTorch's.
+        extra_compile_args=["-std=c++17", "-O3", architecture, "-fopenmp", "-Wno-maybe-uninitialized"],
+        extra_link_args=["-Wl,-s"],
+        language="c++",
+        optional=True,
+    )
+
+
+class BuildKernels(build_ext):
+    """Plain shared libraries: they have no Python in them, so no Python version in their name."""
+
+    def build_extension(self, ext):
+        # Both builds have the same sources: each needs a folder of its own for its objects.
+        parent, self.build_temp = self.build_temp, str(Path(self.build_temp, ext.name))
+        super().build_extension(ext)
+        self.build_temp = parent
+
+    def get_ext_filename(self, fullname):
+        return str(Path(*fullname.split("."))) + ".so"
+
+
+class AnyPythonWheel(bdist_wheel):
+    """A wheel for this platform and every Python."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+ON_X86 = platform.machine() in ("x86_64", "AMD64")
 
 setup(
     packages=[
@@ -14,4 +57,6 @@ setup(
         *(f"vllm_antkv.{name}" for name in INSTALLED_INSIDE),
     ],
     package_dir={f"vllm_antkv.{name}": name for name in INSTALLED_INSIDE},
+    ext_modules=[kernels(*item) for item in INSTRUCTION_SETS.items()] if ON_X86 else [],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
 )

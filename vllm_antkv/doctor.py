@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_antkv import __version__
-from vllm_antkv.errors import AntKVError
+from vllm_antkv.errors import AntKVError, SettingsError
 from vllm_antkv.presets import PRESETS
 
 SUPPORTED_VLLM = "0.32"
@@ -205,38 +205,27 @@ def _presets_are_known() -> Finding:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Which implementations of the operations are there, and which can run here."""
+    """Which kernels can run here, the fastest first."""
     import torch
 
-    yield Finding("reference (PyTorch)", "ok", "runs on every device; exact, not fast")
-    has_gpu = torch.cuda.is_available()
-    yield _kernel("Triton", "triton_kernels", "*.py", "triton", has_gpu, "pip install triton")
-    yield _kernel("CUDA", "csrc", "cuda/*.cu", "cupy", has_gpu, "pip install cupy-cuda13x")
-    yield _kernel("C++ for CPUs", "csrc", "cpu/*.cpp", None, True, "")
+    from vllm_antkv.ops.dispatch import KERNELS
 
-
-def _kernel(name: str, package: str, pattern: str, module: str | None, device: bool, remedy: str) -> Finding:
-    folder = Path(str(importlib.resources.files(f"vllm_antkv.{package}")))
-    if not [path for path in folder.glob(pattern) if path.name != "__init__.py"]:
-        return Finding(name, "note", "this release has none; the reference is used")
-    if not device:
-        return Finding(name, "note", "needs a GPU; the reference is used")
-    if module is not None and importlib.util.find_spec(module) is None:
-        return Finding(name, "note", f"{module} is not installed; the reference is used", remedy)
-    return Finding(name, "ok", "can run here")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for kernels in KERNELS:
+        reason = kernels.missing(device)
+        yield Finding(kernels.title, "ok" if reason is None else "note", reason or "can run here")
 
 
 def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
     """Whether the model is supported, and which presets have a codebook that fits it."""
-    from transformers import AutoConfig
-
     from vllm_antkv.codebook import ModelIdentity
+    from vllm_antkv.pretrained import read_config
 
     try:
-        identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
-    except Exception as error:
+        identity = ModelIdentity.from_hf_config(read_config(model, SettingsError))
+    except AntKVError as error:
         remedy = "Give the folder of a Hugging Face causal language model, or its name on the hub."
-        yield Finding("config", "problem", f"that of {model} cannot be read ({_first_line(error)})", remedy)
+        yield Finding("config", "problem", str(error), remedy)
         return
     yield _architecture(identity)
     findings = [_codebook(model, identity, preset, codebooks) for preset in PRESETS]
@@ -252,7 +241,7 @@ def _architecture(identity: Any) -> Finding:
         f"head size {identity.head_size}"
     )
     try:
-        from vllm_antkv.attention.startup import SUPPORTED_ARCHITECTURES
+        from vllm_antkv.attention.refusals import SUPPORTED_ARCHITECTURES
     except Exception as error:
         remedy = "Solve the problems with vLLM above first."
         return Finding("architecture", "note", f"{detail}; support not checked ({_first_line(error)})", remedy)

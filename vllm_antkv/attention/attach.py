@@ -1,5 +1,7 @@
 """Gives a loaded model's attention layers what they need for an antkv cache."""
 
+import logging
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -23,7 +25,11 @@ from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
+from vllm_antkv.ops.dispatch import Kernels, choose
 from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.select.recency import last_query_table
+
+logger = logging.getLogger("vllm.antkv")
 
 
 def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> Counters:
@@ -43,7 +49,7 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
     context = vllm_config.compilation_config.static_forward_context
     flags = _watch_sinks(model, codebook, settings, vllm_config, device, context)
     rotaries: dict[int, RotaryTable | None] = {}
-    counters = Counters(device)
+    shared = _Shared.of(settings, vllm_config, device)
     layers = _attention_layers(model)
     for layer, rotary_module in layers:
         index = extract_layer_index(layer.layer_name)
@@ -51,10 +57,28 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
         # The last layer counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
         counts_rows = layer is layers[-1][0]
-        _attach_layer(
-            layer, index, codebook, rotary, sinks, counters, counts_rows, settings, vllm_config, device, context
-        )
-    return counters
+        _attach_layer(layer, index, codebook, rotary, sinks, counts_rows, shared)
+    return shared.counters
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What all layers of a worker have in common; fields as in `Attachment`."""
+
+    settings: AntKVConfig
+    vllm_config: VllmConfig
+    device: torch.device
+    kernels: Kernels
+    counters: Counters
+    last_query: torch.Tensor
+
+    @classmethod
+    def of(cls, settings: AntKVConfig, vllm_config: VllmConfig, device: torch.device) -> "_Shared":
+        """Choose the kernels, and say which."""
+        kernels = choose(settings.kernels, device)
+        logger.info("antkv kernels: %s", kernels.title)
+        last_query = last_query_table(settings, vllm_config.model_config.max_model_len).to(device)
+        return cls(settings, vllm_config, device, kernels, Counters(device, kernels.name), last_query)
 
 
 def _attach_layer(
@@ -63,18 +87,14 @@ def _attach_layer(
     codebook: Codebook,
     rotary: RotaryTable | None,
     sinks: SinkFlags | None,
-    counters: Counters,
     counts_rows: bool,
-    settings: AntKVConfig,
-    vllm_config: VllmConfig,
-    device: torch.device,
-    context: dict[str, Any],
+    shared: _Shared,
 ) -> None:
-    dtype = vllm_config.model_config.dtype
+    settings, device, dtype = shared.settings, shared.device, shared.vllm_config.model_config.dtype
     layout = PageLayout.of(settings, codebook.preset, layer.head_size, dtype)
     companion = RecencyLayer(layout, layer.num_kv_heads, dtype, settings)
     name = recency_layer_name(layer.layer_name)
-    context[name] = companion
+    shared.vllm_config.compilation_config.static_forward_context[name] = companion
     heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
     assert isinstance(layer.impl, AntKVImpl)
     layer.impl.attachment = Attachment(
@@ -87,8 +107,10 @@ def _attach_layer(
         sinks=sinks,
         recency_name=name,
         recency=companion,
-        counters=counters,
+        counters=shared.counters,
         counts_rows=counts_rows,
+        last_query=shared.last_query,
+        kernels=shared.kernels,
     )
     spec = vq_spec(layout, layer.num_kv_heads)
 

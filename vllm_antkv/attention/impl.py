@@ -12,8 +12,9 @@ from vllm_antkv.attention.sinks import SinkFlags
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops import paged
 from vllm_antkv.ops.counters import Counters
+from vllm_antkv.ops.dispatch import Kernels
+from vllm_antkv.ops.layer import LayerOperations, LayerState, run
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import get_preset
 
@@ -29,6 +30,8 @@ class Attachment:
     recency: the companion layer.
     counters: of this worker.
     counts_rows: this layer's tokens, sinks and anchors are the ones that are counted.
+    last_query: (max_model_len,) int32, what is seen exactly (`select.recency`).
+    kernels: what runs the operations.
     """
 
     settings: AntKVConfig
@@ -42,6 +45,8 @@ class Attachment:
     recency: Any
     counters: Counters
     counts_rows: bool
+    last_query: torch.Tensor
+    kernels: Kernels
 
 
 class AntKVImpl(AttentionImpl[VQMetadata]):
@@ -79,7 +84,8 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.preset = get_preset(kv_cache_dtype)
         self.attachment: Attachment | None = None
-        self._state: paged.LayerState | None = None
+        self._layer: LayerState | None = None
+        self._operations: LayerOperations | None = None
 
     def forward(
         self,
@@ -106,43 +112,40 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         if attn_metadata is None:
             return output.zero_()
         assert self.attachment is not None, "the after-load hook did not run"
-        plan = attn_metadata.plan
-        num_tokens = plan.num_tokens
-        recency_metadata = get_forward_context().attn_metadata[self.attachment.recency_name]
-        tables = paged.StepTables(attn_metadata.block_table, recency_metadata.block_table)
-        state = self._layer_state(self.attachment, kv_cache)
+        if self._layer is None or self._operations is None:
+            self._layer = self._state(self.attachment, kv_cache)
+            self._operations = self.attachment.kernels.build(self._layer)
+        num_tokens = attn_metadata.num_tokens
         sinks = self.attachment.sinks
         is_sink = None if sinks is None else sinks.of_step(num_tokens)
-        if state.counts_rows:
-            state.counters.count_step(num_tokens, is_sink)
-        with state.counters.timed("encode_store"):
-            paged.encode_store(key[:num_tokens], value[:num_tokens], state, plan, tables)
-        with state.counters.timed("attend"):
-            paged.attend(
-                query[:num_tokens],
-                key[:num_tokens],
-                value[:num_tokens],
-                is_sink,
-                output[:num_tokens],
-                state,
-                plan,
-                tables,
-            )
+        if self._layer.counts_rows:
+            self._layer.counters.count_step(num_tokens, is_sink)
+        recency_metadata = get_forward_context().attn_metadata[self.attachment.recency_name]
+        run(
+            self._operations,
+            self._layer,
+            query[:num_tokens],
+            key[:num_tokens],
+            value[:num_tokens],
+            is_sink,
+            output[:num_tokens],
+            attn_metadata.step(recency_metadata),
+        )
         return output
 
-    def _layer_state(self, attachment: Attachment, kv_cache: torch.Tensor) -> paged.LayerState:
-        if self._state is None:
-            recency: RecencyPages = attachment.recency.pages
-            self._state = paged.LayerState(
-                vq=VQPages.view(kv_cache, attachment.layout, attachment.dtype),
-                recency=recency,
-                k_centroids=attachment.k_centroids,
-                v_centroids=attachment.v_centroids,
-                preset=self.preset,
-                rotary=attachment.rotary,
-                config=attachment.settings,
-                scale=self.scale,
-                counters=attachment.counters,
-                counts_rows=attachment.counts_rows,
-            )
-        return self._state
+    def _state(self, attachment: Attachment, kv_cache: torch.Tensor) -> LayerState:
+        recency: RecencyPages = attachment.recency.pages
+        return LayerState(
+            vq=VQPages.view(kv_cache, attachment.layout, attachment.dtype),
+            recency=recency,
+            k_centroids=attachment.k_centroids,
+            v_centroids=attachment.v_centroids,
+            preset=self.preset,
+            rotary=attachment.rotary,
+            last_query=attachment.last_query,
+            config=attachment.settings,
+            num_heads=self.num_heads,
+            scale=self.scale,
+            counters=attachment.counters,
+            counts_rows=attachment.counts_rows,
+        )

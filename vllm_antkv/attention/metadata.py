@@ -1,4 +1,4 @@
-"""Attention metadata: the step's plan and block tables, built once per step and shared by all layers."""
+"""Attention metadata: what a step computes, and its block tables; built once per step and shared by all layers."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from vllm_antkv.config import AntKVConfig
-from vllm_antkv.ops.plan import StepPlan, StepPlanner
-
-
-@dataclass
-class VQMetadata(AttentionMetadata):
-    """What an attention layer gets.
-
-    plan: of the step.
-    block_table: (num_reqs, max_blocks) int32 of the VQ pages.
-    """
-
-    plan: StepPlan
-    block_table: torch.Tensor
+from vllm_antkv.ops.step import Step
 
 
 @dataclass
@@ -33,27 +20,57 @@ class RecencyMetadata(AttentionMetadata):
     block_table: torch.Tensor
 
 
+@dataclass
+class VQMetadata(AttentionMetadata):
+    """What an attention layer gets.
+
+    num_tokens: new tokens of the step.
+    block_table: (num_reqs, max_blocks) int32 of the VQ pages.
+    Others as in `ops.step.Step`.
+    """
+
+    num_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    _step: Step | None = None
+
+    def step(self, recency: RecencyMetadata) -> Step:
+        """The step with the block tables of both page classes; made for the first layer, shared by the others."""
+        if self._step is None or self._step.recency_block_table is not recency.block_table:
+            self._step = Step(
+                query_start_loc=self.query_start_loc,
+                seq_lens=self.seq_lens,
+                vq_block_table=self.block_table,
+                recency_block_table=recency.block_table,
+                max_query_len=self.max_query_len,
+                max_seq_len=self.max_seq_len,
+            )
+        return self._step
+
+
 class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
-    """Plans the step for the layers that own VQ pages."""
+    """Passes on what the layers that own VQ pages need."""
 
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        config = AntKVConfig.from_additional_config(vllm_config.additional_config)
-        self._planner = StepPlanner(config, vllm_config.model_config.max_model_len, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> VQMetadata:
-        """Plan one step."""
+        """Take what the step needs; nothing is computed or copied."""
         num_reqs = common_attn_metadata.num_reqs
         return VQMetadata(
-            plan=self._planner.plan(
-                common_attn_metadata.query_start_loc_cpu[: num_reqs + 1].tolist(),
-                common_attn_metadata.seq_lens[:num_reqs].tolist(),
-            ),
+            num_tokens=common_attn_metadata.num_actual_tokens,
+            query_start_loc=common_attn_metadata.query_start_loc[: num_reqs + 1],
+            seq_lens=common_attn_metadata.seq_lens[:num_reqs],
             block_table=common_attn_metadata.block_table_tensor[:num_reqs],
+            max_query_len=common_attn_metadata.max_query_len,
+            max_seq_len=common_attn_metadata.max_seq_len,
         )
 
 

@@ -25,7 +25,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.evaluate.methods import Method
 from vllm_antkv.evaluate.rotary import rotary_table
-from vllm_antkv.ops.reference import anchor_score, mixed_attention
+from vllm_antkv.ops.reference import anchor_score, causal_lse, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.anchors import SINK_SCORE, block_anchors
 from vllm_antkv.select.recency import last_query_table
@@ -137,7 +137,7 @@ def attend_window(
         causal = positions[past] <= positions[block, None]
         exact = causal & (positions[block, None] <= last_query[past])
         columns = exact.any(0).nonzero().flatten()
-        output, lse = mixed_attention(
+        output, _ = mixed_attention(
             query[:, block],
             seen_key[:, past],
             seen_value[:, past],
@@ -152,7 +152,9 @@ def attend_window(
         if config.anchor_rows == 0 or block.stop - start < VQ_BLOCK_SIZE or block.stop == num_tokens:
             continue
         if prompt_scores is None:
-            scores = anchor_score(query[:, block], key[:, block], lse, causal[None, :, block], scale)
+            own = causal[None, :, block]
+            own_lse = causal_lse(query[:, block], key[:, block], own, scale)
+            scores = anchor_score(query[:, block], key[:, block], own_lse, own, scale)
         else:
             scores = (prompt_scores[0][..., block], prompt_scores[1][..., block])
         for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):

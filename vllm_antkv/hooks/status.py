@@ -34,9 +34,7 @@ def _engine_status(self: EngineCore) -> dict:
 
 
 def _worker_report(self: WorkerWrapperBase) -> Report:
-    from vllm_antkv.ops.paged import IMPLEMENTATION
-
-    return self.antkv_counters.report(IMPLEMENTATION)
+    return self.antkv_counters.report()
 
 
 HOOK = Hook(

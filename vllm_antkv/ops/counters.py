@@ -12,7 +12,7 @@ from typing import TypedDict
 import torch
 
 #: Names of what is timed, in the order of a step.
-OPERATIONS = ("encode_store", "attend", "anchor_selection")
+OPERATIONS = ("encode_store", "anchor_score", "attend")
 
 
 class OperationReport(TypedDict):
@@ -29,7 +29,7 @@ class Report(TypedDict):
     tokens_stored: tokens written to the cache, recomputed ones included.
     anchors_chosen: tokens whose row took an anchor row when their block closed; the mean over KV heads, K and V.
     sinks_found: tokens that KVSink flagged.
-    operations: by name; none of them contains the time of another.
+    operations: by name.
     """
 
     implementation: str
@@ -42,7 +42,8 @@ class Report(TypedDict):
 class Counters:
     """Counts of one worker. Its layers share them; one layer's rows stand for all layers' rows."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, implementation: str) -> None:
+        self._implementation = implementation
         # On other devices the host only queues the work, and its clock would time the queueing.
         self._host_computes = device.type == "cpu"
         self._tokens = 0
@@ -51,18 +52,14 @@ class Counters:
         self._rows_per_token = 1
         self._calls = dict.fromkeys(OPERATIONS, 0)
         self._seconds = dict.fromkeys(OPERATIONS, 0.0)
-        self._nested_seconds = 0.0
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:
-        """Count a call of `operation` and its time, less the time of operations within it."""
-        outer, self._nested_seconds = self._nested_seconds, 0.0
+        """Count a call of `operation` and its time."""
         start = perf_counter()
         yield
-        elapsed = perf_counter() - start
+        self._seconds[operation] += perf_counter() - start
         self._calls[operation] += 1
-        self._seconds[operation] += elapsed - self._nested_seconds
-        self._nested_seconds = outer + elapsed
 
     def count_step(self, num_tokens: int, is_sink: torch.Tensor | None) -> None:
         """Count a step's tokens, and the sinks among them: (num_tokens,) bool."""
@@ -71,14 +68,18 @@ class Counters:
             self._sinks += is_sink.sum()
 
     def count_anchors(self, offsets: torch.Tensor) -> None:
-        """Count the K, or the V, anchors of blocks that close: (num_blocks, num_kv_heads, rows), negative if unused."""
-        self._rows_per_token = 2 * offsets.shape[1]
-        self._anchor_rows += (offsets >= 0).sum()
+        """Count the K, or the V, anchors of blocks that close: (..., num_kv_heads, rows), negative if unused."""
+        self.count_anchor_rows((offsets >= 0).sum(), 2 * offsets.shape[-2])
 
-    def report(self, implementation: str) -> Report:
+    def count_anchor_rows(self, num_rows: torch.Tensor | int, rows_per_token: int) -> None:
+        """Count anchor rows of K and V, of which a token takes `rows_per_token`: two per KV head."""
+        self._rows_per_token = rows_per_token
+        self._anchor_rows += num_rows
+
+    def report(self) -> Report:
         """Read everything; waits for the device."""
         return Report(
-            implementation=implementation,
+            implementation=self._implementation,
             tokens_stored=self._tokens,
             anchors_chosen=int(self._anchor_rows) / self._rows_per_token,
             sinks_found=int(self._sinks),

@@ -1,235 +1,240 @@
-"""The operations on pages, in reference form: what an attention layer does in one step.
+"""The operations on pages in plain PyTorch: the specification of every kernel, and what runs where there is none.
 
-`encode_store` writes the step's tokens, `attend` reads the cache for them and picks the anchors of the blocks that
-close. Plain PyTorch on gathered rows, float32; imports no vLLM. Kernels that replace it must give the same pages.
+Obvious rather than fast: request by request, block by block, on gathered rows in float32 (in tests: float64).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from vllm_antkv.cache.pages import NO_ANCHOR, RecencyPages, VQPages
-from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.ops.counters import Counters
-from vllm_antkv.ops.plan import StepPlan, Wave
-from vllm_antkv.ops.reference import anchor_score, decode, encode, mixed_attention, pack_codes, unpack_codes
-from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
-from vllm_antkv.presets import Preset
+from vllm_antkv.cache.pages import NO_ANCHOR
+from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.reference import (
+    anchor_score,
+    causal_lse,
+    decode,
+    encode,
+    mixed_attention,
+    pack_codes,
+    unpack_codes,
+)
+from vllm_antkv.ops.rope import rotate, unrotate
+from vllm_antkv.ops.step import Step
 from vllm_antkv.select.anchors import SINK_SCORE, block_anchors
 
-#: What status and metrics call these operations.
-IMPLEMENTATION = "reference"
-
 
 @dataclass(frozen=True)
-class LayerState:
-    """What a layer needs beside the step: its pages, its centroids and its rotary table.
+class _Request:
+    """A request's part of a step: tokens `start .. end` of its sequence are rows `first ...` of the step's tensors."""
 
-    k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float32.
-    rotary: None for a layer without RoPE.
-    counters: of this worker.
-    counts_rows: this layer's anchors are the ones that are counted.
-    """
+    row: int
+    first: int
+    start: int
+    end: int
 
-    vq: VQPages
-    recency: RecencyPages
-    k_centroids: torch.Tensor
-    v_centroids: torch.Tensor
-    preset: Preset
-    rotary: RotaryTable | None
-    config: AntKVConfig
-    scale: float
-    counters: Counters
-    counts_rows: bool
+    def rows(self, begin: int, end: int) -> slice:
+        """Rows of tokens `begin .. end`, which are in hand."""
+        return slice(self.first + begin - self.start, self.first + end - self.start)
+
+    def segments(self) -> Iterator[tuple[int, int, int]]:
+        """`(block, begin, end)` of the runs of new tokens that lie in one VQ block."""
+        for block in range(self.start // VQ_BLOCK_SIZE, -(-self.end // VQ_BLOCK_SIZE)):
+            first = block * VQ_BLOCK_SIZE
+            yield block, max(first, self.start), min(first + VQ_BLOCK_SIZE, self.end)
 
 
-@dataclass(frozen=True)
-class StepTables:
-    """Block tables of a step, for VQ pages and for recency pages, where 0 is the null block.
-
-    vq, recency: (num_reqs, max_blocks) integer.
-    """
-
-    vq: torch.Tensor
-    recency: torch.Tensor
+def _requests(step: Step) -> Iterator[_Request]:
+    starts = step.query_start_loc.tolist()
+    for row, end in enumerate(step.seq_lens.tolist()):
+        num_new = starts[row + 1] - starts[row]
+        if num_new:
+            yield _Request(row, starts[row], end - num_new, end)
 
 
-def encode_store(key: torch.Tensor, value: torch.Tensor, layer: LayerState, plan: StepPlan, tables: StepTables) -> None:
-    """Write the codes of the step's tokens, and the full-precision rows of those that own a recency page.
+class ReferenceOperations:
+    """See `LayerOperations`."""
 
-    Args:
-        key, value: (num_tokens, num_kv_heads, head_size) model dtype, K after RoPE.
-    """
-    block_ids = tables.vq[plan.token_request, plan.positions // VQ_BLOCK_SIZE].long()
-    offsets = plan.positions % VQ_BLOCK_SIZE
-    # Blocks fill from their first token, so whoever had the block before left its anchors until here.
-    layer.vq.anchor_offsets[block_ids[offsets == 0]] = NO_ANCHOR
-    raw_key = key.float() if layer.rotary is None else unrotate(key.float(), plan.positions, layer.rotary)
-    layer.vq.k_codes[block_ids, :, offsets] = pack_codes(encode(raw_key, layer.k_centroids), layer.preset)
-    layer.vq.v_codes[block_ids, :, offsets] = pack_codes(encode(value.float(), layer.v_centroids), layer.preset)
-    pages, page_offsets, real = _recency_slots(layer, tables, plan.token_request, plan.positions)
-    layer.recency.k[pages[real], :, page_offsets[real]] = key[real]
-    layer.recency.v[pages[real], :, page_offsets[real]] = value[real]
+    def __init__(self, layer: LayerState) -> None:
+        self._layer = layer
+        self._dtype = layer.k_centroids.dtype
 
+    def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+        """See `LayerOperations`."""
+        for request in _requests(step):
+            positions = torch.arange(request.start, request.end, device=key.device)
+            rows = request.rows(request.start, request.end)
+            self._store_codes(key[rows].to(self._dtype), value[rows].to(self._dtype), positions, step, request)
+            self._store_rows(key[rows], value[rows], positions, step, request)
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_sink: torch.Tensor | None,
-    output: torch.Tensor,
-    layer: LayerState,
-    plan: StepPlan,
-    tables: StepTables,
-) -> None:
-    """Attention of the step's queries to the cache and the tokens in hand; picks anchors of blocks that close.
+    def anchor_score(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_sink: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """See `LayerOperations`."""
+        for request in _requests(step):
+            for block, begin, end in request.segments():
+                positions = torch.arange(block * VQ_BLOCK_SIZE, end, device=key.device)
+                exact_key = self._exact_rows(key, self._layer.recency.k, positions, step, request)
+                scores = self._carried_scores(positions, begin, step, request)
+                # Whoever votes on these keys: the queries of the block, or all that follow them in the step.
+                voters = request.rows(begin, end if lse is None else request.end)
+                queries = torch.arange(begin, begin + voters.stop - voters.start, device=key.device)
+                causal = queries[:, None] >= positions
+                wave_query = query[None, voters].to(self._dtype)
+                if lse is None:
+                    statistics = causal_lse(wave_query, exact_key[None], causal[None], self._layer.scale)
+                else:
+                    statistics = lse[None, voters].to(self._dtype)
+                votes = anchor_score(wave_query, exact_key[None], statistics, causal[None], self._layer.scale)
+                scores += torch.cat(votes)
+                if is_sink is not None:
+                    scores[:, :, begin - positions[0] :].masked_fill_(is_sink[request.rows(begin, end)], SINK_SCORE)
+                if end % VQ_BLOCK_SIZE:
+                    pages, offsets = self._recency_slots(positions, step, request)
+                    self._layer.recency.scores[pages, :, :, offsets] = scores.permute(2, 1, 0).float()
+                else:
+                    exact_value = self._exact_rows(value, self._layer.recency.v, positions, step, request)
+                    self._choose(
+                        scores, (exact_key, exact_value), positions, int(step.vq_block_table[request.row, block])
+                    )
 
-    Args:
-        query: (num_tokens, num_heads, head_size) model dtype.
-        key, value: (num_tokens, num_kv_heads, head_size) model dtype, K after RoPE; already stored.
-        is_sink: (num_tokens,) bool, tokens to pin (KVSink), or None.
-        output: (num_tokens, num_heads, head_size), written.
-    """
-    scores = _initial_scores(is_sink, key, layer, plan, tables)
-    closing: list[_Closing] = []
-    for wave in plan.waves:
-        exact_key, exact_value = _exact_rows(wave, key, value, layer, tables)
-        coded_key, coded_value = _coded_rows(wave, layer, tables)
-        wave_query = query[wave.query_token].float()
-        result, lse = mixed_attention(
-            wave_query, coded_key, coded_value, wave.coded_mask, exact_key, exact_value, wave.exact_mask, layer.scale
-        )
-        output[wave.query_token[wave.query_valid]] = result[wave.query_valid].to(output.dtype)
-        if not layer.config.anchor_rows:
-            continue
-        with layer.counters.timed("anchor_selection"):
-            new_scores = torch.stack(anchor_score(wave_query, exact_key, lse, wave.vote_mask, layer.scale))
-            scores.index_add_(2, wave.score_slot.flatten(), new_scores.permute(0, 2, 1, 3).flatten(2))
-            exact, coded = (exact_key, exact_value), (coded_key, coded_value)
-            closing.append(_Closing(wave, *_own_rows(wave, exact, coded)))
-            if layer.config.anchor_scope == "block":
-                _close_blocks(closing, scores, layer, tables)
-    with layer.counters.timed("anchor_selection"):
-        _close_blocks(closing, scores, layer, tables)
-        _carry_scores(scores, layer, plan, tables)
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """See `LayerOperations`."""
+        for request in _requests(step):
+            num_blocks = -(-request.end // VQ_BLOCK_SIZE)
+            block_ids = step.vq_block_table[request.row, :num_blocks].long()
+            coded_key, coded_value = self._decoded(block_ids, 0)
+            num_patched = 0
+            for block, begin, end in request.segments():
+                # A query sees the anchors of the blocks before its own.
+                self._put_anchors(coded_key, coded_value, block_ids, num_patched, block)
+                num_patched = block
+                past = torch.arange(end, device=key.device)
+                queries = torch.arange(begin, end, device=key.device)[:, None]
+                causal = past <= queries
+                exact = causal & self._seen_exactly(past, queries, request)
+                columns = exact.any(0).nonzero().flatten()
+                rows = request.rows(begin, end)
+                result, statistics = mixed_attention(
+                    query[None, rows].to(self._dtype),
+                    coded_key[None, :end],
+                    coded_value[None, :end],
+                    (causal & ~exact)[None],
+                    self._exact_rows(key, self._layer.recency.k, columns, step, request)[None],
+                    self._exact_rows(value, self._layer.recency.v, columns, step, request)[None],
+                    exact[None, :, columns],
+                    self._layer.scale,
+                )
+                output[rows] = result[0].to(output.dtype)
+                if lse is not None:
+                    lse[rows] = statistics[0].to(lse.dtype)
 
+    def _seen_exactly(self, keys: torch.Tensor, queries: torch.Tensor, request: _Request) -> torch.Tensor:
+        seen = self._layer.last_query[keys] >= queries
+        return seen if self._layer.config.prefill_reads_cache else seen | (keys >= request.start)
 
-def _initial_scores(
-    is_sink: torch.Tensor | None, key: torch.Tensor, layer: LayerState, plan: StepPlan, tables: StepTables
-) -> torch.Tensor:
-    """Scores of K and V, (2, num_kv_heads, num_score_slots): carried ones from the pages, the others zero."""
-    scores = torch.zeros(2, key.shape[1], plan.num_score_slots, device=key.device)
-    if not layer.config.anchor_rows:
+    def _store_codes(
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: Step, request: _Request
+    ) -> None:
+        layer = self._layer
+        block_ids = step.vq_block_table[request.row, positions // VQ_BLOCK_SIZE].long()
+        offsets = positions % VQ_BLOCK_SIZE
+        # Blocks fill from their first token, so whoever had the block before left its anchors until here.
+        layer.vq.anchor_offsets[block_ids[offsets == 0]] = NO_ANCHOR
+        raw_key = key if layer.rotary is None else unrotate(key, positions, layer.rotary)
+        layer.vq.k_codes[block_ids, :, offsets] = pack_codes(encode(raw_key, layer.k_centroids), layer.preset)
+        layer.vq.v_codes[block_ids, :, offsets] = pack_codes(encode(value, layer.v_centroids), layer.preset)
+
+    def _store_rows(
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: Step, request: _Request
+    ) -> None:
+        pages, offsets = self._recency_slots(positions, step, request)
+        real = pages > 0
+        self._layer.recency.k[pages[real], :, offsets[real]] = key[real]
+        self._layer.recency.v[pages[real], :, offsets[real]] = value[real]
+
+    def _recency_slots(
+        self, positions: torch.Tensor, step: Step, request: _Request
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and offset in the page of the recency rows of tokens."""
+        page_size = self._layer.recency.k.shape[2]
+        return step.recency_block_table[request.row, positions // page_size].long(), positions % page_size
+
+    def _exact_rows(
+        self, in_hand: torch.Tensor, paged: torch.Tensor, positions: torch.Tensor, step: Step, request: _Request
+    ) -> torch.Tensor:
+        """Full-precision K (or V) rows of tokens, from the step or from their pages. (E, H, D)."""
+        stored, new = positions[positions < request.start], positions[positions >= request.start]
+        pages, offsets = self._recency_slots(stored, step, request)
+        rows = torch.cat((paged[pages, :, offsets], in_hand[request.first - request.start + new]))
+        return rows.to(self._dtype)
+
+    def _carried_scores(self, positions: torch.Tensor, begin: int, step: Step, request: _Request) -> torch.Tensor:
+        """Scores of K and V, (2, num_kv_heads, len(positions)): those of earlier steps from the pages, else zero."""
+        layer = self._layer
+        scores = layer.k_centroids.new_zeros(2, layer.k_centroids.shape[0], len(positions))
+        carried = positions[positions < begin]
+        pages, offsets = self._recency_slots(carried, step, request)
+        scores[:, :, : len(carried)] = layer.recency.scores[pages, :, :, offsets].permute(2, 1, 0).to(scores.dtype)
         return scores
-    pages, offsets, _ = _recency_slots(layer, tables, plan.carried_request, plan.carried_pos)
-    scores[:, :, plan.carried_slot] = layer.recency.scores[pages, :, :, offsets].permute(2, 1, 0)
-    if is_sink is not None:
-        scores[:, :, : plan.num_tokens].masked_fill_(is_sink, SINK_SCORE)
-    return scores
 
+    def _decoded(self, block_ids: torch.Tensor, first_position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that the codes of blocks stand for, K after RoPE; (tokens, num_kv_heads, head_size) each."""
+        layer = self._layer
+        rows = []
+        for codes, centroids in ((layer.vq.k_codes, layer.k_centroids), (layer.vq.v_codes, layer.v_centroids)):
+            packed = codes[block_ids].transpose(1, 2).flatten(0, 1)
+            rows.append(decode(unpack_codes(packed, layer.preset, centroids.shape[1]), centroids))
+        if layer.rotary is not None:
+            positions = first_position + torch.arange(len(rows[0]), device=block_ids.device)
+            rows[0] = rotate(rows[0], positions.clamp(max=len(layer.rotary.cos) - 1), layer.rotary)
+        return rows[0], rows[1]
 
-def _carry_scores(scores: torch.Tensor, layer: LayerState, plan: StepPlan, tables: StepTables) -> None:
-    """Keep the scores of blocks that are still open beside their rows."""
-    if layer.config.anchor_rows:
-        pages, offsets, _ = _recency_slots(layer, tables, plan.open_request, plan.open_pos)
-        layer.recency.scores[pages, :, :, offsets] = scores[:, :, plan.open_slot].permute(2, 1, 0)
+    def _put_anchors(
+        self, key: torch.Tensor, value: torch.Tensor, block_ids: torch.Tensor, first: int, last: int
+    ) -> None:
+        """Write the anchor rows of blocks `first .. last` over the decoded rows."""
+        vq = self._layer.vq
+        ids = block_ids[first:last]
+        for kind, (rows, anchors) in enumerate(((key, vq.k_anchors), (value, vq.v_anchors))):
+            offsets = vq.anchor_offsets[ids][:, :, kind].long()
+            block, head, row = torch.nonzero(offsets != NO_ANCHOR, as_tuple=True)
+            token = (first + block) * VQ_BLOCK_SIZE + offsets[block, head, row]
+            rows[token, head] = anchors[ids[block], head, row].to(rows.dtype)
 
-
-def _exact_rows(
-    wave: Wave, key: torch.Tensor, value: torch.Tensor, layer: LayerState, tables: StepTables
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in full precision: those in hand from the step's tensors, the others from recency pages. (S, E, H, D)."""
-    in_hand = wave.exact_token >= 0
-    # The others stay zero, since 0 times garbage may be NaN.
-    stored = wave.exact_valid & ~in_hand
-    pages, offsets, _ = _recency_slots(layer, tables, wave.requests[:, None], wave.exact_pos)
-    rows = []
-    for step_rows, paged_rows in ((key, layer.recency.k), (value, layer.recency.v)):
-        gathered = step_rows.new_zeros(*wave.exact_pos.shape, *step_rows.shape[1:], dtype=torch.float32)
-        gathered[in_hand] = step_rows[wave.exact_token[in_hand]].float()
-        gathered[stored] = paged_rows[pages[stored], :, offsets[stored]].float()
-        rows.append(gathered)
-    return rows[0], rows[1]
-
-
-def _coded_rows(wave: Wave, layer: LayerState, tables: StepTables) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows decoded from the VQ pages, with the anchors of closed blocks put in. (S, T, H, D)."""
-    num_blocks = wave.coded_mask.shape[-1] // VQ_BLOCK_SIZE
-    block_ids = tables.vq[wave.requests, :num_blocks].long()
-    num_sub_vectors = layer.k_centroids.shape[1]
-    rows = []
-    for codes, centroids in ((layer.vq.k_codes, layer.k_centroids), (layer.vq.v_codes, layer.v_centroids)):
-        packed = codes[block_ids].transpose(2, 3).flatten(1, 2)
-        rows.append(decode(unpack_codes(packed, layer.preset, num_sub_vectors), centroids))
-    if layer.rotary is not None:
-        positions = torch.arange(rows[0].shape[1], device=block_ids.device).expand(len(block_ids), -1)
-        rows[0] = rotate(rows[0], positions.clamp(max=layer.rotary.cos.shape[0] - 1), layer.rotary)
-    closed = torch.arange(num_blocks, device=block_ids.device) < wave.own_block[:, None]
-    for kind, anchors in enumerate((layer.vq.k_anchors, layer.vq.v_anchors)):
-        offsets = layer.vq.anchor_offsets[block_ids][:, :, :, kind].long()
-        segment, block, head, row = torch.nonzero(
-            (offsets >= 0) & (offsets < VQ_BLOCK_SIZE) & closed[..., None, None], as_tuple=True
-        )
-        token = block * VQ_BLOCK_SIZE + offsets[segment, block, head, row]
-        rows[kind][segment, token, head] = anchors[block_ids[segment, block], head, row].float()
-    return rows[0], rows[1]
-
-
-@dataclass(frozen=True)
-class _Closing:
-    """Blocks that a wave filled, B of them, with their rows for K and for V.
-
-    exact, coded: 2 x (B, VQ_BLOCK_SIZE, num_kv_heads, head_size).
-    """
-
-    wave: Wave
-    exact: tuple[torch.Tensor, ...]
-    coded: tuple[torch.Tensor, ...]
-
-
-def _own_rows(
-    wave: Wave, exact: tuple[torch.Tensor, ...], coded: tuple[torch.Tensor, ...]
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Rows of the blocks that the wave fills."""
-    closed = wave.closes
-    own = wave.own_block[closed, None] * VQ_BLOCK_SIZE + torch.arange(VQ_BLOCK_SIZE, device=closed.device)
-    segments = closed.nonzero()
-    return (
-        tuple(rows[closed, :VQ_BLOCK_SIZE] for rows in exact),
-        tuple(rows[segments, own] for rows in coded),
-    )
-
-
-def _close_blocks(closing: list[_Closing], scores: torch.Tensor, layer: LayerState, tables: StepTables) -> None:
-    """Choose and store the anchors of the blocks that these waves filled; empties the list."""
-    config = layer.config
-    for filled in closing:
-        wave, closed = filled.wave, filled.wave.closes
-        block_ids = tables.vq[wave.requests[closed], wave.own_block[closed]].long()
-        slots = wave.score_slot[closed, :VQ_BLOCK_SIZE]
+    def _choose(
+        self, scores: torch.Tensor, exact: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor, block_id: int
+    ) -> None:
+        """Choose and store the anchors of a block that is full; `exact` are its K and V rows, (128, H, D)."""
+        layer, config = self._layer, self._layer.config
+        coded = self._decoded(torch.tensor([block_id], device=positions.device), int(positions[0]))
         for kind, anchors in enumerate((layer.vq.k_anchors, layer.vq.v_anchors)):
-            rows = filled.exact[kind]
             offsets = block_anchors(
-                scores[kind][:, slots].transpose(0, 1),
-                rows,
-                filled.coded[kind],
+                scores[kind],
+                exact[kind],
+                coded[kind],
                 anchors.shape[2],
-                wave.pinned[closed, None],
+                positions[None] < config.prefix,
                 config.anchor_share > 0,
                 config.anchor_scope,
             )
-            layer.vq.anchor_offsets[block_ids, :, kind] = offsets.to(torch.int16)
+            layer.vq.anchor_offsets[block_id, :, kind] = offsets.to(torch.int16)
             if layer.counts_rows:
                 layer.counters.count_anchors(offsets)
-            index = offsets.clamp(min=0)[..., None].expand(-1, -1, -1, rows.shape[-1])
-            anchors[block_ids] = rows.transpose(1, 2).gather(2, index).to(anchors.dtype)
-    closing.clear()
-
-
-def _recency_slots(
-    layer: LayerState, tables: StepTables, requests: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Block id, offset in the block, and whether it is a real block, of the recency rows of tokens."""
-    block_size = layer.recency.k.shape[2]
-    block_ids = tables.recency[requests, positions // block_size].long()
-    return block_ids, positions % block_size, block_ids > 0
+            index = offsets.clamp(min=0)[..., None].expand(-1, -1, exact[kind].shape[-1])
+            anchors[block_id] = exact[kind].transpose(0, 1).gather(1, index).to(anchors.dtype)

@@ -112,6 +112,21 @@ def mixed_attention(
     return output, lse.transpose(1, 2)
 
 
+def causal_lse(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Log-sum-exp of the logits of these keys alone: with it, Anchor Scores need nothing but the rows of a block.
+
+    Args:
+        query: (S, num_queries, num_heads, head_size).
+        key: (S, E, num_kv_heads, head_size).
+        mask: (S, num_queries, E) bool, True where the query sees the key.
+        scale: multiplies the logits.
+
+    Returns:
+        (S, num_queries, num_heads).
+    """
+    return _logits(query, key, scale).masked_fill(~mask[:, None], -torch.inf).logsumexp(-1).transpose(1, 2)
+
+
 def anchor_score(
     query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,12 +134,13 @@ def anchor_score(
 
         AnS(K_j) = sum_i A_ij (1 - A_ij) ||Q_i||,    AnS(V_j) = sum_i A_ij
 
-    A is rebuilt from the exact keys and the log-sum-exp of what the queries really attended to.
+    A is rebuilt from the exact keys and the log-sum-exp of the queries' logits: over all they attended to (the
+    paper's), or over the keys of their block (`causal_lse`, what the engine does; `docs/design.md` compares the two).
 
     Args:
         query: (S, num_queries, num_heads, head_size).
         key: (S, E, num_kv_heads, head_size), exact rows.
-        lse: (S, num_queries, num_heads), from `mixed_attention`.
+        lse: (S, num_queries, num_heads), from `mixed_attention` or `causal_lse`.
         mask: (S, num_queries, E) bool, True where query i votes on key j (never before it).
 
     Returns:

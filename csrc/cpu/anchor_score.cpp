@@ -1,0 +1,185 @@
+// Anchor Scores (AnTKV, equation 5) of the blocks that a step touches, and the anchors of those that close.
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+#include "gemm.h"
+#include "memory.h"
+#include "rows.h"
+
+namespace antkv {
+namespace {
+
+constexpr int kMaxHead = 256;
+constexpr int kMaxGroup = 64;
+// Votes that every row of a block is credited with; vllm_antkv/select/anchors.py says why.
+constexpr float kVotePrior = 32;
+
+// One (request, block, KV head).
+class Block {
+  public:
+    Block(const Sequence& sequence, int block, antkv_rows query, antkv_rows key, antkv_rows value)
+        : sequence_(sequence), layer_(sequence.layer), query_(query), key_(key), value_(value),
+          size_(sequence.layer.head_size), group_(num_queries_per_kv(sequence.layer)), block_(block),
+          first_(block * kBlockSize), begin_(std::max(first_, sequence.start)),
+          end_(std::min(first_ + kBlockSize, sequence.end)), keys_(floats(kBlockSize * size_)) {}
+
+    // Returns the anchor rows chosen.
+    int run(const uint8_t* is_sink, const float* lse) {
+        load_scores();
+        exact_rows(key_, false);
+        // Whoever votes on these keys: the queries of the block, or all that follow them in the step.
+        const int last = lse ? sequence_.end : end_;
+        for (int position = begin_; position < last; ++position) vote(position, lse);
+        if (is_sink) {
+            for (int position = begin_; position < end_; ++position)
+                if (is_sink[sequence_.first + position - sequence_.start])
+                    scores_[0][position - first_] = scores_[1][position - first_] = kInfinity;
+        }
+        if (end_ - first_ < kBlockSize) {
+            store_scores();
+            return 0;
+        }
+        const int num_keys = choose(key_, false);
+        exact_rows(value_, true);
+        return num_keys + choose(value_, true);
+    }
+
+  private:
+    void exact_rows(antkv_rows in_hand, bool of_values) {
+        for (int position = first_; position < end_; ++position)
+            widen(layer_, sequence_.exact_row(in_hand, of_values, position), size_, row(position - first_));
+    }
+    float* row(int offset) { return &keys_[(int64_t)offset * size_]; }
+
+    void load_scores() {
+        for (int kind = 0; kind < 2; ++kind) {
+            std::fill_n(scores_[kind], kBlockSize, 0.0f);
+            for (int position = first_; position < begin_; ++position)
+                scores_[kind][position - first_] = *sequence_.recency_scores(position, kind);
+        }
+    }
+    void store_scores() {
+        for (int kind = 0; kind < 2; ++kind)
+            for (int position = first_; position < end_; ++position)
+                *sequence_.recency_scores(position, kind) = scores_[kind][position - first_];
+    }
+
+    // AnS(K_j) += A_ij (1 - A_ij) |Q_i|, AnS(V_j) += A_ij, for all heads of the group.
+    void vote(int position, const float* lse) {
+        alignas(64) float queries[kMaxGroup * kMaxHead], logits[kMaxGroup * kBlockSize];
+        const int token = sequence_.first + position - sequence_.start;
+        const int count = std::min(position + 1, end_) - first_, padded = (count + W - 1) / W * W;
+        for (int h = 0; h < group_; ++h)
+            widen(layer_, row_of(layer_, query_, token, sequence_.head * group_ + h), size_, queries + h * size_);
+        dot_rows(group_, queries, row(0), size_, count, logits, kBlockSize);
+        for (int h = 0; h < group_; ++h) {
+            float* row = logits + h * kBlockSize;
+            std::fill(row + count, row + padded, -kInfinity);
+            Vec squares = {};
+            for (int c = 0; c < size_; c += W) squares += load(queries + h * size_ + c) * load(queries + h * size_ + c);
+            const float norm = std::sqrt(sum(squares));
+            if (lse) {
+                add_votes(row, padded, lse[(int64_t)token * layer_.num_heads + sequence_.head * group_ + h], 1, norm);
+            } else {
+                Vec top = broadcast(-kInfinity), totals = {};
+                for (int t = 0; t < padded; t += W) top = maximum(top, load(row + t) * layer_.scale);
+                const float max = largest(top);
+                for (int t = 0; t < padded; t += W) totals += exponential(load(row + t) * layer_.scale - max);
+                add_votes(row, padded, max, 1 / sum(totals), norm);
+            }
+        }
+    }
+    void add_votes(const float* logits, int padded, float offset, float factor, float norm) {
+        for (int t = 0; t < padded; t += W) {
+            const Vec weight = exponential(load(logits + t) * layer_.scale - offset) * factor;
+            // With the paper's votes, a row that the query saw through its code can come out above 1.
+            const Vec share = weight > 1.0f ? broadcast(1) : weight;
+            store(&scores_[0][t], load(&scores_[0][t]) + share * (1 - share) * norm);
+            store(&scores_[1][t], load(&scores_[1][t]) + share);
+        }
+    }
+
+    // Keep the rows that matter most; `keys_` holds the block's exact rows of this kind. Returns how many.
+    int choose(antkv_rows in_hand, bool of_values) {
+        const VQPage page = sequence_.vq_page(block_);
+        float ranks[kBlockSize];
+        rank(page, of_values, ranks);
+        int16_t* offsets = page.anchor_offsets(of_values);
+        int chosen = 0;
+        for (int anchor = 0; anchor < layer_.anchor_rows; ++anchor) {
+            const int best = (int)(std::max_element(ranks, ranks + kBlockSize) - ranks);
+            if (ranks[best] == -kInfinity) {
+                offsets[anchor] = -1;
+                continue;
+            }
+            offsets[anchor] = (int16_t)best;
+            ranks[best] = -kInfinity;
+            std::memcpy(page.anchor(of_values, anchor), sequence_.exact_row(in_hand, of_values, first_ + best),
+                        (size_t)size_ * element_size(layer_));
+            ++chosen;
+        }
+        return chosen;
+    }
+    // See `block_anchors` in vllm_antkv/select/anchors.py.
+    void rank(VQPage page, bool of_values, float* ranks) {
+        alignas(64) float coded[kTile * kMaxHead];
+        for (int first = 0; first < kBlockSize; first += kTile) {
+            if (of_values)
+                decode_rows(layer_, sequence_.head, true, page.codes(true, first), kTile, coded);
+            else
+                turned_keys(layer_, sequence_.head, page.codes(false, first), first_ + first, kTile, coded);
+            for (int offset = first; offset < first + kTile; ++offset) {
+                Vec squares = {};
+                for (int c = 0; c < size_; c += W) {
+                    const Vec error = load(row(offset) + c) - load(coded + (offset - first) * size_ + c);
+                    squares += error * error;
+                }
+                ranks[offset] = rank(offset, scores_[of_values][offset], std::sqrt(sum(squares)));
+            }
+        }
+    }
+    float rank(int offset, float score, float error) const {
+        if (first_ + offset < layer_.prefix) return -kInfinity;
+        if (score == kInfinity) return kInfinity;
+        if (!layer_.has_anchors) return -kInfinity;
+        return layer_.prompt_scope ? score * error : score * error / (kBlockSize - offset + kVotePrior);
+    }
+
+    static constexpr int kTile = 32;
+
+    const Sequence& sequence_;
+    const antkv_layer& layer_;
+    antkv_rows query_, key_, value_;
+    const int size_, group_, block_;
+    const int first_, begin_, end_;  // of the block; new tokens begin_ .. end_
+    Buffer keys_;
+    alignas(64) float scores_[2][kBlockSize];
+};
+
+struct Task {
+    int request, head, block;
+};
+
+}  // namespace
+}  // namespace antkv
+
+extern "C" int64_t antkv_anchor_score(const antkv_layer* layer, const antkv_step* step, antkv_rows query,
+                                      antkv_rows key, antkv_rows value, const uint8_t* is_sink, const float* lse) {
+    using namespace antkv;
+    std::vector<Task> tasks;
+    for (int request = 0; request < step->num_reqs; ++request) {
+        const Sequence sequence(*layer, *step, request, 0);
+        if (sequence.start == sequence.end) continue;
+        for (int head = 0; head < layer->num_kv_heads; ++head)
+            for (int block = sequence.start / kBlockSize; block <= (sequence.end - 1) / kBlockSize; ++block)
+                tasks.push_back({request, head, block});
+    }
+    int64_t chosen = 0;
+#pragma omp parallel for schedule(dynamic) reduction(+ : chosen)
+    for (size_t i = 0; i < tasks.size(); ++i) {
+        const Sequence sequence(*layer, *step, tasks[i].request, tasks[i].head);
+        chosen += Block(sequence, tasks[i].block, query, key, value).run(is_sink, lse);
+    }
+    return chosen;
+}

@@ -1,0 +1,63 @@
+// C interface of the CPU kernels. Python (vllm_antkv/ops/cpu.py) fills the structures; field order and types must match.
+//
+// Pages are laid out by vllm_antkv/cache/pages.py. "Element" below is the model dtype: float32, float16 or bfloat16.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+enum antkv_dtype : int32_t { ANTKV_FLOAT32 = 0, ANTKV_FLOAT16 = 1, ANTKV_BFLOAT16 = 2 };
+
+// Everything about a layer that no step changes. Strides and section offsets are in bytes.
+struct antkv_layer {
+    uint8_t* vq;  // VQ pages: K codes at 0, then the sections below
+    int64_t vq_block_stride, vq_head_stride;
+    int64_t v_codes, k_anchors, v_anchors, anchor_offsets;
+    uint8_t* recency;  // recency pages: K rows at 0, then the sections below
+    int64_t recency_block_stride, recency_head_stride;
+    int64_t recency_v, recency_scores;
+    // (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16
+    const uint16_t *k_centroids, *v_centroids;
+    // The same as (num_kv_heads, num_sub_vectors, sub_vector_size, num_centroids)
+    const uint16_t *k_columns, *v_columns;
+    // (num_kv_heads, num_sub_vectors, num_centroids), squared norms / 2
+    const float *k_half_norms, *v_half_norms;
+    const float *cos, *sin;  // (max_position, rotary_dim / 2); null without RoPE
+    const int32_t* last_query;  // (max_model_len)
+    float scale;
+    float rotary_magnitude;  // of every entry, (cos^2 + sin^2)^1/2: 1 but for YaRN and LongRoPE
+    int32_t dtype;
+    int32_t num_heads, num_kv_heads, head_size;
+    int32_t rotary_dim, is_neox_style;
+    int32_t sub_vector_size, num_centroids, code_bytes;
+    int32_t recency_block_size, anchor_rows, prefix;
+    int32_t has_anchors;  // else sinks alone take anchor rows
+    int32_t prompt_scope;
+    int32_t prefill_reads_cache;
+};
+
+// What a step computes; see vllm_antkv/ops/step.py. Table strides are in entries.
+struct antkv_step {
+    const int32_t *query_start_loc, *seq_lens;
+    const int32_t *vq_block_table, *recency_block_table;
+    int64_t vq_table_stride, recency_table_stride;
+    int32_t num_reqs;
+};
+
+// (num_tokens, heads, head_size) elements; heads lie side by side, `stride` elements from token to token.
+struct antkv_rows {
+    void* data;
+    int64_t stride;
+};
+
+void antkv_encode_store(const antkv_layer*, const antkv_step*, antkv_rows key, antkv_rows value);
+
+// is_sink: (num_tokens) bytes or null. lse: (num_tokens, num_heads) or null. Returns the anchor rows chosen, K and V.
+int64_t antkv_anchor_score(const antkv_layer*, const antkv_step*, antkv_rows query, antkv_rows key, antkv_rows value,
+                           const uint8_t* is_sink, const float* lse);
+
+// lse: (num_tokens, num_heads), written, or null.
+void antkv_attend(const antkv_layer*, const antkv_step*, antkv_rows query, antkv_rows key, antkv_rows value,
+                  antkv_rows output, float* lse);
+}

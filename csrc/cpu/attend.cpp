@@ -1,0 +1,84 @@
+// The attention of a step: single queries through `Decode`, runs of queries through `Prefill`.
+#include <vector>
+
+#include "decode.h"
+#include "memory.h"
+#include "prefill.h"
+
+namespace antkv {
+namespace {
+
+struct Task {
+    int request, head, index;  // split of a decode, or first query of a run
+};
+
+}  // namespace
+
+static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_rows query, antkv_rows key,
+                       antkv_rows value, antkv_rows output, float* lse) {
+    std::vector<Task> splits, merges;
+    std::vector<size_t> first_split;
+    // Head by head, so that a thread keeps the centroids of one in its cache.
+    for (int head = 0; head < layer.num_kv_heads; ++head) {
+        for (int request = 0; request < step.num_reqs; ++request) {
+            if (step.query_start_loc[request + 1] - step.query_start_loc[request] != 1) continue;
+            merges.push_back({request, head, 0});
+            first_split.push_back(splits.size());
+            for (int i = 0; i < Decode::num_splits(step.seq_lens[request]); ++i) splits.push_back({request, head, i});
+        }
+    }
+    if (merges.empty()) return;
+    const int64_t stride = Decode::partial_size(layer);
+    const Buffer partials = floats(splits.size() * stride);
+#pragma omp parallel
+    {
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < splits.size(); ++i) {
+            const Sequence sequence(layer, step, splits[i].request, splits[i].head);
+            Decode::split(sequence, query, key, value, splits[i].index, &partials[i * stride]);
+        }
+#pragma omp for schedule(static)
+        for (size_t i = 0; i < merges.size(); ++i) {
+            const Sequence sequence(layer, step, merges[i].request, merges[i].head);
+            Decode::merge(sequence, output, lse, &partials[first_split[i] * stride]);
+        }
+    }
+}
+
+static void prefill_all(const antkv_layer& layer, const antkv_step& step, antkv_rows query, antkv_rows key,
+                        antkv_rows value, antkv_rows output, float* lse) {
+    std::vector<Task> runs;
+    for (int request = 0; request < step.num_reqs; ++request) {
+        if (step.query_start_loc[request + 1] - step.query_start_loc[request] < 2) continue;
+        for (int head = 0; head < layer.num_kv_heads; ++head) {
+            const Sequence sequence(layer, step, request, head);
+            // The longest first.
+            for (int end = sequence.end, begin; end > sequence.start; end = begin) {
+                const int block = (end - 1) / kBlockSize * kBlockSize, length = Prefill::run_length(layer);
+                begin = std::max(block + (end - 1 - block) / length * length, sequence.start);
+                runs.push_back({request, head, begin});
+            }
+        }
+    }
+    if (runs.empty()) return;
+#pragma omp parallel
+    {
+        Prefill prefill(layer);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < runs.size(); ++i) {
+            const Sequence sequence(layer, step, runs[i].request, runs[i].head);
+            const int begin = runs[i].index, block = begin / kBlockSize * kBlockSize;
+            const int length = Prefill::run_length(layer);
+            const int end = std::min({block + ((begin - block) / length + 1) * length, block + kBlockSize, sequence.end});
+            prefill.run(sequence, begin, end, query, key, value, output, lse);
+        }
+    }
+}
+
+}  // namespace antkv
+
+extern "C" void antkv_attend(const antkv_layer* layer, const antkv_step* step, antkv_rows query, antkv_rows key,
+                             antkv_rows value, antkv_rows output, float* lse) {
+    antkv::decode_all(*layer, *step, query, key, value, output, lse);
+    antkv::prefill_all(*layer, *step, query, key, value, output, lse);
+}

@@ -1,0 +1,215 @@
+// Attention of single queries to the cache: split-KV, all query heads of a KV head together, merged by log-sum-exp.
+#include "decode.h"
+
+#include <cmath>
+#include <utility>
+
+#include "bins.h"
+
+namespace antkv {
+namespace {
+
+constexpr int kTile = 32;     // rows decoded at a time: they stay in L1
+constexpr int kMaxHead = 256;
+constexpr int kByCode = 256;  // tokens from which adding up weights per code is faster than decoding
+
+// One (request, KV head, split).
+class Split {
+  public:
+    Split(const Sequence& sequence, antkv_rows key, antkv_rows value, int begin, int end, float* logits)
+        : sequence_(sequence), layer_(sequence.layer), key_(key), value_(value),
+          group_(num_queries_per_kv(sequence.layer)), size_(sequence.layer.head_size), begin_(begin),
+          count_(end - begin), own_block_((sequence.end - 1) / kBlockSize), logits_(logits) {
+        const int query = sequence.end - 1;
+        for (int t = 0; t < count_; ++t) coded_[t] = !sequence.sees_exactly(query, begin + t);
+        for (int t = 0; t < count_; ++t)
+            if (!coded_[t]) exact_[num_exact_++] = t;
+    }
+
+    // Writes the unnormalised output (group, head_size), and the maximum and the sum (group) it is relative to.
+    void run(const float* queries, float* output, float* max, float* total) {
+        for (int first = 0; first < count_; first += kBlockSize) coded_logits(queries, first);
+        exact_logits(queries);
+        softmax(max, total);
+        std::fill_n(output, group_ * size_, 0.0f);
+        exact_values(output);
+        if (layer_.num_centroids == 256 && count_ - num_exact_ >= kByCode)
+            values_by_code(output);
+        else
+            for (int first = 0; first < count_; first += kTile) coded_values(first, output);
+    }
+
+  private:
+    bool any_coded(int first, int count) const { return std::memchr(coded_ + first, 1, count); }
+    VQPage page_of(int first) const { return sequence_.vq_page((begin_ + first) / kBlockSize); }
+    // Calls row(offset, anchor row) for the anchors of a block that the query sees.
+    template <typename Row>
+    void for_anchors(int first, bool of_values, Row row) {
+        if ((begin_ + first) / kBlockSize >= own_block_) return;
+        const VQPage page = page_of(first);
+        for (int anchor = 0; anchor < layer_.anchor_rows; ++anchor) {
+            const int offset = page.anchor_offsets(of_values)[anchor];
+            if (offset >= 0 && coded_[first + offset]) row(first + offset, page.anchor(of_values, anchor));
+        }
+    }
+
+    // Logits of the tokens of a block through their codes and anchors.
+    void coded_logits(const float* queries, int first) {
+        alignas(64) float turned[kMaxGroup * kMaxHead], rows[kTile * kMaxHead];
+        const int end = std::min(first + kBlockSize, count_);
+        for (int tile = first; tile < end; tile += kTile) {
+            const int count = std::min(kTile, end - tile);
+            if (!any_coded(tile, count)) continue;
+            std::copy_n(queries, group_ * size_, turned);
+            for (int h = 0; h < group_; ++h) turn_back(layer_, begin_ + tile, turned + h * size_);
+            offset_keys(layer_, sequence_.head, page_of(first).codes(false, tile - first), count, rows);
+            dot_rows(group_, turned, rows, size_, count, logits_ + tile, kSplit);
+        }
+        for_anchors(first, false, [&](int token, const void* row) {
+            widen(layer_, row, size_, rows);
+            scatter_logits(queries, rows, &token, 1);
+        });
+    }
+    void exact_logits(const float* queries) {
+        alignas(64) float rows[kTile * kMaxHead];
+        for (int first = 0; first < num_exact_; first += kTile) {
+            const int count = std::min(kTile, num_exact_ - first);
+            widen_exact(key_, false, exact_ + first, count, rows);
+            scatter_logits(queries, rows, exact_ + first, count);
+        }
+    }
+    void widen_exact(antkv_rows in_hand, bool of_values, const int* tokens, int count, float* rows) {
+        for (int i = 0; i < count; ++i)
+            widen(layer_, sequence_.exact_row(in_hand, of_values, begin_ + tokens[i]), size_, rows + i * size_);
+    }
+    void scatter_logits(const float* queries, const float* rows, const int* tokens, int count) {
+        alignas(64) float products[kMaxGroup * kTile];
+        dot_rows(group_, queries, rows, size_, count, products, kTile);
+        for (int h = 0; h < group_; ++h)
+            for (int i = 0; i < count; ++i) logits_[h * kSplit + tokens[i]] = products[h * kTile + i];
+    }
+
+    // Turn logits into weights.
+    void softmax(float* max, float* total) {
+        const Vec scale = broadcast(layer_.scale);
+        for (int h = 0; h < group_; ++h) {
+            float* row = logits_ + h * kSplit;
+            std::fill(row + count_, row + (count_ + W - 1) / W * W, -kInfinity);
+            Vec top = broadcast(-kInfinity);
+            for (int t = 0; t < count_; t += W) top = maximum(top, load(row + t) * scale);
+            const Vec offset = broadcast(max[h] = largest(top));
+            Vec totals = {};
+            for (int t = 0; t < count_; t += W) {
+                const Vec weight = exponential(load(row + t) * scale - offset);
+                totals += weight;
+                store(row + t, weight);
+            }
+            total[h] = sum(totals);
+        }
+    }
+
+    // Adds the values that are there in full precision; the weights of their codes become 0.
+    void exact_values(float* output) {
+        alignas(64) float rows[kTile * kMaxHead];
+        for (int first = 0; first < num_exact_; first += kTile) {
+            const int count = std::min(kTile, num_exact_ - first);
+            widen_exact(value_, true, exact_ + first, count, rows);
+            take_values(rows, exact_ + first, count, output);
+        }
+        for (int first = 0; first < count_; first += kBlockSize) {
+            for_anchors(first, true, [&](int token, const void* row) {
+                widen(layer_, row, size_, rows);
+                take_values(rows, &token, 1, output);
+            });
+        }
+    }
+    void take_values(const float* rows, const int* tokens, int count, float* output) {
+        float weights[kMaxGroup * kTile];
+        for (int h = 0; h < group_; ++h)
+            for (int i = 0; i < count; ++i) weights[h * kTile + i] = std::exchange(logits_[h * kSplit + tokens[i]], 0);
+        add_rows(group_, weights, kTile, rows, size_, count, output);
+    }
+
+    void coded_values(int first, float* output) {
+        alignas(64) float rows[kTile * kMaxHead];
+        const int count = std::min(kTile, count_ - first);
+        if (!any_coded(first, count)) return;
+        decode_rows(layer_, sequence_.head, true, page_of(first).codes(true, first % kBlockSize), count, rows);
+        add_rows(group_, logits_ + first, kSplit, rows, size_, count, output);
+    }
+
+    void values_by_code(float* output) {
+        for (int h = 0; h < group_;) {
+            const int left = group_ - h;
+            if (left > 8) h += values_by_code<16>(h, output);
+            else if (left > 4) h += values_by_code<8>(h, output);
+            else if (left > 2) h += values_by_code<4>(h, output);
+            else if (left > 1) h += values_by_code<2>(h, output);
+            else h += values_by_code<1>(h, output);
+        }
+    }
+    // For up to kLanes heads from `h` on; returns how many.
+    template <int kLanes>
+    int values_by_code(int h, float* output) {
+        alignas(64) float weights[kSplit * kLanes];
+        const int heads = std::min(kLanes, group_ - h);
+        for (int t = 0; t < count_; ++t)
+            for (int lane = 0; lane < kLanes; ++lane)
+                weights[t * kLanes + lane] = lane < heads ? logits_[(h + lane) * kSplit + t] : 0;
+        const auto codes = [&](int block) { return page_of(block * kBlockSize).codes(true, 0); };
+        float* to = output + h * size_;
+        switch (layer_.sub_vector_size) {
+            case 2: add_by_code<kLanes, 2>(layer_, sequence_.head, codes, count_, weights, heads, to); break;
+            case 4: add_by_code<kLanes, 4>(layer_, sequence_.head, codes, count_, weights, heads, to); break;
+            default: add_by_code<kLanes, 8>(layer_, sequence_.head, codes, count_, weights, heads, to);
+        }
+        return heads;
+    }
+
+    const Sequence& sequence_;
+    const antkv_layer& layer_;
+    antkv_rows key_, value_;
+    const int group_, size_, begin_, count_, own_block_;
+    float* logits_;  // (group, kSplit), weights after `softmax`
+    // Tokens of the split: whether the query sees them through their codes, and those it does not.
+    bool coded_[kSplit];
+    int exact_[kSplit], num_exact_ = 0;
+};
+
+}  // namespace
+
+void Decode::split(const Sequence& sequence, antkv_rows query, antkv_rows key, antkv_rows value, int index,
+                   float* partial) {
+    const antkv_layer& layer = sequence.layer;
+    const int group = num_queries_per_kv(layer), size = layer.head_size;
+    alignas(64) float queries[kMaxGroup * kMaxHead], logits[kMaxGroup * kSplit];
+    for (int h = 0; h < group; ++h)
+        widen(layer, row_of(layer, query, sequence.first, sequence.head * group + h), size, queries + h * size);
+    float* max = partial + group * size;
+    const int begin = index * kSplit;
+    Split(sequence, key, value, begin, std::min(begin + kSplit, sequence.end), logits)
+        .run(queries, partial, max, max + group);
+}
+
+void Decode::merge(const Sequence& sequence, antkv_rows output, float* lse, const float* partials) {
+    const antkv_layer& layer = sequence.layer;
+    const int group = num_queries_per_kv(layer), size = layer.head_size;
+    const int stride = partial_size(layer), count = num_splits(sequence.end);
+    for (int h = 0; h < group; ++h) {
+        float max = -kInfinity, total = 0;
+        for (int i = 0; i < count; ++i) max = std::max(max, partials[i * stride + group * size + h]);
+        alignas(64) float result[kMaxHead] = {};
+        for (int i = 0; i < count; ++i) {
+            const float* partial = partials + i * stride;
+            const float weight = std::exp(partial[group * size + h] - max);
+            total += weight * partial[group * size + group + h];
+            for (int c = 0; c < size; ++c) result[c] += weight * partial[h * size + c];
+        }
+        for (int c = 0; c < size; ++c) result[c] /= total;
+        const int head = sequence.head * group + h;
+        narrow(layer, result, size, row_of(layer, output, sequence.first, head));
+        if (lse) lse[(int64_t)sequence.first * layer.num_heads + head] = max + std::log(total);
+    }
+}
+
+}  // namespace antkv

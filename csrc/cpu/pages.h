@@ -1,0 +1,103 @@
+// Where the rows of a request are: tokens of the step in hand, others in pages.
+#pragma once
+
+#include <algorithm>
+
+#include "antkv.h"
+#include "simd.h"
+
+namespace antkv {
+
+constexpr int kBlockSize = 128;  // tokens of a VQ block
+
+inline int element_size(const antkv_layer& layer) { return layer.dtype == ANTKV_FLOAT32 ? 4 : 2; }
+
+inline int num_queries_per_kv(const antkv_layer& layer) { return layer.num_heads / layer.num_kv_heads; }
+
+// `size` elements as float32; size is a multiple of W.
+inline void widen(const antkv_layer& layer, const void* from, int size, float* to) {
+    switch (layer.dtype) {
+        case ANTKV_FLOAT32: return widen<Float32>((const float*)from, size, to);
+        case ANTKV_FLOAT16: return widen<Float16>((const uint16_t*)from, size, to);
+        default: return widen<BFloat16>((const uint16_t*)from, size, to);
+    }
+}
+
+inline void narrow(const antkv_layer& layer, const float* from, int size, void* to) {
+    for (int c = 0; c < size; c += W) {
+        switch (layer.dtype) {
+            case ANTKV_FLOAT32: Float32::store((float*)to + c, load(from + c)); break;
+            case ANTKV_FLOAT16: Float16::store((uint16_t*)to + c, load(from + c)); break;
+            default: BFloat16::store((uint16_t*)to + c, load(from + c));
+        }
+    }
+}
+
+inline uint8_t* row_of(const antkv_layer& layer, antkv_rows rows, int64_t token, int head) {
+    return (uint8_t*)rows.data + (token * rows.stride + (int64_t)head * layer.head_size) * element_size(layer);
+}
+
+// A VQ page of one KV head.
+struct VQPage {
+    uint8_t* data;
+    const antkv_layer& layer;
+
+    uint8_t* codes(bool of_values, int offset) const {
+        return data + (of_values ? layer.v_codes : 0) + (int64_t)offset * layer.code_bytes;
+    }
+    uint8_t* anchor(bool of_values, int row) const {
+        const int64_t section = of_values ? layer.v_anchors : layer.k_anchors;
+        return data + section + (int64_t)row * layer.head_size * element_size(layer);
+    }
+    int16_t* anchor_offsets(bool of_values) const {
+        return (int16_t*)(data + layer.anchor_offsets) + (of_values ? layer.anchor_rows : 0);
+    }
+};
+
+// One request's part of a step, seen by one KV head: tokens start .. end are rows first ... of the step's tensors.
+struct Sequence {
+    const antkv_layer& layer;
+    const antkv_step& step;
+    int request, head;
+    int first, start, end;
+
+    Sequence(const antkv_layer& layer, const antkv_step& step, int request, int head)
+        : layer(layer), step(step), request(request), head(head) {
+        first = step.query_start_loc[request];
+        end = step.seq_lens[request];
+        start = end - (step.query_start_loc[request + 1] - first);
+    }
+
+    VQPage vq_page(int block) const {
+        const int64_t id = step.vq_block_table[request * step.vq_table_stride + block];
+        return {layer.vq + id * layer.vq_block_stride + head * layer.vq_head_stride, layer};
+    }
+
+    // The recency page of a token, or null where it has none.
+    uint8_t* recency_page(int position) const {
+        const int page = position / layer.recency_block_size;
+        const int64_t id = step.recency_block_table[request * step.recency_table_stride + page];
+        return id ? layer.recency + id * layer.recency_block_stride + head * layer.recency_head_stride : nullptr;
+    }
+    uint8_t* recency_row(uint8_t* page, bool of_values, int position) const {
+        const int64_t offset = position % layer.recency_block_size;
+        return page + (of_values ? layer.recency_v : 0) + offset * layer.head_size * element_size(layer);
+    }
+    float* recency_scores(int position, bool of_values) const {
+        float* scores = (float*)(recency_page(position) + layer.recency_scores);
+        return scores + (of_values ? layer.recency_block_size : 0) + position % layer.recency_block_size;
+    }
+
+    // Full-precision K (or V) row of a token: from the step's tensor where it is in hand, else from its page.
+    const void* exact_row(antkv_rows in_hand, bool of_values, int position) const {
+        if (position >= start) return row_of(layer, in_hand, first + position - start, head);
+        return recency_row(recency_page(position), of_values, position);
+    }
+
+    // Whether the query at position `query` sees a token that is not behind it in full precision.
+    bool sees_exactly(int query, int position) const {
+        return layer.last_query[position] >= query || (!layer.prefill_reads_cache && position >= start);
+    }
+};
+
+}  // namespace antkv

@@ -1,0 +1,124 @@
+#include "prefill.h"
+
+#include <cmath>
+
+#include "gemm.h"
+#include "rows.h"
+
+namespace antkv {
+
+Prefill::Prefill(const antkv_layer& layer)
+    : layer_(layer), group_(num_queries_per_kv(layer)), size_(layer.head_size),
+      max_rows_(run_length(layer) * group_), queries_(floats(max_rows_ * size_)), outputs_(floats(max_rows_ * size_)),
+      logits_(floats(max_rows_ * kBlockSize)), keys_(floats(kBlockSize * size_)), columns_(floats(kBlockSize * size_)),
+      values_(floats(kBlockSize * size_)), max_(floats(max_rows_)), total_(floats(max_rows_)) {}
+
+void Prefill::run(const Sequence& sequence, int begin, int end, antkv_rows query, antkv_rows key, antkv_rows value,
+                  antkv_rows output, float* lse) {
+    rows_ = (end - begin) * group_;
+    const auto token_of = [&](int row) { return sequence.first + begin + row / group_ - sequence.start; };
+    const auto head_of = [&](int row) { return sequence.head * group_ + row % group_; };
+    for (int row = 0; row < rows_; ++row) {
+        float* to = &queries_[(int64_t)row * size_];
+        widen(layer_, row_of(layer_, query, token_of(row), head_of(row)), size_, to);
+        for (int c = 0; c < size_; ++c) to[c] *= layer_.scale;
+    }
+    std::fill_n(outputs_.get(), (int64_t)rows_ * size_, 0.0f);
+    std::fill_n(max_.get(), rows_, -kInfinity);
+    std::fill_n(total_.get(), rows_, 0.0f);
+    coded_tiles(sequence, begin, end);
+    exact_tiles(sequence, begin, end, key, value);
+    for (int row = 0; row < rows_; ++row) {
+        float* from = &outputs_[(int64_t)row * size_];
+        const float scale = 1 / total_[row];
+        for (int c = 0; c < size_; ++c) from[c] *= scale;
+        narrow(layer_, from, size_, row_of(layer_, output, token_of(row), head_of(row)));
+        if (lse) lse[(int64_t)token_of(row) * layer_.num_heads + head_of(row)] = max_[row] + std::log(total_[row]);
+    }
+}
+
+void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
+    const int own = begin / kBlockSize;
+    for (int block = 0; block <= own; ++block) {
+        const int first = block * kBlockSize, count = std::min(kBlockSize, end - first);
+        // The first query sees the fewest tokens exactly, the last one the most through their codes.
+        bool any = false, all = block < own;
+        for (int position = first; position < first + count; ++position) {
+            any |= !sequence.sees_exactly(end - 1, position);
+            all &= !sequence.sees_exactly(begin, position);
+        }
+        if (!any) continue;
+        const VQPage page = sequence.vq_page(block);
+        turned_keys(layer_, sequence.head, page.codes(false, 0), first, count, keys_.get());
+        decode_rows(layer_, sequence.head, true, page.codes(true, 0), count, values_.get());
+        for (int row = 0; block < own && row < layer_.anchor_rows; ++row) {
+            const int key_offset = page.anchor_offsets(false)[row], value_offset = page.anchor_offsets(true)[row];
+            if (key_offset >= 0) widen(layer_, page.anchor(false, row), size_, &keys_[(int64_t)key_offset * size_]);
+            if (value_offset >= 0) widen(layer_, page.anchor(true, row), size_, &values_[(int64_t)value_offset * size_]);
+        }
+        add_tile(begin, count, all, [&](int query, int column) {
+            return first + column <= query && !sequence.sees_exactly(query, first + column);
+        });
+    }
+}
+
+void Prefill::exact_tiles(const Sequence& sequence, int begin, int end, antkv_rows key, antkv_rows value) {
+    int positions[kBlockSize], count = 0;
+    const auto flush = [&] {
+        for (int column = 0; column < count; ++column) {
+            widen(layer_, sequence.exact_row(key, false, positions[column]), size_, &keys_[(int64_t)column * size_]);
+            widen(layer_, sequence.exact_row(value, true, positions[column]), size_, &values_[(int64_t)column * size_]);
+        }
+        add_tile(begin, count, false, [&](int query, int column) {
+            return positions[column] <= query && sequence.sees_exactly(query, positions[column]);
+        });
+        count = 0;
+    };
+    for (int position = 0; position < end; ++position) {
+        // Whoever sees it first sees it longest: the first query at or behind it.
+        if (!sequence.sees_exactly(std::max(begin, position), position)) continue;
+        positions[count++] = position;
+        if (count == kBlockSize) flush();
+    }
+    if (count) flush();
+}
+
+template <typename Visible>
+void Prefill::add_tile(int begin, int count, bool all_visible, Visible visible) {
+    const int padded = (count + W - 1) / W * W;
+    transpose(count, size_, keys_.get(), columns_.get(), kBlockSize);
+    gemm<false>(rows_, padded, size_, queries_.get(), size_, columns_.get(), kBlockSize, logits_.get(), kBlockSize);
+    for (int row = 0; row < rows_; ++row) {
+        float* logits = &logits_[(int64_t)row * kBlockSize];
+        if (!all_visible) {
+            const int query = begin + row / group_;
+            for (int column = 0; column < count; ++column)
+                if (!visible(query, column)) logits[column] = -kInfinity;
+        }
+        std::fill(logits + count, logits + padded, -kInfinity);
+        Vec top = broadcast(max_[row]);
+        for (int column = 0; column < padded; column += W) top = maximum(top, load(logits + column));
+        const float max = largest(top);
+        if (max == -kInfinity) {  // sees nothing of this tile, nor of those before
+            std::fill(logits, logits + padded, 0.0f);
+            continue;
+        }
+        const Vec offset = broadcast(max);
+        Vec totals = {};
+        for (int column = 0; column < padded; column += W) {
+            const Vec weight = exponential(load(logits + column) - offset);
+            totals += weight;
+            store(logits + column, weight);
+        }
+        const float rescale = max_[row] == max ? 1 : std::exp(max_[row] - max);
+        total_[row] = total_[row] * rescale + sum(totals);
+        max_[row] = max;
+        if (rescale != 1) {
+            float* output = &outputs_[(int64_t)row * size_];
+            for (int c = 0; c < size_; ++c) output[c] *= rescale;
+        }
+    }
+    gemm<true>(rows_, size_, count, logits_.get(), kBlockSize, values_.get(), size_, outputs_.get(), size_);
+}
+
+}  // namespace antkv

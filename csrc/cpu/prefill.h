@@ -1,0 +1,37 @@
+#pragma once
+
+#include "memory.h"
+#include "pages.h"
+
+namespace antkv {
+
+// Attention of runs of queries: FlashAttention over tiles of keys, decoded once for all queries and heads of the run.
+class Prefill {
+  public:
+    // Queries per run. A run lies in one VQ block, since its queries see the anchors of the blocks before their own.
+    static int run_length(const antkv_layer& layer) {
+        return std::clamp(kMaxRows / num_queries_per_kv(layer), 1, kBlockSize);
+    }
+
+    explicit Prefill(const antkv_layer& layer);
+
+    // Queries at positions begin .. end, which are in hand. lse: (num_tokens, num_heads) or null.
+    void run(const Sequence&, int begin, int end, antkv_rows query, antkv_rows key, antkv_rows value, antkv_rows output,
+             float* lse);
+
+  private:
+    static constexpr int kMaxRows = 256;
+
+    void coded_tiles(const Sequence&, int begin, int end);
+    void exact_tiles(const Sequence&, int begin, int end, antkv_rows key, antkv_rows value);
+    // Softmax over one more tile of `count` keys; `visible(query, column)` says who sees what, unless all do.
+    template <typename Visible>
+    void add_tile(int begin, int count, bool all_visible, Visible visible);
+
+    const antkv_layer& layer_;
+    const int group_, size_, max_rows_;
+    int rows_ = 0;  // of the run: query by query, heads side by side
+    Buffer queries_, outputs_, logits_, keys_, columns_, values_, max_, total_;
+};
+
+}  // namespace antkv

@@ -1,0 +1,175 @@
+// Vectors of float32 as wide as the instruction set this file is compiled for, in GCC's and Clang's vector extensions.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace antkv {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * W)));
+typedef int32_t IntVec __attribute__((vector_size(4 * W)));
+typedef uint32_t UintVec __attribute__((vector_size(4 * W)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * W)));
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+inline Vec broadcast(float x) { return Vec{} + x; }
+
+inline Vec load(const float* from) {
+    Vec v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+
+// `kSize` floats, a power of two.
+template <int kSize>
+struct Floats {
+    typedef float Type __attribute__((vector_size(4 * kSize)));
+};
+
+template <int kSize>
+inline typename Floats<kSize>::Type load(const float* from) {
+    typename Floats<kSize>::Type v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <int kSize>
+inline void store(float* to, typename Floats<kSize>::Type v) {
+    std::memcpy(to, &v, sizeof v);
+}
+
+// `kSize` centroid channels, which are stored in half precision.
+template <int kSize>
+inline typename Floats<kSize>::Type load_half(const uint16_t* from) {
+    typename Floats<kSize>::Type v;
+    if constexpr (kSize <= 4) {
+        __m128i half = _mm_setzero_si128();
+        std::memcpy(&half, from, 2 * kSize);
+        const __m128 wide = _mm_cvtph_ps(half);
+        std::memcpy(&v, &wide, sizeof v);
+#if defined(__AVX512F__)
+    } else if constexpr (kSize >= 16) {
+        for (int k = 0; k < kSize; k += 16) {
+            const __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + k)));
+            std::memcpy((float*)&v + k, &wide, sizeof wide);
+        }
+#endif
+    } else {
+        for (int k = 0; k < kSize; k += 8) {
+            const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + k)));
+            std::memcpy((float*)&v + k, &wide, sizeof wide);
+        }
+    }
+    return v;
+}
+
+// Tags of the model dtype, with W elements to and from float32.
+struct Float32 {
+    using Storage = float;
+    static Vec load(const Storage* from) { return antkv::load(from); }
+    static void store(Storage* to, Vec v) { antkv::store(to, v); }
+};
+
+struct BFloat16 {
+    using Storage = uint16_t;
+    static Vec load(const Storage* from) {
+        HalfVec half;
+        std::memcpy(&half, from, sizeof half);
+        return (Vec)(__builtin_convertvector(half, UintVec) << 16);
+    }
+    static void store(Storage* to, Vec v) {
+        // Round to nearest, ties to even.
+        const UintVec bits = (UintVec)v;
+        const HalfVec half = __builtin_convertvector((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, HalfVec);
+        std::memcpy(to, &half, sizeof half);
+    }
+};
+
+struct Float16 {
+    using Storage = uint16_t;
+#if defined(__AVX512F__)
+    static Vec load(const Storage* from) { return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+    static void store(Storage* to, Vec v) {
+        _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+    }
+#else
+    static Vec load(const Storage* from) { return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
+    static void store(Storage* to, Vec v) {
+        _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+};
+
+template <typename Element>
+inline void widen(const typename Element::Storage* from, int size, float* to) {
+    for (int c = 0; c < size; c += W) store(to + c, Element::load(from + c));
+}
+
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+
+// e^x to about 2 units in the last place (Cephes' polynomial); 0 below -87.
+inline Vec exponential(Vec x) {
+    const Vec scaled = x * 1.44269504088896341f;
+    const IntVec power = __builtin_convertvector(scaled + (scaled < 0 ? broadcast(-0.5f) : broadcast(0.5f)), IntVec);
+    const Vec whole = __builtin_convertvector(power, Vec);
+    const Vec rest = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+    Vec y = broadcast(1.9875691500e-4f);
+    y = y * rest + 1.3981999507e-3f;
+    y = y * rest + 8.3334519073e-3f;
+    y = y * rest + 4.1665795894e-2f;
+    y = y * rest + 1.6666665459e-1f;
+    y = y * rest + 5.0000001201e-1f;
+    y = y * rest * rest + rest + 1.0f;
+    const Vec result = y * (Vec)((power + 127) << 23);
+    return x < -87.0f ? Vec{} : result;
+}
+
+template <typename Op>
+inline float reduce(Vec v, Op op) {
+    float lanes[W];
+    store(lanes, v);
+    for (int step = W / 2; step; step /= 2)
+        for (int i = 0; i < step; ++i) lanes[i] = op(lanes[i], lanes[i + step]);
+    return lanes[0];
+}
+
+inline float sum(Vec v) {
+    return reduce(v, [](float a, float b) { return a + b; });
+}
+
+inline float largest(Vec v) {
+    return reduce(v, [](float a, float b) { return a > b ? a : b; });
+}
+
+// Sums of neighbouring lanes: those of `a`, then those of `b`.
+inline Vec pair_sums(Vec a, Vec b) {
+#if defined(__AVX512F__)
+    const Vec even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const Vec odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#else
+    const Vec even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+    const Vec odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#endif
+    return even + odd;
+}
+
+// Lane i is the sum of the lanes of vectors[i]; overwrites them.
+inline Vec sums(Vec (&vectors)[W]) {
+    for (int count = W; count > 1; count /= 2)
+        for (int i = 0; i < count / 2; ++i) vectors[i] = pair_sums(vectors[2 * i], vectors[2 * i + 1]);
+    return vectors[0];
+}
+
+}  // namespace antkv

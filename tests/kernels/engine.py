@@ -1,0 +1,197 @@
+"""A small engine over pages: allocates as the block managers do, from memory full of NaN, and runs any kernels."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
+from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.evaluate.attention import attend_window
+from vllm_antkv.evaluate.methods.base import Method
+from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
+from vllm_antkv.ops.counters import Counters
+from vllm_antkv.ops.layer import LayerOperations, LayerState, run
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.step import Step
+from vllm_antkv.presets import PRESETS
+from vllm_antkv.select.recency import last_query_table
+from vllm_antkv.select.retention import page_retention
+
+NUM_BLOCKS = 1200
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a layer."""
+
+    preset: str = "antkv-1bit"
+    head_size: int = 16
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    dtype: torch.dtype = torch.float32
+    rotary_dim: int | None = None
+    neox: bool = True
+    magnitude: float = 1.0
+    max_len: int = 400
+
+    @property
+    def scale(self) -> float:
+        return 2 * self.head_size**-0.5
+
+
+def rotary(shape: Shape) -> RotaryTable | None:
+    rotary_dim = shape.head_size if shape.rotary_dim is None else shape.rotary_dim
+    if rotary_dim == 0:
+        return None
+    angles = torch.arange(shape.max_len)[:, None] * torch.logspace(0, -3, rotary_dim // 2)
+    return RotaryTable(shape.magnitude * angles.cos(), shape.magnitude * angles.sin(), shape.neox)
+
+
+def codebook(shape: Shape) -> Codebook:
+    kind = PRESETS[shape.preset]
+    generator = torch.Generator().manual_seed(1)
+    tables = (
+        1,
+        shape.num_kv_heads,
+        kind.num_sub_vectors(shape.head_size),
+        kind.num_centroids,
+        kind.sub_vector_size,
+    )
+    k, v = (torch.randn(tables, generator=generator).half() for _ in "kv")
+    identity = ModelIdentity(
+        architecture="X",
+        num_layers=1,
+        num_attention_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        hidden_size=8,
+        vocab_size=8,
+    )
+    header = CodebookHeader(
+        format_version=FORMAT_VERSION, preset=shape.preset, model=identity, sinks=None, calibration={}
+    )
+    return Codebook(header, k, v)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Rows of one request, and how far it has been computed.
+
+    pages: what the block manager holds, 0 for a page that was freed; table: what the worker sees, who is never told.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    is_sink: torch.Tensor
+    output: torch.Tensor
+    computed: int = 0
+    vq_blocks: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)
+
+
+def draw_sequence(seed: int, length: int, shape: Shape) -> Sequence:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(length, shape.num_heads, shape.head_size, generator=generator).to(shape.dtype)
+    key, value = torch.randn(2, length, shape.num_kv_heads, shape.head_size, generator=generator).to(shape.dtype)
+    is_sink = torch.rand(length, generator=generator) < 0.02
+    return Sequence(query, key, value, is_sink, torch.full_like(query, torch.nan))
+
+
+class Engine:
+    """Allocates pages and runs steps over several sequences.
+
+    operations: builds the kernels under test. compute_dtype: of the centroids, which the reference computes in.
+    """
+
+    def __init__(
+        self,
+        config: AntKVConfig,
+        shape: Shape,
+        operations: Callable[[LayerState], LayerOperations],
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.layout = PageLayout.of(config, PRESETS[shape.preset], shape.head_size, shape.dtype)
+        self.codebook = codebook(shape)
+        self.config, self.shape = config, shape
+        self.retention = page_retention(config, shape.max_len, self.layout.recency_block_size, 0)
+        self.free = list(range(1, NUM_BLOCKS))
+        raw = torch.full((NUM_BLOCKS, shape.num_kv_heads, 1, self.layout.pool_block_bytes), 0xFF, dtype=torch.uint8)
+        self.raw = raw
+        self.state = LayerState(
+            vq=VQPages.view(raw[..., : self.layout.vq_page_bytes], self.layout, shape.dtype),
+            recency=RecencyPages.view(raw[..., : self.layout.recency_page_bytes], self.layout, shape.dtype),
+            k_centroids=self.codebook.k[0].to(compute_dtype),
+            v_centroids=self.codebook.v[0].to(compute_dtype),
+            preset=PRESETS[shape.preset],
+            rotary=rotary(shape),
+            last_query=last_query_table(config, shape.max_len),
+            config=config,
+            num_heads=shape.num_heads,
+            scale=shape.scale,
+            counters=Counters(torch.device("cpu"), "test"),
+            counts_rows=True,
+        )
+        self.operations = operations(self.state)
+
+    def step(self, work: list[tuple[Sequence, int]]) -> None:
+        """Compute the next `n` tokens of each sequence."""
+        for sequence, count in work:
+            self._allocate(sequence, sequence.computed + count)
+        parts = [(s, slice(s.computed, s.computed + n)) for s, n in work]
+        step = Step(
+            query_start_loc=torch.tensor(np.cumsum([0, *(n for _, n in work)]), dtype=torch.int32),
+            seq_lens=torch.tensor([part.stop for _, part in parts], dtype=torch.int32),
+            vq_block_table=self._table([s.vq_blocks for s, _ in work]),
+            recency_block_table=self._table([s.table for s, _ in work]),
+            max_query_len=max(n for _, n in work),
+            max_seq_len=max(part.stop for _, part in parts),
+        )
+        query, key, value, is_sink = (
+            torch.cat([getattr(s, name)[part] for s, part in parts]) for name in ("query", "key", "value", "is_sink")
+        )
+        output = torch.full_like(query, torch.nan)
+        run(self.operations, self.state, query, key, value, is_sink if self.config.sinks else None, output, step)
+        for (sequence, part), rows in zip(parts, output.split([n for _, n in work]), strict=True):
+            sequence.output[part] = rows
+            sequence.computed = part.stop
+            self._release(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Give everything back, dirty."""
+        self.free += [*sequence.vq_blocks, *(page for page in sequence.pages if page)]
+
+    def _allocate(self, sequence: Sequence, num_tokens: int) -> None:
+        while len(sequence.vq_blocks) * VQ_BLOCK_SIZE < num_tokens:
+            sequence.vq_blocks.append(self.free.pop())
+        for real in self.retention.pages_of_step(len(sequence.pages), num_tokens):
+            sequence.pages.append(self.free.pop() if real else 0)
+            sequence.table.append(sequence.pages[-1])
+
+    def _release(self, sequence: Sequence) -> None:
+        keep = self.retention.needed_after(np.arange(len(sequence.pages)), sequence.computed)
+        for index, page in enumerate(sequence.pages):
+            if page and not keep[index]:
+                self.raw[page] = 0xFF
+                self.free.append(page)
+                sequence.pages[index] = 0
+
+    def _table(self, rows: list[list[int]]) -> torch.Tensor:
+        table = torch.zeros(len(rows), self.shape.max_len, dtype=torch.int32)
+        for index, row in enumerate(rows):
+            table[index, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        return table
+
+    def offline(self, sequence: Sequence) -> torch.Tensor:
+        """What the evaluator computes for the whole sequence, in float64."""
+        method = Method(
+            "x", 1.0, self.config, VectorQuantiser(self.codebook), sinks=SinkRule(layer=0, channels=(0,), threshold=1.0)
+        )
+        rows = (tensor[None].double() for tensor in (sequence.query, sequence.key, sequence.value))
+        is_sink = sequence.is_sink[None] if self.config.sinks else None
+        unturned = RotaryTable(torch.ones(self.shape.max_len, 1), torch.zeros(self.shape.max_len, 1))
+        return attend_window(*rows, self.shape.scale, 0, method, self.state.rotary or unturned, is_sink)[0]

@@ -1,0 +1,127 @@
+"""The C++ kernels give what the offline evaluator computes in float64, however the steps are cut."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.test_operations import CONFIGS
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.ops import cpu
+from vllm_antkv.ops.cpu import CpuOperations
+from vllm_antkv.ops.paged import ReferenceOperations
+
+pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+
+
+@pytest.fixture(scope="module", params=cpu.INSTRUCTION_SETS.values())
+def kernels(request):
+    """CpuOperations of each instruction set that this processor has: AVX-512 processors have AVX2 too."""
+    if request.param == "avx512" and cpu.instruction_set() != "avx512":
+        pytest.skip("this processor has no AVX-512")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "instruction_set", lambda: request.param)
+        cpu._library.cache_clear()
+        yield CpuOperations
+    cpu._library.cache_clear()
+
+
+#: By dtype: the output is rounded to it, and a query or key in it may come nearer to another anchor.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+SHAPES = [
+    Shape(),
+    Shape("antkv-4bit", 32, num_heads=2, num_kv_heads=2),
+    Shape("antkv-2bit", 80, num_heads=3, num_kv_heads=1, rotary_dim=32),
+    Shape("antkv-1bit", 64, num_heads=8, num_kv_heads=1, neox=False, magnitude=1.3),
+    Shape("antkv-1bit", 96, num_heads=5, num_kv_heads=1, rotary_dim=0),
+    Shape("antkv-1bit", 256, num_heads=6, num_kv_heads=2, magnitude=0.7),
+    Shape("antkv-0.75bit", 48, num_heads=22, num_kv_heads=2),
+    Shape("antkv-0.375bit", 96, num_heads=2, num_kv_heads=1),
+]
+
+
+def run_schedule(engine: Engine, sequences, chunks) -> None:
+    """Compute the sequences in chunks that `chunks()` draws; every step takes some of them."""
+    waiting = list(sequences)
+    while waiting:
+        work = [(s, n) for s in waiting if (n := chunks(len(s.key) - s.computed))] or [(waiting[0], 1)]
+        engine.step(work)
+        for sequence in [s for s in waiting if s.computed == len(s.key)]:
+            waiting.remove(sequence)
+            engine.finish(sequence)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    config=CONFIGS,
+    shape=st.sampled_from(SHAPES),
+    lengths=st.lists(st.integers(1, 330), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_any_schedule_gives_what_the_evaluator_computes(kernels, config, shape, lengths, data):
+    engine = Engine(config, shape, kernels)
+    sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
+    chunk = st.sampled_from([0, 1, 1, 2, 50, 127, 128, 200])
+    run_schedule(engine, sequences, lambda left: min(data.draw(chunk), left))
+    for sequence in sequences:
+        torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", [Shape("antkv-1bit", 128, 8, 2), Shape("antkv-0.375bit", 64, 4, 4)])
+def test_every_dtype(kernels, shape, dtype):
+    shape = Shape(shape.preset, shape.head_size, shape.num_heads, shape.num_kv_heads, dtype)
+    engine = Engine(AntKVConfig(prefix=3), shape, kernels)
+    sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate((390, 129, 1))]
+    run_schedule(engine, sequences, lambda left: min(left, 40))
+    for sequence in sequences:
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=tolerance, atol=tolerance)
+
+
+def test_a_head_size_that_fills_no_vector_is_refused():
+    with pytest.raises(UnsupportedModelError, match="kernels=reference"):
+        Engine(AntKVConfig(), Shape("antkv-4bit", 8), CpuOperations)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 4, 12])
+@pytest.mark.parametrize("preset", ["antkv-4bit", "antkv-2bit", "antkv-1bit"])
+def test_long_contexts_add_values_up_by_code(kernels, preset, num_heads):
+    """Two splits, the first of them with more coded tokens than centroids."""
+    shape = Shape(preset, 16, num_heads=num_heads, num_kv_heads=1, max_len=1400)
+    engine = Engine(AntKVConfig(anchor_share=0.05), shape, kernels)
+    sequence = draw_sequence(0, 1300, shape)
+    engine.step([(sequence, 1297)])
+    for _ in range(3):
+        engine.step([(sequence, 1)])
+    difference = (sequence.output.double() - engine.offline(sequence)).abs()
+    # So many codes that some are ties, which float64 decides otherwise.
+    assert difference.max() < 0.05
+    assert (difference > 1e-3).double().mean() < 0.02
+
+
+def test_the_papers_votes_choose_the_same_anchors_as_the_reference(kernels):
+    config = AntKVConfig(anchor_scope="prompt", anchor_share=0.05, prefill_reads_cache=False)
+    engines = [Engine(config, Shape(), operations) for operations in (kernels, ReferenceOperations)]
+    sequences = [draw_sequence(0, 330, Shape()) for _ in engines]
+    for engine, sequence in zip(engines, sequences, strict=True):
+        for count in (300, 1, 29):
+            engine.step([(sequence, count)])
+    torch.testing.assert_close(sequences[0].output, sequences[1].output, rtol=1e-3, atol=1e-3)
+    ours, reference = (engine.state.vq.anchor_offsets[sequences[0].vq_blocks[:2]] for engine in engines)
+    assert torch.equal(ours, reference)
+
+
+def test_codes_are_those_of_the_reference(kernels):
+    engines = [Engine(AntKVConfig(), Shape(head_size=64), operations) for operations in (kernels, ReferenceOperations)]
+    sequence = draw_sequence(0, 300, Shape(head_size=64))
+    for engine in engines:
+        sequence.computed, sequence.vq_blocks, sequence.pages, sequence.table = 0, [], [], []
+        engine.step([(sequence, 300)])
+    for name in ("k_codes", "v_codes"):
+        ours, reference = (getattr(engine.state.vq, name)[sequence.vq_blocks[:2]] for engine in engines)
+        # Float32 sums in another order may choose the other of two centroids that are equally near.
+        assert (ours != reference).float().mean() < 1e-3

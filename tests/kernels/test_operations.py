@@ -1,0 +1,85 @@
+"""The reference operations give what the offline evaluator computes on whole windows, however the steps are cut."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.engine import Engine, Shape, draw_sequence
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops.paged import ReferenceOperations
+
+SMALL = Shape()
+SHAPES = [
+    SMALL,
+    Shape("antkv-4bit", 8),
+    Shape("antkv-0.75bit", 32, rotary_dim=16),
+    Shape("antkv-0.375bit", 32, neox=False),
+]
+
+CONFIGS = st.builds(
+    AntKVConfig,
+    anchor_share=st.sampled_from([0.0, 0.01, 0.05, 1.0]),
+    sinks=st.booleans(),
+    prefix=st.sampled_from([0, 1, 8, 150]),
+    recency=st.sampled_from(["none", "sliding:1", "sliding:32", "sliding:200", "log:4", "log:42"]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    config=CONFIGS,
+    shape=st.sampled_from(SHAPES),
+    lengths=st.lists(st.integers(1, 330), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_any_schedule_gives_what_the_evaluator_computes(config, shape, lengths, data):
+    engine = Engine(config, shape, ReferenceOperations, torch.float64)
+    waiting = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
+    sequences = list(waiting)
+    while waiting:
+        chosen = [s for s in waiting if data.draw(st.booleans())] or waiting[:1]
+        engine.step(
+            [(s, min(data.draw(st.sampled_from([1, 2, 50, 127, 128, 200])), len(s.key) - s.computed)) for s in chosen]
+        )
+        for sequence in [s for s in waiting if s.computed == len(s.key)]:
+            waiting.remove(sequence)
+            engine.finish(sequence)
+    for sequence in sequences:
+        torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=1e-4)
+    assert len(engine.free) == 1199
+
+
+@pytest.mark.parametrize("scope", ["block", "prompt"])
+def test_tokens_in_hand_are_seen_exactly_where_prefill_does_not_read_the_cache(scope):
+    config = AntKVConfig(prefill_reads_cache=False, anchor_scope=scope)
+    engine = Engine(config, SMALL, ReferenceOperations)
+    sequence = draw_sequence(0, 300, SMALL)
+    engine.step([(sequence, 300)])
+    logits = torch.einsum("qhd,khd->hqk", sequence.query, sequence.key.repeat_interleave(2, 1)) * SMALL.scale
+    probs = logits.masked_fill(torch.ones(300, 300).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", probs, sequence.value.repeat_interleave(2, 1))
+    torch.testing.assert_close(sequence.output, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_prompt_scope_keeps_the_same_anchors_for_later_steps():
+    """Anchors of a block are frozen when it closes: the decode steps after it see one choice."""
+    engine = Engine(AntKVConfig(anchor_scope="prompt", recency="none", prefix=0), SMALL, ReferenceOperations)
+    sequence = draw_sequence(3, 330, SMALL)
+    engine.step([(sequence, 300)])
+    chosen = engine.state.vq.anchor_offsets[sequence.vq_blocks[:2]].clone()
+    assert (chosen >= 0).all()
+    for _ in range(30):
+        engine.step([(sequence, 1)])
+    assert torch.equal(engine.state.vq.anchor_offsets[sequence.vq_blocks[:2]], chosen)
+
+
+def test_rows_that_nobody_sees_may_be_gone():
+    """Without recency, prefix and anchors a row is dead after its own step, though block tables still point to it."""
+    config = AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0)
+    engine = Engine(config, SMALL, ReferenceOperations)
+    sequence = draw_sequence(0, 270, SMALL)
+    engine.step([(sequence, 200)])
+    while sequence.computed < 270:
+        engine.step([(sequence, 1)])
+    torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=1e-4)

@@ -1,0 +1,266 @@
+"""The operations on a CPU in C++ (csrc/cpu), called with raw pointers.
+
+The kernels are built once per instruction set when the package is installed; the one that fits this processor is loaded
+at run time. They are compiled with OpenMP but linked against no OpenMP runtime: they take PyTorch's, whose threads vLLM
+has bound to cores, instead of starting a second set.
+"""
+
+import ctypes
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.step import Step
+
+#: PyTorch's name of an instruction set and ours.
+INSTRUCTION_SETS = {"AVX512": "avx512", "AVX2": "avx2"}
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+#: Query heads per KV head that the kernels have room for.
+MAX_GROUP = 64
+#: Vectors of the widest instruction set.
+_HEAD_SIZE_MULTIPLE = 16
+
+
+def instruction_set() -> str:
+    """The instruction set whose kernels run here, `none` where there are none for this processor."""
+    return INSTRUCTION_SETS.get(torch.backends.cpu.get_cpu_capability(), "none")
+
+
+def library_path() -> Path:
+    """Where the kernels for this processor would be."""
+    return Path(__file__).parent / f"_cpu_{instruction_set()}.so"
+
+
+def missing() -> str | None:
+    """Why the kernels cannot run here, or None."""
+    if instruction_set() == "none":
+        return "the C++ kernels need a processor with AVX2 or AVX-512"
+    if not library_path().is_file():
+        return "the C++ kernels were not built, as no C++ compiler was found when vllm-antkv was installed"
+    try:
+        _library()
+    except OSError as error:
+        return f"the C++ kernels cannot be loaded ({error})"
+    return None
+
+
+class _Layer(ctypes.Structure):
+    """antkv_layer of csrc/cpu/antkv.h."""
+
+    _fields_: ClassVar = [
+        ("vq", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("vq_block_stride", "vq_head_stride")),
+        *((name, ctypes.c_int64) for name in ("v_codes", "k_anchors", "v_anchors", "anchor_offsets")),
+        ("recency", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("recency_block_stride", "recency_head_stride")),
+        *((name, ctypes.c_int64) for name in ("recency_v", "recency_scores")),
+        *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "k_columns", "v_columns")),
+        *((name, ctypes.c_void_p) for name in ("k_half_norms", "v_half_norms", "cos", "sin", "last_query")),
+        *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
+        *((name, ctypes.c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "head_size")),
+        *((name, ctypes.c_int32) for name in ("rotary_dim", "is_neox_style")),
+        *((name, ctypes.c_int32) for name in ("sub_vector_size", "num_centroids", "code_bytes")),
+        *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "prefix")),
+        *((name, ctypes.c_int32) for name in ("has_anchors", "prompt_scope", "prefill_reads_cache")),
+    ]
+
+
+class _Step(ctypes.Structure):
+    """antkv_step."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "vq_block_table", "recency_block_table")),
+        *((name, ctypes.c_int64) for name in ("vq_table_stride", "recency_table_stride")),
+        ("num_reqs", ctypes.c_int32),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    """antkv_rows."""
+
+    _fields_: ClassVar = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64)]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The kernels, with PyTorch's OpenMP runtime. OSError when they do not load."""
+    ctypes.CDLL(str(_openmp_runtime()), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(library_path()))
+    pointer, layer, step = ctypes.c_void_p, ctypes.POINTER(_Layer), ctypes.POINTER(_Step)
+    library.antkv_encode_store.argtypes = [layer, step, _Rows, _Rows]
+    library.antkv_encode_store.restype = None
+    library.antkv_anchor_score.argtypes = [layer, step, _Rows, _Rows, _Rows, pointer, pointer]
+    library.antkv_anchor_score.restype = ctypes.c_int64
+    library.antkv_attend.argtypes = [layer, step, _Rows, _Rows, _Rows, _Rows, pointer]
+    library.antkv_attend.restype = None
+    return library
+
+
+def _openmp_runtime() -> Path:
+    """The OpenMP runtime that this process already has. OSError when there is none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.split(maxsplit=5)[-1])
+        if path.name.startswith(("libgomp", "libiomp5", "libomp")):
+            return path
+    raise OSError("PyTorch runs without OpenMP")
+
+
+class CpuOperations:
+    """See `LayerOperations`.
+
+    Raises:
+        UnsupportedModelError: the kernels have no room for this layer.
+    """
+
+    def __init__(self, layer: LayerState) -> None:
+        _check(layer)
+        self._library = _library()
+        self._state = layer
+        # The structure holds addresses: these tensors must live as long.
+        self._tensors = {name: tensor.contiguous() for name, tensor in _tables(layer).items()}
+        self._layer = _layer(layer, self._tensors)
+
+    def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+        """See `LayerOperations`."""
+        self._library.antkv_encode_store(self._layer, _step(step), _rows(key), _rows(value))
+
+    def anchor_score(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_sink: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """See `LayerOperations`."""
+        num_rows = self._library.antkv_anchor_score(
+            self._layer, _step(step), _rows(query), _rows(key), _rows(value), _address(is_sink), _address(lse)
+        )
+        if self._state.counts_rows:
+            self._state.counters.count_anchor_rows(num_rows, 2 * key.shape[1])
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """See `LayerOperations`."""
+        self._library.antkv_attend(
+            self._layer, _step(step), _rows(query), _rows(key), _rows(value), _rows(output), _address(lse)
+        )
+
+
+def _check(layer: LayerState) -> None:
+    num_kv_heads, num_sub_vectors, _, size = layer.k_centroids.shape
+    if num_sub_vectors * size % _HEAD_SIZE_MULTIPLE or layer.num_heads // num_kv_heads > MAX_GROUP:
+        raise UnsupportedModelError(
+            f"The C++ kernels need a head size that is a multiple of {_HEAD_SIZE_MULTIPLE} and at most {MAX_GROUP} "
+            "query heads per KV head: serve this model with the antkv setting kernels=reference."
+        )
+    if layer.rotary is not None and not _angles_are_linear(layer.rotary):
+        raise UnsupportedModelError(
+            "The C++ kernels need rotary angles that grow linearly with the position: serve this model with the antkv "
+            "setting kernels=reference."
+        )
+
+
+def _angles_are_linear(rotary: RotaryTable) -> bool:
+    """Whether turning by a block's position and then by an offset is turning by their sum, up to the magnitude."""
+    turns = torch.complex(rotary.cos.double(), rotary.sin.double())
+    block = 128
+    bases = turns[::block]
+    offsets = turns[:block]
+    composed = (bases[:, None] * offsets / turns[0].abs()).flatten(0, 1)[: len(turns)]
+    return torch.allclose(composed, turns, atol=1e-2)
+
+
+def _tables(layer: LayerState) -> dict[str, torch.Tensor]:
+    """What the kernels read beside the pages, in their layouts."""
+    tables = {"last_query": layer.last_query}
+    for name, centroids in (("k", layer.k_centroids), ("v", layer.v_centroids)):
+        # Codebooks are float16: nothing is lost, and twice as much fits into a core's cache.
+        tables[f"{name}_centroids"] = centroids.half()
+        tables[f"{name}_columns"] = centroids.half().transpose(2, 3)
+        tables[f"{name}_half_norms"] = centroids.square().sum(-1) / 2
+    if layer.rotary is not None:
+        tables |= {"cos": layer.rotary.cos, "sin": layer.rotary.sin}
+    return tables
+
+
+def _layer(layer: LayerState, tables: dict[str, torch.Tensor]) -> _Layer:
+    vq, recency, config = layer.vq, layer.recency, layer.config
+    num_kv_heads, num_sub_vectors, num_centroids, size = layer.k_centroids.shape
+    rotary = layer.rotary
+    return _Layer(
+        vq=vq.k_codes.data_ptr(),
+        vq_block_stride=_stride(vq.k_codes, 0),
+        vq_head_stride=_stride(vq.k_codes, 1),
+        v_codes=_section(vq.k_codes, vq.v_codes),
+        k_anchors=_section(vq.k_codes, vq.k_anchors),
+        v_anchors=_section(vq.k_codes, vq.v_anchors),
+        anchor_offsets=_section(vq.k_codes, vq.anchor_offsets),
+        recency=recency.k.data_ptr(),
+        recency_block_stride=_stride(recency.k, 0),
+        recency_head_stride=_stride(recency.k, 1),
+        recency_v=_section(recency.k, recency.v),
+        recency_scores=_section(recency.k, recency.scores),
+        **{name: tensor.data_ptr() for name, tensor in tables.items()},
+        scale=layer.scale,
+        rotary_magnitude=1.0 if rotary is None else float(rotary.cos[0, 0]),
+        dtype=_DTYPES[recency.k.dtype],
+        num_heads=layer.num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=num_sub_vectors * size,
+        rotary_dim=0 if rotary is None else rotary.rotary_dim,
+        is_neox_style=rotary is None or rotary.is_neox_style,
+        sub_vector_size=size,
+        num_centroids=num_centroids,
+        code_bytes=vq.k_codes.shape[-1],
+        recency_block_size=recency.k.shape[2],
+        anchor_rows=vq.k_anchors.shape[2],
+        prefix=config.prefix,
+        has_anchors=config.anchor_share > 0,
+        prompt_scope=config.anchor_scope == "prompt",
+        prefill_reads_cache=config.prefill_reads_cache,
+    )
+
+
+@lru_cache(maxsize=1)
+def _step(step: Step) -> _Step:
+    """All layers of a model and their operations are given the same step."""
+    return _Step(
+        step.query_start_loc.data_ptr(),
+        step.seq_lens.data_ptr(),
+        step.vq_block_table.data_ptr(),
+        step.recency_block_table.data_ptr(),
+        step.vq_block_table.stride(0),
+        step.recency_block_table.stride(0),
+        step.num_reqs,
+    )
+
+
+def _rows(rows: torch.Tensor) -> _Rows:
+    """(num_tokens, heads, head_size) whose heads lie side by side, as they come from one projection."""
+    return _Rows(rows.data_ptr(), rows.stride(0))
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _stride(pages: torch.Tensor, dim: int) -> int:
+    return pages.stride(dim) * pages.itemsize
+
+
+def _section(first: torch.Tensor, section: torch.Tensor) -> int:
+    return section.data_ptr() - first.data_ptr()

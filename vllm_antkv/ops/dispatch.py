@@ -1,0 +1,57 @@
+"""Which kernels run the operations on a device: chosen once at start-up, never changed afterwards."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_antkv.errors import SettingsError
+from vllm_antkv.ops import cpu
+from vllm_antkv.ops.layer import LayerOperations, LayerState
+from vllm_antkv.ops.paged import ReferenceOperations
+
+logger = logging.getLogger("vllm.antkv")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One set of kernels.
+
+    name: what the setting `kernels` calls it.
+    title: what people call it.
+    missing: why it cannot run on a device, or None.
+    build: makes a layer's operations.
+    """
+
+    name: str
+    title: str
+    missing: Callable[[torch.device], str | None]
+    build: Callable[[LayerState], LayerOperations]
+
+
+def _cpu_missing(device: torch.device) -> str | None:
+    return cpu.missing() if device.type == "cpu" else "the C++ kernels run on CPUs only"
+
+
+REFERENCE = Kernels("reference", "reference (PyTorch)", lambda device: None, ReferenceOperations)
+#: The fastest first.
+KERNELS = (Kernels("cpu", f"C++ ({cpu.instruction_set()})", _cpu_missing, cpu.CpuOperations), REFERENCE)
+
+
+def choose(setting: str, device: torch.device) -> Kernels:
+    """The kernels for `setting` (`auto` or the name of one set) on this device.
+
+    Raises:
+        SettingsError: the set that was asked for cannot run here.
+    """
+    reasons = {kernels.name: kernels.missing(device) for kernels in KERNELS}
+    if setting != "auto" and reasons[setting] is not None:
+        raise SettingsError(
+            f"--additional-config: antkv setting 'kernels' is '{setting}', but {reasons[setting]}: leave it out."
+        )
+    chosen = next(k for k in KERNELS if (k.name == setting or setting == "auto") and reasons[k.name] is None)
+    if setting == "auto" and chosen is REFERENCE:
+        why = "; ".join(reason for reason in reasons.values() if reason)
+        logger.warning("The antkv cache runs on PyTorch reference code, which is SLOW: %s.", why)
+    return chosen

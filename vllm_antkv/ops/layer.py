@@ -1,0 +1,129 @@
+"""What an attention layer's operations need beside the step, and the interface that every set of kernels has."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from vllm_antkv.cache.pages import RecencyPages, VQPages
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops.counters import Counters
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.step import Step
+from vllm_antkv.presets import Preset
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One layer's pages, centroids and rotary table, and what a query sees exactly.
+
+    k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float32.
+    rotary: None for a layer without RoPE.
+    last_query: (max_model_len,) int32, the last query that sees each token exactly (`select.recency`).
+    num_heads: query heads.
+    scale: multiplies the logits.
+    counters: of this worker.
+    counts_rows: this layer's anchors are the ones that are counted.
+    """
+
+    vq: VQPages
+    recency: RecencyPages
+    k_centroids: torch.Tensor
+    v_centroids: torch.Tensor
+    preset: Preset
+    rotary: RotaryTable | None
+    last_query: torch.Tensor
+    config: AntKVConfig
+    num_heads: int
+    scale: float
+    counters: Counters
+    counts_rows: bool
+
+    @property
+    def votes_on_prompt(self) -> bool:
+        """Anchor Scores are the paper's: summed over the queries of the whole step, which must have attended before."""
+        return self.config.anchor_scope == "prompt" and self.config.anchor_rows > 0
+
+
+class LayerOperations(Protocol):
+    """The operations of one layer on its pages. `run` calls them in their order."""
+
+    def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+        """Write the codes of the step's tokens, and the full-precision rows of those that own a recency page.
+
+        Args:
+            key, value: (num_tokens, num_kv_heads, head_size) model dtype, K after RoPE.
+            step: what is computed.
+        """
+        ...
+
+    def anchor_score(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_sink: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """Add the votes of the step's queries to the Anchor Scores; choose the anchors of the blocks that close.
+
+        Args:
+            query: (num_tokens, num_heads, head_size) model dtype.
+            key, value: as stored.
+            is_sink: (num_tokens,) bool, tokens to pin (KVSink), or None.
+            lse: (num_tokens, num_heads) float32 of `attend`, for `anchor_scope: prompt`. None: a query's votes are its
+                attention to the keys of its own block alone.
+            step: what is computed.
+        """
+        ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """Attention of the step's queries to the cache and the tokens in hand.
+
+        Args:
+            query: (num_tokens, num_heads, head_size) model dtype.
+            key, value: as stored.
+            output: (num_tokens, num_heads, head_size), written.
+            lse: (num_tokens, num_heads) float32, log-sum-exp of the scaled logits, written; or None.
+            step: what is computed.
+        """
+        ...
+
+
+def run(
+    operations: LayerOperations,
+    layer: LayerState,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_sink: torch.Tensor | None,
+    output: torch.Tensor,
+    step: Step,
+) -> None:
+    """All that a layer does in a step. Shapes as in `LayerOperations`.
+
+    Votes need nothing but the rows of a block, so that anchors are ready before any query attends, and a query sees
+    the same anchors however its prompt was cut. Only the paper's votes (scope `prompt`) come from attention itself.
+    """
+    counters = layer.counters
+    with counters.timed("encode_store"):
+        operations.encode_store(key, value, step)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if layer.votes_on_prompt else None
+    if lse is not None:
+        with counters.timed("attend"):
+            operations.attend(query, key, value, output, lse, step)
+    if layer.config.anchor_rows:
+        with counters.timed("anchor_score"):
+            operations.anchor_score(query, key, value, is_sink, lse, step)
+    if lse is None:
+        with counters.timed("attend"):
+            operations.attend(query, key, value, output, None, step)

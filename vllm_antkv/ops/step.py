@@ -1,0 +1,30 @@
+"""What one engine step computes: which tokens of which requests, and where their pages are. Imports no vLLM."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step of R requests, with the new tokens of each side by side.
+
+    query_start_loc: (R + 1,) int32, prefix sums of the requests' numbers of new tokens.
+    seq_lens: (R,) int32 sequence lengths, new tokens included.
+    vq_block_table: (R, max_blocks) int32, blocks of the VQ pages.
+    recency_block_table: (R, max_pages) int32, blocks of the recency pages. 0 is the null block. Ids of pages that were
+        freed stay in the table, so it does not say which rows can be read: positions do.
+    max_query_len, max_seq_len: upper bounds over the requests, known to the host.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    vq_block_table: torch.Tensor
+    recency_block_table: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def num_reqs(self) -> int:
+        """R."""
+        return len(self.seq_lens)
