@@ -72,9 +72,9 @@ def _settings(arguments: argparse.Namespace) -> list[Setting]:
 
 
 def _make_model(folder: Path, preset_name: str) -> Path:
-    """A configuration without weights, and a codebook of random centroids beside it."""
+    """A model with random weights, and a codebook of random centroids beside it."""
     import torch
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, codebook_path
     from vllm_antkv.presets import get_preset
@@ -91,7 +91,8 @@ def _make_model(folder: Path, preset_name: str) -> Path:
         max_position_embeddings=MAX_LEN,
         torch_dtype="bfloat16",
     )
-    config.save_pretrained(folder)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     preset, identity = get_preset(preset_name), ModelIdentity.from_hf_config(config)
     shape = (NUM_LAYERS, NUM_KV_HEADS, preset.num_sub_vectors(HEAD_SIZE), preset.num_centroids, preset.sub_vector_size)
     header = CodebookHeader(
@@ -99,7 +100,9 @@ def _make_model(folder: Path, preset_name: str) -> Path:
     )
     path = codebook_path(folder / "antkv", preset_name)
     path.parent.mkdir()
-    Codebook(header, torch.randn(shape).half(), torch.randn(shape).half()).save(path)
+    # As spread out as the keys and values of these weights, so that all codes are used.
+    k, v = (0.3 * torch.randn(shape) for _ in "kv")
+    Codebook(header, k.half(), v.half()).save(path)
     return folder
 
 
@@ -125,7 +128,6 @@ def _work(out: str, model: Path, dtype: str, settings: list[Setting]) -> None:
 
     llm = LLM(
         str(model),
-        load_format="dummy",
         skip_tokenizer_init=True,
         kv_cache_dtype=dtype,
         max_model_len=MAX_LEN,

@@ -5,7 +5,7 @@
 
 #include "gemm.h"
 #include "memory.h"
-#include "rows.h"
+#include "codes.h"
 
 namespace antkv {
 namespace {

@@ -2,34 +2,44 @@
 // once with what its code has collected. Pays where there are more tokens than centroids.
 #pragma once
 
-#include "rows.h"
+#include "codes.h"
 
 namespace antkv {
 
-// bins[code][lane] of two neighbouring sub-vectors (or of one) += weights[t][lane], over tokens of a VQ page.
+// bins[s][t % 2][code][lane] of kTogether neighbouring sub-vectors += weights[t][lane], over tokens of a VQ page.
+//
+// Even and odd tokens have bins of their own: where neighbours have the same code, one addition would wait for the other.
 template <int kLanes, int kTogether>
 void add_to_bins(const uint8_t* codes, int code_bytes, const float* weights, int count, float* bins) {
-    for (int t = 0; t < count; ++t, codes += code_bytes) {
+    const auto add = [&](int t, float* bins) {
         const auto weight = load<kLanes>(weights + t * kLanes);
         for (int s = 0; s < kTogether; ++s) {
-            float* at = bins + (s * 256 + codes[s]) * kLanes;
+            float* at = bins + (2 * 256 * s + codes[s]) * kLanes;
             store<kLanes>(at, load<kLanes>(at) + weight);
         }
+        codes += code_bytes;
+    };
+    int t = 0;
+    for (; t + 2 <= count; t += 2) {
+        add(t, bins);
+        add(t + 1, bins + 256 * kLanes);
     }
+    if (t < count) add(t, bins);
 }
 
-// out[h][k] += sum over codes of bins[code][h] centroid[code][k], for one sub-vector.
+// out[h][k] += sum over codes of both bins[.][code][h] centroid[code][k], for one sub-vector.
 template <int kLanes, int kSize>
 void add_centroids(const float* bins, const uint16_t* centroids, int num_heads, float* out, int out_stride) {
     using Sum = typename Floats<kSize>::Type;
     Sum even[kLanes] = {}, odd[kLanes] = {};
+    const auto add = [&](int code, Sum* total) {
+        const Sum centroid = load_half<kSize>(centroids + code * kSize);
+        const float *first = bins + code * kLanes, *second = first + 256 * kLanes;
+        for (int h = 0; h < kLanes; ++h) total[h] += centroid * (first[h] + second[h]);
+    };
     for (int code = 0; code < 256; code += 2) {
-        const auto first = load_half<kSize>(centroids + code * kSize);
-        const auto second = load_half<kSize>(centroids + (code + 1) * kSize);
-        for (int h = 0; h < kLanes; ++h) {
-            even[h] += first * bins[code * kLanes + h];
-            odd[h] += second * bins[(code + 1) * kLanes + h];
-        }
+        add(code, even);
+        add(code + 1, odd);
     }
     for (int h = 0; h < num_heads; ++h) {
         float* to = out + h * out_stride;
@@ -40,14 +50,14 @@ void add_centroids(const float* bins, const uint16_t* centroids, int num_heads, 
 // out[h] += sum over tokens of weights[token][h] row[token] for up to kLanes heads; 8-bit codes.
 //
 // codes(block): the V codes of the block's tokens. weights: (blocks * 128, kLanes).
-template <int kLanes, int kSize, typename Codes>
-void add_by_code(const antkv_layer& layer, int head, Codes codes, int num_tokens, const float* weights, int num_heads,
-                 float* out) {
+template <int kLanes, typename Table, typename Codes>
+void add_by_code(const antkv_layer& layer, Table centroids, Codes codes, int num_tokens, const float* weights,
+                 int num_heads, float* out) {
+    constexpr int kSize = Table::kChannels;
     const int num_sub_vectors = layer.head_size / kSize;
-    const uint16_t* centroids = centroids_of(layer, head, true);
     for (int s = 0; s < num_sub_vectors; s += 2) {
         const int together = std::min(2, num_sub_vectors - s);
-        alignas(64) float bins[2 * 256 * kLanes] = {};
+        alignas(64) float bins[2 * 2 * 256 * kLanes] = {};
         for (int first = 0; first < num_tokens; first += kBlockSize) {
             const int count = std::min(kBlockSize, num_tokens - first);
             const uint8_t* from = codes(first / kBlockSize) + s;
@@ -57,8 +67,8 @@ void add_by_code(const antkv_layer& layer, int head, Codes codes, int num_tokens
                 add_to_bins<kLanes, 1>(from, layer.code_bytes, weights + first * kLanes, count, bins);
         }
         for (int i = 0; i < together; ++i)
-            add_centroids<kLanes, kSize>(bins + i * 256 * kLanes, centroids + (int64_t)(s + i) * 256 * kSize, num_heads,
-                                         out + (s + i) * kSize, layer.head_size);
+            add_centroids<kLanes, kSize>(bins + 2 * 256 * i * kLanes, centroids.data + (s + i) * Table::kTable,
+                                         num_heads, out + (s + i) * kSize, layer.head_size);
     }
 }
 

@@ -53,8 +53,19 @@ class Split {
         }
     }
 
+    // Ask for what comes next while this block is computed: the hardware does not see across pages.
+    void prefetch(int first) const {
+        const int bytes = kBlockSize * layer_.code_bytes;
+        const auto ask = [&](const uint8_t* from) {
+            for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+        };
+        ask(page_of(first).codes(true, 0));
+        if (first + kBlockSize < count_) ask(page_of(first + kBlockSize).codes(false, 0));
+    }
+
     // Logits of the tokens of a block through their codes and anchors.
     void coded_logits(const float* queries, int first) {
+        prefetch(first);
         alignas(64) float turned[kMaxGroup * kMaxHead], rows[kTile * kMaxHead];
         const int end = std::min(first + kBlockSize, count_);
         for (int tile = first; tile < end; tile += kTile) {
@@ -62,8 +73,8 @@ class Split {
             if (!any_coded(tile, count)) continue;
             std::copy_n(queries, group_ * size_, turned);
             for (int h = 0; h < group_; ++h) turn_back(layer_, begin_ + tile, turned + h * size_);
-            offset_keys(layer_, sequence_.head, page_of(first).codes(false, tile - first), count, rows);
-            dot_rows(group_, turned, rows, size_, count, logits_ + tile, kSplit);
+            dot_codes(layer_, sequence_.head, page_of(first).codes(false, tile - first), count, group_, turned,
+                      logits_ + tile, kSplit, rows);
         }
         for_anchors(first, false, [&](int token, const void* row) {
             widen(layer_, row, size_, rows);
@@ -157,12 +168,10 @@ class Split {
             for (int lane = 0; lane < kLanes; ++lane)
                 weights[t * kLanes + lane] = lane < heads ? logits_[(h + lane) * kSplit + t] : 0;
         const auto codes = [&](int block) { return page_of(block * kBlockSize).codes(true, 0); };
-        float* to = output + h * size_;
-        switch (layer_.sub_vector_size) {
-            case 2: add_by_code<kLanes, 2>(layer_, sequence_.head, codes, count_, weights, heads, to); break;
-            case 4: add_by_code<kLanes, 4>(layer_, sequence_.head, codes, count_, weights, heads, to); break;
-            default: add_by_code<kLanes, 8>(layer_, sequence_.head, codes, count_, weights, heads, to);
-        }
+        with_centroids(layer_, sequence_.head, true, [&](auto centroids) {
+            if constexpr (!centroids.kTwelve)
+                add_by_code<kLanes>(layer_, centroids, codes, count_, weights, heads, output + h * size_);
+        });
         return heads;
     }
 

@@ -5,7 +5,7 @@
 namespace antkv {
 
 constexpr int kMaxGroup = 64;  // query heads per KV head
-constexpr int kSplit = 1024;   // tokens of a split, whatever the batch: results do not depend on who else is served
+constexpr int kSplit = 2048;   // tokens of a split, whatever the batch: results do not depend on who else is served
 
 // Attention of a request's only new token. Splits are independent of each other; `merge` comes after all of them.
 struct Decode {

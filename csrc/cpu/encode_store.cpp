@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "memory.h"
-#include "rows.h"
+#include "codes.h"
 
 namespace antkv {
 namespace {

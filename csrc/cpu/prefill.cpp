@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "gemm.h"
-#include "rows.h"
+#include "codes.h"
 
 namespace antkv {
 

@@ -50,28 +50,14 @@ inline void store(float* to, typename Floats<kSize>::Type v) {
     std::memcpy(to, &v, sizeof v);
 }
 
-// `kSize` centroid channels, which are stored in half precision.
+// `kSize` centroid channels, at most 8, which are stored in half precision.
 template <int kSize>
 inline typename Floats<kSize>::Type load_half(const uint16_t* from) {
+    __m128i half = _mm_setzero_si128();
+    std::memcpy(&half, from, 2 * kSize);
+    const __m256 wide = _mm256_cvtph_ps(half);
     typename Floats<kSize>::Type v;
-    if constexpr (kSize <= 4) {
-        __m128i half = _mm_setzero_si128();
-        std::memcpy(&half, from, 2 * kSize);
-        const __m128 wide = _mm_cvtph_ps(half);
-        std::memcpy(&v, &wide, sizeof v);
-#if defined(__AVX512F__)
-    } else if constexpr (kSize >= 16) {
-        for (int k = 0; k < kSize; k += 16) {
-            const __m512 wide = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + k)));
-            std::memcpy((float*)&v + k, &wide, sizeof wide);
-        }
-#endif
-    } else {
-        for (int k = 0; k < kSize; k += 8) {
-            const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + k)));
-            std::memcpy((float*)&v + k, &wide, sizeof wide);
-        }
-    }
+    std::memcpy(&v, &wide, sizeof v);
     return v;
 }
 

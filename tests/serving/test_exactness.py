@@ -38,23 +38,6 @@ def assert_all_same(left: list[Completion], right: list[Completion]) -> None:
         mine.assert_same(theirs)
 
 
-def assert_all_same_codes(left: list[Completion], right: list[Completion]) -> None:
-    """As `assert_all_same`, but one request in sixteen may differ by what one code is worth.
-
-    Matrix products over one row and over many differ by 1e-6, which once in some hundred thousand codes puts a row on
-    the other side of the border between two centroids. `tests/unit/test_paged.py` has no such noise and is strict.
-    """
-    different = []
-    for mine, theirs in zip(left, right, strict=True):
-        try:
-            mine.assert_same(theirs)
-        except AssertionError:
-            different.append((mine, theirs))
-    assert len(different) <= 1
-    for mine, theirs in different:
-        mine.assert_same(theirs, tolerance=0.02)
-
-
 @pytest.fixture(scope="module")
 def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
     """What vLLM answers without us."""
@@ -114,14 +97,14 @@ def test_same_however_a_prompt_is_chunked_batched_or_cached(
         assert all(completion.num_cached_tokens == 0 for completion in alone)
         batched = engine.complete(prompts)
         assert any(completion.num_cached_tokens >= 512 for completion in batched)
-        assert_all_same_codes(alone, batched)
+        assert_all_same(alone, batched)
         shared = [[*prompt[:300], *prompt[:200]] for prompt in prompts if len(prompt) > 300]
         hits = engine.complete(shared)
         assert all(completion.num_cached_tokens == 256 for completion in hits)
         engine.assert_all_blocks_free()
     with start_engine(EMBEDDED, PRESET, settings, max_num_batched_tokens=200, enable_prefix_caching=False) as engine:
-        assert_all_same_codes(engine.complete(prompts), alone)
-        assert_all_same_codes(engine.complete(shared), hits)
+        assert_all_same(engine.complete(prompts), alone)
+        assert_all_same(engine.complete(shared), hits)
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [200, 256])
@@ -157,7 +140,7 @@ def test_same_compiled(
     start_engine: Start, default: dict[str, Any], alone: list[Completion], prompts: list[list[int]]
 ) -> None:
     with start_engine(EMBEDDED, PRESET, default, enforce_eager=False) as engine:
-        assert_all_same_codes(engine.complete(prompts), alone)
+        assert_all_same(engine.complete(prompts), alone)
 
 
 def test_sinks_change_what_is_served(
@@ -165,7 +148,7 @@ def test_sinks_change_what_is_served(
 ) -> None:
     """The comparisons of this file cover sinks: with them switched off the log-probabilities are others."""
     with start_engine(EMBEDDED, PRESET, {**default, "sinks": False}) as engine, pytest.raises(AssertionError):
-        assert_all_same_codes(engine.complete(prompts), alone)
+        assert_all_same(engine.complete(prompts), alone)
 
 
 @pytest.mark.timeout(900)
@@ -187,7 +170,7 @@ def test_same_with_tensor_parallelism(
         Completion(tuple(tokens), tuple({int(token): value for token, value in step.items()} for step in steps), 0)
         for tokens, steps in json.loads((tmp_path / "out").read_text())
     ]
-    assert_all_same_codes(served, alone)
+    assert_all_same(served, alone)
 
 
 def test_reused_blocks_show_nothing_of_their_former_request(

@@ -2,7 +2,6 @@
 
 from typing import cast
 
-import torch
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope import DynamicNTKAlphaRotaryEmbedding
@@ -28,7 +27,7 @@ SUPPORTED = (
 
 
 def rotary_table(module: nn.Module, layer_name: str) -> RotaryTable:
-    """The table that this rotary module applies, in float32.
+    """The table that this rotary module applies, in float32 and not rounded to the model dtype.
 
     Raises UnsupportedModelError for kinds of RoPE that cannot be undone from a position (M-RoPE, LongRoPE, dual
     chunk, FoPE and others).
@@ -38,6 +37,7 @@ def rotary_table(module: nn.Module, layer_name: str) -> RotaryTable:
         raise UnsupportedModelError(
             f"{layer_name} uses {type(module).__name__}, which an antkv cache cannot undo (it can undo {known})."
         )
-    cos_sin_cache = cast(torch.Tensor, module.cos_sin_cache)
-    cos, sin = cos_sin_cache.to(torch.float32).chunk(2, dim=-1)
+    # Computed again, since the module's own copy is rounded to the model dtype: angles of exact tables add up, so that
+    # kernels may turn by a tile's position first and by the offset in the tile after it.
+    cos, sin = cast(RotaryEmbedding, module)._compute_cos_sin_cache().float().chunk(2, dim=-1)
     return RotaryTable(cos.contiguous(), sin.contiguous(), bool(module.is_neox_style))

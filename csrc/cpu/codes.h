@@ -1,0 +1,198 @@
+// What codes stand for: rows decoded, turned by their positions, multiplied with queries.
+#pragma once
+
+#include "pages.h"
+#include "rows.h"
+
+namespace antkv {
+
+// The code of sub-vector `s` in a row of packed codes; 12-bit codes lie two in three bytes.
+template <bool kTwelveBits>
+inline unsigned code_at(const uint8_t* codes, unsigned s) {
+    if (!kTwelveBits) return codes[s];
+    const uint8_t* pair = codes + s / 2 * 3;
+    return s % 2 ? (pair[1] >> 4) | (pair[2] << 4) : pair[0] | ((pair[1] & 0xF) << 8);
+}
+
+// The centroids of one KV head: (num_sub_vectors, num_centroids, kSize) float16.
+template <int kSize, bool kTwelveBits>
+struct Centroids {
+    static constexpr int kChannels = kSize;
+    static constexpr bool kTwelve = kTwelveBits;
+    static constexpr int kTable = (kTwelveBits ? 4096 : 256) * kSize;  // entries of a sub-vector
+    const uint16_t* data;
+
+    // Channels c .. c + W of the row that the codes stand for.
+    Vec channels(const uint8_t* codes, unsigned c) const {
+        if constexpr (kSize >= W) {
+            return Float16::load(at(codes, c / kSize) + c % kSize);
+        } else {
+            // In registers: small stores before a wide load would stall it.
+            const unsigned s = c / kSize;
+            const auto part = [&](unsigned i) {
+                std::conditional_t<kSize == 2, int32_t, int64_t> bits;
+                std::memcpy(&bits, at(codes, s + i), sizeof bits);
+                return bits;
+            };
+#if defined(__AVX512F__)
+            __m256i half;
+            if constexpr (kSize == 8) {
+                const auto load8 = [&](unsigned i) { return _mm_loadu_si128((const __m128i*)at(codes, s + i)); };
+                half = _mm256_inserti128_si256(_mm256_castsi128_si256(load8(0)), load8(1), 1);
+            } else if constexpr (kSize == 4) {
+                half = _mm256_set_epi64x(part(3), part(2), part(1), part(0));
+            } else {
+                half = _mm256_set_epi32(part(7), part(6), part(5), part(4), part(3), part(2), part(1), part(0));
+            }
+            return (Vec)_mm512_cvtph_ps(half);
+#else
+            if constexpr (kSize == 4) return (Vec)_mm256_cvtph_ps(_mm_set_epi64x(part(1), part(0)));
+            else return (Vec)_mm256_cvtph_ps(_mm_set_epi32(part(3), part(2), part(1), part(0)));
+#endif
+        }
+    }
+    const uint16_t* at(const uint8_t* codes, unsigned s) const {
+        return data + (size_t)s * kTable + (size_t)code_at<kTwelveBits>(codes, s) * kSize;
+    }
+};
+
+// Call `kernel` with the centroids of a head, typed by their format.
+template <typename Kernel>
+void with_centroids(const antkv_layer& layer, int head, bool of_values, Kernel kernel) {
+    const uint16_t* data = of_values ? layer.v_centroids : layer.k_centroids;
+    data += (int64_t)head * layer.num_centroids * layer.head_size;
+    switch (layer.sub_vector_size) {
+        case 2: return kernel(Centroids<2, false>{data});
+        case 4: return kernel(Centroids<4, false>{data});
+        case 8: return kernel(Centroids<8, false>{data});
+        case 16: return kernel(Centroids<16, true>{data});
+        default: return kernel(Centroids<32, true>{data});
+    }
+}
+
+// Rows (count, head_size) that the codes of `count` tokens stand for; K before RoPE.
+inline void decode_rows(const antkv_layer& layer, int head, bool of_values, const uint8_t* codes, int count,
+                        float* rows) {
+    const unsigned size = layer.head_size, code_bytes = layer.code_bytes;
+    with_centroids(layer, head, of_values, [=](auto centroids) {
+        for (int t = 0; t < count; ++t)
+            for (unsigned c = 0; c < size; c += W)
+                store(rows + (size_t)t * size + c, centroids.channels(codes + (size_t)t * code_bytes, c));
+    });
+}
+
+// Turn a row by the angles whose cosines and sines are given; `sign` -1 turns back.
+inline void rotate(const antkv_layer& layer, float* __restrict row, const float* __restrict cos,
+                   const float* __restrict sin, float sign) {
+    const int half = layer.rotary_dim / 2;
+    if (layer.is_neox_style) {
+        for (int c = 0; c < half; ++c) {
+            const float a = row[c], b = row[c + half], s = sign * sin[c];
+            row[c] = a * cos[c] - b * s;
+            row[c + half] = b * cos[c] + a * s;
+        }
+    } else {
+        for (int c = 0; c < half; ++c) {
+            const float a = row[2 * c], b = row[2 * c + 1], s = sign * sin[c];
+            row[2 * c] = a * cos[c] - b * s;
+            row[2 * c + 1] = b * cos[c] + a * s;
+        }
+    }
+}
+
+// Cosines and sines of a position. Angles are linear in the position, so those of a token are those of the first token of
+// a tile plus those of its offset: a table of few rows stays in cache, one of the whole context does not.
+struct Angles {
+    const float *cos, *sin;
+
+    Angles(const antkv_layer& layer, int position)
+        : cos(layer.cos + (int64_t)position * (layer.rotary_dim / 2)),
+          sin(layer.sin + (int64_t)position * (layer.rotary_dim / 2)) {}
+};
+
+// Turn a query back by the position of a tile's first token: what K rows turned by their offsets are multiplied with.
+inline void turn_back(const antkv_layer& layer, int position, float* query) {
+    if (!layer.cos) return;
+    const Angles base(layer, position);
+    rotate(layer, query, base.cos, base.sin, -1);
+    if (layer.rotary_magnitude == 1) return;
+    for (int c = 0; c < layer.rotary_dim; ++c) query[c] /= layer.rotary_magnitude;
+}
+
+// Decoded K rows of `count` tokens of a tile, turned by their offsets in the tile alone.
+inline void offset_keys(const antkv_layer& layer, int head, const uint8_t* codes, int count, float* rows) {
+    decode_rows(layer, head, false, codes, count, rows);
+    if (!layer.cos) return;
+    for (int t = 0; t < count; ++t) {
+        const Angles angles(layer, t);
+        rotate(layer, rows + (int64_t)t * layer.head_size, angles.cos, angles.sin, 1);
+    }
+}
+
+// Decoded K rows of `count` tokens from `position` on as attention uses them, turned by their positions.
+inline void turned_keys(const antkv_layer& layer, int head, const uint8_t* codes, int position, int count, float* rows) {
+    offset_keys(layer, head, codes, count, rows);
+    if (!layer.cos || position == 0) return;
+    const Angles base(layer, position);
+    for (int t = 0; t < count; ++t) {
+        float* row = rows + (int64_t)t * layer.head_size;
+        rotate(layer, row, base.cos, base.sin, 1);
+        if (layer.rotary_magnitude == 1) continue;
+        for (int c = 0; c < layer.rotary_dim; ++c) row[c] /= layer.rotary_magnitude;
+    }
+}
+
+// Whether `dot_turned` can do this layer: channel c turns with c + rotary_dim / 2, and vectors fill a half.
+inline bool turns_in_halves(const antkv_layer& layer) {
+    return layer.cos && layer.is_neox_style && layer.rotary_dim % (2 * W) == 0;
+}
+
+// out[h][t] = queries[h] . `offset_keys`[t], without storing the rows. `count` is rounded up to W in `out`.
+template <int kHeads, typename Table>
+void dot_turned(const antkv_layer& layer, Table centroids, const uint8_t* codes, int count, const float* queries,
+                float* out, int out_stride) {
+    const unsigned size = layer.head_size, half = layer.rotary_dim / 2;
+    Vec partial[kHeads][W];
+    for (int first = 0; first < count; first += W) {
+        for (int lane = 0; lane < W; ++lane) {
+            // Rows past the end are not read; what stands in their place is never used.
+            const int t = std::min(first + lane, count - 1);
+            const uint8_t* row = codes + (int64_t)t * layer.code_bytes;
+            const Angles angles(layer, t);
+            Vec total[kHeads] = {};
+            for (unsigned c = 0; c < half; c += W) {
+                const Vec a = centroids.channels(row, c), b = centroids.channels(row, c + half);
+                const Vec cos = load(angles.cos + c), sin = load(angles.sin + c);
+                const Vec low = a * cos - b * sin, high = b * cos + a * sin;
+                for (int h = 0; h < kHeads; ++h) {
+                    total[h] += load(queries + h * size + c) * low;
+                    total[h] += load(queries + h * size + c + half) * high;
+                }
+            }
+            for (unsigned c = 2 * half; c < size; c += W) {
+                const Vec key = centroids.channels(row, c);
+                for (int h = 0; h < kHeads; ++h) total[h] += load(queries + h * size + c) * key;
+            }
+            for (int h = 0; h < kHeads; ++h) partial[h][lane] = total[h];
+        }
+        for (int h = 0; h < kHeads; ++h) store(out + h * out_stride + first, sums(partial[h]));
+    }
+}
+
+// out[h][t] = queries[h] . key[t] over the coded keys of a tile; the queries are turned back by the tile's position.
+inline void dot_codes(const antkv_layer& layer, int head, const uint8_t* codes, int count, int num_heads,
+                      const float* queries, float* out, int out_stride, float* rows) {
+    if (!turns_in_halves(layer)) {
+        offset_keys(layer, head, codes, count, rows);
+        dot_rows(num_heads, queries, rows, layer.head_size, count, out, out_stride);
+        return;
+    }
+    with_centroids(layer, head, false, [&](auto centroids) {
+        for_heads(num_heads, [&](auto heads, int h) {
+            dot_turned<heads>(layer, centroids, codes, count, queries + h * layer.head_size, out + h * out_stride,
+                              out_stride);
+        });
+    });
+}
+
+}  // namespace antkv
