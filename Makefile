@@ -18,8 +18,8 @@ export NO_MKDOCS_2_WARNING := 1
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
 
-$(VENV): requirements/cpu.in requirements/cpu.lock requirements/gpu.lock pyproject.toml setup.py scripts/make_venv.sh \
-		packaging/vllm-cpu-shim/pyproject.toml
+$(VENV): requirements/cpu.in $(wildcard requirements/*.lock) pyproject.toml setup.py $(wildcard csrc/cpu/*) \
+		scripts/make_venv.sh packaging/vllm-cpu-shim/pyproject.toml
 	scripts/make_venv.sh
 	touch $@
 
@@ -50,6 +50,8 @@ docs: $(VENV)
 lock: $(VENV)
 	$(BIN)/python scripts/lock.py cpu
 	$(BIN)/python scripts/lock.py gpu
+	$(BIN)/python scripts/lock.py loadtest
+	$(BIN)/python scripts/lock.py deploy
 
 clean:
 	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

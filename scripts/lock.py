@@ -1,7 +1,8 @@
-"""Write requirements/cpu.lock or requirements/gpu.lock: `python scripts/lock.py cpu|gpu` (or `make lock` for both).
+"""Write a lock: `python scripts/lock.py cpu|gpu|loadtest|deploy` (or `make lock` for all).
 
 pip resolves the `.in` files as if nothing were installed; the versions it would install become the lock. Nothing is
-downloaded but metadata. Both locks are for Linux on x86-64 and are installed with `--no-deps`.
+downloaded but metadata. All locks are for Linux on x86-64 and are installed with `--no-deps`; those of the tools for
+loadtest/ and docker/ on top of either engine's.
 """
 
 import json
@@ -21,24 +22,40 @@ INSTALLED_APART = {"torch", "pip"}
 
 def main() -> None:
     kind = sys.argv[1] if len(sys.argv) == 2 else ""
-    if kind not in ("cpu", "gpu"):
-        sys.exit("Usage: python scripts/lock.py cpu|gpu")
-    print(f"Resolving {kind}.in, dev.in and what pyproject.toml depends on (about 2 minutes) ...", flush=True)
-    left_out = BROKEN_BESIDE_CPU_TORCH | INSTALLED_APART if kind == "cpu" else {"pip"}
-    pins = sorted((pin for name, pin in _resolve(kind).items() if name not in left_out), key=str.lower)
+    if kind not in ("cpu", "gpu", "loadtest", "deploy"):
+        sys.exit("Usage: python scripts/lock.py cpu|gpu|loadtest|deploy")
     lock = REQUIREMENTS / f"{kind}.lock"
+    print(f"Resolving what becomes {lock.name} (about 2 minutes) ...", flush=True)
+    pins = _engine_pins(kind) if kind in ("cpu", "gpu") else _tool_pins(kind)
     lock.write_text(f"# Written by `make lock`; `make venv` installs it with --no-deps.\n{chr(10).join(pins)}\n")
     print(f"Wrote {lock} with {len(pins)} packages.")
 
 
-def _resolve(kind: str) -> dict[str, str]:
+def _engine_pins(kind: str) -> list[str]:
+    """The engine, the tools of every developer, and what pyproject.toml depends on."""
+    left_out = BROKEN_BESIDE_CPU_TORCH | INSTALLED_APART if kind == "cpu" else {"pip"}
+    dependencies = tomllib.loads((REQUIREMENTS.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    files = [str(REQUIREMENTS / f"{kind}.in"), "--requirement", str(REQUIREMENTS / "dev.in")]
+    return _sorted(_resolve("--requirement", *files, *dependencies), left_out)
+
+
+def _tool_pins(kind: str) -> list[str]:
+    """What a tool needs beside cpu.lock, none of which it may move."""
+    engine = REQUIREMENTS / "cpu.lock"
+    there = {line.split("==")[0].lower() for line in engine.read_text().splitlines()}
+    return _sorted(_resolve("--requirement", str(REQUIREMENTS / f"{kind}.in"), "--constraint", str(engine)), there)
+
+
+def _sorted(pins: dict[str, str], left_out: set[str]) -> list[str]:
+    return sorted((pin for name, pin in pins.items() if name not in left_out), key=str.lower)
+
+
+def _resolve(*arguments: str) -> dict[str, str]:
     """Lower-case name -> `name==version` of everything that pip would install."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
-        command += ["--quiet", "--report", str(report)]
-        command += ["--requirement", str(REQUIREMENTS / f"{kind}.in"), "--requirement", str(REQUIREMENTS / "dev.in")]
-        command += tomllib.loads((REQUIREMENTS.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+        command += ["--quiet", "--report", str(report), *arguments]
         if subprocess.run(command, check=False).returncode:
             sys.exit("pip could not resolve the requirements; the lock is unchanged.")
         packages = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]

@@ -54,5 +54,6 @@ else
     install_cpu_torch
     pip_install --no-build-isolation ./packaging/vllm-cpu-shim
 fi
+pip_install --requirement requirements/loadtest.lock --requirement requirements/deploy.lock
 pip_install --no-build-isolation --editable .
 say "Ready: .venv/bin/antkv, .venv/bin/vllm"

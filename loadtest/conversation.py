@@ -1,0 +1,73 @@
+"""What a user says next, by kind of traffic. Deterministic: the same seed, kind and user number say the same."""
+
+import random
+from collections.abc import Callable
+
+from loadtest.api import Request, chat, completion
+from loadtest.prose import Prose
+from loadtest.scenario import Kind, Scenario
+
+_QUESTION = "Question: what do the documents say about this? Answer in a few sentences."
+
+
+class Speaker:
+    """One user. Call `request`, then `heard` with the answer that came.
+
+    model: name of the served model.
+    number: which user of its kind this is.
+    """
+
+    def __init__(self, scenario: Scenario, kind: Kind, number: int, model: str, prose: Prose) -> None:
+        self.rng = random.Random(f"{scenario.seed}/{kind}/{number}")
+        self._traffic = scenario.traffic[kind]
+        self._max_context = scenario.max_context
+        self._model = model
+        self._prose = prose
+        # All users of a kind start their prompts with the same text, which the prefix cache can then share.
+        self._shared = prose.write(self._traffic.shared, random.Random(f"{scenario.seed}/{kind}"))
+        self._history: list[dict[str, str]] = []
+        self._tokens_so_far = 0
+        self._turn = 0
+        makers: dict[Kind, Callable[[str, int], Request]] = {
+            "chat": self._chat,
+            "completion": self._completion,
+            "rag": self._rag,
+            "multi_turn": self._next_turn,
+        }
+        self._make = makers[kind]
+
+    def request(self) -> Request:
+        """What to send now."""
+        text = self._prose.write(self._traffic.prompt.draw(self.rng), self.rng)
+        return self._make(text, max(1, int(self._traffic.output.draw(self.rng))))
+
+    def heard(self, answer: str, tokens: int) -> None:
+        """The answer and the tokens of prompt and answer together; only conversations care."""
+        self._history.append({"role": "assistant", "content": answer})
+        self._tokens_so_far = tokens
+
+    def forget(self) -> None:
+        """The last request failed: the conversation is over."""
+        self._turn = 0
+
+    def _completion(self, text: str, max_tokens: int) -> Request:
+        return completion(self._model, text, max_tokens)
+
+    def _chat(self, text: str, max_tokens: int) -> Request:
+        return chat(self._model, [*self._system(), {"role": "user", "content": text}], max_tokens)
+
+    def _rag(self, text: str, max_tokens: int) -> Request:
+        content = f"Documents:\n{text}\n\n{_QUESTION}"
+        return chat(self._model, [*self._system(), {"role": "user", "content": content}], max_tokens)
+
+    def _next_turn(self, text: str, max_tokens: int) -> Request:
+        longest = self._traffic.prompt.high + self._traffic.output.high
+        full = self._tokens_so_far + longest > self._max_context
+        if self._turn in (0, self._traffic.turns) or full:
+            self._history, self._tokens_so_far, self._turn = self._system(), 0, 0
+        self._turn += 1
+        self._history.append({"role": "user", "content": text})
+        return chat(self._model, list(self._history), max_tokens)
+
+    def _system(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self._shared}] if self._traffic.shared else []

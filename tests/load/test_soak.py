@@ -1,0 +1,69 @@
+"""A short soak and a short load test of a real server of the embedded model, and what its metrics are called.
+
+The long ones: docs/load-testing.md.
+"""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from loadtest.run import run
+from loadtest.scenario import Scenario
+from loadtest.server import EMBEDDED, running_server
+from loadtest.soak import ENVIRONMENT, soak
+from loadtest.watch import metrics
+
+pytestmark = pytest.mark.serving
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "vllm-antkv.json"
+PRESET = "antkv-1bit"
+MAX_MODEL_LEN = 1024
+SOAK_MINUTES = 0.75
+#: After seconds instead of minutes caches still fill up; a leaked request's pages would be far more.
+MAX_SLOPE = 150.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    log = tmp_path_factory.mktemp("load") / "server.log"
+    options = {
+        "--dtype": "float32",
+        "--max-model-len": str(MAX_MODEL_LEN),
+        "--kv-cache-memory-bytes": str(1 << 24),
+        "--served-model-name": "embedded",
+    }
+    small = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **ENVIRONMENT}
+    arguments = ["--enforce-eager", *(part for pair in options.items() for part in pair)]
+    with running_server(str(EMBEDDED), PRESET, log, arguments, small) as running:
+        yield running
+
+
+def test_a_soak_leaves_the_server_as_it_was(server):
+    report = soak(server, PRESET, SOAK_MINUTES, MAX_MODEL_LEN, MAX_SLOPE)
+    assert report.complaints == [], report.model_dump_json(indent=2)
+    assert report.generated_tokens > 0
+
+
+def test_a_load_test_writes_its_reports(server, tmp_path):
+    if importlib.util.find_spec("locust") is None:
+        pytest.skip("locust is not installed: requirements/loadtest.lock has it")
+    scenario = Scenario.load(ROOT / "loadtest" / "scenarios" / "embedded.yaml").model_dump(mode="json")
+    traffic = {kind: {**one, "users": 1} for kind, one in scenario["traffic"].items() if kind in ("chat", "multi_turn")}
+    path = tmp_path / "short.yaml"
+    path.write_text(json.dumps({**scenario, "name": "short", "seconds": 10, "traffic": traffic}))
+    summary = run(path, server.url, tmp_path / "out")
+    assert summary.errors == []
+    assert summary.total.requests >= 2
+    assert set(summary.by_kind) <= {"chat", "multi_turn"}
+    assert summary.total.time_to_first_token["p50"] > 0
+    assert summary.total.between_tokens["p50"] > 0
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"summary.json", "requests.jsonl", "report.html", "locust.json", "locust_stats.csv"} <= written
+
+
+def test_everything_that_the_dashboard_shows_is_published(server):
+    assert set(re.findall(r"vllm:\w+", DASHBOARD.read_text())) <= metrics(server.url).keys()
