@@ -29,7 +29,7 @@ demo: $(VENV)
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)
 	$(BIN)/ruff check .
