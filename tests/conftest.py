@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -16,14 +17,15 @@ hypothesis.settings.load_profile("antkv")
 
 
 @pytest.fixture
-def reads_well() -> Callable[[BaseException], str]:
+def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
     """Checks that an error is one sentence for a person, and returns it."""
 
     def check(error: BaseException) -> str:
         text = str(error)
         assert text, "an error must say something"
         assert "\n" not in text
-        assert len(text) < 600
+        # The folders of a test are as deep as whoever runs it makes them.
+        assert len(text.replace(str(tmp_path), "")) < 600
         assert text.endswith("."), text
         assert "Traceback" not in text
         return text

@@ -23,6 +23,8 @@ from pathlib import Path
 spec = importlib.util.spec_from_file_location("demo", {str(DEMO)!r})
 demo = importlib.util.module_from_spec(spec); spec.loader.exec_module(demo)
 signal.signal(signal.SIGTERM, demo._interrupt)
+# Whoever was started in the background by a shell inherits that SIGINT is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 output = Path(sys.argv[1])
 try:
     with demo._running([sys.executable, "-c", {_SERVER!r}], output) as server:

@@ -1,8 +1,11 @@
 """The wheel holds what a user needs and nothing that would get in the way of vLLM."""
 
+import os
+import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -16,19 +19,23 @@ TAKEN = ("vllm_antkv", "triton_kernels", "centroids", "configs", "csrc")
 RESOURCES = ("centroids", "configs", "csrc", "triton_kernels")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel built from a copy, so that no build folder appears in the checkout."""
-    source = tmp_path_factory.mktemp("source")
+def build_wheel(folder: Path, **environment: str) -> Path:
+    """A wheel built in `folder` from a copy: what was built in the checkout does not matter, and nothing is built there."""
+    source = folder / "source"
+    source.mkdir()
     for name in TAKEN:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(out), str(source)], check=True)
-    (path,) = out.glob("*.whl")
+    subprocess.run([*command, "--wheel-dir", str(folder), str(source)], check=True, env={**os.environ, **environment})
+    (path,) = folder.glob("*.whl")
     return path
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +46,21 @@ def installed(wheel, tmp_path_factory):
     return site
 
 
-def test_the_wheel_is_for_every_platform_and_has_our_version(wheel):
-    assert wheel.name == f"vllm_antkv-{vllm_antkv.__version__}-py3-none-any.whl"
+def test_the_wheel_is_for_every_python_and_has_our_version(wheel):
+    tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name == f"vllm_antkv-{vllm_antkv.__version__}-py3-none-{tag}.whl"
+
+
+def test_the_wheel_has_the_kernels_where_they_can_be_built(wheel):
+    if platform.machine() != "x86_64" or shutil.which("g++") is None:
+        pytest.skip("the C++ kernels need an x86-64 processor and g++")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"vllm_antkv/ops/_cpu_avx2.so", "vllm_antkv/ops/_cpu_avx512.so"} <= set(names)
+
+
+def test_without_a_compiler_there_is_a_wheel_without_kernels(tmp_path):
+    path = build_wheel(tmp_path, CC="no-such-compiler", CXX="no-such-compiler")
+    assert not [name for name in zipfile.ZipFile(path).namelist() if name.endswith(".so")]
 
 
 def test_the_wheel_puts_one_package_at_the_top(wheel):

@@ -99,7 +99,7 @@ class Naive:
                         values.append(self.value[j, kv_head] if exact else coded_value[j][kv_head])
                     weights = (torch.stack(keys) @ self.query[i, head] * self.scale).exp()
                     output[i, head] = weights / weights.sum() @ torch.stack(values)
-                    self._vote(scores, i, head, inside, float(weights.sum()))
+                    self._vote(scores, i, head, inside)
             if rows and len(inside) == VQ_BLOCK_SIZE:
                 for kind, coded, full in (("k", coded_key, self.key), ("v", coded_value, self.value)):
                     for h in range(2):
@@ -113,12 +113,13 @@ class Naive:
                             coded[j][h] = full[j, h]
         return output
 
-    def _vote(self, scores: dict, i: int, head: int, inside: range, total: float) -> None:
-        """Equation 5, from the exact rows and the denominator of what was really attended to."""
+    def _vote(self, scores: dict, i: int, head: int, inside: range) -> None:
+        """Equation 5, with the softmax over the exact rows of the block that the query sees."""
         norm = float(self.query[i, head].norm())
         logits = (self.key[inside[0] : i + 1, head // 2] @ self.query[i, head] * self.scale).tolist()
+        total = sum(map(math.exp, logits))
         for j, logit in enumerate(logits, start=inside[0]):
-            a = min(math.exp(logit) / total, 1.0)
+            a = math.exp(logit) / total
             scores["v", head // 2, j] += a
             scores["k", head // 2, j] += a * (1 - a) * norm
 

@@ -1,0 +1,25 @@
+"""The example configurations are what vLLM's own parser and the antkv settings accept."""
+
+from pathlib import Path
+
+import pytest
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_antkv.config import AntKVConfig
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def test_there_are_examples():
+    assert len(CONFIGS) >= 3
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_an_example_is_accepted(path):
+    parser = make_arg_parser(FlexibleArgumentParser())
+    arguments = parser.parse_args(["--config", str(path)])
+    assert arguments.kv_cache_dtype == "antkv-1bit"
+    settings = AntKVConfig.from_additional_config(arguments.additional_config)
+    assert settings != AntKVConfig()
+    assert path.name in path.read_text(), "the command in the first line names the file"
