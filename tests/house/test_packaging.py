@@ -20,7 +20,7 @@ RESOURCES = ("centroids", "configs", "csrc", "triton_kernels")
 
 
 def build_wheel(folder: Path, **environment: str) -> Path:
-    """A wheel built in `folder` from a copy: what was built in the checkout does not matter, and nothing is built there."""
+    """A wheel built in `folder` from a copy, without what was built in the checkout."""
     source = folder / "source"
     source.mkdir()
     for name in TAKEN:
