@@ -48,9 +48,15 @@ def test_insisting_on_kernels_that_cannot_run_is_an_error(no_library):
         choose("cpu", CPU)
 
 
-def test_kernels_for_cpus_do_not_run_on_a_gpu():
+def test_kernels_for_cpus_do_not_run_on_a_gpu_nor_those_for_gpus_on_a_cpu():
     with pytest.raises(SettingsError, match="run on CPUs only"):
         choose("cpu", torch.device("cuda"))
+    with pytest.raises(SettingsError, match="run on GPUs only"):
+        choose("triton", CPU)
+
+
+def test_a_gpu_runs_the_triton_kernels():
+    assert choose("auto", torch.device("cuda")).name == "triton"
 
 
 def test_a_damaged_library_is_named(monkeypatch, tmp_path):

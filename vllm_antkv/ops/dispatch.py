@@ -1,5 +1,6 @@
 """Which kernels run the operations on a device: chosen once at start-up, never changed afterwards."""
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,9 +35,26 @@ def _cpu_missing(device: torch.device) -> str | None:
     return cpu.missing() if device.type == "cpu" else "the C++ kernels run on CPUs only"
 
 
+def _triton_missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "the Triton kernels run on GPUs only"
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def _triton(layer: LayerState) -> LayerOperations:
+    # Triton is imported only where it runs.
+    from vllm_antkv.ops.triton import TritonOperations
+
+    return TritonOperations(layer)
+
+
 REFERENCE = Kernels("reference", "reference (PyTorch)", lambda device: None, ReferenceOperations)
 #: The fastest first.
-KERNELS = (Kernels("cpu", f"C++ ({cpu.instruction_set()})", _cpu_missing, cpu.CpuOperations), REFERENCE)
+KERNELS = (
+    Kernels("cpu", f"C++ ({cpu.instruction_set()})", _cpu_missing, cpu.CpuOperations),
+    Kernels("triton", "Triton", _triton_missing, _triton),
+    REFERENCE,
+)
 
 
 def choose(setting: str, device: torch.device) -> Kernels:

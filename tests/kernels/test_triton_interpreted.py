@@ -1,0 +1,237 @@
+"""The Triton kernels against the evaluator in float64 and the reference operations; run by test_triton.py.
+
+Pages are full of NaN before they are written, and freed pages are again (see engine.py).
+"""
+
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1: test_triton.py runs it", allow_module_level=True)
+
+import numpy as np
+import torch
+import triton.language as tl
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from vllm_antkv.triton_kernels import encode_store
+
+from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops import triton as triton_operations
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.paged import ReferenceOperations
+from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.triton import TritonOperations
+
+#: Absolute error of an output whose values are about 1: float32 sums, and probabilities and rows rounded to the dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+#: Block edges from both sides, single tokens, decodes beside prefills, and a block that closes by one token.
+SCHEDULE = [(127, 1), (1, 1), (2, 127), (1, 1)]
+ONE_HEAD = Shape(num_heads=1, num_kv_heads=1)
+
+SHAPES = [
+    Shape("antkv-4bit", 8, 2, 1),
+    Shape("antkv-2bit", 96, 1, 1, torch.float16),
+    Shape("antkv-1bit", 80, 1, 1, torch.bfloat16),
+    Shape("antkv-1bit", 128, 8, 1, torch.bfloat16),
+    Shape("antkv-1bit", 16, 3, 1),
+    Shape("antkv-1bit", 32, 4, 1, rotary_dim=16, magnitude=1.3),
+    Shape("antkv-1bit", 32, 1, 1, neox=False),
+    Shape("antkv-1bit", 16, 1, 1, rotary_dim=0),
+    Shape("antkv-0.75bit", 80, 1, 1, rotary_dim=48),
+    Shape("antkv-0.375bit", 32, 1, 1),
+]
+CONFIGS = [
+    AntKVConfig(anchor_share=0.05, recency="none", prefix=0),
+    AntKVConfig(anchor_share=1.0, sinks=False, recency="none", prefix=0),
+    AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0),
+    AntKVConfig(anchor_share=0.0, recency="sliding:4", prefix=1),
+    AntKVConfig(anchor_share=0.02, recency="log:4", prefix=3),
+    AntKVConfig(prefix=150, recency="sliding:200"),
+]
+
+
+@pytest.fixture(autouse=True)
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter pays for programs and iterations, not for elements."""
+    monkeypatch.setattr(encode_store, "_MANY_TOKENS", 32)
+    monkeypatch.setattr(encode_store, "_BLOCK_C", 1024)
+
+
+@pytest.fixture(autouse=True)
+def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter (3.6 to 3.9) multiplies the bits of bfloat16 as if they were integers."""
+    multiply = InterpreterBuilder.create_dot
+
+    def widened(handle: TensorHandle) -> TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return multiply(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def serve(engine: Engine, schedule: list[tuple[int, int]] = SCHEDULE) -> list[Sequence]:
+    """Two sequences, stepped side by side."""
+    sequences = [
+        draw_sequence(seed, sum(counts), engine.shape) for seed, counts in enumerate(zip(*schedule, strict=True))
+    ]
+    for counts in schedule:
+        engine.step([(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count])
+    return sequences
+
+
+def assert_offline(engine: Engine, sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        tolerance = TOLERANCE[engine.shape.dtype]
+        torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    SHAPES,
+    ids=lambda shape: f"{shape.preset}, {shape.head_size} channels, {shape.num_heads} heads, {shape.dtype}",
+)
+def test_layers(shape):
+    engine = Engine(AntKVConfig(recency="sliding:8", prefix=2), shape, TritonOperations)
+    assert_offline(engine, serve(engine))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.anchor_share} {config.recency}")
+def test_settings(config):
+    engine = Engine(config, ONE_HEAD, TritonOperations)
+    assert_offline(engine, serve(engine, [(130, 5), (1, 1), (1, 128)]))
+
+
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    config=st.builds(
+        AntKVConfig,
+        anchor_share=st.sampled_from([0.0, 0.01, 0.05]),
+        sinks=st.booleans(),
+        prefix=st.sampled_from([0, 1, 8, 150]),
+        recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
+    ),
+    shape=st.sampled_from([ONE_HEAD, Shape(num_heads=2), Shape("antkv-4bit", 8, 4, 1, neox=False)]),
+    lengths=st.lists(st.integers(1, 260), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_any_schedule(config, shape, lengths, data):
+    engine = Engine(config, shape, TritonOperations)
+    waiting = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
+    sequences = list(waiting)
+    while waiting:
+        chosen = [s for s in waiting if data.draw(st.booleans())] or waiting[:1]
+        engine.step([(s, min(data.draw(st.sampled_from([1, 127, 128, 200])), len(s.key) - s.computed)) for s in chosen])
+        for sequence in [s for s in waiting if s.computed == len(s.key)]:
+            waiting.remove(sequence)
+            engine.finish(sequence)
+    assert_offline(engine, sequences)
+
+
+@pytest.mark.parametrize("preset", ["antkv-1bit", "antkv-0.75bit"])
+def test_pages_are_those_of_the_reference(preset):
+    """Codes, rows, scores, anchors and counts; an odd number of 12-bit codes; tiles of the sizes that GPUs run."""
+    shape = Shape(preset, 48, 2, 1)
+    config = AntKVConfig(anchor_share=0.03, prefix=4)
+    engines = [Engine(config, shape, operations) for operations in (TritonOperations, ReferenceOperations)]
+    for engine in engines:
+        serve(engine, [(126, 1), (1, 1), (1, 0), (3, 1)])
+    ours, theirs = (engine.state for engine in engines)
+    for name in ("k_codes", "v_codes", "anchor_offsets"):
+        assert torch.equal(getattr(ours.vq, name), getattr(theirs.vq, name)), name
+    used = theirs.vq.anchor_offsets[:, :, 0] >= 0
+    assert torch.equal(ours.vq.k_anchors[used], theirs.vq.k_anchors[used])
+    for name in ("k", "v", "scores"):
+        pages = [getattr(state.recency, name) for state in (ours, theirs)]
+        torch.testing.assert_close(*pages, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert ours.counters.report()["anchors_chosen"] > 0
+
+
+def test_default_tiles_of_encoding(monkeypatch):
+    monkeypatch.undo()
+    engine = Engine(AntKVConfig(anchor_share=0, sinks=False, recency="none"), ONE_HEAD, TritonOperations)
+    assert_offline(engine, serve(engine, [(20, 3), (1, 1)]))
+
+
+@pytest.mark.parametrize("reads_cache", [True, False])
+def test_votes_of_the_whole_prompt(reads_cache):
+    config = AntKVConfig(anchor_scope="prompt", recency="none", prefix=0, prefill_reads_cache=reads_cache)
+    engines = [
+        Engine(config, Shape(num_heads=2, num_kv_heads=1), build) for build in (TritonOperations, ReferenceOperations)
+    ]
+    ours, theirs = (serve(engine, [(150, 1), (1, 1), (1, 127)]) for engine in engines)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.output, reference.output, rtol=1e-3, atol=1e-4)
+    first_block = ours[0].vq_blocks[0]
+    assert torch.equal(*(engine.state.vq.anchor_offsets[first_block] for engine in engines))
+
+
+def test_splits_are_merged(monkeypatch):
+    monkeypatch.setattr(triton_operations, "_MIN_SPLIT", 16)
+    engine = Engine(AntKVConfig(recency="sliding:4"), ONE_HEAD, TritonOperations)
+    assert_offline(engine, serve(engine, [(260, 1), (1, 1), (1, 1)]))
+
+
+def test_a_table_that_does_not_compose(monkeypatch):
+    monkeypatch.setattr(triton_operations, "_composes", lambda rotary: False)
+    engine = Engine(AntKVConfig(recency="none"), ONE_HEAD, TritonOperations)
+    assert_offline(engine, serve(engine, [(140, 1), (1, 1)]))
+
+
+@dataclass
+class Padded:
+    """Operations as a CUDA graph calls them: with rows and requests that are not there."""
+
+    layer: LayerState
+
+    def __post_init__(self) -> None:
+        self._operations = TritonOperations(self.layer)
+
+    def encode_store(self, key, value, step):
+        self._operations.encode_store(_longer(key), _longer(value), _padded(step))
+
+    def anchor_score(self, query, key, value, is_sink, lse, step):
+        self._operations.anchor_score(
+            _longer(query),
+            _longer(key),
+            _longer(value),
+            None if is_sink is None else _longer(is_sink),
+            lse,
+            _padded(step),
+        )
+
+    def attend(self, query, key, value, output, lse, step):
+        padded = _longer(output)
+        self._operations.attend(_longer(query), _longer(key), _longer(value), padded, lse, _padded(step))
+        output.copy_(padded[: len(output)])
+        assert padded[len(output) :].isnan().all()
+
+
+def _longer(rows: torch.Tensor) -> torch.Tensor:
+    fill = True if rows.dtype == torch.bool else torch.nan
+    return torch.cat((rows, torch.full_like(rows[:1], fill), torch.full_like(rows[:1], fill)))
+
+
+def _padded(step: Step) -> Step:
+    return replace(
+        step,
+        query_start_loc=torch.nn.functional.pad(step.query_start_loc[None], (0, 2), mode="replicate")[0],
+        seq_lens=torch.nn.functional.pad(step.seq_lens, (0, 2)),
+        vq_block_table=torch.nn.functional.pad(step.vq_block_table, (0, 0, 0, 2)),
+        recency_block_table=torch.nn.functional.pad(step.recency_block_table, (0, 0, 0, 2)),
+    )
+
+
+def test_padding_of_graphs_changes_nothing():
+    engine = Engine(AntKVConfig(recency="sliding:4"), ONE_HEAD, Padded)
+    engine.state.vq.k_codes[0] = 77
+    assert_offline(engine, serve(engine, [(127, 1), (1, 1), (1, 1)]))
+    assert (engine.state.vq.k_codes[0] == 77).all()

@@ -1,0 +1,245 @@
+"""Anchor Scores (AnTKV, equation 5) of the keys of a block, and the rows that become anchors when the block closes.
+
+Grid (num_tokens // block_size + 2 num_reqs, num_kv_heads): one program for every VQ block that a request's new tokens
+touch (see `common.find_request`) has the block's keys in hand and reduces A over the queries, which it rebuilds tile by
+tile from exact keys. A is never stored. Not autotuned: a second run would count the votes twice.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import Batch, ExactRows, Pages, Policy, Rows, Shape, Tables
+from .choose import choose, key_error, value_error
+from .common import LOG2E, exact_rows, find_request, first_tile, in_recency_page, load_exact, load_rows
+
+
+def anchor_score(
+    rows: Rows,
+    is_sink: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    prefix: int,
+    chosen: torch.Tensor | None,
+    pages: Pages,
+    tables: Tables,
+    batch: Batch,
+    shape: Shape,
+    policy: Policy,
+    scale: float,
+) -> None:
+    """Add the step's votes to the scores of its blocks; choose and store the anchors of those that close.
+
+    Args:
+        is_sink: (num_tokens,) bool, tokens that take an anchor row before all others; or None.
+        lse: (num_tokens, num_heads) float32 of attention, for votes of all later queries of the step; None when only
+            queries of the block vote (`policy.weighs_votes`).
+        prefix: tokens at the start of a sequence that need no anchor.
+        chosen: (blocks_of_step(...), num_kv_heads, 2, anchor_rows) int16 of -1, offsets of the anchors chosen now,
+            written for counting; or None.
+        scale: multiplies the logits.
+    """
+    num_reqs = batch.seq_lens.shape[0]
+    _anchor_score_kernel[(blocks_of_step(rows.key.shape[0], num_reqs, shape), shape.num_kv_heads)](
+        rows,
+        batch.seq_lens if is_sink is None else is_sink.view(torch.uint8),
+        tables.cos if lse is None else lse,
+        prefix,
+        pages.anchor_offsets if chosen is None else chosen,
+        pages,
+        tables,
+        batch,
+        num_reqs,
+        scale,
+        shape,
+        policy,
+        HAS_SINKS=is_sink is not None,
+        COUNTS=chosen is not None,
+        BLOCK_M=32,
+        num_warps=8,
+    )
+
+
+def blocks_of_step(num_tokens: int, num_reqs: int, shape: Shape) -> int:
+    """Upper bound of the VQ blocks that a step touches."""
+    return num_tokens // shape.block_size + 2 * num_reqs
+
+
+@triton.jit(do_not_specialize=["num_reqs", "prefix"])
+def _anchor_score_kernel(
+    rows: Rows,
+    is_sink: tl.tensor,
+    lse: tl.tensor,
+    prefix: tl.tensor,
+    chosen: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    batch: Batch,
+    num_reqs: tl.tensor,
+    scale: tl.tensor,
+    shape: tl.constexpr,
+    policy: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> None:
+    """One (block touched by the step, KV head)."""
+    index, head = tl.program_id(0), tl.program_id(1)
+    request = find_request(batch.query_start_loc, num_reqs, index, shape.block_size)
+    first_row = tl.load(batch.query_start_loc + request)
+    num_new = tl.load(batch.query_start_loc + request + 1) - first_row
+    end = tl.load(batch.seq_lens + request)
+    start = end - num_new
+    block = start // shape.block_size + index - first_tile(batch.query_start_loc, request, shape.block_size)
+    if (num_new < 1) | (block * shape.block_size >= end):
+        return
+    begin = tl.maximum(block * shape.block_size, start)
+    stop = tl.minimum((block + 1) * shape.block_size, end)
+    keys = block * shape.block_size + tl.arange(0, shape.block_size)
+
+    k_scores, v_scores = carried_scores(keys, keys < begin, request, head, pages, batch, shape)
+    k_rows = exact_rows(
+        pages.recent_k,
+        rows.key,
+        rows.key_stride,
+        keys,
+        keys < stop,
+        start,
+        first_row,
+        request,
+        head,
+        pages,
+        batch,
+        shape,
+    )
+    voters_end = stop if policy.weighs_votes else end
+    k_votes, v_votes = count_votes(
+        k_rows, keys, stop, begin, voters_end, start, first_row, head, lse, scale, rows, shape, policy, BLOCK_M
+    )
+    k_scores += k_votes
+    v_scores += v_votes
+    if HAS_SINKS:
+        new = (keys >= begin) & (keys < stop)
+        sink = tl.load(is_sink + first_row + keys - start, mask=new, other=0) != 0
+        k_scores = tl.where(sink, float("inf"), k_scores)
+        v_scores = tl.where(sink, float("inf"), v_scores)
+    if stop % shape.block_size > 0:
+        keep_scores(k_scores, v_scores, keys, keys < stop, request, head, pages, batch, shape)
+    else:
+        block_id = tl.load(batch.vq_table + request * batch.vq_table_stride + block).to(tl.int64)
+        v_rows = exact_rows(
+            pages.recent_v, rows.value, rows.value_stride, keys, keys < stop, start, first_row, request, head, pages,
+            batch, shape,
+        )  # fmt: skip
+        k_error = k_scores
+        v_error = v_scores
+        if policy.anchors:
+            k_error = key_error(k_rows, keys, block_id, head, pages, tables, shape)
+            v_error = value_error(v_rows, keys, block_id, head, pages, tables, shape)
+        chosen_rows = chosen + (index * shape.num_kv_heads + head) * (2 * shape.anchor_rows)
+        choose(k_scores, k_error, k_rows, 0, keys, prefix, block_id, head, chosen_rows, pages, shape, policy, COUNTS)
+        choose(v_scores, v_error, v_rows, 1, keys, prefix, block_id, head, chosen_rows, pages, shape, policy, COUNTS)
+
+
+@triton.jit
+def score_slots(
+    keys: tl.tensor,
+    mask: tl.tensor,
+    request: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    batch: Batch,
+    shape: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Pointers to the K scores of tokens, and which tokens own a page; those of V are `page_size` on."""
+    page = tl.load(
+        batch.recency_table + request * batch.recency_table_stride + keys // shape.page_size, mask=mask, other=0
+    ).to(tl.int64)
+    return in_recency_page(pages.scores, page, head, pages) + keys % shape.page_size, mask & (page > 0)
+
+
+@triton.jit
+def carried_scores(
+    keys: tl.tensor,
+    mask: tl.tensor,
+    request: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    batch: Batch,
+    shape: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Scores of K and V, (block_size,) float32, that tokens of earlier steps bring along; else 0."""
+    slots, owned = score_slots(keys, mask, request, head, pages, batch, shape)
+    k_scores = tl.load(slots, mask=owned, other=0.0)
+    return k_scores, tl.load(slots + shape.page_size, mask=owned, other=0.0)
+
+
+@triton.jit
+def keep_scores(
+    k_scores: tl.tensor,
+    v_scores: tl.tensor,
+    keys: tl.tensor,
+    mask: tl.tensor,
+    request: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    batch: Batch,
+    shape: tl.constexpr,
+) -> None:
+    """Write the scores of a block that stays open to the recency pages."""
+    slots, owned = score_slots(keys, mask, request, head, pages, batch, shape)
+    tl.store(slots, k_scores, mask=owned)
+    tl.store(slots + shape.page_size, v_scores, mask=owned)
+
+
+@triton.jit
+def count_votes(
+    k_rows: ExactRows,
+    keys: tl.tensor,
+    stop: tl.tensor,
+    begin: tl.tensor,
+    voters_end: tl.tensor,
+    start: tl.tensor,
+    first_row: tl.tensor,
+    head: tl.tensor,
+    lse: tl.tensor,
+    scale: tl.tensor,
+    rows: Rows,
+    shape: tl.constexpr,
+    policy: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Votes of the queries `begin .. voters_end` and all heads of the group on K and V, (block_size,) float32 each:
+
+    AnS(K_j) = sum_i A_ij (1 - A_ij) ||Q_i||,    AnS(V_j) = sum_i A_ij
+    """
+    TILE: tl.constexpr = BLOCK_M // shape.group_pad if shape.group_pad < BLOCK_M else 1
+    num_heads: tl.constexpr = shape.num_kv_heads * shape.group
+    channels = tl.arange(0, shape.head_pad)
+    in_head = channels < shape.head_size
+    key = load_exact(k_rows, channels, in_head)
+    row = tl.arange(0, TILE * shape.group_pad)
+    heads = head * shape.group + row % shape.group_pad
+    k_votes = tl.full((shape.block_size,), 0, tl.float32)
+    v_votes = tl.full((shape.block_size,), 0, tl.float32)
+    for tile in range(begin, voters_end, TILE):
+        positions = tile + row // shape.group_pad
+        real = (positions < voters_end) & (row % shape.group_pad < shape.group)
+        tokens = (first_row + positions - start).to(tl.int64)
+        query = load_rows(rows.query + tokens * rows.query_stride + heads * shape.head_size, real, channels, in_head)
+        logits = tl.dot(query, tl.trans(key), input_precision="tf32x3") * (scale * LOG2E)
+        visible = real[:, None] & (keys[None, :] <= positions[:, None]) & (keys < stop)[None, :]
+        if policy.weighs_votes:
+            logits = tl.where(visible, logits, float("-inf"))
+            maximum = tl.max(logits, 1)
+            raw = tl.exp2(logits - tl.where(real, maximum, 0.0)[:, None])
+            probs = raw / tl.where(real, tl.sum(raw, 1), 1.0)[:, None]
+        else:
+            statistics = tl.load(lse + tokens * num_heads + heads, mask=real, other=0.0)
+            # A row that the query saw only through its code can come out above 1 here.
+            probs = tl.minimum(tl.exp2(logits - (statistics * LOG2E)[:, None]), 1.0)
+            probs = tl.where(visible, probs, 0.0)
+        wide = query.to(tl.float32)
+        norms = tl.sqrt(tl.sum(wide * wide, 1))
+        v_votes += tl.sum(probs, 0)
+        k_votes += tl.sum(probs * (1.0 - probs) * norms[:, None], 0)
+    return k_votes, v_votes

@@ -1,0 +1,149 @@
+"""What the kernels are given, in named tuples, which Triton takes apart. Knows nothing of vLLM.
+
+Everything that depends on the batch is a tensor, so that a launch can be replayed from a CUDA graph.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+
+class Pages(NamedTuple):
+    """A layer's pages. All but the block and head dimensions are contiguous.
+
+    k_codes, v_codes: (num_blocks, num_kv_heads, block_size, code_bytes) uint8.
+    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, head_size) model dtype.
+    anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V, negative where unused.
+    recent_k, recent_v: (num_blocks, num_kv_heads, page_size, head_size) model dtype, K after RoPE.
+    scores: (num_blocks, num_kv_heads, 2, page_size) float32.
+    vq_*_stride: of the first five; recency_*_stride: of the others. In units of 16 bytes, so that the compiler knows
+        that rows are aligned and reads 16 bytes at a time.
+    """
+
+    k_codes: torch.Tensor
+    v_codes: torch.Tensor
+    k_anchors: torch.Tensor
+    v_anchors: torch.Tensor
+    anchor_offsets: torch.Tensor
+    recent_k: torch.Tensor
+    recent_v: torch.Tensor
+    scores: torch.Tensor
+    vq_block_stride: int
+    vq_head_stride: int
+    recency_block_stride: int
+    recency_head_stride: int
+
+
+class Tables(NamedTuple):
+    """What a layer knows beside its pages; contiguous.
+
+    k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16.
+    k_half_norms, v_half_norms: (num_kv_heads, num_sub_vectors, num_centroids) float32, half their squared norms.
+    cos, sin: (max_position, rotary_half) float32; not read without RoPE.
+    last_query: (max_model_len,) int32, the last query position that sees each token exactly.
+    """
+
+    k_centroids: torch.Tensor
+    v_centroids: torch.Tensor
+    k_half_norms: torch.Tensor
+    v_half_norms: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    last_query: torch.Tensor
+
+
+class Batch(NamedTuple):
+    """The requests of a step.
+
+    query_start_loc: (num_reqs + 1,) int32, prefix sums of the requests' numbers of new tokens.
+    seq_lens: (num_reqs,) int32, new tokens included.
+    vq_table, recency_table: (num_reqs, ...) int32 block tables, rows contiguous. Recency block 0 is the null block.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    vq_table: torch.Tensor
+    vq_table_stride: int
+    recency_table: torch.Tensor
+    recency_table_stride: int
+
+
+class Rows(NamedTuple):
+    """The rows of a step; strides between tokens, in elements. The heads of a token are contiguous.
+
+    query: (num_tokens, num_heads, head_size) model dtype.
+    key, value: (num_tokens, num_kv_heads, head_size) model dtype, K after RoPE.
+    """
+
+    query: torch.Tensor
+    query_stride: int
+    key: torch.Tensor
+    key_stride: int
+    value: torch.Tensor
+    value_stride: int
+
+
+class ExactRows(NamedTuple):
+    """Where the full-precision rows of some tokens are; inside kernels.
+
+    stored_at, new_at: (N,) pointers into the pages and into the step's rows.
+    stored, new: (N,) bool, which of the two holds; neither for a row that must not be read.
+    """
+
+    stored_at: tl.tensor
+    new_at: tl.tensor
+    stored: tl.tensor
+    new: tl.tensor
+
+
+class Shape(NamedTuple):
+    """What is compiled in. Padded sizes are powers of two, as Triton's tiles must be.
+
+    half_pad, head_pad: padded `head_size / 2` and `head_size`, large enough for a matrix product.
+    group, group_pad: query heads per KV head.
+    sub_pad: padded number of sub-vectors.
+    code_bytes: of one row.
+    rotary_half: rotary pairs; 0 without RoPE.
+    is_neox: channel `c` turns with `c + rotary_half`, else with its neighbour.
+    aligned: the halves of a head are whole sub-vectors.
+    composes: the table turns by `a + b` where it turns by `a` and then by `b`.
+    anchor_rows: per block, K and V each.
+    page_size: tokens per recency page.
+    reads_cache: queries see the tokens of their own step as they see older ones; else exactly.
+    """
+
+    head_size: int
+    half_pad: int
+    head_pad: int
+    num_kv_heads: int
+    group: int
+    group_pad: int
+    sub_vector_size: int
+    num_sub_vectors: int
+    sub_pad: int
+    num_centroids: int
+    code_bits: int
+    code_bytes: int
+    rotary_half: int
+    is_neox: bool
+    aligned: bool
+    composes: bool
+    anchor_rows: int
+    anchor_pad: int
+    page_size: int
+    block_size: int
+    reads_cache: bool
+
+
+class Policy(NamedTuple):
+    """How rows compete; compiled in.
+
+    anchors: rows are chosen by score; else only sinks are.
+    weighs_votes: scope `block`: A is normalised over the block, and a row's sum is divided by its number of votes.
+    vote_prior: votes that every row is credited with.
+    """
+
+    anchors: bool
+    weighs_votes: bool
+    vote_prior: int

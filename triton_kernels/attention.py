@@ -1,0 +1,258 @@
+"""Attention of a tile of queries to a range of keys, coded or exact: what decode and prefill share.
+
+A tile holds the queries of one KV head, all heads of its group side by side, at positions of one VQ block; so whether
+the anchors of a block of keys serve them is one question for the tile. Online softmax in powers of two.
+"""
+
+import triton
+import triton.language as tl
+
+from .arguments import Batch, Pages, Rows, Tables
+from .common import (
+    ALWAYS,
+    LOG2E,
+    channels_of_pairs,
+    decode_key_halves,
+    decode_values,
+    exact_rows,
+    head_centroids,
+    in_vq_page,
+    load_exact,
+    load_halves,
+    load_rows,
+    turn,
+)
+
+
+@triton.jit
+def load_query_halves(
+    rows: Rows, tokens: tl.tensor, heads: tl.tensor, mask: tl.tensor, shape: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Halves (M, half_pad) of the queries of `tokens` and `heads` (M,) each."""
+    pointers = rows.query + tokens.to(tl.int64) * rows.query_stride + heads * shape.head_size
+    return load_halves(pointers, mask, shape)
+
+
+@triton.jit
+def attend_keys(
+    query_first: tl.tensor,
+    query_second: tl.tensor,
+    positions: tl.tensor,
+    first_query: tl.tensor,
+    final_query: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    start: tl.tensor,
+    first_row: tl.tensor,
+    request: tl.tensor,
+    head: tl.tensor,
+    scale: tl.tensor,
+    rows: Rows,
+    pages: Pages,
+    tables: Tables,
+    batch: Batch,
+    shape: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Attend to the keys `begin .. end`; `begin` is a multiple of BLOCK_N, which divides the VQ block.
+
+    Args:
+        query_first, query_second: (M, half_pad) model dtype.
+        positions: (M,) int32 of the queries, negative for rows of padding.
+        first_query, final_query: smallest and largest of the real ones, in one VQ block.
+        start: first position of the request in this step, which is row `first_row` of `rows`.
+
+    Returns:
+        (M,) maximum of the logits times log2(e), (M,) softmax denominator, (M, head_pad) weighted sum of V; float32.
+    """
+    maximum = tl.full((query_first.shape[0],), float("-inf"), tl.float32)
+    total = tl.full((query_first.shape[0],), 0, tl.float32)
+    weighted = tl.full((query_first.shape[0], shape.head_pad), 0, tl.float32)
+    for tile in range(begin, end, BLOCK_N):
+        keys = tile + tl.arange(0, BLOCK_N)
+        present = keys <= final_query
+        seen_until = tl.load(tables.last_query + keys, mask=present, other=-1)
+        if not shape.reads_cache:
+            seen_until = tl.where(present & (keys >= start), ALWAYS, seen_until)
+        causal = keys[None, :] <= positions[:, None]
+        exact = seen_until[None, :] >= positions[:, None]
+        # Both kinds of rows are skipped where no query of the tile sees one: most tiles have only coded rows.
+        if tl.max((present & (seen_until < final_query)).to(tl.int32), 0) > 0:
+            maximum, total, weighted = attend_coded(
+                query_first, query_second, causal & ~exact, keys, present, tile, first_query, request, head, scale,
+                maximum, total, weighted, pages, tables, batch, shape,
+            )  # fmt: skip
+        kept = present & (seen_until >= first_query)
+        if tl.max(kept.to(tl.int32), 0) > 0:
+            maximum, total, weighted = attend_exact(
+                query_first, query_second, causal & exact, keys, kept, start, first_row, request, head, scale,
+                maximum, total, weighted, rows, pages, batch, shape,
+            )  # fmt: skip
+    return maximum, total, weighted
+
+
+@triton.jit
+def attend_coded(
+    query_first: tl.tensor,
+    query_second: tl.tensor,
+    visible: tl.tensor,
+    keys: tl.tensor,
+    present: tl.tensor,
+    tile: tl.tensor,
+    first_query: tl.tensor,
+    request: tl.tensor,
+    head: tl.tensor,
+    scale: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    weighted: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    batch: Batch,
+    shape: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of the online softmax over what the codes of `keys` stand for, anchors put in."""
+    block = tile // shape.block_size
+    block_id = tl.load(batch.vq_table + request * batch.vq_table_stride + block).to(tl.int64)
+    offsets = keys % shape.block_size
+    # Anchors of a block serve the queries behind it: those in the block would see rows chosen after them.
+    anchored = (first_query // shape.block_size > block) & (shape.anchor_rows > 0)
+
+    k_codes = in_vq_page(pages.k_codes, block_id, head, pages) + offsets * shape.code_bytes
+    raw_first, raw_second = decode_key_halves(k_codes, head_centroids(tables.k_centroids, head, shape), shape)
+    key_first, key_second = turn(
+        raw_first, raw_second, tables, block * shape.block_size, offsets, present, tl.arange(0, shape.half_pad), shape
+    )
+    key_first = key_first.to(query_first.dtype)
+    key_second = key_second.to(query_first.dtype)
+    if anchored:
+        key_first, key_second = put_key_anchors(key_first, key_second, offsets, block_id, head, pages, shape)
+    probs, decay, maximum, total = softmax_step(
+        query_first, query_second, key_first, key_second, visible, scale, maximum, total
+    )
+
+    v_codes = in_vq_page(pages.v_codes, block_id, head, pages) + offsets * shape.code_bytes
+    value = decode_values(v_codes, head_centroids(tables.v_centroids, head, shape), shape)
+    value = value.to(query_first.dtype)
+    if anchored:
+        value = put_value_anchors(value, offsets, block_id, head, pages, shape)
+    return maximum, total, accumulate(probs, decay, value, weighted)
+
+
+@triton.jit
+def put_key_anchors(
+    key_first: tl.tensor,
+    key_second: tl.tensor,
+    offsets: tl.tensor,
+    block_id: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    shape: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Replace the K rows of tokens that are anchors of the block."""
+    row = anchor_row(offsets, 0, block_id, head, pages, shape)
+    held = row >= 0
+    if tl.max(held.to(tl.int32), 0) > 0:
+        pointers = in_vq_page(pages.k_anchors, block_id, head, pages) + row * shape.head_size
+        anchor_first, anchor_second = load_halves(pointers, held, shape)
+        key_first = tl.where(held[:, None], anchor_first, key_first)
+        key_second = tl.where(held[:, None], anchor_second, key_second)
+    return key_first, key_second
+
+
+@triton.jit
+def put_value_anchors(
+    value: tl.tensor,
+    offsets: tl.tensor,
+    block_id: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    shape: tl.constexpr,
+) -> tl.tensor:
+    """Replace the V rows of tokens that are anchors of the block."""
+    row = anchor_row(offsets, 1, block_id, head, pages, shape)
+    held = row >= 0
+    if tl.max(held.to(tl.int32), 0) > 0:
+        pointers = in_vq_page(pages.v_anchors, block_id, head, pages) + row * shape.head_size
+        channels = tl.arange(0, shape.head_pad)
+        value = tl.where(held[:, None], load_rows(pointers, held, channels, channels < shape.head_size), value)
+    return value
+
+
+@triton.jit
+def anchor_row(
+    offsets: tl.tensor, kind: tl.constexpr, block_id: tl.tensor, head: tl.tensor, pages: Pages, shape: tl.constexpr
+) -> tl.tensor:
+    """(N,) int32, the anchor row that holds each token of a block, negative for none. kind: 0 for K, 1 for V."""
+    row = tl.arange(0, shape.anchor_pad)
+    first = in_vq_page(pages.anchor_offsets, block_id, head, pages) + kind * shape.anchor_rows
+    held = tl.load(first + row, mask=row < shape.anchor_rows, other=-1).to(tl.int32)
+    return tl.max(tl.where(held[None, :] == offsets[:, None], row[None, :], -1), 1)
+
+
+@triton.jit
+def attend_exact(
+    query_first: tl.tensor,
+    query_second: tl.tensor,
+    visible: tl.tensor,
+    keys: tl.tensor,
+    kept: tl.tensor,
+    start: tl.tensor,
+    first_row: tl.tensor,
+    request: tl.tensor,
+    head: tl.tensor,
+    scale: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    weighted: tl.tensor,
+    rows: Rows,
+    pages: Pages,
+    batch: Batch,
+    shape: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of the online softmax over full-precision rows; only the `kept` ones are read, others may be gone."""
+    k_rows = exact_rows(
+        pages.recent_k, rows.key, rows.key_stride, keys, kept, start, first_row, request, head, pages, batch, shape
+    )
+    pairs = tl.arange(0, shape.half_pad)
+    first_channels, second_channels = channels_of_pairs(pairs, shape)
+    key_first = load_exact(k_rows, first_channels, pairs < shape.head_size // 2)
+    key_second = load_exact(k_rows, second_channels, pairs < shape.head_size // 2)
+    probs, decay, maximum, total = softmax_step(
+        query_first, query_second, key_first, key_second, visible, scale, maximum, total
+    )
+    v_rows = exact_rows(
+        pages.recent_v, rows.value, rows.value_stride, keys, kept, start, first_row, request, head, pages, batch, shape
+    )
+    channels = tl.arange(0, shape.head_pad)
+    value = load_exact(v_rows, channels, channels < shape.head_size)
+    return maximum, total, accumulate(probs, decay, value, weighted)
+
+
+@triton.jit
+def softmax_step(
+    query_first: tl.tensor,
+    query_second: tl.tensor,
+    key_first: tl.tensor,
+    key_second: tl.tensor,
+    visible: tl.tensor,
+    scale: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(M, N) unnormalised probabilities, (M,) factor for what was summed before, and the new maximum and sum."""
+    logits = tl.dot(query_first, tl.trans(key_first), input_precision="tf32x3")
+    logits = tl.dot(query_second, tl.trans(key_second), logits, input_precision="tf32x3")
+    logits = tl.where(visible, logits * (scale * LOG2E), float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+    # A row that has seen nothing yet has no maximum to subtract.
+    subtracted = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    probs = tl.exp2(logits - subtracted[:, None])
+    decay = tl.exp2(maximum - subtracted)
+    return probs, decay, new_maximum, total * decay + tl.sum(probs, 1)
+
+
+@triton.jit
+def accumulate(probs: tl.tensor, decay: tl.tensor, value: tl.tensor, weighted: tl.tensor) -> tl.tensor:
+    """(M, head_pad) float32 weighted sum of V so far."""
+    return tl.dot(probs.to(value.dtype), value, weighted * decay[:, None], input_precision="tf32x3")

@@ -1,0 +1,243 @@
+"""What the kernels share: how they read codes, rows and positions.
+
+"Halves" below are the first and the second channels of all rotary pairs, in two tiles: a rotation is then element-wise,
+and a logit is the sum of two products.
+"""
+
+import triton
+import triton.language as tl
+
+from .arguments import Batch, ExactRows, Pages, Tables
+
+#: log2(e): the kernels compute powers of two, which the hardware has.
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+#: Larger than any position.
+ALWAYS = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def find_request(query_start_loc: tl.tensor, num_reqs: tl.tensor, index: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """The request that a tile of `TILE` positions belongs to, or (TILE = 1) the request of each of several tokens.
+
+    Tiles start at multiples of TILE in a sequence, so n tokens touch at most n // TILE + 2 of them; every request has
+    that many indices, counted from `first_tile`. The branchless search suits scalars and vectors alike.
+    """
+    low = index * 0
+    size = num_reqs
+    while size > 1:
+        half = size // 2
+        low = tl.where(first_tile(query_start_loc, low + half, TILE) <= index, low + half, low)
+        size -= half
+    return low
+
+
+@triton.jit
+def first_tile(query_start_loc: tl.tensor, request: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Index of the first tile of a request: see `find_request`."""
+    first = tl.load(query_start_loc + request)
+    if TILE == 1:
+        return first
+    return first // TILE + 2 * request
+
+
+@triton.jit
+def channels_of_pairs(pairs: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """First and second channels of `pairs` of a head; channels that do not turn are paired behind those that do."""
+    if not shape.is_neox:
+        return 2 * pairs, 2 * pairs + 1
+    if 2 * shape.rotary_half == shape.head_size:
+        return pairs, pairs + shape.rotary_half
+    turning = pairs < shape.rotary_half
+    first = tl.where(turning, pairs, pairs + shape.rotary_half)
+    return first, tl.where(turning, pairs + shape.rotary_half, pairs + shape.head_size // 2)
+
+
+@triton.jit
+def load_halves(pointers: tl.tensor, mask: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Halves (N, half_pad) of the rows that start at `pointers` (N,); 0 where masked."""
+    pairs = tl.arange(0, shape.half_pad)
+    first, second = channels_of_pairs(pairs, shape)
+    known = pairs < shape.head_size // 2
+    return load_rows(pointers, mask, first, known), load_rows(pointers, mask, second, known)
+
+
+@triton.jit
+def load_rows(pointers: tl.tensor, mask: tl.tensor, channels: tl.tensor, channel_mask: tl.tensor) -> tl.tensor:
+    """(N, C) channels of the rows that start at `pointers` (N,); 0 where masked."""
+    return tl.load(pointers[:, None] + channels[None, :], mask=mask[:, None] & channel_mask[None, :], other=0.0)
+
+
+@triton.jit
+def turn(
+    first: tl.tensor,
+    second: tl.tensor,
+    tables: Tables,
+    origin: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    pairs: tl.tensor,
+    shape: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Apply RoPE to `pairs` (P,) of rows at positions `origin + offsets` (N,), of a block that starts at `origin`.
+
+    first and second are (N, P), the results float32.
+    """
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    if shape.rotary_half == 0:
+        return first, second
+    cos, sin = angles(tables, origin, offsets, mask, pairs, shape)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def angles(
+    tables: Tables, origin: tl.tensor, offsets: tl.tensor, mask: tl.tensor, pairs: tl.tensor, shape: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Cosines and sines at `origin + offsets`, (N, P) float32 each; those of channels that do not turn are 1 and 0.
+
+    Where the table allows, they are made from the angles of the origin and of the offset: the same few rows of the
+    table serve every block and stay in L1, where rows by position would cost many times the bytes of the codes.
+    """
+    turning = (pairs < shape.rotary_half)[None, :]
+    if not shape.composes:
+        index = (origin + offsets)[:, None] * shape.rotary_half + pairs[None, :]
+        known = mask[:, None] & turning
+        return tl.load(tables.cos + index, mask=known, other=1.0), tl.load(tables.sin + index, mask=known, other=0.0)
+    index = offsets[:, None] * shape.rotary_half + pairs[None, :]
+    cos = tl.load(tables.cos + index, mask=turning, other=1.0)
+    sin = tl.load(tables.sin + index, mask=turning, other=0.0)
+    index = origin * shape.rotary_half + pairs[None, :]
+    origin_cos = tl.load(tables.cos + index, mask=turning, other=1.0)
+    origin_sin = tl.load(tables.sin + index, mask=turning, other=0.0)
+    # Some tables carry a magnitude, which must not count twice.
+    magnitude = tl.rsqrt(origin_cos * origin_cos + origin_sin * origin_sin)
+    origin_cos *= magnitude
+    origin_sin *= magnitude
+    return cos * origin_cos - sin * origin_sin, sin * origin_cos + cos * origin_sin
+
+
+@triton.jit
+def load_codes(rows: tl.tensor, sub: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Codes of sub-vectors `sub` of the rows of bytes that start at `rows`, which broadcast. int32.
+
+    Nothing is masked: any byte of a page is a valid code.
+    """
+    if shape.code_bits == 8:
+        return tl.load(rows + sub).to(tl.int32)
+    # Two codes share three bytes: the even one has its low byte first, the odd one its high byte last.
+    first_byte = 3 * sub // 2
+    low = tl.load(rows + first_byte).to(tl.int32)
+    high = tl.load(rows + first_byte + 1).to(tl.int32)
+    return tl.where(sub % 2 == 0, low | ((high & 0xF) << 8), (low >> 4) | (high << 4))
+
+
+@triton.jit
+def decode_sub_vectors(rows: tl.tensor, centroids: tl.tensor, sub: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Centroids of sub-vectors `sub` (S,) of N rows, (N, S * sub_vector_size) float16.
+
+    A centroid is one vector load: the tile is three-dimensional so that the compiler sees its contiguous channels.
+    """
+    codes = load_codes(rows[:, None], sub[None, :], shape)
+    index = (sub[None, :] * shape.num_centroids + codes) * shape.sub_vector_size
+    channel = tl.arange(0, shape.sub_vector_size)
+    values = tl.load(centroids + index[:, :, None] + channel[None, None, :])
+    return tl.reshape(values, (rows.shape[0], sub.shape[0] * shape.sub_vector_size))
+
+
+@triton.jit
+def decode_channels(rows: tl.tensor, centroids: tl.tensor, channels: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Decoded channels of N rows, (N, C) float16, one by one: for channels that cut through sub-vectors."""
+    known = tl.minimum(channels, shape.head_size - 1)
+    sub = known // shape.sub_vector_size
+    codes = load_codes(rows[:, None], sub[None, :], shape)
+    index = (sub[None, :] * shape.num_centroids + codes) * shape.sub_vector_size
+    return tl.load(centroids + index + (known % shape.sub_vector_size)[None, :])
+
+
+@triton.jit
+def decode_key_halves(rows: tl.tensor, centroids: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Halves of decoded K before RoPE, (N, half_pad) float16 each, from rows of bytes at `rows` (N,).
+
+    What lies in the padding is finite; queries are 0 there.
+    """
+    if shape.aligned:
+        subs_per_half: tl.constexpr = shape.num_sub_vectors // 2
+        subs_turning: tl.constexpr = shape.rotary_half // shape.sub_vector_size
+        sub = tl.minimum(tl.arange(0, shape.half_pad // shape.sub_vector_size), subs_per_half - 1)
+        first = tl.where(sub < subs_turning, sub, sub + subs_turning)
+        second = tl.where(sub < subs_turning, sub + subs_turning, sub + subs_per_half)
+        return decode_sub_vectors(rows, centroids, first, shape), decode_sub_vectors(rows, centroids, second, shape)
+    first_channels, second_channels = channels_of_pairs(tl.arange(0, shape.half_pad), shape)
+    first_half = decode_channels(rows, centroids, first_channels, shape)
+    return first_half, decode_channels(rows, centroids, second_channels, shape)
+
+
+@triton.jit
+def decode_values(rows: tl.tensor, centroids: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Decoded V, (N, head_pad) float16, from rows of bytes at `rows` (N,). What lies in the padding is finite."""
+    sub = tl.minimum(tl.arange(0, shape.sub_pad), shape.num_sub_vectors - 1)
+    return decode_sub_vectors(rows, centroids, sub, shape)
+
+
+@triton.jit
+def in_vq_page(section: tl.tensor, block_id: tl.tensor, head: tl.tensor, pages: Pages) -> tl.tensor:
+    """Pointer into a section of the VQ pages for block ids (int64) and a KV head."""
+    per_unit: tl.constexpr = 128 // section.dtype.element_ty.primitive_bitwidth
+    return section + (block_id * pages.vq_block_stride + head * pages.vq_head_stride) * per_unit
+
+
+@triton.jit
+def in_recency_page(section: tl.tensor, block_id: tl.tensor, head: tl.tensor, pages: Pages) -> tl.tensor:
+    """Pointer into a section of the recency pages for block ids (int64) and a KV head."""
+    per_unit: tl.constexpr = 128 // section.dtype.element_ty.primitive_bitwidth
+    return section + (block_id * pages.recency_block_stride + head * pages.recency_head_stride) * per_unit
+
+
+@triton.jit
+def head_centroids(centroids: tl.tensor, head: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Pointer to the centroids of one KV head."""
+    return centroids + head * (shape.num_sub_vectors * shape.num_centroids * shape.sub_vector_size)
+
+
+@triton.jit
+def exact_rows(
+    paged: tl.tensor,
+    in_hand: tl.tensor,
+    token_stride: tl.tensor,
+    keys: tl.tensor,
+    mask: tl.tensor,
+    start: tl.tensor,
+    first_row: tl.tensor,
+    request: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    batch: Batch,
+    shape: tl.constexpr,
+) -> ExactRows:
+    """The full-precision K (or V) rows of tokens `keys`: in hand from `start` on, else in pages.
+
+    Block tables keep the ids of freed pages, so `mask` must hold only tokens whose row is known to be alive.
+    """
+    stored = mask & (keys < start)
+    page = tl.load(
+        batch.recency_table + request * batch.recency_table_stride + keys // shape.page_size, mask=stored, other=0
+    ).to(tl.int64)
+    row = (first_row + keys - start).to(tl.int64)
+    return ExactRows(
+        in_recency_page(paged, page, head, pages) + keys % shape.page_size * shape.head_size,
+        in_hand + (row * token_stride + head * shape.head_size),
+        stored,
+        mask & (keys >= start),
+    )
+
+
+@triton.jit
+def load_exact(rows: ExactRows, channels: tl.tensor, channel_mask: tl.tensor) -> tl.tensor:
+    """(N, C) channels of rows; 0 where they are neither stored nor in hand.
+
+    Two loads of which one is masked: choosing the pointer first would hide its alignment from the compiler.
+    """
+    stored = load_rows(rows.stored_at, rows.stored, channels, channel_mask)
+    return tl.where(rows.stored[:, None], stored, load_rows(rows.new_at, rows.new, channels, channel_mask))

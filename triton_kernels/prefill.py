@@ -1,0 +1,130 @@
+"""Attention of requests with several new tokens, to coded and exact rows, with the log-sum-exp if it is wanted.
+
+Grid (num_tokens // Q + 2 num_reqs, num_kv_heads), Q queries a tile: see `common.find_request`. The rows of a tile are Q
+queries times the heads of the group, so that a decoded row serves all of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import Batch, Pages, Rows, Shape, Tables
+from .attention import attend_keys, load_query_halves
+from .common import LN2, find_request, first_tile
+from .tuning import autotuned
+
+_CONFIGS = [
+    triton.Config({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=8, num_stages=1),
+    triton.Config({"BLOCK_M": 64, "BLOCK_N": 32}, num_warps=4, num_stages=1),
+    # For large heads, whose accumulators fill the registers of the others.
+    triton.Config({"BLOCK_M": 32, "BLOCK_N": 32}, num_warps=8, num_stages=1),
+]
+
+
+def prefill(
+    rows: Rows,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    pages: Pages,
+    tables: Tables,
+    batch: Batch,
+    shape: Shape,
+    scale: float,
+) -> None:
+    """Attend from the requests that have more than one new token.
+
+    Args:
+        output: (num_tokens, num_heads, head_size) model dtype, heads contiguous; written.
+        lse: (num_tokens, num_heads) float32, log-sum-exp of the scaled logits, written; or None.
+        scale: multiplies the logits.
+    """
+    num_tokens, num_reqs = output.shape[0], batch.seq_lens.shape[0]
+
+    def grid(meta: dict[str, int]) -> tuple[int, int]:
+        return num_tokens // _queries(meta["BLOCK_M"], shape) + 2 * num_reqs, shape.num_kv_heads
+
+    _prefill_kernel[grid](
+        rows,
+        output,
+        output.stride(0),
+        output if lse is None else lse,
+        pages,
+        tables,
+        batch,
+        num_reqs,
+        scale,
+        shape,
+        WRITES_LSE=lse is not None,
+    )
+
+
+def _queries(block_m: int, shape: Shape) -> int:
+    """Queries per tile: a divisor of the VQ block, which no tile straddles."""
+    return max(block_m // shape.group_pad, 1)
+
+
+@autotuned(_CONFIGS, key=["shape"])
+@triton.jit(do_not_specialize=["num_reqs"])
+def _prefill_kernel(
+    rows: Rows,
+    output: tl.tensor,
+    output_stride: tl.tensor,
+    lse: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    batch: Batch,
+    num_reqs: tl.tensor,
+    scale: tl.tensor,
+    shape: tl.constexpr,
+    WRITES_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """One tile of queries of one KV head."""
+    TILE: tl.constexpr = BLOCK_M // shape.group_pad if shape.group_pad < BLOCK_M else 1
+    num_heads: tl.constexpr = shape.num_kv_heads * shape.group
+    # Late tiles see the most keys: they go first, so that the short ones fill the gaps at the end.
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    request = find_request(batch.query_start_loc, num_reqs, index, TILE)
+    first_row = tl.load(batch.query_start_loc + request)
+    num_new = tl.load(batch.query_start_loc + request + 1) - first_row
+    end = tl.load(batch.seq_lens + request)
+    start = end - num_new
+    tile_begin = (start // TILE + index - first_tile(batch.query_start_loc, request, TILE)) * TILE
+    if (num_new < 2) | (tile_begin >= end):
+        return
+
+    row = tl.arange(0, TILE * shape.group_pad)
+    positions = tile_begin + row // shape.group_pad
+    real = (positions >= start) & (positions < end) & (row % shape.group_pad < shape.group)
+    tokens = first_row + positions - start
+    heads = head * shape.group + row % shape.group_pad
+    query_first, query_second = load_query_halves(rows, tokens, heads, real, shape)
+    final_query = tl.minimum(tile_begin + TILE, end) - 1
+    maximum, total, weighted = attend_keys(
+        query_first,
+        query_second,
+        tl.where(real, positions, -1),
+        tl.maximum(tile_begin, start),
+        final_query,
+        0,
+        final_query + 1,
+        start,
+        first_row,
+        request,
+        head,
+        scale,
+        rows,
+        pages,
+        tables,
+        batch,
+        shape,
+        BLOCK_N,
+    )
+    channels = tl.arange(0, shape.head_pad)[None, :]
+    pointers = output + (tokens.to(tl.int64) * output_stride + heads * shape.head_size)[:, None] + channels
+    result = (weighted / total[:, None]).to(output.dtype.element_ty)
+    tl.store(pointers, result, mask=real[:, None] & (channels < shape.head_size))
+    if WRITES_LSE:
+        tl.store(lse + tokens.to(tl.int64) * num_heads + heads, (maximum + tl.log2(total)) * LN2, mask=real)

@@ -1,0 +1,217 @@
+"""The operations through Triton kernels: the portable path of GPUs. Nothing here waits for the device."""
+
+# The kernels lie at the top of the repository and are installed inside vllm_antkv, where mypy does not look.
+# mypy: disable-error-code="import-not-found"
+
+import torch
+import triton
+
+from vllm_antkv.cache.pages import ALIGNMENT
+from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.step import Step
+from vllm_antkv.select.anchors import VOTE_PRIOR
+from vllm_antkv.triton_kernels.anchor_score import anchor_score, blocks_of_step
+from vllm_antkv.triton_kernels.arguments import Batch, Pages, Policy, Rows, Shape, Tables
+from vllm_antkv.triton_kernels.decode import decode
+from vllm_antkv.triton_kernels.encode_store import encode_store
+from vllm_antkv.triton_kernels.prefill import prefill
+
+#: Programs that fill a large GPU: 132 multiprocessors with four programs each.
+_ENOUGH_PROGRAMS = 512
+#: Keys below which a split costs more than it saves.
+_MIN_SPLIT = 256
+_MAX_SPLITS = 64
+#: Radians by which a rotary table may miss the sum of two angles: float32 positions beyond 100,000 do by 0.008, and the
+#: error of the finest codes is ten times that.
+_ANGLE_TOLERANCE = 1e-2
+
+
+class TritonOperations:
+    """See `LayerOperations`."""
+
+    def __init__(self, layer: LayerState) -> None:
+        self._layer = layer
+        self._shape = _shape(layer)
+        self._pages = _pages(layer)
+        self._tables = _tables(layer)
+        self._policy = Policy(
+            anchors=layer.config.anchor_share > 0,
+            weighs_votes=layer.config.anchor_scope == "block",
+            vote_prior=VOTE_PRIOR,
+        )
+
+    def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+        """See `LayerOperations`."""
+        encode_store(_rows(key, key, value), self._pages, self._tables, _batch(step), self._shape)
+
+    def anchor_score(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_sink: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """See `LayerOperations`."""
+        layer, shape = self._layer, self._shape
+        chosen = None
+        if layer.counts_rows:
+            num_blocks = blocks_of_step(len(key), step.num_reqs, shape)
+            size = (num_blocks, shape.num_kv_heads, 2, shape.anchor_rows)
+            chosen = torch.full(size, -1, dtype=torch.int16, device=key.device)
+        anchor_score(
+            _rows(query, key, value),
+            is_sink,
+            lse,
+            layer.config.prefix,
+            chosen,
+            self._pages,
+            self._tables,
+            _batch(step),
+            shape,
+            self._policy,
+            layer.scale,
+        )
+        if chosen is not None:
+            for kind in range(2):
+                layer.counters.count_anchors(chosen[:, :, kind])
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """See `LayerOperations`."""
+        rows, batch, scale = _rows(query, key, value), _batch(step), self._layer.scale
+        _token_stride(output)
+        if step.max_query_len > 1:
+            prefill(rows, output, lse, self._pages, self._tables, batch, self._shape, scale)
+        sizes = (step.num_reqs, self._layer.num_heads, self._num_splits(step))
+        partial_output = torch.empty(*sizes, self._shape.head_size, dtype=torch.float32, device=query.device)
+        partial_lse = torch.empty(sizes, dtype=torch.float32, device=query.device)
+        decode(rows, output, lse, partial_output, partial_lse, self._pages, self._tables, batch, self._shape, scale)
+
+    def _num_splits(self, step: Step) -> int:
+        """A power of two, from what the host knows; steps replayed from a CUDA graph have the graph's."""
+        wanted = _ENOUGH_PROGRAMS // (step.num_reqs * self._shape.num_kv_heads)
+        useful = step.max_seq_len // _MIN_SPLIT
+        return 1 << (max(min(wanted, useful, _MAX_SPLITS), 1).bit_length() - 1)
+
+
+def _shape(layer: LayerState) -> Shape:
+    num_kv_heads, num_sub_vectors, num_centroids, size = layer.k_centroids.shape
+    head_size = num_sub_vectors * size
+    half = head_size // 2
+    rotary_half = 0 if layer.rotary is None else layer.rotary.rotary_dim // 2
+    is_neox = layer.rotary is None or layer.rotary.is_neox_style
+    group = layer.num_heads // num_kv_heads
+    sub_pad = max(triton.next_power_of_2(num_sub_vectors), 16 // size)
+    anchor_rows = layer.vq.k_anchors.shape[2]
+    return Shape(
+        head_size=head_size,
+        half_pad=max(triton.next_power_of_2(half), 16),
+        head_pad=sub_pad * size,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        group_pad=triton.next_power_of_2(group),
+        sub_vector_size=size,
+        num_sub_vectors=num_sub_vectors,
+        sub_pad=sub_pad,
+        num_centroids=num_centroids,
+        code_bits=layer.preset.code_bits,
+        code_bytes=layer.vq.k_codes.shape[3],
+        rotary_half=rotary_half,
+        is_neox=is_neox,
+        aligned=is_neox and half % size == 0 and rotary_half % size == 0,
+        composes=layer.rotary is None or _composes(layer.rotary),
+        anchor_rows=anchor_rows,
+        anchor_pad=triton.next_power_of_2(max(anchor_rows, 1)),
+        page_size=layer.recency.k.shape[2],
+        block_size=VQ_BLOCK_SIZE,
+        reads_cache=layer.config.prefill_reads_cache,
+    )
+
+
+def _composes(rotary: RotaryTable) -> bool:
+    """Whether turning by the position of a block and then by an offset in it is turning by their sum.
+
+    True for every table of multiples of fixed frequencies, whatever its magnitude; kernels then read few of its rows.
+    """
+    table = torch.complex(rotary.cos.double(), rotary.sin.double())
+    table = table / table.abs()
+    positions = torch.arange(len(table), device=table.device)
+    offsets = positions % VQ_BLOCK_SIZE
+    return len(table) >= VQ_BLOCK_SIZE and bool(
+        (table[positions - offsets] * table[offsets] - table).abs().max() < _ANGLE_TOLERANCE
+    )
+
+
+def _pages(layer: LayerState) -> Pages:
+    vq, recency = layer.vq, layer.recency
+    return Pages(
+        k_codes=vq.k_codes,
+        v_codes=vq.v_codes,
+        k_anchors=vq.k_anchors,
+        v_anchors=vq.v_anchors,
+        anchor_offsets=vq.anchor_offsets,
+        recent_k=recency.k,
+        recent_v=recency.v,
+        scores=recency.scores,
+        vq_block_stride=_units(vq.k_codes, 0),
+        vq_head_stride=_units(vq.k_codes, 1),
+        recency_block_stride=_units(recency.k, 0),
+        recency_head_stride=_units(recency.k, 1),
+    )
+
+
+def _units(section: torch.Tensor, dimension: int) -> int:
+    """A stride in the units that pages are aligned to."""
+    units, rest = divmod(section.stride(dimension) * section.itemsize, ALIGNMENT)
+    if rest:
+        raise ValueError(f"Pages must be multiples of {ALIGNMENT} bytes, not {units * ALIGNMENT + rest}.")
+    return units
+
+
+def _tables(layer: LayerState) -> Tables:
+    """Centroids in float16, as codebooks hold them."""
+    centroids = [table.half().contiguous() for table in (layer.k_centroids, layer.v_centroids)]
+    half_norms = [table.float().square().sum(-1) / 2 for table in centroids]
+    no_angles = layer.k_centroids.new_empty(0, dtype=torch.float32)
+    return Tables(
+        k_centroids=centroids[0],
+        v_centroids=centroids[1],
+        k_half_norms=half_norms[0],
+        v_half_norms=half_norms[1],
+        cos=no_angles if layer.rotary is None else layer.rotary.cos.contiguous(),
+        sin=no_angles if layer.rotary is None else layer.rotary.sin.contiguous(),
+        last_query=layer.last_query,
+    )
+
+
+def _batch(step: Step) -> Batch:
+    return Batch(
+        query_start_loc=step.query_start_loc,
+        seq_lens=step.seq_lens,
+        vq_table=step.vq_block_table,
+        vq_table_stride=step.vq_block_table.stride(0),
+        recency_table=step.recency_block_table,
+        recency_table_stride=step.recency_block_table.stride(0),
+    )
+
+
+def _rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
+    return Rows(query, _token_stride(query), key, _token_stride(key), value, _token_stride(value))
+
+
+def _token_stride(rows: torch.Tensor) -> int:
+    """Elements between the tokens of (num_tokens, heads, head_size); the heads of a token must lie side by side."""
+    if rows.stride()[1:] != (rows.shape[2], 1):
+        raise ValueError(f"The heads of a token must be contiguous, not of strides {rows.stride()}.")
+    return rows.stride(0)
