@@ -12,7 +12,6 @@ from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import cpu
 from vllm_antkv.ops.cpu import CpuOperations
 from vllm_antkv.ops.paged import ReferenceOperations
-from vllm_antkv.ops.rope import RotaryTable
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
@@ -81,16 +80,6 @@ def test_every_dtype(kernels, shape, dtype):
     for sequence in sequences:
         tolerance = TOLERANCES[dtype]
         torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("magnitude", [1.0, 1.2])
-def test_rotary_tables_of_long_contexts_are_accepted(magnitude):
-    inverse_frequencies = 500000 ** -(torch.arange(0, 128, 2).float() / 128)
-    angles = torch.outer(torch.arange(262144).float(), inverse_frequencies)
-    assert cpu._angles_are_linear(RotaryTable(magnitude * angles.cos(), magnitude * angles.sin()))
-    # As if the model changed its frequencies on the way.
-    angles[1000:] *= 1.01
-    assert not cpu._angles_are_linear(RotaryTable(magnitude * angles.cos(), magnitude * angles.sin()))
 
 
 def test_a_head_size_that_fills_no_vector_is_refused():

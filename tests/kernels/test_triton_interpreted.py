@@ -181,7 +181,7 @@ def test_splits_are_merged(monkeypatch):
 
 
 def test_a_table_that_does_not_compose(monkeypatch):
-    monkeypatch.setattr(triton_operations, "_composes", lambda rotary: False)
+    monkeypatch.setattr(triton_operations, "angles_are_linear", lambda table: False)
     engine = Engine(AntKVConfig(recency="none"), ONE_HEAD, TritonOperations)
     assert_offline(engine, serve(engine, [(140, 1), (1, 1)]))
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rope
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rope
 
-from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
+from vllm_antkv.ops.rope import RotaryTable, angles_are_linear, rotate, unrotate
 
 MAX_POSITION = 4096
 
@@ -103,3 +103,13 @@ def test_a_table_moves_with_its_style():
     table = make_table(is_neox_style=False).to("cpu")
     assert not table.is_neox_style
     assert table.rotary_dim == 64
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1.2])
+def test_angles_of_long_contexts_are_linear_but_for_their_rounding(magnitude):
+    inverse_frequencies = 500000 ** -(torch.arange(0, 128, 2).float() / 128)
+    angles = torch.outer(torch.arange(262144).float(), inverse_frequencies)
+    assert angles_are_linear(RotaryTable(magnitude * angles.cos(), magnitude * angles.sin()))
+    # As if the model changed its frequencies on the way.
+    angles[1000:] *= 1.01
+    assert not angles_are_linear(RotaryTable(magnitude * angles.cos(), magnitude * angles.sin()))

@@ -14,7 +14,7 @@ import torch
 
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.layer import LayerState
-from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 
 #: PyTorch's name of an instruction set and ours.
@@ -167,24 +167,11 @@ def _check(layer: LayerState) -> None:
             f"The C++ kernels need a head size that is a multiple of {_HEAD_SIZE_MULTIPLE} and at most {MAX_GROUP} "
             "query heads per KV head: serve this model with the antkv setting kernels=reference."
         )
-    if layer.rotary is not None and not _angles_are_linear(layer.rotary):
+    if layer.rotary is not None and not angles_are_linear(layer.rotary):
         raise UnsupportedModelError(
             "The C++ kernels need rotary angles that grow linearly with the position: serve this model with the antkv "
             "setting kernels=reference."
         )
-
-
-def _angles_are_linear(rotary: RotaryTable) -> bool:
-    """Whether turning by a tile's position and then by an offset is turning by their sum, up to the magnitude."""
-    turns = torch.complex(rotary.cos, rotary.sin)
-    offsets = torch.tensor([1, 31, 127])
-    bases = torch.arange(0, len(turns) - int(offsets[-1]), 128)
-    if len(bases) == 0:
-        return True
-    error = turns[bases, None] * turns[offsets] / turns[0].abs() - turns[bases[:, None] + offsets]
-    # Models compute angles in float32, so those of far positions are rounded to that many radians.
-    rounding = bases[:, None, None] * 2.0**-22
-    return bool((error.abs() <= 1e-3 + rounding).all())
 
 
 def _tables(layer: LayerState) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import triton
 from vllm_antkv.cache.pages import ALIGNMENT
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerState
-from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 from vllm_antkv.select.anchors import VOTE_PRIOR
 from vllm_antkv.triton_kernels.anchor_score import anchor_score, blocks_of_step
@@ -23,9 +23,6 @@ _ENOUGH_PROGRAMS = 512
 #: Keys below which a split costs more than it saves.
 _MIN_SPLIT = 256
 _MAX_SPLITS = 64
-#: Radians by which a rotary table may miss the sum of two angles: float32 positions beyond 100,000 do by 0.008, and the
-#: error of the finest codes is ten times that.
-_ANGLE_TOLERANCE = 1e-2
 
 
 class TritonOperations:
@@ -130,26 +127,12 @@ def _shape(layer: LayerState) -> Shape:
         rotary_half=rotary_half,
         is_neox=is_neox,
         aligned=is_neox and half % size == 0 and rotary_half % size == 0,
-        composes=layer.rotary is None or _composes(layer.rotary),
+        composes=layer.rotary is None or (len(layer.rotary.cos) >= VQ_BLOCK_SIZE and angles_are_linear(layer.rotary)),
         anchor_rows=anchor_rows,
         anchor_pad=triton.next_power_of_2(max(anchor_rows, 1)),
         page_size=layer.recency.k.shape[2],
         block_size=VQ_BLOCK_SIZE,
         reads_cache=layer.config.prefill_reads_cache,
-    )
-
-
-def _composes(rotary: RotaryTable) -> bool:
-    """Whether turning by the position of a block and then by an offset in it is turning by their sum.
-
-    True for every table of multiples of fixed frequencies, whatever its magnitude; kernels then read few of its rows.
-    """
-    table = torch.complex(rotary.cos.double(), rotary.sin.double())
-    table = table / table.abs()
-    positions = torch.arange(len(table), device=table.device)
-    offsets = positions % VQ_BLOCK_SIZE
-    return len(table) >= VQ_BLOCK_SIZE and bool(
-        (table[positions - offsets] * table[offsets] - table).abs().max() < _ANGLE_TOLERANCE
     )
 
 
