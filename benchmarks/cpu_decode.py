@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS = 128, 8, 2, 4
+HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS = 128, 2, 4
 MAX_LEN = 33_000
 #: Decode steps timed per setting, after a few that are not.
 STEPS, WARM_UP = 24, 4
@@ -41,14 +41,14 @@ def main() -> None:
         _work(arguments.worker, Path(arguments.model), arguments.kv_cache_dtype, _settings(arguments))
         return
     with tempfile.TemporaryDirectory() as folder:
-        model = _make_model(Path(folder), arguments.kv_cache_dtype)
+        model = _make_model(Path(folder), arguments.kv_cache_dtype, arguments.group)
         bandwidth = _memory_bandwidth()
         rounds: dict[str, list[dict[str, Any]]] = {"auto": [], arguments.kv_cache_dtype: []}
         for number in range(arguments.rounds):
             for dtype in rounds:
                 print(f"round {number + 1} of {arguments.rounds}: {dtype}", file=sys.stderr, flush=True)
                 rounds[dtype].append(_run_worker(model, dtype, arguments))
-    report = _report(rounds, bandwidth, _settings(arguments), arguments.kv_cache_dtype)
+    report = _report(rounds, bandwidth, _settings(arguments), arguments.kv_cache_dtype, arguments.group)
     print(_table(report))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=2))
@@ -59,6 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", default="antkv-1bit")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--group", type=int, default=4, help="Query heads per KV head (Llama-3-8B has 4, 70B 8).")
     parser.add_argument("--rounds", type=int, default=2, help="Processes per side.")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS of both sides.")
     parser.add_argument("--json", help="Write everything measured to this file.")
@@ -71,7 +72,7 @@ def _settings(arguments: argparse.Namespace) -> list[Setting]:
     return [Setting(context, batch) for context in arguments.contexts for batch in arguments.batches]
 
 
-def _make_model(folder: Path, preset_name: str) -> Path:
+def _make_model(folder: Path, preset_name: str, group: int) -> Path:
     """A model with random weights, and a codebook of random centroids beside it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -85,7 +86,7 @@ def _make_model(folder: Path, preset_name: str) -> Path:
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
+        num_attention_heads=group * NUM_KV_HEADS,
         num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_SIZE,
         max_position_embeddings=MAX_LEN,
@@ -202,7 +203,7 @@ def _kv_bytes(dtype: str, setting: Setting) -> float:
 
 
 def _report(
-    rounds: dict[str, list[dict[str, Any]]], bandwidth: float, settings: list[Setting], dtype: str
+    rounds: dict[str, list[dict[str, Any]]], bandwidth: float, settings: list[Setting], dtype: str, group: int
 ) -> dict[str, Any]:
     rows = []
     for setting in settings:
@@ -223,12 +224,13 @@ def _report(
         row["prefill_ratio"] = row["antkv"]["prefill_seconds"] / row["auto"]["prefill_seconds"]
         rows.append(row)
     machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "bandwidth": bandwidth}
-    return {"kv_cache_dtype": dtype, "machine": machine, "rows": rows}
+    return {"kv_cache_dtype": dtype, "group": group, "machine": machine, "rows": rows}
 
 
 def _table(report: dict[str, Any]) -> str:
     lines = [
-        f"{report['kv_cache_dtype']} against auto; {report['machine']['cpus']} CPUs, "
+        f"{report['kv_cache_dtype']} against auto; {report['group']} query heads per KV head; "
+        f"{report['machine']['cpus']} CPUs, "
         f"{report['machine']['bandwidth'] / 1e9:.1f} GB/s",
         "",
         "| context | batch | ms per step: auto | antkv | tokens/s ratio | KV MB read: auto | antkv "

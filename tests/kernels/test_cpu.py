@@ -1,5 +1,7 @@
 """The C++ kernels give what the offline evaluator computes in float64, however the steps are cut."""
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,6 +82,17 @@ def test_every_dtype(kernels, shape, dtype):
     for sequence in sequences:
         tolerance = TOLERANCES[dtype]
         torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=tolerance, atol=tolerance)
+
+
+def test_the_kernels_run_on_pytorchs_threads():
+    """Other packages bring OpenMP runtimes of their own, whose threads would fight with PyTorch's."""
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert ctypes.CDLL(None).omp_get_max_threads() == count
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_head_size_that_fills_no_vector_is_refused():

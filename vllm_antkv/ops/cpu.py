@@ -1,8 +1,8 @@
 """The operations on a CPU in C++ (csrc/cpu), called with raw pointers.
 
 The kernels are built once per instruction set when the package is installed; the one that fits this processor is loaded
-at run time. They are compiled with OpenMP but linked against no OpenMP runtime: they take PyTorch's, whose threads vLLM
-has bound to cores, instead of starting a second set.
+at run time. They are compiled with OpenMP but linked against no OpenMP runtime: the process-wide one that they find is
+PyTorch's, whose threads vLLM has bound to cores. A second set of threads would fight with it for the same cores.
 """
 
 import ctypes
@@ -88,8 +88,7 @@ class _Rows(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The kernels, with PyTorch's OpenMP runtime. OSError when they do not load."""
-    ctypes.CDLL(str(_openmp_runtime()), mode=ctypes.RTLD_GLOBAL)
+    """The kernels. OSError when they do not load."""
     library = ctypes.CDLL(str(library_path()))
     pointer, layer, step = ctypes.c_void_p, ctypes.POINTER(_Layer), ctypes.POINTER(_Step)
     library.antkv_encode_store.argtypes = [layer, step, _Rows, _Rows]
@@ -99,15 +98,6 @@ def _library() -> ctypes.CDLL:
     library.antkv_attend.argtypes = [layer, step, _Rows, _Rows, _Rows, _Rows, pointer]
     library.antkv_attend.restype = None
     return library
-
-
-def _openmp_runtime() -> Path:
-    """The OpenMP runtime that this process already has. OSError when there is none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = Path(line.split(maxsplit=5)[-1])
-        if path.name.startswith(("libgomp", "libiomp5", "libomp")):
-            return path
-    raise OSError("PyTorch runs without OpenMP")
 
 
 class CpuOperations:
