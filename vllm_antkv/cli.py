@@ -7,6 +7,7 @@ the commands, so that `--help` and mistakes answer at once.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -29,6 +30,8 @@ app.add_typer(eval_app, name="eval", help="Measure quality: perplexity offline, 
 AnchorScope = Literal["block", "prompt"]
 
 _DEFAULTS = AntKVConfig()
+#: The value of --recency that lets every method of the literature keep what its own paper keeps.
+_OWN = "own"
 #: Typer brings its own copy of click and exports the root of its usage errors only as the base of this one.
 _UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
 
@@ -38,6 +41,10 @@ def _recency(text: str) -> str:
         return str(Recency.parse(text))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _recency_or_own(text: str) -> str:
+    return text if text == _OWN else _recency(text)
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hugging Face name of a causal language model.")]
@@ -64,6 +71,23 @@ Prefix = Annotated[int, typer.Option(min=0, max=4096, help="First tokens that st
 RecencyOption = Annotated[
     str,
     typer.Option("--recency", parser=_recency, metavar="sliding:W|log:W|none", help="Recent tokens in full precision."),
+]
+EvalRecencyOption = Annotated[
+    str,
+    typer.Option(
+        "--recency",
+        parser=_recency_or_own,
+        metavar="sliding:W|log:W|none|own",
+        help="Recent tokens in full precision, the same for every method; own: the recent and first tokens that each "
+        "method's paper keeps, and the server's default for cq-* and antkv-*.",
+    ),
+]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        help="Text that kvquant-*, skvq-* and +kvsink-N learn from. Without it they learn from the first tokens of "
+        "each window, and kvsink from a codebook's sink rule."
+    ),
 ]
 Scope = Annotated[
     AnchorScope, typer.Option(help="Queries that vote for anchors: those of the block, or all of the window (paper).")
@@ -105,15 +129,18 @@ def calibrate(
 @eval_app.command()
 def perplexity(
     model: Model,
-    method: Annotated[str, typer.Option(help="fp16, cq-Xbit or antkv-Xbit.")],
+    method: Annotated[
+        str, typer.Option(help="fp16, antkv-Xbit, cq-Xbit or one of docs/methods.md, e.g. rtn-2bit+pfn-5.")
+    ],
     text: Text,
     json: Json,
     codebooks: Codebooks = None,
     anchors: Anchors = _DEFAULTS.anchor_share,
     sinks: Sinks = 5,
     prefix: Prefix = _DEFAULTS.prefix,
-    recency: RecencyOption = _DEFAULTS.recency,
+    recency: EvalRecencyOption = _DEFAULTS.recency,
     anchor_scope: Scope = _DEFAULTS.anchor_scope,
+    calibration: Calibration = None,
     context: Context = 2048,
     max_windows: MaxWindows = None,
 ) -> None:
@@ -123,8 +150,9 @@ def perplexity(
 
     As in the papers, without anything but anchors: `--recency none --prefix 0 --sinks 0`
     """
-    config = _config(codebooks, anchors, sinks, prefix, recency, anchor_scope)
-    report = _evaluate(model, [method], text, json, codebooks, config, context, max_windows)[0]
+    own = recency == _OWN
+    config = _config(codebooks, anchors, sinks, prefix, _DEFAULTS.recency if own else recency, anchor_scope)
+    report = _evaluate(model, [method], text, json, codebooks, config, own, calibration, context, max_windows)[0]
     _write(json, report.model_dump())
     print(f"{report.method}: perplexity {report.perplexity:.4f}, {report.effective_bits:.3f} effective bits")
 
@@ -139,8 +167,9 @@ def compare(
     anchors: Anchors = _DEFAULTS.anchor_share,
     sinks: Sinks = 5,
     prefix: Prefix = _DEFAULTS.prefix,
-    recency: RecencyOption = _DEFAULTS.recency,
+    recency: EvalRecencyOption = _DEFAULTS.recency,
     anchor_scope: Scope = _DEFAULTS.anchor_scope,
+    calibration: Calibration = None,
     context: Context = 2048,
     max_windows: MaxWindows = None,
 ) -> None:
@@ -152,8 +181,10 @@ def compare(
     """
     from vllm_antkv.evaluate.compare import gap_closed
 
-    config = _config(codebooks, anchors, sinks, prefix, recency, anchor_scope)
-    reports = _evaluate(model, methods.split(","), text, json, codebooks, config, context, max_windows)
+    own = recency == _OWN
+    config = _config(codebooks, anchors, sinks, prefix, _DEFAULTS.recency if own else recency, anchor_scope)
+    names = methods.split(",")
+    reports = _evaluate(model, names, text, json, codebooks, config, own, calibration, context, max_windows)
     closed = gap_closed(reports)
     _write(json, {"results": [report.model_dump() for report in reports], "gap_closed": closed})
     Console().print(_table(reports, closed))
@@ -249,24 +280,34 @@ def _evaluate(
     json: Path,
     codebooks: Path | None,
     config: AntKVConfig,
+    own_recency: bool,
+    calibration: Path | None,
     context: int,
     max_windows: int | None,
 ) -> "list[PerplexityReport]":
-    """Everything that can be wrong is checked before the weights are loaded."""
+    """Everything that can be wrong is checked before the weights are loaded, but for methods that need a sample."""
     from vllm_antkv.evaluate.methods import MethodRequest, build_method, check_method
     from vllm_antkv.evaluate.models import ModelCard
     from vllm_antkv.evaluate.perplexity import evaluate_perplexity
     from vllm_antkv.evaluate.report import check_writable
+    from vllm_antkv.evaluate.sample import take_sample
     from vllm_antkv.evaluate.windows import load_windows
 
     names = [check_method(name.strip()) for name in methods]
     check_writable(json)
     card = ModelCard.read(model)
     card.check_context(context)
-    request = MethodRequest(model, card.identity, codebooks, config)
-    built = [build_method(name, request) for name in names]
+    request = MethodRequest(model, card.identity, codebooks, config, own_recency)
     windows = load_windows(text, card.tokenizer, context, max_windows)
-    loaded = card.load()
+    if calibration is None:
+        built = [build_method(name, request) for name in names]
+        loaded = card.load()
+    else:
+        learned = load_windows(calibration, card.tokenizer, context)
+        card.check_windows(learned)
+        loaded = card.load()
+        request = replace(request, sample=take_sample(loaded, learned, str(calibration)))
+        built = [build_method(name, request) for name in names]
     with _progress() as start:
         return [
             evaluate_perplexity(card, loaded, method, windows, text, start(method.name, len(windows)))

@@ -24,6 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.evaluate.methods import Method
+from vllm_antkv.evaluate.methods.kvsink import strongest_so_far
+from vllm_antkv.evaluate.retained import attend_retained
 from vllm_antkv.evaluate.rotary import rotary_table
 from vllm_antkv.ops.reference import anchor_score, causal_lse, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
@@ -43,7 +45,7 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
     Raises:
         UnsupportedModelError: a family that is not known to fit, or a sliding window shorter than the windows.
     """
-    if method.quantiser is None:
+    if method.quantiser is None and method.eviction is None:
         yield
         return
     _check_family(model, num_tokens)
@@ -64,7 +66,8 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
 class _Run:
     """One method on one model: what the attention function and the sink hook share.
 
-    is_sink: (num_windows, num_tokens) bool of the windows in hand, None until the emergence layer has run.
+    is_sink: (num_windows, num_tokens) bool of the windows in hand, None until the emergence layer has run; with
+        `num_sinks`, int64, the last query for which each token is one.
     """
 
     def __init__(self, method: Method, rotary: RotaryTable) -> None:
@@ -89,14 +92,20 @@ class _Run:
         q, k, v = (rows.transpose(1, 2).to(dtype) for rows in (query, key, value))
         rule = self.method.sinks
         is_sink = self.is_sink if rule is not None and layer > rule.layer else None
-        return attend_window(q, k, v, scaling, layer, self.method, self.rotary, is_sink).to(query.dtype), None
+        of_literature = self.method.retention is not None or self.method.eviction is not None
+        attend = attend_retained if of_literature else attend_window
+        return attend(q, k, v, scaling, layer, self.method, self.rotary, is_sink).to(query.dtype), None
 
     def watch(self, module: nn.Module, args: Any, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         """Forward hook of decoder layer `rule.layer` (KVSink, algorithm 1, by threshold)."""
         rule = self.method.sinks
         assert rule is not None
         hidden = output[0] if isinstance(output, tuple) else output
-        self.is_sink = (hidden[..., list(rule.channels)].abs() > rule.threshold).any(-1)
+        magnitude = hidden[..., list(rule.channels)].abs()
+        if self.method.num_sinks:
+            self.is_sink = strongest_so_far(magnitude.amax(-1), self.method.num_sinks)
+        else:
+            self.is_sink = (magnitude > rule.threshold).any(-1)
 
 
 def attend_window(

@@ -1,27 +1,50 @@
-"""Bits per K or V element that the serving engine's pages really take, everything counted."""
+"""Bits per K or V element that a method takes, everything counted: in the engine's pages, or as its paper stores it."""
+
+from typing import cast
 
 import torch
 
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.codebook import ModelIdentity
-from vllm_antkv.evaluate.methods.base import Method
+from vllm_antkv.evaluate.methods.base import CountedQuantiser, Method
+
+#: Of a full-precision element in a paper's cache, whatever the checkpoint is stored in.
+FULL_BITS = 16.0
 
 
 def effective_bits(method: Method, identity: ModelIdentity, dtype: torch.dtype, context: int) -> float:
     """Bits held for one sequence of `context` tokens once it is computed, over its K and V elements.
 
     Counts codes, anchor rows and their offsets, recency and prefix rows, Anchor Scores, unfilled pages and padding, as
-    the engine logs it at start-up. Codebooks are per model, not per token, and are quoted apart.
+    the engine logs it at start-up. Codebooks are per model, not per token, and are quoted apart. A method that the
+    engine does not page is counted as its paper stores it, without pages or padding and with full precision at 16 bits.
 
     Args:
-        method: the nominal bits are returned as they are for one that the engine does not page.
+        method: the method.
         identity: sizes of the model; every KV head of every layer costs the same.
         dtype: of full-precision rows.
         context: tokens in the sequence.
     """
     if method.preset is None:
-        return method.nominal_bits
+        return _as_stored(method, identity, context)
     layout = PageLayout.of(method.config, method.preset, identity.head_size, dtype)
     cost = footprint(layout, method.config, context)
     return cost.bits(cost.total)
+
+
+def _as_stored(method: Method, identity: ModelIdentity, context: int) -> float:
+    """Rows that the next query will see exactly are stored at 16 bits, all others as what the quantiser stores."""
+    if method.eviction is not None:
+        return FULL_BITS * method.eviction.kept(context) / context
+    if method.retention is None:
+        return method.nominal_bits
+    coded = cast(CountedQuantiser, method.quantiser).element_bits(identity, context)
+    total = 0.0
+    for until, bits in zip(method.retention.tables(context), coded, strict=True):
+        exact = float((until >= context).sum())
+        if method.sinks is not None:
+            layers = identity.num_layers - 1 - method.sinks.layer
+            exact += min(method.num_sinks, context - exact) * layers / identity.num_layers
+        total += exact * FULL_BITS + (context - exact) * bits
+    return total / (2 * context)

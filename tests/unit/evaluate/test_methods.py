@@ -1,12 +1,14 @@
 """The registry: names, and which codebook each method takes."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.unit.evaluate.conftest import random_codebook
 from vllm_antkv.codebook import codebook_path
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, SettingsError
-from vllm_antkv.evaluate.methods import METHODS, MethodRequest, build_method
+from vllm_antkv.evaluate.methods import ADDITIONS, METHODS, MethodRequest, build_method
 from vllm_antkv.presets import PRESETS
 
 
@@ -19,7 +21,23 @@ def request_for(identity):
 
 
 def test_every_preset_has_its_baseline() -> None:
-    assert set(METHODS) == {"fp16", *PRESETS, *(name.replace("antkv", "cq") for name in PRESETS)}
+    assert set(METHODS) >= {"fp16", *PRESETS, *(name.replace("antkv", "cq") for name in PRESETS)}
+
+
+def test_every_row_of_the_design_is_there() -> None:
+    literature = {"rtn", "kivi", "skvq", "kvquant", "turboquant", "logquant", "streamingllm", "h2o"}
+    assert {name.split("-")[0] for name in METHODS} == {"fp16", "cq", "antkv", *literature}
+    assert set(ADDITIONS) == {"pfn", "kvsink", "intactkv"}
+
+
+def test_the_docs_name_every_method() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    for name in METHODS:
+        family, _, size = name.partition("-")
+        every = f"`{family}-*`"
+        assert any(f"`{name}`" in row or every in row or (f"`{family}-" in row and f"`-{size}`" in row) for row in rows)
+    assert all(f"`+{name}-N`" in page for name in ADDITIONS)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -29,8 +47,11 @@ def test_every_method_can_be_built_and_describes_itself(name, request_for, ident
         random_codebook(identity, preset).save(codebook_path(tmp_path, preset))
     method = build_method(name, request_for(tmp_path))
     assert method.name == name
-    assert method.nominal_bits == (PRESETS[preset].nominal_bits if preset in PRESETS else 16)
-    assert set(method.settings) >= ({"recency", "anchor_share", "codebook"} if method.quantiser else set())
+    if preset in PRESETS:
+        assert method.nominal_bits == PRESETS[preset].nominal_bits
+        assert set(method.settings) >= {"recency", "anchor_share", "codebook"}
+    else:
+        assert method.nominal_bits == (int(name[-4]) if name.endswith("bit") else 16)
 
 
 def test_antkv_takes_the_settings_and_cq_only_recency(request_for, codebook_folder) -> None:

@@ -1,7 +1,7 @@
 """What a method of the registry is: how a row comes back from the cache, and which rows stay in full precision."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ import torch
 
 from vllm_antkv.codebook import ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.methods.retention import Retention
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import Preset
 
@@ -35,17 +36,53 @@ class Quantiser(Protocol):
         ...
 
 
+class CountedQuantiser(Quantiser, Protocol):
+    """A quantiser of the literature, which says what it stores; the engine does not page it."""
+
+    def element_bits(self, identity: ModelIdentity, num_tokens: int) -> tuple[float, float]:
+        """Bits stored per K element and per V element of the tokens that are quantised.
+
+        Counts codes, scales, zero points and outliers, and tables that are learned anew for each sequence, spread over
+        its `num_tokens` tokens. Tables learned from a calibration text are per model and not counted.
+        """
+        ...
+
+
+class Eviction(Protocol):
+    """Keeps rows exactly or not at all."""
+
+    def visible(self, query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+        """Which rows each query still finds.
+
+        Args:
+            query: (num_windows, num_tokens, num_heads, head_size), after RoPE.
+            key: (num_windows, num_tokens, num_kv_heads, head_size), after RoPE.
+            scale: multiplies the logits.
+
+        Returns:
+            (num_windows or 1, num_kv_heads or 1, num_tokens, num_tokens) bool, [..., i, j] for query i and row j <= i.
+        """
+        ...
+
+    def kept(self, num_tokens: int) -> int:
+        """Tokens held, per KV head, once `num_tokens` have been seen."""
+        ...
+
+
 @dataclass(frozen=True)
 class Method:
-    """One way of keeping a KV cache.
+    """One way of keeping a KV cache: as the engine serves it, as a paper of the literature quantises, or by eviction.
 
     name: as given to `--method`.
     nominal_bits: bits per K or V element, codes alone.
     config: which rows stay in full precision beside their code (recency, prefix, anchors, sinks).
-    quantiser: None leaves the model's own attention untouched.
+    quantiser: None leaves rows as they are; the model's own attention is untouched where there is no eviction either.
     preset: the format in which the serving engine pages it; None for a method that is only evaluated offline.
     sinks: how attention sinks are recognised, when `config` keeps them and the model has any.
     provenance: what else the figures depend on (which codebook), for the `settings` of the JSON.
+    retention: of a method of the literature, the rows that stay exact instead of what `config` says.
+    num_sinks: with a `retention`, how many sinks are kept: the strongest so far by `sinks`, whatever its threshold.
+    eviction: rows are dropped instead of quantised.
     """
 
     name: str
@@ -55,14 +92,34 @@ class Method:
     preset: Preset | None = None
     sinks: SinkRule | None = None
     provenance: dict[str, Any] | None = None
+    retention: Retention | None = None
+    num_sinks: int = 0
+    eviction: Eviction | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that produced a figure, for its JSON."""
-        if self.quantiser is None:
-            return {}
-        chosen = self.config.model_dump(exclude={"codebooks", "prefill_reads_cache"})
+        of_config = self.quantiser is not None and self.retention is None
+        chosen = self.config.model_dump(exclude={"codebooks", "prefill_reads_cache"}) if of_config else {}
         return {**chosen, **(self.provenance or {})}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What calibrated methods of the literature learn from: a text run through the model in full precision.
+
+    text: where it comes from.
+    key, plain_key, value: for every layer (num_windows, num_tokens, num_kv_heads, head_size) floating point; `key` is
+        after RoPE and `plain_key` before.
+    sink_layer, sink_channels: the decoder layer after which few tokens stand out, and the channels in which they do.
+    """
+
+    text: str
+    key: list[torch.Tensor] = field(repr=False)
+    plain_key: list[torch.Tensor] = field(repr=False)
+    value: list[torch.Tensor] = field(repr=False)
+    sink_layer: int
+    sink_channels: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -73,12 +130,21 @@ class MethodRequest:
     identity: the model's sizes.
     codebooks: folder with codebooks; None looks where the server looks.
     config: the settings asked for; a method takes those it has.
+    own_recency: methods of the literature keep the recent tokens and sinks of their own papers, not `config.recency`.
+    sample: None lets calibrated methods learn from the first tokens of each window.
     """
 
     model_name: str
     identity: ModelIdentity
     codebooks: Path | None
     config: AntKVConfig
+    own_recency: bool = False
+    sample: Sample | None = None
+
+    @property
+    def recency_name(self) -> str:
+        """What methods of the literature keep, for the settings of a figure."""
+        return "own" if self.own_recency else self.config.recency
 
 
 #: Builds the method called `name`; raises AntKVError when what it needs is missing.

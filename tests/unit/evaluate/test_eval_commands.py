@@ -1,0 +1,72 @@
+"""`antkv eval` with the methods of the literature: what they learn from, and whose recency they keep."""
+
+import json
+
+import pytest
+
+from vllm_antkv import cli
+
+
+@pytest.fixture
+def compare(model_folder, codebook_folder, text_file, tmp_path):
+    def run(methods: str, *more: object) -> dict[str, dict]:
+        out = tmp_path / "out.json"
+        args = [
+            "--text",
+            text_file,
+            "--codebooks",
+            codebook_folder,
+            "--context",
+            200,
+            "--max-windows",
+            2,
+            "--json",
+            out,
+        ]
+        command = ["eval", "compare", model_folder, "--methods", methods, *args, *more]
+        assert cli.run([str(part) for part in command]) == 0
+        return {result["method"]: result for result in json.loads(out.read_text())["results"]}
+
+    return run
+
+
+def test_recency_is_shared_or_each_method_s_own(compare) -> None:
+    methods = "kivi-2bit,skvq-2bit,rtn-2bit,cq-1bit"
+    shared, own = compare(methods, "--recency", "none"), compare(methods, "--recency", "own")
+    assert {name: result["settings"]["recency"] for name, result in shared.items()} == dict.fromkeys(shared, "none")
+    assert own["kivi-2bit"]["settings"]["recency"] == "own"
+    assert own["cq-1bit"]["settings"]["recency"] == "sliding:32"
+    assert own["kivi-2bit"]["effective_bits"] > shared["kivi-2bit"]["effective_bits"]
+    assert own["rtn-2bit"]["perplexity"] == shared["rtn-2bit"]["perplexity"], "RTN keeps nothing of its own"
+
+
+def test_a_calibration_text_is_learned_from(compare, text_file) -> None:
+    with_text = compare("kvquant-2bit,skvq-2bit", "--calibration", text_file, "--recency", "none")
+    without = compare("kvquant-2bit,skvq-2bit", "--recency", "none")
+    for name, result in with_text.items():
+        assert result["settings"]["learned_from"] == str(text_file)
+        assert without[name]["settings"]["learned_from"] == "first 128 tokens"
+        assert result["perplexity"] != without[name]["perplexity"]
+        assert result["effective_bits"] < without[name]["effective_bits"], "the first tokens and tables are not stored"
+
+
+def test_methods_can_be_laid_on_top_of_each_other(compare) -> None:
+    results = compare("fp16,rtn-2bit+pfn-3,kivi-2bit+kvsink-2+intactkv-1,h2o-64")
+    assert list(results) == ["fp16", "rtn-2bit+pfn-3", "kivi-2bit+kvsink-2+intactkv-1", "h2o-64"]
+
+
+@pytest.mark.parametrize("change", [["--calibration", "missing.txt"], ["--methods", "rtn-2bit+pfn"]])
+def test_mistakes_are_one_line(model_folder, text_file, tmp_path, capsys, change) -> None:
+    args = [
+        "eval",
+        "compare",
+        model_folder,
+        "--methods",
+        "rtn-2bit",
+        "--text",
+        text_file,
+        "--json",
+        tmp_path / "o.json",
+    ]
+    assert cli.run([str(part) for part in [*args, "--context", "100", *change]]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

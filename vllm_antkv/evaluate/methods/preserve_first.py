@@ -1,0 +1,15 @@
+"""`BASE+pfn-N`: the first N tokens stay exact (preserve-first-N, what KVSink is held against in its figure 9)."""
+
+from dataclasses import replace
+
+from vllm_antkv.evaluate.methods.base import Method, MethodRequest
+
+NAME = "pfn"
+
+
+def apply(base: Method, number: int, request: MethodRequest) -> Method:
+    """`base` with at least `number` first tokens exact in every layer."""
+    del request
+    assert base.retention is not None
+    retention = replace(base.retention, first=max(base.retention.first, number))
+    return replace(base, name=f"{base.name}+{NAME}-{number}", retention=retention)
