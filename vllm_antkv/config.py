@@ -84,7 +84,7 @@ class AntKVConfig(BaseModel):
         "change nothing. false: queries see the tokens of their own step in full precision, as the papers do.",
     )
 
-    kernels: Literal["auto", "cpu", "triton", "reference"] = Field(
+    kernels: Literal["auto", "cpu", "triton", "cuda", "reference"] = Field(
         default="auto",
         description="Which kernels run: auto takes the fastest that this device has and says which; a name insists on "
         "those, or fails at start-up.",

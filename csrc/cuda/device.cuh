@@ -14,6 +14,8 @@ using i64 = long long;
 
 #define ANTKV_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
 #define ANTKV_DEVICE __device__ __forceinline__
+// A structure passed by value and read where the launch has put it.
+#define ANTKV_ARGUMENT(type) const __grid_constant__ type
 #define ANTKV_DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
 #define ANTKV_INFINITY __int_as_float(0x7f800000)
 
@@ -56,14 +58,17 @@ ANTKV_DEVICE float exp2_fast(float x) {
     return value;
 }
 
-// c (16, 8) += a (16, 16) b (16, 8), spread over a warp as the PTX manual shows for mma.m16n8k16.
+// c (16, 8) += a (16, 16) b (16, 8), spread over a warp as the PTX manual shows for mma.m16n8k16. Volatile, lest it be
+// moved to where only the lanes that use the result would run it.
 ANTKV_DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 ANTKV_DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -83,7 +88,7 @@ ANTKV_DEVICE void wait_for_copies() {
 ANTKV_DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 ANTKV_DEVICE void sync_block() { __syncthreads(); }
 ANTKV_DEVICE void sync_warp() { __syncwarp(); }
-ANTKV_DEVICE u32 ballot(bool condition) { return __ballot_sync(0xffffffffu, condition); }
+ANTKV_DEVICE u32 ballot_warp(bool condition) { return __ballot_sync(0xffffffffu, condition); }
 template <typename T>
 ANTKV_DEVICE T from_lane(T value, int lane) {
     return __shfl_sync(0xffffffffu, value, lane);

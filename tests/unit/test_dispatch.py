@@ -53,6 +53,8 @@ def test_kernels_for_cpus_do_not_run_on_a_gpu_nor_those_for_gpus_on_a_cpu():
         choose("cpu", torch.device("cuda"))
     with pytest.raises(SettingsError, match="run on GPUs only"):
         choose("triton", CPU)
+    with pytest.raises(SettingsError, match="run on NVIDIA GPUs only"):
+        choose("cuda", CPU)
 
 
 def test_a_gpu_runs_the_triton_kernels():

@@ -23,7 +23,7 @@ from platformdirs import user_cache_path
 
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.layer import LayerOperations, LayerState
-from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 
 #: Query heads per KV head that the registers have room for.
@@ -42,8 +42,6 @@ _TABLE = 256 * 256
 _ENCODE_RUN, _ENCODE_THREADS = 16, 256
 #: Largest e4m3 number.
 _FP8_MAX = 448.0
-#: Radians by which a rotary table may miss the sum of two angles; float32 positions beyond 100,000 do by 0.008.
-_ANGLE_TOLERANCE = 1e-2
 
 
 def missing(device: torch.device, layer: LayerState | None = None) -> str | None:
@@ -72,7 +70,7 @@ def unsupported(layer: LayerState) -> str | None:
         return f"the CUDA kernels take float16 and bfloat16 models, not {layer.recency.k.dtype}"
     if layer.rotary is not None and not (layer.rotary.is_neox_style and layer.rotary.rotary_dim == head_size):
         return "the CUDA kernels turn whole heads as Llama does, and this model's RoPE is partial or interleaved"
-    if layer.rotary is not None and not _composes(layer.rotary):
+    if layer.rotary is not None and not angles_are_linear(layer.rotary):
         return "the CUDA kernels need angles that are linear in the position, and this model's RoPE is not"
     return None
 
@@ -433,15 +431,6 @@ def _triton(layer: LayerState) -> LayerOperations:
     from vllm_antkv.ops.triton import TritonOperations
 
     return TritonOperations(layer)
-
-
-def _composes(rotary: RotaryTable) -> bool:
-    """Whether turning by the first position of a span and then by an offset in it is turning by their sum."""
-    table = torch.complex(rotary.cos.double(), rotary.sin.double())
-    table = table / table.abs()
-    positions = torch.arange(len(table), device=table.device)
-    offsets = positions % _SPAN
-    return bool((table[positions - offsets] * table[offsets] - table).abs().max() < _ANGLE_TOLERANCE)
 
 
 def _tables(layer: LayerState, build: Build) -> dict[str, torch.Tensor]:

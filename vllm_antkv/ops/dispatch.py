@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.ops import cpu
+from vllm_antkv.ops import cpu, cuda
 from vllm_antkv.ops.layer import LayerOperations, LayerState
 from vllm_antkv.ops.paged import ReferenceOperations
 
@@ -49,10 +49,11 @@ def _triton(layer: LayerState) -> LayerOperations:
 
 
 REFERENCE = Kernels("reference", "reference (PyTorch)", lambda device: None, ReferenceOperations)
-#: The fastest first.
+#: In the order in which `auto` takes them. The CUDA kernels must be asked for until they have run on a GPU.
 KERNELS = (
     Kernels("cpu", f"C++ ({cpu.instruction_set()})", _cpu_missing, cpu.CpuOperations),
     Kernels("triton", "Triton", _triton_missing, _triton),
+    Kernels("cuda", "CUDA", cuda.missing, cuda.CudaOperations),
     REFERENCE,
 )
 

@@ -1,0 +1,68 @@
+// The layer that the kernels are compiled for, and what Python (vllm_antkv/ops/cuda.py) hands them.
+//
+// Sizes are compile-time constants: Python compiles once per kind of layer. Fields of the structures must match.
+#pragma once
+
+#include "device.cuh"
+
+constexpr int kHeadSize = ANTKV_HEAD_SIZE;
+constexpr int kGroup = ANTKV_GROUP;            // query heads per KV head
+constexpr int kSubVector = ANTKV_SUB_VECTOR;   // channels
+constexpr int kCentroids = ANTKV_CENTROIDS;    // per sub-vector
+constexpr bool kBFloat16 = ANTKV_BFLOAT16;     // else float16: the model dtype
+constexpr int kSubVectors = kHeadSize / kSubVector;
+constexpr int kCodeBytes = kCentroids == 256 ? kSubVectors : (kSubVectors * 12 + 7) / 8;
+constexpr int kBlockSize = 128;                // tokens of a VQ block
+constexpr int kRowBytes = kHeadSize * 2;
+
+// Everything that no step changes. Strides and section offsets are in bytes; vllm_antkv/cache/pages.py lays pages out.
+struct Layer {
+    u8* vq;  // K codes at 0 of each page, then the sections below
+    i64 vq_block_stride, vq_head_stride;
+    i64 v_codes, k_anchors, v_anchors, anchor_offsets;
+    u8* recency;  // K rows at 0, then V rows
+    i64 recency_block_stride, recency_head_stride, recency_v;
+    const u16 *k_centroids, *v_centroids;       // (num_kv_heads, sub_vectors, centroids, sub_vector_size) float16
+    const float *k_half_norms, *v_half_norms;   // (num_kv_heads, sub_vectors, centroids)
+    const u8* tables;                           // decode: (num_kv_heads, bytes), staged in shared memory as they are
+    const float *k_scales, *v_scales;           // of FP8 tables: (num_kv_heads, sub_vectors)
+    const float *cos, *sin;                     // (rotary_rows, rotary_dim / 2); null without RoPE
+    const i32* last_query;                      // (max_model_len)
+    float scale, rotary_magnitude;
+    i32 num_kv_heads, rotary_dim, is_neox_style, rotary_rows;
+    i32 recency_block_size, anchor_rows;
+    i32 split;                                  // tokens of a split, whatever the batch
+    i32 unused;
+};
+
+// What a step computes; see vllm_antkv/ops/step.py. Table strides are in entries.
+struct Step {
+    const i32 *query_start_loc, *seq_lens, *vq_table, *recency_table;
+    i64 vq_stride, recency_stride, num_reqs;
+};
+
+// (num_tokens, heads, head_size): heads lie side by side, `stride` elements from token to token.
+struct Rows {
+    u16* data;
+    i64 stride;
+    ANTKV_DEVICE u16* at(i64 token, int head) const { return data + token * stride + (i64)head * kHeadSize; }
+};
+
+ANTKV_DEVICE float to_float(u16 element) { return kBFloat16 ? bf16_to_float(element) : f16_to_float(element); }
+// Two elements of the model dtype.
+ANTKV_DEVICE u32 pack(float first, float second) {
+    return kBFloat16 ? pack_bf16(first, second) : pack_f16(first, second);
+}
+
+ANTKV_DEVICE u8* vq_page(const Layer& layer, const Step& step, int request, int head, int block) {
+    const i64 id = step.vq_table[request * step.vq_stride + block];
+    return layer.vq + id * layer.vq_block_stride + head * layer.vq_head_stride;
+}
+
+// The recency row (K; V lies `recency_v` behind) of a token, or null where its page is the null block.
+ANTKV_DEVICE u8* recency_row(const Layer& layer, const Step& step, int request, int head, int position) {
+    const i64 id = step.recency_table[request * step.recency_stride + position / layer.recency_block_size];
+    if (id == 0) return nullptr;
+    u8* page = layer.recency + id * layer.recency_block_stride + head * layer.recency_head_stride;
+    return page + (position % layer.recency_block_size) * kRowBytes;
+}

@@ -1,0 +1,87 @@
+// Products of the queries with the K rows of a warp's 32 tokens, from codes and from rows in full precision.
+#pragma once
+
+#include "rows.cuh"
+
+ANTKV_DEVICE void turn(Quad& first, Quad& second, const u32 (&cosine)[2], const u32 (&sine)[2]) {
+    const Quad a = first, b = second;
+    first.low = fma_f16x2(neg_f16x2(b.low), sine[0], mul_f16x2(a.low, cosine[0]));
+    first.high = fma_f16x2(neg_f16x2(b.high), sine[1], mul_f16x2(a.high, cosine[1]));
+    second.low = fma_f16x2(a.low, sine[0], mul_f16x2(b.low, cosine[0]));
+    second.high = fma_f16x2(a.high, sine[1], mul_f16x2(b.high, cosine[1]));
+}
+
+// A product of two K rows, 8 tokens apart, with all queries; columns of B are (query, order).
+ANTKV_DEVICE void add_key_quads(const Quad (&rows)[kRowsPerLane], const uint2 (*query)[kQuads], int quad, Lane lane,
+                                float (&logits)[kTiles][kKeyGroups][4]) {
+    for (int group = 0; group < kKeyGroups; ++group) {
+        const int q = group * kKeyColumns + lane.row / kOrders;
+        const uint2 b = query[q < kGroup ? q : kGroup - 1][quad];
+        for (int tile = 0; tile < kTiles; ++tile) {
+            const Quad &upper = rows[2 * tile], &lower = rows[2 * tile + 1];
+            const u32 a[4] = {upper.low, lower.low, upper.high, lower.high};
+            mma_f16(logits[tile][group], a, b.x, b.y);
+        }
+    }
+}
+
+ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, const Columns& columns, int buffer) {
+    const Lane lane = split.lane;
+    const u8* codes = ((const Staging*)split.shared.staging)->codes[split.warp][buffer][0];
+    const uint2(*query)[kQuads] = split.shared.query[buffer];
+    u32 words[kRowsPerLane][2];
+    for (int row = 0; row < kRowsPerLane; ++row)
+        for (int second = 0; second < 2; ++second)
+            words[row][second] =
+                load_codes<kKeyCodes>(codes + (row * 8 + lane.row) * kCodeBytes + columns.key_codes[second]);
+    float logits[kTiles][kKeyGroups][4] = {};
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+        Quad first[kRowsPerLane], second[kRowsPerLane];
+        for (int row = 0; row < kRowsPerLane; ++row) {
+            first[row] = load_quad(split.tables, words[row][0], columns.key[j][0], columns.key_selector[j]);
+            second[row] = load_quad(split.tables, words[row][1], columns.key[j][1], columns.key_selector[j]);
+            turn(first[row], second[row], rotation.cosine[row][j], rotation.sine[row][j]);
+        }
+        // A column of B needs the channels that the rows of its order have at this step.
+        const int order = lane.row % kOrders;
+        add_key_quads(first, query, key_quad(lane.column, order, j, false), lane, logits);
+        add_key_quads(second, query, key_quad(lane.column, order, j, true), lane, logits);
+    }
+    // Of the four columns of a query, one has the order of the row.
+    const int order = lane.row % kOrders;
+    if (lane.column % 2 != order / 2) return;
+    for (int group = 0; group < kKeyGroups; ++group) {
+        const int q = group * kKeyColumns + lane.column / 2;
+        if (q >= kGroup) continue;
+        for (int row = 0; row < kRowsPerLane; ++row) {
+            const float* pair = &logits[row / 2][group][row % 2 * 2];
+            split.shared.logits[split.warp][q][row * 8 + lane.row] = order & 1 ? pair[1] : pair[0];
+        }
+    }
+}
+
+ANTKV_DEVICE void exact_logits(const Split& split, const u8* own_row, int tile) {
+    const Lane lane = split.lane;
+    const u8* rows[2];
+    for (int i = 0; i < 2; ++i) rows[i] = (const u8*)from_lane((i64)own_row, tile * 16 + i * 8 + lane.row);
+    float logits[kExactGroups][4] = {};
+    for (int channel = 0; channel < kHeadSize; channel += 32) {
+        const int offset = (channel + lane.column * 8) * 2;
+        const uint4 upper = load16(rows[0], offset), lower = load16(rows[1], offset);
+        const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
+        for (int group = 0; group < kExactGroups; ++group) {
+            const uint4 b = load16((const u8*)query_row(split, group * 8 + lane.row), offset);
+            multiply<kBFloat16>(logits[group], first, b.x, b.y);
+            multiply<kBFloat16>(logits[group], second, b.z, b.w);
+        }
+    }
+    for (int group = 0; group < kExactGroups; ++group) {
+        for (int i = 0; i < 4; ++i) {
+            const int q = group * 8 + lane.column * 2 + i % 2;
+            if (q >= kGroup || !rows[i / 2]) continue;
+            split.shared.logits[split.warp][q][tile * 16 + i / 2 * 8 + lane.row] =
+                logits[group][i] * (split.layer.scale * kLog2E);
+        }
+    }
+}

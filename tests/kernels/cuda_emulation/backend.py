@@ -1,0 +1,46 @@
+"""Runs the sources of the CUDA kernels on a CPU: compiled with g++ against `emulation.h`, one fiber per thread."""
+
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from vllm_antkv.ops.cuda import Argument, Build
+
+_HERE = Path(__file__).parent
+_SOURCES = _HERE.parents[2] / "csrc" / "cuda"
+_FLAGS = ("-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", "-DANTKV_EMULATION")
+
+
+@cache
+def library(build: Build) -> ctypes.CDLL:
+    definitions = [f"-D{name}={value}" for name, value in build.definitions.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.so"
+        files = [str(_HERE / f"{name}.cpp") for name in ("decode", "encode_store")]
+        command = ["g++", *_FLAGS, f"-I{_HERE}", f"-I{_SOURCES}", *definitions, *files, "-o", str(path)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return ctypes.CDLL(str(path))
+
+
+class EmulatedBackend:
+    """See `vllm_antkv.ops.cuda.Backend`. Few multiprocessors: a CTA then walks several splits."""
+
+    multiprocessors = 4
+
+    def __init__(self, shared_bytes: int = 232448) -> None:
+        self.shared_bytes = shared_bytes
+
+    def load(self, build: Build) -> None:
+        library(build)
+
+    def launch(
+        self, build: Build, kernel: str, grid: tuple[int, ...], threads: int, shared: int, arguments: Sequence[Argument]
+    ) -> None:
+        assert shared <= self.shared_bytes
+        sizes = (ctypes.c_int * 5)(*(*grid, 1, 1)[:3], threads, shared)
+        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        getattr(library(build), f"launch_{kernel}")(sizes, addresses)

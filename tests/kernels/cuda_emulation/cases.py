@@ -1,0 +1,37 @@
+"""Layers and schedules that the CUDA kernels are tested on, emulated and on a GPU."""
+
+import torch
+
+from tests.kernels.engine import Engine, Sequence, Shape
+
+FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
+
+#: (layer, FP8 centroids, bytes of shared memory): both presets and head sizes, groups that fill no mma, an A100.
+LAYERS = [
+    (Shape("antkv-1bit", 128, 8, 2, BFLOAT16), False, 232448),
+    (Shape("antkv-2bit", 64, 3, 1, FLOAT16), False, 232448),
+    (Shape("antkv-1bit", 64, 2, 2, FLOAT16, rotary_dim=0), False, 166912),
+    (Shape("antkv-2bit", 128, 9, 1, FLOAT16, magnitude=1.3), False, 166912),
+    (Shape("antkv-1bit", 128, 2, 1, FLOAT16), True, 232448),
+]
+
+#: Outputs are rounded to the dtype, and codes of float32 may be others than those of float64 where centroids are close.
+TOLERANCES = {FLOAT16: 5e-3, BFLOAT16: 4e-2}
+
+
+def decode_from(engine: Engine, sequences: list[Sequence], prompts: list[int], num_steps: int) -> None:
+    """Compute the prompts one by one, then single tokens of all sequences together."""
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        if prompt:
+            engine.step([(sequence, prompt)])
+    for _ in range(num_steps):
+        engine.step([(sequence, 1) for sequence in sequences])
+
+
+def assert_decoded(engine: Engine, sequences: list[Sequence], prompts: list[int], num_steps: int) -> None:
+    """The tokens after the prompts attend as the offline evaluator computes in float64."""
+    tolerance = TOLERANCES[engine.shape.dtype]
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        decoded = slice(prompt, prompt + num_steps)
+        expected = engine.offline(sequence)[decoded]
+        torch.testing.assert_close(sequence.output[decoded].double(), expected, rtol=tolerance, atol=tolerance)

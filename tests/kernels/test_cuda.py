@@ -1,0 +1,256 @@
+"""The CUDA kernels, emulated on a CPU from the same sources, give what the offline evaluator computes in float64.
+
+`cuda_emulation/emulation.h` stands for the GPU: every lane, shuffle, mma and asynchronous copy, in exact C++.
+"""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels import engine as engine_module
+from tests.kernels.cuda_emulation.backend import EmulatedBackend, library
+from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, assert_decoded, decode_from
+from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.test_operations import CONFIGS
+from vllm_antkv.codebook import Codebook
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.ops import cuda
+from vllm_antkv.ops.cuda import Build, CudaOperations
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.paged import ReferenceOperations
+from vllm_antkv.ops.step import Step
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="the emulation needs g++ and an x86-64 processor with F16C",
+)
+
+SMALL = LAYERS[1][0]
+
+
+def operations(fp8: bool = False, shared_bytes: int = 232448):
+    def build(layer: LayerState) -> CudaOperations:
+        backend = EmulatedBackend(shared_bytes)
+        return CudaOperations(layer, fp8=fp8, backend=backend, others=ReferenceOperations(layer))
+
+    return build
+
+
+@pytest.fixture
+def codebook_that_fits_fp8(monkeypatch):
+    """Centroids that e4m3 holds exactly: the FP8 kernels then owe the same answers."""
+    original = engine_module.codebook
+
+    def rounded(shape: Shape) -> Codebook:
+        book = original(shape)
+        return Codebook(book.header, *(table.to(torch.float8_e4m3fn).half() for table in (book.k, book.v)))
+
+    monkeypatch.setattr(engine_module, "codebook", rounded)
+
+
+@pytest.mark.parametrize(("shape", "fp8", "shared_bytes"), LAYERS, ids=str)
+def test_decoding_gives_what_the_evaluator_computes(codebook_that_fits_fp8, monkeypatch, shape, fp8, shared_bytes):
+    monkeypatch.setattr(cuda, "_MIN_SPLIT", 256)
+
+    @settings(max_examples=6, deadline=None)
+    @given(
+        config=CONFIGS,
+        prompts=st.lists(st.sampled_from([0, 1, 31, 126, 200, 255, 330]), min_size=1, max_size=3),
+        num_steps=st.integers(1, 4),
+    )
+    def check(config, prompts, num_steps):
+        engine = Engine(config, shape, operations(fp8, shared_bytes))
+        sequences = [draw_sequence(seed, prompt + num_steps, shape) for seed, prompt in enumerate(prompts)]
+        decode_from(engine, sequences, prompts, num_steps)
+        assert_decoded(engine, sequences, prompts, num_steps)
+
+    check()
+
+
+def test_more_splits_than_ctas_and_more_requests_than_a_warp_looks_at(monkeypatch):
+    monkeypatch.setattr(cuda, "_MIN_SPLIT", 256)
+    engine = Engine(AntKVConfig(), SMALL, operations())
+    prompts = [300, 256, 1, *[3] * 33, 380]
+    sequences = [draw_sequence(seed, prompt + 2, SMALL) for seed, prompt in enumerate(prompts)]
+    decode_from(engine, sequences, prompts, 2)
+    assert_decoded(engine, sequences, prompts, 2)
+
+
+@pytest.mark.parametrize("shape", [SMALL, LAYERS[0][0]], ids=str)
+def test_with_every_row_an_anchor_the_codes_do_not_matter(shape):
+    """With large logits, so that the maxima of the warps move while they add up."""
+    shape = replace(shape, max_len=700)
+    config = AntKVConfig(anchor_share=1.0, recency="none", prefix=0)
+    engine = Engine(config, shape, operations())
+    sequence = draw_sequence(0, 641, shape)
+    sequence.query *= 8
+    decode_from(engine, [sequence], [640], 1)
+    query, key, value = (getattr(sequence, name).double() for name in ("query", "key", "value"))
+    group = shape.num_heads // shape.num_kv_heads
+    logits = torch.einsum("hd,khd->hk", query[640], key.repeat_interleave(group, 1)) * shape.scale
+    expected = torch.einsum("hk,khd->hd", logits.softmax(-1), value.repeat_interleave(group, 1))
+    tolerance = 2e-3 if shape.dtype == FLOAT16 else 2e-2
+    torch.testing.assert_close(sequence.output[640].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_who_else_is_served_changes_no_bit():
+    outputs = []
+    for others in ([], [5, 300]):
+        engine = Engine(AntKVConfig(), SMALL, operations())
+        prompts = [*others, 290]
+        sequences = [draw_sequence(prompt, prompt + 3, SMALL) for prompt in prompts]
+        decode_from(engine, sequences, prompts, 3)
+        outputs.append(sequences[-1].output[290:293])
+    assert torch.equal(*outputs)
+
+
+def test_requests_that_a_graph_is_padded_with_are_left_alone():
+    engine = Engine(AntKVConfig(), SMALL, operations())
+    sequence = draw_sequence(0, 200, SMALL)
+    engine.step([(sequence, 199)])
+    token = {name: getattr(sequence, name)[199:200] for name in ("query", "key", "value")}
+    padded = {name: torch.cat((rows, torch.full_like(rows, torch.nan))) for name, rows in token.items()}
+    output = torch.full_like(padded["query"], torch.nan)
+    step = Step(
+        query_start_loc=torch.tensor([0, 1, 1], dtype=torch.int32),
+        seq_lens=torch.tensor([200, 0], dtype=torch.int32),
+        vq_block_table=torch.tensor([sequence.vq_blocks, [0, 0]], dtype=torch.int32),
+        recency_block_table=torch.tensor([sequence.table, [0] * len(sequence.table)], dtype=torch.int32),
+        max_query_len=1,
+        max_seq_len=SMALL.max_len,
+    )
+    before = engine.raw[0].clone()
+    engine.operations.encode_store(padded["key"], padded["value"], step)
+    engine.operations.attend(*padded.values(), output, None, step)
+    assert torch.equal(engine.raw[0], before)
+    assert output[1].isnan().all()
+    torch.testing.assert_close(output[:1].double(), engine.offline(sequence)[199:], rtol=5e-3, atol=5e-3)
+
+
+def test_the_lse_is_that_of_the_reference():
+    config = AntKVConfig(anchor_scope="prompt", anchor_share=0.05)
+    engine = Engine(config, SMALL, operations())
+    recorded = []
+    original = engine.operations.attend
+
+    def attend(query, key, value, output, lse, step):
+        original(query, key, value, output, lse, step)
+        expected = torch.full_like(lse, torch.nan)
+        ReferenceOperations(engine.state).attend(query, key, value, torch.empty_like(output), expected, step)
+        recorded.append((lse.clone(), expected))
+
+    engine.operations.attend = attend
+    sequence = draw_sequence(0, 303, SMALL)
+    decode_from(engine, [sequence], [300], 3)
+    for ours, reference in recorded[1:]:
+        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [SMALL, Shape("antkv-1bit", 64, 2, 2, BFLOAT16), Shape("antkv-1bit", 64, 2, 2, FLOAT16, rotary_dim=0)],
+    ids=str,
+)
+def test_pages_are_those_of_the_reference(shape):
+    engines = [Engine(AntKVConfig(), shape, build) for build in (operations(), ReferenceOperations)]
+    sequence = draw_sequence(0, 300, shape)
+    for engine in engines:
+        sequence.computed, sequence.vq_blocks, sequence.pages, sequence.table = 0, [], [], []
+        # Whoever had the blocks before left anchors.
+        engine.state.vq.anchor_offsets.fill_(7)
+        engine.step([(sequence, 290)])
+        engine.step([(sequence, 1)])
+    for name in ("k_codes", "v_codes"):
+        ours, reference = (getattr(engine.state.vq, name)[sequence.vq_blocks[:2]] for engine in engines)
+        # Float32 sums in another order may choose the other of two centroids that are equally near.
+        assert (ours != reference).float().mean() < 1e-3
+    ours, reference = (engine.state.vq.anchor_offsets[sequence.vq_blocks] for engine in engines)
+    assert torch.equal(ours, reference)
+    pages = [page for page in sequence.pages if page]
+    for name in ("k", "v"):
+        ours, reference = (getattr(engine.state.recency, name)[pages].view(torch.int16) for engine in engines)
+        assert torch.equal(ours, reference)
+
+
+def test_equal_distances_take_the_lower_code(monkeypatch):
+    original = engine_module.codebook
+
+    def doubled(shape: Shape) -> Codebook:
+        book = original(shape)
+        return Codebook(book.header, *(torch.cat((t[..., :128, :], t[..., :128, :]), -2) for t in (book.k, book.v)))
+
+    monkeypatch.setattr(engine_module, "codebook", doubled)
+    engine = Engine(AntKVConfig(), SMALL, operations())
+    sequence = draw_sequence(0, 20, SMALL)
+    engine.step([(sequence, 20)])
+    codes = engine.state.vq.k_codes[sequence.vq_blocks[0], :, :20]
+    assert codes.max() < 128
+
+
+@pytest.mark.parametrize(
+    ("shape", "fp8", "lanes"),
+    [
+        (LAYERS[0][0], False, {"key_column": 16, "value_column": 16}),
+        (SMALL, False, {"key_column": 16, "value_column": 8}),
+        (LAYERS[4][0], True, {"key_column": 16, "value_column": 32}),
+    ],
+    ids=str,
+)
+def test_lanes_that_are_served_together_read_other_banks(shape, fp8, lanes):
+    """So many lanes read at once: 16 of 8 bytes or 32 of 4 bytes fill the 32 banks of 4 bytes."""
+    build = Build.of(Engine(AntKVConfig(), shape, operations(fp8)).state, fp8, 232448)
+    size = 4 if fp8 else 8
+    for name, together in lanes.items():
+        steps = build.head_size // 32 * (2 if name == "key_column" else 1)
+        for step in range(steps):
+            columns = [getattr(library(build), name)(lane, step) % 128 // size for lane in range(32)]
+            for first in range(0, 32, 128 // size):
+                assert len(set(columns[first : first + 128 // size])) == together
+
+
+def test_every_lane_reads_its_part_of_a_row_once():
+    for shape, fp8, shared_bytes in LAYERS:
+        build = Build.of(Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state, fp8, shared_bytes)
+        size = 4 if fp8 else 8
+        quads = set(range(0, build.head_size // 4 * size, size))
+        for row in range(8):
+            lanes = range(4 * row, 4 * row + 4)
+            steps = range(build.head_size // 16)
+            assert {library(build).key_column(lane, step) for lane in lanes for step in steps} == quads
+        for column in range(4):
+            lanes = range(column, 32, 4)
+            steps = range(build.head_size // 32)
+            assert {library(build).value_column(lane, step) for lane in lanes for step in steps} == quads
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (Shape("antkv-4bit", 64, 2, 1, FLOAT16), "antkv-1bit and antkv-2bit"),
+        (Shape("antkv-1bit", 96, 2, 1, FLOAT16), "head sizes"),
+        (Shape("antkv-1bit", 64, 34, 2, FLOAT16), "17"),
+        (Shape("antkv-1bit", 64, 2, 1), "float32"),
+        (Shape("antkv-1bit", 64, 2, 1, FLOAT16, rotary_dim=32), "partial"),
+        (Shape("antkv-1bit", 64, 2, 1, FLOAT16, neox=False), "interleaved"),
+    ],
+    ids=str,
+)
+def test_layers_without_code_are_refused(shape, words, reads_well):
+    with pytest.raises(UnsupportedModelError, match=words) as error:
+        Engine(AntKVConfig(), shape, operations())
+    assert "kernels=triton" in reads_well(error.value)
+
+
+def test_a_gpu_with_too_little_shared_memory_is_refused(reads_well):
+    with pytest.raises(UnsupportedModelError, match="shared memory") as error:
+        Engine(AntKVConfig(), LAYERS[0][0], operations(shared_bytes=101376))
+    reads_well(error.value)
+
+
+def test_missing_says_why():
+    assert "NVIDIA" in str(cuda.missing(torch.device("cpu")))
