@@ -6,36 +6,28 @@
 
 namespace antkv {
 
-// bins[s][t % 2][code][lane] of kTogether neighbouring sub-vectors += weights[t][lane], over tokens of a VQ page.
-//
-// Even and odd tokens have bins of their own: where neighbours have the same code, one addition would wait for the other.
-template <int kLanes, int kTogether>
+constexpr int kTogether = 4;  // neighbouring sub-vectors whose bins are filled in one pass over the codes
+
+// bins[s][code][lane] of `kCount` neighbouring sub-vectors += weights[t][lane], over tokens of a VQ page.
+template <int kLanes, int kCount>
 void add_to_bins(const uint8_t* codes, int code_bytes, const float* weights, int count, float* bins) {
-    const auto add = [&](int t, float* bins) {
+    for (int t = 0; t < count; ++t, codes += code_bytes) {
         const auto weight = load<kLanes>(weights + t * kLanes);
-        for (int s = 0; s < kTogether; ++s) {
-            float* at = bins + (2 * 256 * s + codes[s]) * kLanes;
+        for (int s = 0; s < kCount; ++s) {
+            float* at = bins + (256 * s + codes[s]) * kLanes;
             store<kLanes>(at, load<kLanes>(at) + weight);
         }
-        codes += code_bytes;
-    };
-    int t = 0;
-    for (; t + 2 <= count; t += 2) {
-        add(t, bins);
-        add(t + 1, bins + 256 * kLanes);
     }
-    if (t < count) add(t, bins);
 }
 
-// out[h][k] += sum over codes of both bins[.][code][h] centroid[code][k], for one sub-vector.
+// out[h][k] += sum over codes of bins[code][h] centroid[code][k], for one sub-vector.
 template <int kLanes, int kSize>
 void add_centroids(const float* bins, const uint16_t* centroids, int num_heads, float* out, int out_stride) {
     using Sum = typename Floats<kSize>::Type;
     Sum even[kLanes] = {}, odd[kLanes] = {};
     const auto add = [&](int code, Sum* total) {
         const Sum centroid = load_half<kSize>(centroids + code * kSize);
-        const float *first = bins + code * kLanes, *second = first + 256 * kLanes;
-        for (int h = 0; h < kLanes; ++h) total[h] += centroid * (first[h] + second[h]);
+        for (int h = 0; h < kLanes; ++h) total[h] += centroid * bins[code * kLanes + h];
     };
     for (int code = 0; code < 256; code += 2) {
         add(code, even);
@@ -55,20 +47,23 @@ void add_by_code(const antkv_layer& layer, Table centroids, Codes codes, int num
                  int num_heads, float* out) {
     constexpr int kSize = Table::kChannels;
     const int num_sub_vectors = layer.head_size / kSize;
-    for (int s = 0; s < num_sub_vectors; s += 2) {
-        const int together = std::min(2, num_sub_vectors - s);
-        alignas(64) float bins[2 * 2 * 256 * kLanes] = {};
+    for (int s = 0; s < num_sub_vectors; s += kTogether) {
+        const int together = std::min(kTogether, num_sub_vectors - s);
+        alignas(64) float bins[kTogether * 256 * kLanes] = {};
         for (int first = 0; first < num_tokens; first += kBlockSize) {
             const int count = std::min(kBlockSize, num_tokens - first);
             const uint8_t* from = codes(first / kBlockSize) + s;
-            if (together == 2)
-                add_to_bins<kLanes, 2>(from, layer.code_bytes, weights + first * kLanes, count, bins);
-            else
-                add_to_bins<kLanes, 1>(from, layer.code_bytes, weights + first * kLanes, count, bins);
+            const float* added = weights + first * kLanes;
+            switch (together) {
+                case 4: add_to_bins<kLanes, 4>(from, layer.code_bytes, added, count, bins); break;
+                case 3: add_to_bins<kLanes, 3>(from, layer.code_bytes, added, count, bins); break;
+                case 2: add_to_bins<kLanes, 2>(from, layer.code_bytes, added, count, bins); break;
+                default: add_to_bins<kLanes, 1>(from, layer.code_bytes, added, count, bins);
+            }
         }
         for (int i = 0; i < together; ++i)
-            add_centroids<kLanes, kSize>(bins + 2 * 256 * i * kLanes, centroids.data + (s + i) * Table::kTable,
-                                         num_heads, out + (s + i) * kSize, layer.head_size);
+            add_centroids<kLanes, kSize>(bins + 256 * i * kLanes, centroids.data + (s + i) * Table::kTable, num_heads,
+                                         out + (s + i) * kSize, layer.head_size);
     }
 }
 

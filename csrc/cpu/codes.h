@@ -147,33 +147,55 @@ inline bool turns_in_halves(const antkv_layer& layer) {
     return layer.cos && layer.is_neox_style && layer.rotary_dim % (2 * W) == 0;
 }
 
+// Tokens that `dot_turned` multiplies at once: a query's channels are loaded once for all of them, and there are registers
+// for a total of each with each head.
+template <int kHeads>
+constexpr int kTokensAtOnce = W == 16 ? (kHeads > 4 ? 2 : 4) : (kHeads > 2 ? 1 : 2);
+
 // out[h][t] = queries[h] . `offset_keys`[t], without storing the rows. `count` is rounded up to W in `out`.
 template <int kHeads, typename Table>
 void dot_turned(const antkv_layer& layer, Table centroids, const uint8_t* codes, int count, const float* queries,
                 float* out, int out_stride) {
+    constexpr int kTokens = kTokensAtOnce<kHeads>;
     const unsigned size = layer.head_size, half = layer.rotary_dim / 2;
     Vec partial[kHeads][W];
     for (int first = 0; first < count; first += W) {
-        for (int lane = 0; lane < W; ++lane) {
-            // Rows past the end are not read; what stands in their place is never used.
-            const int t = std::min(first + lane, count - 1);
-            const uint8_t* row = codes + (int64_t)t * layer.code_bytes;
-            const Angles angles(layer, t);
-            Vec total[kHeads] = {};
+        for (int lane = 0; lane < W; lane += kTokens) {
+            const uint8_t* row[kTokens];
+            const float *cos[kTokens], *sin[kTokens];
+            for (int i = 0; i < kTokens; ++i) {
+                // Rows past the end are not read; what stands in their place is never used.
+                const int t = std::min(first + lane + i, count - 1);
+                row[i] = codes + (int64_t)t * layer.code_bytes;
+                const Angles angles(layer, t);
+                cos[i] = angles.cos;
+                sin[i] = angles.sin;
+            }
+            Vec total[kTokens][kHeads] = {};
             for (unsigned c = 0; c < half; c += W) {
-                const Vec a = centroids.channels(row, c), b = centroids.channels(row, c + half);
-                const Vec cos = load(angles.cos + c), sin = load(angles.sin + c);
-                const Vec low = a * cos - b * sin, high = b * cos + a * sin;
+                Vec low[kTokens], high[kTokens];
+                for (int i = 0; i < kTokens; ++i) {
+                    const Vec a = centroids.channels(row[i], c), b = centroids.channels(row[i], c + half);
+                    const Vec cosine = load(cos[i] + c), sine = load(sin[i] + c);
+                    low[i] = a * cosine - b * sine;
+                    high[i] = b * cosine + a * sine;
+                }
                 for (int h = 0; h < kHeads; ++h) {
-                    total[h] += load(queries + h * size + c) * low;
-                    total[h] += load(queries + h * size + c + half) * high;
+                    const Vec first_half = load(queries + h * size + c), second_half = load(queries + h * size + c + half);
+                    for (int i = 0; i < kTokens; ++i) total[i][h] += first_half * low[i];
+                    for (int i = 0; i < kTokens; ++i) total[i][h] += second_half * high[i];
                 }
             }
             for (unsigned c = 2 * half; c < size; c += W) {
-                const Vec key = centroids.channels(row, c);
-                for (int h = 0; h < kHeads; ++h) total[h] += load(queries + h * size + c) * key;
+                Vec key[kTokens];
+                for (int i = 0; i < kTokens; ++i) key[i] = centroids.channels(row[i], c);
+                for (int h = 0; h < kHeads; ++h) {
+                    const Vec query = load(queries + h * size + c);
+                    for (int i = 0; i < kTokens; ++i) total[i][h] += query * key[i];
+                }
             }
-            for (int h = 0; h < kHeads; ++h) partial[h][lane] = total[h];
+            for (int h = 0; h < kHeads; ++h)
+                for (int i = 0; i < kTokens; ++i) partial[h][lane + i] = total[i][h];
         }
         for (int h = 0; h < kHeads; ++h) store(out + h * out_stride + first, sums(partial[h]));
     }

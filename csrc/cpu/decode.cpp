@@ -20,10 +20,9 @@ class Split {
         : sequence_(sequence), layer_(sequence.layer), key_(key), value_(value),
           group_(num_queries_per_kv(sequence.layer)), size_(sequence.layer.head_size), begin_(begin),
           count_(end - begin), own_block_((sequence.end - 1) / kBlockSize), logits_(logits) {
-        const int query = sequence.end - 1;
-        for (int t = 0; t < count_; ++t) coded_[t] = !sequence.sees_exactly(query, begin + t);
-        for (int t = 0; t < count_; ++t)
-            if (!coded_[t]) exact_[num_exact_++] = t;
+        sequence.seen_through_codes(sequence.end - 1, begin, count_, coded_);
+        for (const bool* at = coded_; (at = (const bool*)std::memchr(at, 0, coded_ + count_ - at)); ++at)
+            exact_[num_exact_++] = at - coded_;
     }
 
     // Writes the unnormalised output (group, head_size), and the maximum and the sum (group) it is relative to.
@@ -164,9 +163,12 @@ class Split {
     int values_by_code(int h, float* output) {
         alignas(64) float weights[kSplit * kLanes];
         const int heads = std::min(kLanes, group_ - h);
-        for (int t = 0; t < count_; ++t)
-            for (int lane = 0; lane < kLanes; ++lane)
-                weights[t * kLanes + lane] = lane < heads ? logits_[(h + lane) * kSplit + t] : 0;
+        for (int t = 0; t < count_; t += W) {
+            Vec rows[kLanes] = {};
+            for (int lane = 0; lane < heads; ++lane) rows[lane] = load(logits_ + (h + lane) * kSplit + t);
+            interleave<kLanes>(rows);
+            for (int i = 0; i < kLanes; ++i) store(weights + t * kLanes + i * W, rows[i]);
+        }
         const auto codes = [&](int block) { return page_of(block * kBlockSize).codes(true, 0); };
         with_centroids(layer_, sequence_.head, true, [&](auto centroids) {
             if constexpr (!centroids.kTwelve)

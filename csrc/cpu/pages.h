@@ -98,6 +98,12 @@ struct Sequence {
     bool sees_exactly(int query, int position) const {
         return layer.last_query[position] >= query || (!layer.prefill_reads_cache && position >= start);
     }
+    // Its opposite for tokens begin .. begin + count.
+    void seen_through_codes(int query, int begin, int count, bool* coded) const {
+        const int32_t* last_query = layer.last_query + begin;
+        const int in_pages = layer.prefill_reads_cache ? count : start - begin;
+        for (int t = 0; t < count; ++t) coded[t] = (last_query[t] < query) & (t < in_pages);
+    }
 };
 
 }  // namespace antkv

@@ -139,6 +139,38 @@ inline float largest(Vec v) {
     return reduce(v, [](float a, float b) { return a > b ? a : b; });
 }
 
+// Lanes of `a` and `b` in turns: a0 b0 a1 b1 ...
+inline void interleave(Vec& a, Vec& b) {
+#if defined(__AVX512F__)
+    const Vec low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    b = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#else
+    const Vec low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+    b = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#endif
+    a = low;
+}
+
+// Lanes of `kCount` rows in turns, a power of two; the rows follow each other: rows[0][0], rows[1][0], ...
+template <int kCount>
+inline void interleave(Vec (&rows)[kCount]) {
+    if constexpr (kCount > 1) {
+        constexpr int kHalf = kCount / 2;
+        Vec even[kHalf], odd[kHalf];
+        for (int i = 0; i < kHalf; ++i) {
+            even[i] = rows[2 * i];
+            odd[i] = rows[2 * i + 1];
+        }
+        interleave<kHalf>(even);
+        interleave<kHalf>(odd);
+        for (int i = 0; i < kHalf; ++i) {
+            interleave(even[i], odd[i]);
+            rows[2 * i] = even[i];
+            rows[2 * i + 1] = odd[i];
+        }
+    }
+}
+
 // Sums of neighbouring lanes: those of `a`, then those of `b`.
 inline Vec pair_sums(Vec a, Vec b) {
 #if defined(__AVX512F__)
