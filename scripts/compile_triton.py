@@ -286,6 +286,8 @@ def _layer(case: Case, config: AntKVConfig) -> LayerState:
         scale=case.head_size**-0.5,
         counters=Counters(torch.device("cpu"), "compiled"),
         counts_rows=False,
+        max_num_reqs=2,
+        scratch=lambda *sizes: [torch.empty(shape, dtype=dtype) for shape, dtype in sizes],
     )
 
 

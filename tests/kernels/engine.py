@@ -1,5 +1,6 @@
 """A small engine over pages: allocates as the block managers do, from memory full of NaN, and runs any kernels."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -102,6 +103,20 @@ def draw_sequence(seed: int, length: int, shape: Shape) -> Sequence:
     return Sequence(query, key, value, is_sink, torch.full_like(query, torch.nan))
 
 
+class Workspace:
+    """Scratch memory with vLLM's rules: once it is locked, nobody gets more than somebody took before."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.locked = False
+
+    def __call__(self, *shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+        num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes_and_dtypes)
+        assert num_bytes <= self.num_bytes or not self.locked
+        self.num_bytes = max(self.num_bytes, num_bytes)
+        return [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in shapes_and_dtypes]
+
+
 class Engine:
     """Allocates pages and runs steps over several sequences.
 
@@ -120,6 +135,7 @@ class Engine:
         self.config, self.shape = config, shape
         self.retention = page_retention(config, shape.max_len, self.layout.recency_block_size, 0)
         self.free = list(range(1, NUM_BLOCKS))
+        workspace = Workspace()
         raw = torch.full((NUM_BLOCKS, shape.num_kv_heads, 1, self.layout.pool_block_bytes), 0xFF, dtype=torch.uint8)
         self.raw = raw
         self.state = LayerState(
@@ -135,8 +151,11 @@ class Engine:
             scale=shape.scale,
             counters=Counters(torch.device("cpu"), "test"),
             counts_rows=True,
+            max_num_reqs=64,
+            scratch=workspace,
         )
         self.operations = operations(self.state)
+        workspace.locked = True
 
     def step(self, work: list[tuple[Sequence, int]]) -> None:
         """Compute the next `n` tokens of each sequence."""

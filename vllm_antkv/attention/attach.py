@@ -19,6 +19,7 @@ from vllm_antkv.attention.layer import RecencyLayer, recency_layer_name
 from vllm_antkv.attention.rope import rotary_table
 from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
 from vllm_antkv.attention.startup import resolved_codebook
+from vllm_antkv.attention.worker import Worker, set_worker, workspace
 from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.cache.specs import vq_spec
 from vllm_antkv.codebook import Codebook
@@ -58,6 +59,7 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
         # The last layer counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
         counts_rows = layer is layers[-1][0]
         _attach_layer(layer, index, codebook, rotary, sinks, counts_rows, shared)
+    set_worker(vllm_config, Worker(shared.kernels, shared.counters))
     return shared.counters
 
 
@@ -111,6 +113,8 @@ def _attach_layer(
         counts_rows=counts_rows,
         last_query=shared.last_query,
         kernels=shared.kernels,
+        max_num_reqs=shared.vllm_config.scheduler_config.max_num_seqs,
+        scratch=workspace,
     )
     spec = vq_spec(layout, layer.num_kv_heads)
 

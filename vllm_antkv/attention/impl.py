@@ -14,8 +14,9 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels
-from vllm_antkv.ops.layer import LayerOperations, LayerState, run
+from vllm_antkv.ops.layer import LayerOperations, LayerState, Scratch, run
 from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.warm_up import warm_up
 from vllm_antkv.presets import get_preset
 
 
@@ -32,6 +33,8 @@ class Attachment:
     counts_rows: this layer's tokens, sinks and anchors are the ones that are counted.
     last_query: (max_model_len,) int32, what is seen exactly (`select.recency`).
     kernels: what runs the operations.
+    max_num_reqs: the most requests of a step.
+    scratch: see `ops.layer.Scratch`.
     """
 
     settings: AntKVConfig
@@ -47,6 +50,8 @@ class Attachment:
     counts_rows: bool
     last_query: torch.Tensor
     kernels: Kernels
+    max_num_reqs: int
+    scratch: Scratch
 
 
 class AntKVImpl(AttentionImpl[VQMetadata]):
@@ -84,6 +89,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.preset = get_preset(kv_cache_dtype)
         self.attachment: Attachment | None = None
+        self._pages: torch.Tensor | None = None
         self._layer: LayerState | None = None
         self._operations: LayerOperations | None = None
 
@@ -109,12 +115,14 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             attn_metadata: None in vLLM's warm-up runs, which need no result.
             output: (num_tokens, num_heads, head_size), written.
         """
+        assert self.attachment is not None, "the after-load hook did not run"
+        # vLLM may run with the pages of a trial first, to learn how much memory CUDA graphs take.
+        if self._pages is not kv_cache and kv_cache.numel():
+            self._take_pages(self.attachment, kv_cache)
         if attn_metadata is None:
             return output.zero_()
-        assert self.attachment is not None, "the after-load hook did not run"
-        if self._layer is None or self._operations is None:
-            self._layer = self._state(self.attachment, kv_cache)
-            self._operations = self.attachment.kernels.build(self._layer)
+        assert self._layer is not None, "vLLM has given this layer no pages"
+        assert self._operations is not None
         num_tokens = attn_metadata.num_tokens
         sinks = self.attachment.sinks
         is_sink = None if sinks is None else sinks.of_step(num_tokens)
@@ -133,6 +141,13 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         )
         return output
 
+    def _take_pages(self, attachment: Attachment, kv_cache: torch.Tensor) -> None:
+        self._pages = kv_cache
+        self._layer = self._state(attachment, kv_cache)
+        if attachment.kernels.on_gpu:
+            warm_up(attachment.kernels.build, self._layer)
+        self._operations = attachment.kernels.build(self._layer)
+
     def _state(self, attachment: Attachment, kv_cache: torch.Tensor) -> LayerState:
         recency: RecencyPages = attachment.recency.pages
         return LayerState(
@@ -148,4 +163,6 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             scale=self.scale,
             counters=attachment.counters,
             counts_rows=attachment.counts_rows,
+            max_num_reqs=attachment.max_num_reqs,
+            scratch=attachment.scratch,
         )

@@ -4,9 +4,15 @@ from dataclasses import dataclass
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_antkv.attention.worker import get_worker
 from vllm_antkv.ops.step import Step
 
 
@@ -51,6 +57,12 @@ class VQMetadata(AttentionMetadata):
         return self._step
 
 
+def _cudagraph_support(vllm_config: VllmConfig) -> AttentionCGSupport:
+    """CUDA graphs hold steps in which every request has one new token: everything about them is in tensors."""
+    on_gpu = get_worker(vllm_config).kernels.on_gpu
+    return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if on_gpu else AttentionCGSupport.NEVER
+
+
 class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
     """Passes on what the layers that own VQ pages need."""
 
@@ -58,6 +70,11 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """What the kernels that run here can do."""
+        return _cudagraph_support(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -81,6 +98,11 @@ class RecencyMetadataBuilder(AttentionMetadataBuilder[RecencyMetadata]):
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """As for the layers that own VQ pages: vLLM takes the weakest of all."""
+        return _cudagraph_support(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -294,26 +294,6 @@ def _write_atomically(path: Path, content: bytes) -> None:
     os.replace(file.name, path)
 
 
-class Scratch:
-    """Memory for what the splits leave to be merged; one for all layers of a device, which run one after another."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # Captured graphs keep the address of what they were captured with.
-        self._blocks: list[torch.Tensor] = []
-
-    def take(self, num_floats: int) -> torch.Tensor:
-        """At least so many floats, whatever they hold."""
-        if not self._blocks or len(self._blocks[-1]) < num_floats:
-            self._blocks.append(torch.empty(num_floats, dtype=torch.float32, device=self._device))
-        return self._blocks[-1]
-
-
-@cache
-def _scratch(device: torch.device) -> Scratch:
-    return Scratch(device)
-
-
 @cache
 def _backend(device: torch.device) -> CudaBackend:
     return CudaBackend(device)
@@ -346,10 +326,12 @@ class CudaOperations:
         self._others = _triton(layer) if others is None else others
         self._build = Build.of(layer, fp8, self._backend.shared_bytes)
         self._backend.load(self._build)
-        self._scratch = _scratch(device)
+        self._scratch = layer.scratch
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in _tables(layer, self._build).items()}
         self._layer = _layer_argument(layer, self._tensors)
+        # As much as any step will take.
+        self._partials(layer.max_num_reqs, len(layer.last_query))
 
     def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
@@ -397,11 +379,10 @@ class CudaOperations:
         step: Step,
     ) -> None:
         build, num_kv_heads = self._build, key.shape[1]
-        max_splits = -(-step.max_seq_len // self._layer.split)
-        items = step.num_reqs * max_splits
-        partials = self._scratch.take(items * num_kv_heads * build.partial_floats)
+        partials = self._partials(step.num_reqs, step.max_seq_len)
+        max_splits = partials.shape[1]
         common = (ctypes.c_int64(max_splits), ctypes.c_void_p(partials.data_ptr()))
-        workers = min(max(self._backend.multiprocessors // num_kv_heads, 1), items)
+        workers = min(max(self._backend.multiprocessors // num_kv_heads, 1), step.num_reqs * max_splits)
         rows = (_rows(query), _rows(key), _rows(value))
         self._backend.launch(
             build,
@@ -425,6 +406,13 @@ class CudaOperations:
                 *common,
             ),
         )
+
+    def _partials(self, num_reqs: int, max_seq_len: int) -> torch.Tensor:
+        """Scratch for what the splits leave to be merged."""
+        max_splits = -(-max_seq_len // self._layer.split)
+        shape = (num_reqs, max_splits, self._layer.num_kv_heads, self._build.partial_floats)
+        (partials,) = self._scratch((shape, torch.float32))
+        return partials
 
 
 def _triton(layer: LayerState) -> LayerOperations:

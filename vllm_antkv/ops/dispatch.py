@@ -23,12 +23,14 @@ class Kernels:
     title: what people call it.
     missing: why it cannot run on a device, or None.
     build: makes a layer's operations.
+    on_gpu: calls only launch kernels, which compile at their first launch and can be replayed from CUDA graphs.
     """
 
     name: str
     title: str
     missing: Callable[[torch.device], str | None]
     build: Callable[[LayerState], LayerOperations]
+    on_gpu: bool
 
 
 def _cpu_missing(device: torch.device) -> str | None:
@@ -48,12 +50,12 @@ def _triton(layer: LayerState) -> LayerOperations:
     return TritonOperations(layer)
 
 
-REFERENCE = Kernels("reference", "reference (PyTorch)", lambda device: None, ReferenceOperations)
+REFERENCE = Kernels("reference", "reference (PyTorch)", lambda device: None, ReferenceOperations, on_gpu=False)
 #: In the order in which `auto` takes them. The CUDA kernels must be asked for until they have run on a GPU.
 KERNELS = (
-    Kernels("cpu", f"C++ ({cpu.instruction_set()})", _cpu_missing, cpu.CpuOperations),
-    Kernels("triton", "Triton", _triton_missing, _triton),
-    Kernels("cuda", "CUDA", cuda.missing, cuda.CudaOperations),
+    Kernels("cpu", f"C++ ({cpu.instruction_set()})", _cpu_missing, cpu.CpuOperations, on_gpu=False),
+    Kernels("triton", "Triton", _triton_missing, _triton, on_gpu=True),
+    Kernels("cuda", "CUDA", cuda.missing, cuda.CudaOperations, on_gpu=True),
     REFERENCE,
 )
 

@@ -1,5 +1,6 @@
 """What an attention layer's operations need beside the step, and the interface that every set of kernels has."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,10 @@ from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import Step
 from vllm_antkv.presets import Preset
+
+#: Memory for a call of the kernels, takes (shape, dtype) pairs, gives tensors that hold anything.
+#: All layers get the same memory, and never more than was taken once before the server was ready.
+Scratch = Callable[..., list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class LayerState:
     scale: multiplies the logits.
     counters: of this worker.
     counts_rows: this layer's anchors are the ones that are counted.
+    max_num_reqs: the most requests of a step.
+    scratch: see `Scratch`.
     """
 
     vq: VQPages
@@ -38,6 +45,8 @@ class LayerState:
     scale: float
     counters: Counters
     counts_rows: bool
+    max_num_reqs: int
+    scratch: Scratch
 
     @property
     def votes_on_prompt(self) -> bool:

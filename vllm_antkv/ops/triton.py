@@ -38,6 +38,7 @@ class TritonOperations:
             weighs_votes=layer.config.anchor_scope == "block",
             vote_prior=VOTE_PRIOR,
         )
+        self._reserve()
 
     def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
@@ -90,15 +91,24 @@ class TritonOperations:
         _token_stride(output)
         if step.max_query_len > 1:
             prefill(rows, output, lse, self._pages, self._tables, batch, self._shape, scale)
-        sizes = (step.num_reqs, self._layer.num_heads, self._num_splits(step))
-        partial_output = torch.empty(*sizes, self._shape.head_size, dtype=torch.float32, device=query.device)
-        partial_lse = torch.empty(sizes, dtype=torch.float32, device=query.device)
+        partial_output, partial_lse = self._partials(step.num_reqs, step.max_seq_len)
         decode(rows, output, lse, partial_output, partial_lse, self._pages, self._tables, batch, self._shape, scale)
 
-    def _num_splits(self, step: Step) -> int:
+    def _reserve(self) -> None:
+        """Take as much scratch as any step will."""
+        longest = len(self._layer.last_query)
+        batches = range(1, self._layer.max_num_reqs + 1)
+        self._partials(max(batches, key=lambda num_reqs: num_reqs * self._num_splits(num_reqs, longest)), longest)
+
+    def _partials(self, num_reqs: int, max_seq_len: int) -> list[torch.Tensor]:
+        """Scratch of `decode`: what the splits leave to be merged, and its log-sum-exp."""
+        sizes = (num_reqs, self._layer.num_heads, self._num_splits(num_reqs, max_seq_len))
+        return self._layer.scratch(((*sizes, self._shape.head_size), torch.float32), (sizes, torch.float32))
+
+    def _num_splits(self, num_reqs: int, max_seq_len: int) -> int:
         """A power of two, from what the host knows; steps replayed from a CUDA graph have the graph's."""
-        wanted = _ENOUGH_PROGRAMS // (step.num_reqs * self._shape.num_kv_heads)
-        useful = step.max_seq_len // _MIN_SPLIT
+        wanted = _ENOUGH_PROGRAMS // (num_reqs * self._shape.num_kv_heads)
+        useful = max_seq_len // _MIN_SPLIT
         return 1 << (max(min(wanted, useful, _MAX_SPLITS), 1).bit_length() - 1)
 
 
