@@ -2,9 +2,11 @@
 
 import hashlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,6 +26,8 @@ from vllm_antkv.calibrate.capture import (
 from vllm_antkv.calibrate.kmeans import Backend, pick_backend
 from vllm_antkv.calibrate.layers import learn_layer
 from vllm_antkv.calibrate.models import capture_points, compute_dtype, load_config, load_model
+from vllm_antkv.calibrate.refine import Refined
+from vllm_antkv.calibrate.refine import refine as refine_centroids
 from vllm_antkv.calibrate.resources import check_disk, check_memory, needs_checkpointing, pick_device
 from vllm_antkv.calibrate.sinks import (
     PROBE_WINDOWS,
@@ -35,7 +39,9 @@ from vllm_antkv.calibrate.sinks import (
 from vllm_antkv.calibrate.texts import read_text, text_hash, token_windows
 from vllm_antkv.calibrate.workspace import Workspace, check_writable, fingerprint, open_workspace
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
+from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError
+from vllm_antkv.evaluate.attention import check_family
 from vllm_antkv.presets import PRESETS, Preset, get_preset
 from vllm_antkv.pretrained import check_token_ids, read_tokenizer
 
@@ -56,6 +62,7 @@ def calibrate(
     samples: int = 128,
     seq_len: int = 2048,
     weights: Weights = "grad",
+    refine: int = 0,
     device: str = "auto",
     seed: int = 0,
 ) -> list[Path]:
@@ -73,6 +80,7 @@ def calibrate(
         samples: windows of text, at most; fewer when the text is shorter.
         seq_len: tokens per window, BOS included; clipped to the model's context.
         weights: `grad` or `none`.
+        refine: steps of training the centroids end to end after k-means; 0 is none.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         seed: chooses the text windows and seeds k-means.
 
@@ -84,7 +92,7 @@ def calibrate(
         UnsupportedModelError: the model's architecture is not among the supported ones.
         CalibrationError: anything else that cannot be used, in one sentence.
     """
-    job = _prepare(model, presets, texts, out, samples, seq_len, weights, device, seed)
+    job = _prepare(model, presets, texts, out, samples, seq_len, weights, refine, device, seed)
     try:
         return _run(job)
     except (torch.OutOfMemoryError, MemoryError):
@@ -108,6 +116,7 @@ class _Job:
     windows: torch.Tensor
     out: Path
     weighted: bool
+    refine: int
     device: torch.device
     seed: int
     record: dict[str, Any]
@@ -121,6 +130,7 @@ def _prepare(
     samples: int,
     seq_len: int,
     weights: Weights,
+    refine: int,
     device: str,
     seed: int,
 ) -> _Job:
@@ -129,6 +139,8 @@ def _prepare(
         raise CalibrationError(
             f"--samples {samples}, --seq-len {seq_len}, --seed {seed}: they must be at least 1, 2 and 0."
         )
+    if refine < 0:
+        raise CalibrationError(f"--refine {refine}: a number of steps cannot be negative.")
     if weights not in get_args(Weights):
         raise CalibrationError(f"--weights '{weights}' is none of {', '.join(get_args(Weights))}.")
     if not texts or not presets:
@@ -139,22 +151,33 @@ def _prepare(
     identity = ModelIdentity.from_hf_config(config)
     for preset in chosen:
         preset.num_sub_vectors(identity.head_size)
-    check_writable(out)
     read = [read_text(source) for source in texts]
     seq_len = _clip(seq_len, config.get_text_config().max_position_embeddings)
     windows = token_windows(read, read_tokenizer(model, CalibrationError), samples, seq_len, seed)
     check_token_ids(windows, model, identity.vocab_size, CalibrationError)
     _check_enough(chosen, windows.numel() - len(windows), seq_len)
+    if refine:
+        check_family(config.get_text_config(), seq_len)
+        if seq_len < 2 * VQ_BLOCK_SIZE:
+            raise CalibrationError(
+                f"--refine learns from tokens that are read through their codes, of which windows of {seq_len} "
+                f"tokens have few: use --seq-len {2 * VQ_BLOCK_SIZE} or more."
+            )
+        if len(windows) < 2:
+            raise CalibrationError("--refine judges by windows that it does not train on: give more text or --samples.")
     check_memory(config, seq_len, on)
+    # Last, since it makes the folder.
+    check_writable(out)
     record = {
         "texts": [text.name for text in read],
         "text_sha256": text_hash(read),
         "samples": len(windows),
         "seq_len": seq_len,
         "weights": weights,
+        "refine": refine,
         "seed": seed,
     }
-    return _Job(model, config, identity, chosen, windows, out, weights == "grad", on, seed, record)
+    return _Job(model, config, identity, chosen, windows, out, weights == "grad", refine, on, seed, record)
 
 
 def _run(job: _Job) -> list[Path]:
@@ -252,16 +275,46 @@ def _learn_preset(
                 progress.update(per_layer)
             layers.append(centroids)
     k, v = torch.from_numpy(np.stack(layers, axis=1))
+    record = {**job.record, "tokens": int(kept.sum()), "kmeans": backend.name}
+    if job.refine:
+        refined = _refine_preset(job, preset, work, k, v)
+        k, v, record["divergence"] = refined.k, refined.v, refined.divergence
     header = CodebookHeader(
         format_version=FORMAT_VERSION,
         preset=preset.name,
         model=job.identity,
         sinks=rule,
-        calibration={**job.record, "tokens": int(kept.sum()), "kmeans": backend.name},
+        calibration=record,
     )
     path = codebook_path(job.out, preset.name)
-    Codebook(header, k, v).save(path)
+    # Whatever a kill leaves of it is then removed with the work folder.
+    written = codebook_path(work.folder, preset.name)
+    Codebook(header, k, v).save(written)
+    os.replace(written, path)
     return path
+
+
+def _refine_preset(job: _Job, preset: Preset, work: Workspace, k: torch.Tensor, v: torch.Tensor) -> Refined:
+    """Train the centroids of one preset with the model, which is loaded again."""
+    model = load_model(job.model, job.config, job.device)
+    recompute = needs_checkpointing(job.config, job.windows.shape[1], compute_dtype(job.config, job.device))
+    with checkpointed(model, recompute), _progress(f"Refining {preset.name}", job.refine) as progress:
+        refined = refine_centroids(
+            model,
+            preset,
+            k,
+            v,
+            job.windows,
+            job.refine,
+            job.seed,
+            work.refining(preset.name),
+            partial(work.save_refining, preset.name),
+            progress.update,
+        )
+    before, after = refined.divergence
+    kept = "" if after < before else " (not better: the centroids of k-means are kept)"
+    logger.info("%s: divergence on held-out text %.4f -> %.4f nats per token%s", preset.name, before, after, kept)
+    return refined
 
 
 def _progress(what: str, total: int, done: int = 0) -> tqdm:

@@ -26,6 +26,8 @@ _MIN_LAYERS = 0.5
 _MAX_SINKS = 0.02
 #: Smallest ratio between the weakest sink and the strongest other token. The threshold is their geometric mean.
 _MIN_MARGIN = 2.0
+#: Smallest value of another token that counts, as a share of the largest.
+_FLOOR = 1e-6
 #: Channels kept, strongest first; table 3 has at most four.
 _MAX_CHANNELS = 4
 
@@ -113,7 +115,8 @@ def _gap_threshold(values: np.ndarray) -> float | None:
     """`values`: (num_windows, seq_len) magnitudes of one channel."""
     ordered = np.sort(values, axis=None)[::-1].astype(np.float64)
     num_largest = min(max(int(_MAX_SINKS * ordered.size), 1), ordered.size - 1)
-    above, below = ordered[:num_largest], ordered[1 : num_largest + 1]
+    # Where other tokens leave the channel at zero, the geometric mean with it would be no threshold.
+    above, below = ordered[:num_largest], np.maximum(ordered[1 : num_largest + 1], _FLOOR * ordered[0])
     # A gap above the peaks of most windows would part the strongest sinks from the others.
     reaches = above <= np.quantile(values.max(axis=1), 1 - _MIN_WINDOWS)
     ratio = np.where(reaches, above / np.maximum(below, np.finfo(np.float32).tiny), 0.0)

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from vllm_antkv.calibrate.refine import Progress
 from vllm_antkv.errors import CalibrationError
 
 #: Values of each parameter that go into a model's fingerprint.
 _FINGERPRINT_VALUES = 64
+_WINDOWS_DONE = "windows.json"
 
 
 class Workspace:
@@ -27,12 +31,12 @@ class Workspace:
 
     def windows_done(self) -> int:
         """Windows whose activations are completely captured."""
-        path = self.folder / "windows.json"
+        path = self.folder / _WINDOWS_DONE
         return int(json.loads(path.read_text())) if path.exists() else 0
 
     def set_windows_done(self, count: int) -> None:
         """Record that the first `count` windows are captured."""
-        self._replace(self.folder / "windows.json", json.dumps(count).encode())
+        self._replace(self.folder / _WINDOWS_DONE, json.dumps(count).encode())
 
     def load_layer(self, preset: str, layer: int) -> np.ndarray | None:
         """The centroids of a finished layer, or None."""
@@ -46,12 +50,32 @@ class Workspace:
             np.save(file, centroids, allow_pickle=False)
         os.replace(file.name, path)
 
+    def refining(self, preset: str) -> Progress:
+        """How far the training of a preset's centroids has come."""
+        path = self._refining_path(preset)
+        if not path.exists():
+            return Progress()
+        with safe_open(path, "pt") as file:
+            return Progress(int(file.metadata()["step"]), load_file(path))
+
+    def save_refining(self, preset: str, progress: Progress) -> None:
+        """Keep it, completely or not at all."""
+        path = self._refining_path(preset)
+        part = path.with_suffix(".part")
+        save_file(progress.tensors, part, {"step": str(progress.step)})
+        os.replace(part, path)
+
     def remove(self) -> None:
         """Delete the folder."""
+        # First what vouches for the files: a kill in between must not leave a word without them.
+        (self.folder / _WINDOWS_DONE).unlink(missing_ok=True)
         shutil.rmtree(self.folder)
 
     def _layer_path(self, preset: str, layer: int) -> Path:
         return self.folder / f"{preset}-{layer:03d}.npy"
+
+    def _refining_path(self, preset: str) -> Path:
+        return self.folder / f"{preset}-refining.safetensors"
 
     @staticmethod
     def _replace(path: Path, content: bytes) -> None:

@@ -48,7 +48,7 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
     if method.quantiser is None and method.eviction is None:
         yield
         return
-    _check_family(model, num_tokens)
+    check_family(model.config.get_text_config(), num_tokens)
     run = _Run(method, rotary_table(model, num_tokens))
     name, before = f"antkv_offline_{id(run)}", model.config._attn_implementation
     hook = _watch_sinks(model, run)
@@ -218,8 +218,13 @@ def _put_anchors_in(
     seen.copy_(torch.where(chosen.transpose(1, 2)[..., None], full, seen))
 
 
-def _check_family(model: PreTrainedModel, num_tokens: int) -> None:
-    config = model.config.get_text_config()
+def check_family(config: Any, num_tokens: int) -> None:
+    """UnsupportedModelError where `quantised_past` cannot take the place of a model's attention.
+
+    Args:
+        config: the text config of a Hugging Face model.
+        num_tokens: length of the windows.
+    """
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"Models of type '{config.model_type}' cannot be evaluated offline: known are {', '.join(FAMILIES)}."
