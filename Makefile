@@ -1,6 +1,7 @@
 # make demo   serve the embedded model at 1 bit and ask it something (ARGS=--once: then stop)
 # make test   lint, type-check and run the whole test suite
 # make venv   only make .venv; every target does so by itself
+# make audit  licences of what is installed, and known vulnerabilities of what the locks name
 # make lint | format | docs | lock | clean
 
 SHELL := bash
@@ -13,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv demo test lint format docs lock clean
+.PHONY: help venv demo test audit lint format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -30,6 +31,9 @@ demo: $(VENV)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+audit: $(VENV)
+	$(BIN)/python scripts/audit.py $(ARGS)
 
 lint: $(VENV)
 	$(BIN)/ruff check .

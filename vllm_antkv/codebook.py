@@ -8,96 +8,54 @@ import hashlib
 import importlib.resources
 import json
 import os
+import reprlib
+import stat
+import struct
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from platformdirs import user_cache_path
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from vllm_antkv import __version__
-from vllm_antkv.errors import CodebookError, SettingsError, UnsupportedModelError
+from vllm_antkv.codebook_header import (
+    FORMAT_VERSION,
+    CodebookHeader,
+    ModelIdentity,
+    SinkRule,
+    check_header,
+    differences,
+    parse_header,
+)
+from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import Preset, get_preset
 
-FORMAT_VERSION = 1
+__all__ = [
+    "FORMAT_VERSION",
+    "Codebook",
+    "CodebookHeader",
+    "ModelIdentity",
+    "SinkRule",
+    "codebook_path",
+    "default_folders",
+    "find_codebook",
+    "shipped_folder",
+    "user_folder",
+]
+
 _HEADER_KEY = "antkv"
+_TENSORS = ("k", "v")
+#: safetensors' names of dtypes.
+_FLOAT16 = "F16"
 #: A header is a few hundred bytes; more is not a header.
-_MAX_HEADER_CHARS = 1 << 20
-
-
-class ModelIdentity(BaseModel):
-    """What must agree between the model a codebook was learned from and the model it serves."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    architecture: str
-    num_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    vocab_size: int = Field(gt=0)
-
-    @classmethod
-    def from_hf_config(cls, hf_config: Any) -> Self:
-        """Read the identity from a Hugging Face `PretrainedConfig` (of a text model, or holding one).
-
-        Raises UnsupportedModelError when the config lacks one of the sizes, or has one that is no size.
-        """
-        text = hf_config.get_text_config()
-        heads = getattr(text, "num_attention_heads", None)
-        kv_heads = getattr(text, "num_key_value_heads", None)
-        hidden_size = getattr(text, "hidden_size", None)
-        try:
-            return cls(
-                architecture=(getattr(hf_config, "architectures", None) or [text.model_type])[0],
-                num_layers=getattr(text, "num_hidden_layers", None),
-                num_attention_heads=heads,
-                num_kv_heads=heads if kv_heads is None else kv_heads,
-                head_size=getattr(text, "head_dim", None) or (hidden_size // heads if hidden_size and heads else None),
-                hidden_size=hidden_size,
-                vocab_size=getattr(text, "vocab_size", None),
-            )
-        except ValidationError as error:
-            field = error.errors()[0]
-            raise UnsupportedModelError(
-                f"A model of type {text.model_type} with {field['loc'][0]} {field['input']} cannot be used with "
-                "vllm-antkv, which needs a number above 0 there."
-            ) from None
-
-    @property
-    def key(self) -> str:
-        """Short stable hash, used as a folder name."""
-        text = json.dumps(self.model_dump(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-class SinkRule(BaseModel):
-    """KVSink: after decoder layer `layer`, a token is a sink when |hidden[c]| > threshold for a c in `channels`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    layer: int = Field(ge=0)
-    channels: tuple[int, ...] = Field(min_length=1)
-    threshold: float = Field(gt=0)
-
-
-class CodebookHeader(BaseModel):
-    """The JSON header of a codebook file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format_version: int
-    preset: str
-    model: ModelIdentity
-    sinks: SinkRule | None
-    calibration: dict[str, Any]
-    antkv_version: str = __version__
-    checksum: str = ""
+_MAX_HEADER_BYTES = 1 << 20
+#: The largest models need 2 MiB for each of a few thousand KV heads; a file that claims more is read no further.
+_MAX_FILE_BYTES = 32 << 30
+_MAX_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -131,8 +89,10 @@ class Codebook:
 
         The header's checksum is computed here.
         """
-        _check_tensors(self.header, self.k, self.v, path)
         tensors = {"k": self.k.contiguous(), "v": self.v.contiguous()}
+        check_header(self.header, path)
+        _check_forms(self.header, {name: _form_of(tensor) for name, tensor in tensors.items()}, path)
+        _check_values(tensors, path)
         checksum = _checksum(json.loads(self.header.model_dump_json()), tensors)
         header = self.header.model_copy(update={"checksum": checksum})
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,16 +119,11 @@ class Codebook:
         Raises:
             CodebookError: missing or damaged file, wrong format version, wrong preset, wrong model.
         """
-        header, tensors, checksum = _read(path)
-        if preset is not None and header.preset != preset:
-            raise CodebookError(f"{path} holds centroids for {header.preset}, not for {preset}.")
-        if model is not None and header.model != model:
-            raise CodebookError(f"{path} was learned from another model: {_differences(header.model, model)}.")
-        k, v = tensors["k"], tensors["v"]
-        _check_tensors(header, k, v, path)
-        if header.checksum != checksum:
+        raw, header, tensors = _read(path, preset, model)
+        _check_values(tensors, path)
+        if header.checksum != _checksum(raw, tensors):
             raise CodebookError(f"{path} is damaged: its checksum does not match; run `antkv calibrate` again.")
-        return cls(header, k, v)
+        return cls(header, tensors["k"], tensors["v"])
 
 
 def codebook_path(folder: Path, preset: str) -> Path:
@@ -185,7 +140,8 @@ def find_codebook(model_name: str, identity: ModelIdentity, preset: str, folder:
     folders = [Path(folder)] if folder is not None else default_folders(model_name, identity)
     for candidate in folders:
         path = codebook_path(candidate, preset)
-        if path.is_file():
+        # Whatever has the name is the one that is meant: reading it says what is wrong with it.
+        if os.path.lexists(path):
             return path
     out = folder or str(user_folder(identity))
     raise CodebookError(
@@ -210,64 +166,89 @@ def user_folder(identity: ModelIdentity) -> Path:
     return user_cache_path("vllm-antkv") / identity.key
 
 
-def _read(path: Path) -> tuple[CodebookHeader, dict[str, torch.Tensor], str]:
-    """Header, tensors and the checksum that the header should have."""
-    if not path.is_file():
-        raise CodebookError(f"{path} does not exist.")
+@dataclass(frozen=True)
+class _Form:
+    """dtype, by safetensors' name, and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {reprlib.repr(self.shape)}"
+
+
+def _form_of(tensor: torch.Tensor) -> _Form:
+    return _Form(_FLOAT16 if tensor.dtype == torch.float16 else str(tensor.dtype), tuple(tensor.shape))
+
+
+def _read(
+    path: Path, preset: str | None, model: ModelIdentity | None
+) -> tuple[dict[str, Any], CodebookHeader, dict[str, torch.Tensor]]:
+    """The header, as it is written and as it is understood, and the tensors.
+
+    Everything that the header tells is checked before a tensor is read.
+    """
     try:
+        _check_file(path)
         with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(_HEADER_KEY)
-            if text is None or len(text) > _MAX_HEADER_CHARS:
-                raise CodebookError(f"{path} is a safetensors file, but not a codebook of vllm-antkv.")
-            raw = json.loads(text)
-            version = raw.get("format_version") if isinstance(raw, dict) else None
-            if version != FORMAT_VERSION:
-                raise CodebookError(
-                    f"{path} has codebook format {version}, but this vllm-antkv reads format {FORMAT_VERSION}: "
-                    "run `antkv calibrate` again."
-                )
-            header = CodebookHeader.model_validate(raw)
-            if set(file.keys()) != {"k", "v"}:
-                raise CodebookError(f"{path} is damaged: it holds tensors {sorted(file.keys())}, not k and v.")
-            tensors = {name: file.get_tensor(name) for name in ("k", "v")}
-    except (SafetensorError, ValidationError, ValueError, OSError, RecursionError) as error:
-        reason = str(error).splitlines()[0]
+            raw, header = parse_header((file.metadata() or {}).get(_HEADER_KEY), path)
+            check_header(header, path)
+            if preset is not None and header.preset != preset:
+                raise CodebookError(f"{path} holds centroids for {header.preset}, not for {preset}.")
+            if model is not None and header.model != model:
+                raise CodebookError(f"{path} was learned from another model: {differences(header.model, model)}.")
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            forms = {name: _Form(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            _check_forms(header, forms, path)
+            return raw, header, {name: file.get_tensor(name) for name in _TENSORS}
+    except OSError as error:
+        raise CodebookError(f"{path} cannot be read ({error.strerror or error}).") from None
+    except (SafetensorError, ValueError, RuntimeError) as error:
+        # Of safetensors, of the JSON parser, and of PyTorch when the file cannot be mapped.
+        # They quote the file, which may hold anything.
+        reason = "".join(filter(str.isprintable, str(error)))[:_MAX_REASON].rstrip(".")
         raise CodebookError(f"{path} is not a readable codebook ({reason}).") from None
-    return header, tensors, _checksum(raw, tensors)
 
 
-def _check_tensors(header: CodebookHeader, k: torch.Tensor, v: torch.Tensor, path: Path) -> None:
-    model = header.model
-    try:
-        preset = get_preset(header.preset)
-        num_sub_vectors = preset.num_sub_vectors(model.head_size)
-    except SettingsError as error:
-        raise CodebookError(f"{path} is damaged: {error}") from None
+def _check_file(path: Path) -> None:
+    """CodebookError or OSError unless this is a file of a size, and with a head, that a codebook may have."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CodebookError(f"{path} is not a file.")
+    if status.st_size > _MAX_FILE_BYTES:
+        raise CodebookError(f"{path} has {status.st_size >> 30} GiB, more than the codebooks of any model.")
+    with path.open("rb") as file:
+        head = file.read(8)
+    # safetensors would parse up to 100 MB here.
+    if len(head) == 8 and struct.unpack("<Q", head)[0] > _MAX_HEADER_BYTES:
+        raise CodebookError(f"{path} is not a readable codebook (its header is too large).")
+
+
+def _check_forms(header: CodebookHeader, forms: Mapping[str, _Form], path: Path) -> None:
+    """CodebookError unless there are exactly the tensors that the header tells of."""
+    if set(forms) != set(_TENSORS):
+        raise CodebookError(f"{path} is damaged: it holds tensors {reprlib.repr(sorted(forms))}, not k and v.")
+    model, preset = header.model, get_preset(header.preset)
+    num_sub_vectors = preset.num_sub_vectors(model.head_size)
     shape = (model.num_layers, model.num_kv_heads, num_sub_vectors, preset.num_centroids, preset.sub_vector_size)
-    for name, tensor in (("k", k), ("v", v)):
-        if tuple(tensor.shape) != shape or tensor.dtype != torch.float16:
-            raise CodebookError(
-                f"{path} is damaged: {name} is {tensor.dtype} {tuple(tensor.shape)}, but must be float16 {shape}."
-            )
-        if not torch.isfinite(tensor).all():
+    wanted = _Form(_FLOAT16, shape)
+    for name in _TENSORS:
+        if forms[name] != wanted:
+            raise CodebookError(f"{path} is damaged: {name} is {forms[name]}, but must be {wanted}.")
+
+
+def _check_values(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """CodebookError when a centroid is not finite. Layer by layer: a mask over all would be half a codebook more."""
+    for name, tensor in tensors.items():
+        if not all(layer.isfinite().all() for layer in tensor):
             raise CodebookError(f"{path} is damaged: {name} holds values that are not finite.")
-    if header.sinks is not None:
-        if header.sinks.layer >= model.num_layers or max(header.sinks.channels) >= model.hidden_size:
-            raise CodebookError(f"{path} is damaged: its sink layer or channel lies outside the model.")
-        if min(header.sinks.channels) < 0:
-            raise CodebookError(f"{path} is damaged: its sink channels are negative.")
 
 
-def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+def _checksum(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
     """Over everything that is served: the header as JSON, but for its checksum, and the tensors."""
     content = {key: value for key, value in header.items() if key != "checksum"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().numpy().tobytes())
+        digest.update(tensors[name].contiguous().numpy().data)
     return digest.hexdigest()
-
-
-def _differences(have: ModelIdentity, want: ModelIdentity) -> str:
-    pairs = ((name, getattr(have, name), getattr(want, name)) for name in ModelIdentity.model_fields)
-    return ", ".join(f"{name} is {a}, the served model's is {b}" for name, a, b in pairs if a != b)

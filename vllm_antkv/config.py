@@ -6,10 +6,13 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_antkv.errors import SettingsError
+from vllm_antkv.errors import SettingsError, first_problem
 
 #: Tokens per VQ block. Anchors are chosen when a block closes, so this is also the span over which they compete.
 VQ_BLOCK_SIZE = 128
+#: They break a message into lines, and a terminal obeys some of them.
+_CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_MAX_PATH = 4096
 
 
 class Recency(BaseModel):
@@ -31,7 +34,8 @@ class Recency(BaseModel):
             return cls(kind="none", window=0)
         match = re.fullmatch(r"(sliding|log):([0-9]{1,9})", text)
         if match is None or int(match[2]) < 1 or (match[1] == "log" and int(match[2]) % 2):
-            raise ValueError(f"{text!r} must be sliding:W, log:W (W even) or none, with W a number of tokens >= 1")
+            shown = reprlib.repr(text)
+            raise ValueError(f"{shown} must be sliding:W, log:W (W even) or none, with W a number of tokens >= 1")
         return cls(kind=match[1], window=int(match[2]))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -41,7 +45,8 @@ class Recency(BaseModel):
 class AntKVConfig(BaseModel):
     """Everything a user can set about the cache, beside the preset. Frozen; unknown keys are an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Strict: "false" is no truth value and 8.5 no number of tokens.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     codebooks: str | None = Field(
         default=None,
@@ -89,6 +94,20 @@ class AntKVConfig(BaseModel):
         description="Which kernels run: auto takes the fastest that this device has and says which; a name insists on "
         "those, or fails at start-up.",
     )
+    dashboard_text: bool = Field(
+        default=False,
+        description="Let the anchor map of the dashboard show the text of the last prompts and answers, to everybody "
+        "who may call the server. false: numbers only, and token ids never leave the engine.",
+    )
+
+    @field_validator("codebooks")
+    @classmethod
+    def _codebooks_can_be_a_folder(cls, value: str | None) -> str | None:
+        if value is not None and _CONTROL_CHARACTERS.search(value):
+            raise ValueError("a name with control characters would not be shown as it is")
+        if value is not None and len(value) > _MAX_PATH:
+            raise ValueError(f"no path has more than {_MAX_PATH} characters")
+        return value
 
     @field_validator("recency")
     @classmethod
@@ -101,15 +120,15 @@ class AntKVConfig(BaseModel):
 
         Raises SettingsError with one sentence that names the first offending key.
         """
-        raw = (additional_config or {}).get("antkv", {})
+        given = {} if additional_config is None else additional_config
+        if not isinstance(given, dict):
+            raise SettingsError(f"--additional-config must be a JSON object, got {reprlib.repr(given)}.")
         try:
-            return cls.model_validate(raw)
+            return cls.model_validate(given.get("antkv", {}))
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"]) or "antkv"
-            reason, value = first["msg"].removeprefix("Value error, "), reprlib.repr(first["input"])
+            field, problem = first_problem(error, whole="antkv")
             raise SettingsError(
-                f"--additional-config: antkv setting '{key}' is not usable ({reason}, got {value}); "
+                f"--additional-config: antkv setting {field} is not usable ({problem}); "
                 f"known settings are {', '.join(cls.model_fields)}."
             ) from None
 

@@ -275,7 +275,11 @@ def check_codebooks(folder: Path) -> Iterator[Finding]:
     """Every codebook in a folder, without a model to compare with."""
     from vllm_antkv.codebook import Codebook
 
-    paths = sorted(folder.glob("*.safetensors"))
+    try:
+        paths = sorted(folder.glob("*.safetensors"))
+    except OSError as error:
+        yield Finding("codebooks", "problem", f"cannot be looked for ({error.strerror})", "Name another folder.")
+        return
     if not paths:
         yield Finding(str(folder), "problem", "holds no codebook", "Name the folder given to `antkv calibrate --out`.")
     for path in paths:

@@ -1,5 +1,11 @@
 """Errors a caller may want to catch. Each message is one sentence that says what is wrong and what to do."""
 
+import reprlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class AntKVError(Exception):
     """Base of everything vllm-antkv raises on purpose."""
@@ -19,3 +25,14 @@ class UnsupportedModelError(AntKVError):
 
 class CalibrationError(AntKVError):
     """Centroids cannot be learned from what was given."""
+
+
+def first_problem(error: "ValidationError", whole: str) -> tuple[str, str]:
+    """The field that pydantic minds first (or `whole`, when it is all of them), quoted, and what it minds.
+
+    Both are printable and short whatever was given: names and values may come from a file or a client.
+    """
+    first = error.errors()[0]
+    field = reprlib.repr(".".join(map(str, first["loc"])) or whole)
+    reason = first["msg"].removeprefix("Value error, ")
+    return field, f"{reason}, got {reprlib.repr(first['input'])}"

@@ -125,12 +125,12 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
     assert calls == [
         (
             ("MODEL", ["antkv-1bit"], ["A", "B"], tmp_path),
-            {"samples": 128, "seq_len": 2048, "weights": "grad", "device": "auto", "seed": 0},
+            {"samples": 128, "seq_len": 2048, "weights": "grad", "refine": 0, "device": "auto", "seed": 0},
         )
     ]
     assert capsys.readouterr().out == "a.file\n"
-    assert cli.run(["calibrate", *args, "--weights", "none", "--seed", "3"]) == 0
-    assert (calls[1][1]["weights"], calls[1][1]["seed"]) == ("none", 3)
+    assert cli.run(["calibrate", *args, "--weights", "none", "--refine", "50", "--seed", "3"]) == 0
+    assert (calls[1][1]["weights"], calls[1][1]["refine"], calls[1][1]["seed"]) == ("none", 50, 3)
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -11,7 +11,7 @@ recencies = st.one_of(st.just("none"), windows.map(lambda w: f"sliding:{w}"), wi
 settings_dicts = st.fixed_dictionaries(
     {},
     optional={
-        "codebooks": st.text(min_size=1, max_size=20),
+        "codebooks": st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1, max_size=20),
         "anchor_share": st.floats(0, 1),
         "anchor_scope": st.sampled_from(["block", "prompt"]),
         "sinks": st.booleans(),

@@ -1,0 +1,260 @@
+"""What is fuzzed: inputs that are close to good ones, and what must hold whatever they are.
+
+Whatever a codebook file or a setting holds, it is either refused with one readable sentence or understood completely.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.unit.spoilt import MODEL, good_codebook, head
+from vllm_antkv.codebook import Codebook
+from vllm_antkv.config import AntKVConfig, Recency
+from vllm_antkv.errors import AntKVError, CodebookError, SettingsError
+from vllm_antkv.presets import PRESETS
+
+_MAX_SENTENCE = 600
+
+
+@dataclass(frozen=True)
+class Target:
+    """Inputs, and a check that fails when one is neither refused nor understood.
+
+    check: gets an input and the path of a file that it may write.
+    """
+
+    inputs: SearchStrategy[Any]
+    check: Callable[[Any, Path], None]
+
+
+def _reads_well(error: AntKVError, path: Path) -> None:
+    sentence = str(error).replace(str(path), "FILE")
+    assert sentence.isprintable(), sentence
+    assert sentence.endswith("."), sentence
+    assert len(sentence) < _MAX_SENTENCE, sentence
+
+
+# A file: the bytes of a good one with a few of them changed.
+
+
+def _good_bytes(path: Path) -> bytes:
+    good_codebook().save(path)
+    return path.read_bytes()
+
+
+#: (operation, place as a share of the file or of its header, in the header?, bytes).
+_EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["overwrite", "insert", "delete", "flip", "cut", "double"]),
+        st.floats(0, 1, exclude_max=True),
+        st.booleans(),
+        st.binary(min_size=1, max_size=16) | st.sampled_from([b"0", b"9" * 20, b'"', b"{", b"]", b"\0", b"\xff"]),
+    ),
+    min_size=1,
+    max_size=4,
+)  # fmt: skip
+
+
+def _check_bytes(edits: list[tuple[str, float, bool, bytes]], path: Path) -> None:
+    good = _good_bytes(path)
+    content = bytearray(good)
+    for operation, share, in_header, new in edits:
+        end = min(len(content), 2000) if in_header else len(content)
+        at = int(share * end)
+        if operation == "overwrite":
+            content[at : at + len(new)] = new
+        elif operation == "insert":
+            content[at:at] = new
+        elif operation == "delete":
+            del content[at : at + len(new)]
+        elif operation == "flip" and at < len(content):
+            content[at] ^= 1 << (new[0] % 8)
+        elif operation == "cut":
+            del content[at:]
+        elif operation == "double":
+            content[at:at] = content[at : at + 100]
+    path.write_bytes(content)
+    try:
+        loaded = Codebook.load(path)
+    except CodebookError as error:
+        _reads_well(error, path)
+    else:
+        # What came through is the same codebook, written another way: 1e-05 is 1E-05, and blanks mean nothing.
+        expected = good_codebook()
+        assert torch.equal(loaded.k, expected.k)
+        assert torch.equal(loaded.v, expected.v)
+        assert loaded.header.model_copy(update={"checksum": ""}) == expected.header
+
+
+# Our header: any JSON in any place, with the checksum that belongs to it, as whoever means harm would write it.
+
+_NUMBERS = st.one_of(
+    st.integers(-3, 300),
+    st.sampled_from([0, -1, 2**31, 2**31 - 1, 2**63, 2**64, 10**30, 10**4000]),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.sampled_from([1.0, 2.0, 1e-320, 1e308]),
+)
+_TEXTS = st.one_of(st.text(max_size=8), st.sampled_from([*PRESETS, "1", "../..", "\x1b[2J", "a\nb", "x" * 2000]))
+_SCALARS = st.one_of(st.none(), st.booleans(), _NUMBERS, _TEXTS)
+_JSON = st.recursive(
+    _SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXTS, inner, max_size=4), max_leaves=6
+)
+_SINKS = st.fixed_dictionaries(
+    {
+        "layer": st.integers(-1, 3) | _JSON,
+        "channels": st.lists(st.integers(-1, 70), max_size=3) | _JSON,
+        "threshold": st.floats() | _JSON,
+    }
+)
+_FIELDS = st.dictionaries(st.sampled_from([*MODEL.model_dump(), "depth"]), _JSON, min_size=1, max_size=2)
+_HEADER_CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "format_version": st.sampled_from([1, 1.0, True]) | _JSON,
+        "preset": st.sampled_from(sorted(PRESETS)) | _JSON,
+        "model": _FIELDS.map(lambda changes: {**MODEL.model_dump(), **changes}) | _JSON,
+        "sinks": _SINKS | _JSON,
+        "calibration": st.dictionaries(_TEXTS, _JSON, max_size=3) | _JSON,
+        "antkv_version": _TEXTS | _JSON,
+        "unknown": _JSON,
+    },
+)
+
+
+def _check_header(changes: dict[str, Any], path: Path) -> None:
+    good_codebook().save(path)
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        header = {**json.loads(file.metadata()["antkv"]), **changes}
+    header["checksum"] = _checksum(header, tensors)
+    save_file(tensors, path, {"antkv": json.dumps(header)})
+    try:
+        loaded = Codebook.load(path)
+    except CodebookError as error:
+        _reads_well(error, path)
+    else:
+        _is_whole(loaded, path)
+
+
+def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    """As docs/calibration.md describes it, independently of the loader."""
+    content = {key: value for key, value in header.items() if key != "checksum"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _is_whole(codebook: Codebook, path: Path) -> None:
+    """Everything that serving relies on."""
+    model, preset, sinks = codebook.header.model, codebook.preset, codebook.header.sinks
+    shape = (
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_size // preset.sub_vector_size,
+        preset.num_centroids,
+        preset.sub_vector_size,
+    )
+    assert codebook.k.shape == codebook.v.shape == shape
+    if sinks is not None:
+        assert 0 <= sinks.layer < model.num_layers
+        assert sinks.channels
+        assert all(0 <= channel < model.hidden_size for channel in sinks.channels)
+        assert 0 < sinks.threshold < float("inf")
+    codebook.save(path)
+    assert Codebook.load(path, preset.name, model).header == codebook.header.model_copy(
+        update={"checksum": Codebook.load(path).header.checksum}
+    )
+
+
+# The header of safetensors: tensors of any form, in a small file.
+
+_SIZES = st.integers(-1, 300) | st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64 - 1, 10**18])
+_TENSOR = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F16", "F32", "BF16", "I8", "U64", "BOOL", "F8_E4M3", "F4", "X1", "f16"]),
+        "shape": st.lists(_SIZES, max_size=6) | st.just([2, 2, 2, 256, 8]),
+        "data_offsets": st.lists(_SIZES, max_size=3) | st.sampled_from([[0, 32768], [32768, 65536], [0, 4]]),
+    }
+)
+_TENSORS = st.dictionaries(st.sampled_from(["k", "v", "w", "../k", ""]) | _TEXTS, _TENSOR | _JSON, max_size=3)
+
+
+def _check_tensors(example: tuple[dict[str, Any], bytes, int], path: Path) -> None:
+    tensors, body, length_error = example
+    good_codebook().save(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    text = json.dumps({"__metadata__": metadata, **tensors}).encode()
+    path.write_bytes(head(max(0, len(text) + length_error)) + text + body)
+    try:
+        Codebook.load(path)
+    except CodebookError as error:
+        _reads_well(error, path)
+    else:
+        raise AssertionError("Tensors that are not those of the checksum were loaded.")
+
+
+# Settings.
+
+_WINDOWS = st.sampled_from(["sliding:", "log:", "none", "sliding:8", "log:42", " "])
+_RECENCIES = st.builds(str.__add__, _WINDOWS, st.integers(-5, 10**12).map(str) | st.text(max_size=3)) | _TEXTS
+_SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "codebooks": _TEXTS | _JSON,
+        "anchor_share": st.floats() | st.integers(-1, 2) | _JSON,
+        "anchor_scope": st.sampled_from(["block", "prompt"]) | _JSON,
+        "sinks": st.booleans() | _JSON,
+        "prefix": st.integers(-1, 5000) | _JSON,
+        "recency": _RECENCIES | _JSON,
+        "prefill_reads_cache": st.booleans() | _JSON,
+        "kernels": st.sampled_from(["auto", "cpu", "triton", "cuda", "reference"]) | _JSON,
+        "dashboard_text": st.booleans() | _JSON,
+    },
+)
+
+
+def _check_settings(settings: Any, path: Path) -> None:
+    # vLLM reads them with Python's json, which knows NaN and lone surrogates.
+    settings = json.loads(json.dumps(settings))
+    try:
+        config = AntKVConfig.from_additional_config(settings)
+    except SettingsError as error:
+        _reads_well(error, path)
+        return
+    given = settings.get("antkv", {}) if settings is not None else {}
+    assert {name: getattr(config, name) for name in given} == given
+    assert AntKVConfig.model_validate_json(config.model_dump_json()) == config
+    assert 0 <= config.anchor_rows <= 128
+    assert str(config.recency_policy) == config.recency
+
+
+def _check_recency(text: str, path: Path) -> None:
+    try:
+        recency = Recency.parse(text)
+    except ValueError:
+        return
+    assert str(recency) == text
+    assert recency.kind == "none" or recency.window >= 1
+
+
+TARGETS = {
+    "bytes of a codebook": Target(_EDITS, _check_bytes),
+    "header of a codebook": Target(_HEADER_CHANGES, _check_header),
+    "tensors of a codebook": Target(
+        st.tuples(_TENSORS, st.binary(max_size=64) | st.just(bytes(65536)), st.sampled_from([0, 0, 0, -1, 1, 8])),
+        _check_tensors,
+    ),
+    "settings": Target(st.fixed_dictionaries({"antkv": _SETTINGS | _JSON}) | _JSON, _check_settings),
+    "recency": Target(_RECENCIES, _check_recency),
+}

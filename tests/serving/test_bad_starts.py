@@ -1,0 +1,170 @@
+"""Command lines of `vllm serve` that must not start a server, one a row.
+
+vLLM's own parser and configuration, in this process: everything that a server checks before its engine starts. That
+`vllm serve` then ends with the sentence and an exit code that is not 0: `test_status.py`. Models and options that an
+antkv cache does not work with: `test_refusals.py`.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.serving.conftest import EMBEDDED
+from tests.unit import spoilt
+from vllm_antkv.codebook import codebook_path
+from vllm_antkv.errors import AntKVError
+from vllm_antkv.plugin import register
+
+pytestmark = pytest.mark.serving
+
+PRESET = "antkv-1bit"
+CONFIG = "--additional-config"
+NO_OBJECT = "Input should be a valid dictionary"
+
+
+def settings(**values: Any) -> list[str]:
+    return [CONFIG, json.dumps({"antkv": values})]
+
+
+#: Options after `--kv-cache-dtype antkv-1bit`, words of what vLLM's parser says. It ends with exit code 2.
+USAGE: list[tuple[list[str], str]] = [
+    (["--kv-cache-dtype", "antkv"], "invalid choice: 'antkv'"),
+    (["--kv-cache-dtype", "antkv-3bit"], "invalid choice: 'antkv-3bit'"),
+    (["--kv-cache-dtype", "ANTKV-1BIT"], "invalid choice: 'ANTKV-1BIT'"),
+    (["--kv-cache-dtype", "antkv_1bit"], "invalid choice: 'antkv_1bit'"),
+    (["--kv-cache-dtype", "antkv-1bit,antkv-2bit"], "invalid choice"),
+    (["--kv-cache-dtype", " antkv-1bit"], "invalid choice"),
+    (["--kv-cache-dtype", ""], "invalid choice: ''"),
+    (["--kv-cache-dtype"], "expected one argument"),
+    ([CONFIG], "expected one argument"),
+    ([CONFIG, '{"antkv": {"prefix": 5}'], "cannot be converted"),
+    ([CONFIG, "{antkv: {}}"], "cannot be converted"),
+    ([CONFIG, '{"antkv": {"prefix": ' + "1" * 5000 + "}}"], "cannot be converted"),
+]
+
+#: Options, words of the sentence. It is ours, in the process that the user started.
+OURS: list[tuple[list[str], str]] = [
+    (settings(shares=1), "setting 'shares' is not usable"),
+    (settings(prefix="8"), "setting 'prefix' is not usable"),
+    ([CONFIG, '{"antkv": null}'], "setting 'antkv' is not usable"),
+    ([CONFIG, '{"antkv": [1]}'], "setting 'antkv' is not usable"),
+    ([CONFIG, '{"antkv": {"anchor_share": Infinity}}'], "setting 'anchor_share' is not usable"),
+    ([CONFIG, '{"antkv": {"prefix": 8, "prefix": -1}}'], "setting 'prefix' is not usable"),
+    ([CONFIG + ".antkv.prefix", "many"], "setting 'prefix' is not usable"),
+    ([CONFIG + ".antkv.prefix", "8.5"], "setting 'prefix' is not usable"),
+    ([CONFIG + ".antkv.sinks", "yes"], "setting 'sinks' is not usable"),
+    ([CONFIG + ".antkv.shares", "1"], "setting 'shares' is not usable"),
+    ([CONFIG + ".antkv", "8"], "setting 'antkv' is not usable"),
+    (settings(codebooks="/none"), "make one with `antkv calibrate"),
+    (settings(codebooks="../../../../etc"), "make one with `antkv calibrate"),
+    (settings(codebooks="/etc/passwd"), "make one with `antkv calibrate"),
+    (settings(codebooks="/proc/self/mem"), "make one with `antkv calibrate"),
+    (settings(codebooks="x" * 4000), "make one with `antkv calibrate"),
+    (["--block-size", "64"], "--block-size 64 cannot be used"),
+    (["--block-size", "127"], "--block-size 127 cannot be used"),
+    (["--block-size", "256"], "--block-size 256 cannot be used"),
+]
+
+#: Options, words of what vLLM says, which looks at these before it looks for us.
+VLLMS: list[tuple[list[str], str]] = [
+    ([CONFIG, "{"], NO_OBJECT),
+    ([CONFIG, ""], NO_OBJECT),
+    ([CONFIG, "[]"], NO_OBJECT),
+    ([CONFIG, "5"], NO_OBJECT),
+    ([CONFIG, "null"], NO_OBJECT),
+    ([CONFIG, '"antkv"'], NO_OBJECT),
+    ([CONFIG, "[" * 100_000], NO_OBJECT),
+    (["--block-size", "0"], "greater than 0"),
+    (["--block-size", "-1"], "greater than 0"),
+    (["--max-model-len", "0"], "positive integer"),
+    (["--max-model-len", "10000000"], "greater than the derived max_model_len"),
+    (["--tensor-parallel-size", "3"], "divisible by tensor parallel size"),
+    (["--model", "/no/such/model"], "/no/such/model"),
+    (["--model", ""], "Repo id"),
+]
+
+#: What lies where the codebook should, words of the sentence.
+CODEBOOKS: dict[str, tuple[spoilt.Spoil, str]] = {
+    "another model's": (lambda path: spoilt.good_codebook().save(path), "learned from another model"),
+    "another preset's": (spoilt.header_field(preset="antkv-4bit"), "holds centroids for antkv-4bit"),
+    "cut": (spoilt.grown(300), "not a readable codebook"),
+    "empty": (spoilt.replaced_bytes(b""), "not a readable codebook"),
+    "a folder": (spoilt.a_folder, "is not a file"),
+    "a link to nothing": (spoilt.a_link_to("nothing"), "cannot be read"),
+    "a link to itself": (spoilt.a_link_to(f"{PRESET}.safetensors"), "cannot be read"),
+    "a pipe": (spoilt.a_fifo, "is not a file"),
+    "8 TB": (spoilt.sparse(8 << 40), "more than the codebooks of any model"),
+    "of a future format": (spoilt.header_field(format_version=2), "has codebook format 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def configure(engine_environment: None) -> Callable[[list[str]], object]:
+    """Everything that `vllm serve` does before it starts an engine."""
+    register()
+    parser = make_arg_parser(FlexibleArgumentParser())
+
+    def configure(options: list[str]) -> object:
+        arguments = parser.parse_args(["--model", str(EMBEDDED), "--kv-cache-dtype", PRESET, *options])
+        return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+
+    return configure
+
+
+def shorter(value: object) -> str:
+    return " ".join(value)[:60] if isinstance(value, list) else ""
+
+
+@pytest.mark.parametrize(("options", "words"), USAGE, ids=shorter)
+def test_the_parser_refuses(
+    configure: Callable[[list[str]], object], capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        configure(options)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "words"), OURS, ids=shorter)
+def test_we_refuse(
+    configure: Callable[[list[str]], object],
+    reads_well: Callable[[BaseException], str],
+    options: list[str],
+    words: str,
+) -> None:
+    with pytest.raises(AntKVError) as caught:
+        configure(options)
+    # The name of a folder is shown whole, however long.
+    assert words in reads_well(AntKVError(str(caught.value).replace("x" * 4000, "x")))
+
+
+@pytest.mark.parametrize(("options", "words"), VLLMS, ids=shorter)
+def test_vllm_refuses(configure: Callable[[list[str]], object], options: list[str], words: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (its words follow)
+        configure(options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", CODEBOOKS)
+def test_a_codebook_that_cannot_be_served(
+    configure: Callable[[list[str]], object], reads_well: Callable[[BaseException], str], tmp_path: Path, name: str
+) -> None:
+    spoil, words = CODEBOOKS[name]
+    path = codebook_path(tmp_path, PRESET)
+    spoil(path)
+    with pytest.raises(AntKVError) as caught:
+        configure(settings(codebooks=str(tmp_path)))
+    sentence = reads_well(caught.value)
+    assert words in sentence
+    assert str(path) in sentence
+
+
+def test_nothing_else_is_refused(configure: Callable[[list[str]], object]) -> None:
+    configure([])
+    configure([CONFIG, '{"somebody else": [1]}', "--block-size", "128"])

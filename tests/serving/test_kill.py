@@ -1,0 +1,113 @@
+"""`kill -9` of a worker and of the engine core of a server that is generating.
+
+Every client gets an error at once, no process stays behind, the codebook is as it was, and the next server gives the
+same answer as the one before. The second server is the first one's restart, so that two starts are enough.
+"""
+
+import hashlib
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from transformers import AutoConfig
+
+from loadtest.server import EMBEDDED, Server, running_server
+from vllm_antkv.codebook import ModelIdentity, find_codebook
+
+pytestmark = pytest.mark.serving
+
+PRESET = "antkv-1bit"
+OPTIONS = {
+    "--dtype": "float32",
+    "--max-model-len": "1024",
+    "--kv-cache-memory-bytes": str(1 << 24),
+    "--served-model-name": "embedded",
+    # On one device vLLM would run the worker inside the engine core.
+    "--distributed-executor-backend": "mp",
+}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+PROMPT = [0, *range(50, 350)]
+#: How long what should happen at once may take on a busy machine.
+SOON = 60
+
+
+@contextmanager
+def server(log: Path) -> Iterator[Server]:
+    arguments = ["--enforce-eager", *(part for pair in OPTIONS.items() for part in pair)]
+    with running_server(str(EMBEDDED), PRESET, log, arguments, ENVIRONMENT) as running:
+        yield running
+
+
+def request(max_tokens: int, **more: object) -> dict[str, object]:
+    common = {"model": "embedded", "prompt": PROMPT, "temperature": 0, "ignore_eos": True}
+    return {**common, "max_tokens": max_tokens, **more}
+
+
+def probe(running: Server) -> str:
+    response = httpx.post(f"{running.url}/v1/completions", json=request(24), timeout=SOON)
+    return str(response.raise_for_status().json()["choices"][0]["text"])
+
+
+def whole_answer(running: Server) -> tuple[int, str]:
+    """Status and message of a request that does not stream."""
+    response = httpx.post(f"{running.url}/v1/completions", json=request(700), timeout=2 * SOON)
+    return response.status_code, response.json()["error"]["message"]
+
+
+def streamed_answer(running: Server, begun: threading.Event) -> str:
+    """The error in the middle of a stream."""
+    body = request(700, stream=True)
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=2 * SOON) as response:
+        events = []
+        for line in response.iter_lines():
+            events.append(line.removeprefix("data: "))
+            begun.set()
+    errors = [json.loads(event)["error"] for event in events if event.startswith('{"error"')]
+    assert len(errors) == 1, events[-5:]
+    return str(errors[0]["message"])
+
+
+def checksum() -> str:
+    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(EMBEDDED))
+    return hashlib.sha256(find_codebook(str(EMBEDDED), identity, PRESET).read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def answers() -> set[str]:
+    """What the probe was answered by the servers of this module."""
+    return set()
+
+
+@pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCore"])
+def test_a_killed_process_takes_the_server_down_cleanly(tmp_path: Path, answers: set[str], victim: str) -> None:
+    before = checksum()
+    with server(tmp_path / "server.log") as running, ThreadPoolExecutor() as pool:
+        answers.add(probe(running))
+        assert len(answers) == 1
+        processes = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
+        (doomed,) = [process for process in processes if process.name() == victim[:15] or victim in process.cmdline()]
+        begun = threading.Event()
+        streams = [pool.submit(streamed_answer, running, begun) for _ in range(2)]
+        wholes = [pool.submit(whole_answer, running) for _ in range(2)]
+        assert begun.wait(SOON)
+        time.sleep(random.Random(victim).uniform(0, 1))
+        doomed.kill()
+        for stream in streams:
+            assert "EngineCore" in stream.result(SOON)
+        for whole in wholes:
+            status, message = whole.result(SOON)
+            assert status == 500
+            assert "EngineCore" in message
+        _, alive = psutil.wait_procs(processes, timeout=SOON)
+        assert alive == []
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{running.url}/health", timeout=5)
+    assert checksum() == before

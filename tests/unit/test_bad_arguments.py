@@ -1,0 +1,159 @@
+"""Command lines that cannot be run, one a row: one sentence, exit code 2 or 1, and nothing is written.
+
+Damaged models and texts: `tests/unit/test_cli_mistakes.py`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
+from vllm_antkv import cli
+
+CALIBRATE = "calibrate MODEL --preset antkv-1bit --text TEXT --out NEW --samples 8 --seq-len 64 --device cpu"
+PERPLEXITY = "eval perplexity MODEL --method antkv-1bit --codebooks BOOKS --text TEXT --json NEW --context 100"
+COMPARE = "eval compare MODEL --methods fp16,antkv-1bit --codebooks BOOKS --text TEXT --json NEW --context 100"
+SERVED = "eval served MODEL --kv-cache-dtype antkv-1bit --codebooks BOOKS --text TEXT --json NEW --context 100"
+LONG = "x" * 5000
+NUMBER, INTEGER = "should be a valid number", "should be a valid integer"
+AT_LEAST, AT_MOST = "should be greater than or equal to", "should be less than or equal to"
+
+#: The command line, what is added to it (an option given twice has its last value), exit code, words of the sentence.
+TABLE: list[tuple[str, list[str], int, str]] = [
+    ("", [], 2, "Missing command"),
+    ("serve", [], 2, "No such command"),
+    ("--nope", [], 2, "No such option"),
+    ("--version=1", [], 2, "No such option"),
+    ("eval", [], 2, "Missing command"),
+    ("eval nothing", [], 2, "No such command"),
+    ("calibrate", [], 2, "Missing argument 'MODEL'"),
+    ("calibrate MODEL", [], 2, "Missing option '--preset'"),
+    ("calibrate MODEL --preset antkv-1bit", [], 2, "Missing option '--text'"),
+    ("calibrate MODEL --preset antkv-1bit --text TEXT", [], 2, "Missing option '--out'"),
+    ("calibrate MODEL --preset", [], 2, "requires an argument"),
+    ("eval perplexity MODEL", [], 2, "Missing option '--method'"),
+    ("eval compare MODEL", [], 2, "Missing option '--methods'"),
+    ("eval served MODEL", [], 2, "Missing option '--kv-cache-dtype'"),
+    ("doctor", ["one", "two"], 2, "unexpected extra argument"),
+    ("doctor", ["--codebooks"], 2, "requires an argument"),
+    ("doctor", ["--model", "x"], 2, "No such option"),
+    (CALIBRATE, ["another model"], 2, "unexpected extra argument"),
+    (CALIBRATE, ["--verbose"], 2, "No such option"),
+    (CALIBRATE, ["--preset", ""], 2, "Unknown preset ''"),
+    (CALIBRATE, ["--preset", "auto"], 2, "Unknown preset 'auto'"),
+    (CALIBRATE, ["--preset", "ALL"], 2, "Unknown preset 'ALL'"),
+    (CALIBRATE, ["--preset", "antkv-1bit "], 2, "Unknown preset 'antkv-1bit '"),
+    (CALIBRATE, ["--preset", "../antkv-1bit"], 2, "Unknown preset"),
+    (CALIBRATE, ["--samples", "0"], 2, AT_LEAST),
+    (CALIBRATE, ["--samples", "-1"], 2, AT_LEAST),
+    (CALIBRATE, ["--samples", "1.5"], 2, INTEGER),
+    (CALIBRATE, ["--samples", "1e3"], 2, INTEGER),
+    (CALIBRATE, ["--samples", ""], 2, INTEGER),
+    (CALIBRATE, ["--samples", "9" * 5000], 2, "--samples"),
+    (CALIBRATE, ["--seq-len", "1"], 2, AT_LEAST),
+    (CALIBRATE, ["--seq-len", "two"], 2, INTEGER),
+    (CALIBRATE, ["--seed", "-1"], 1, "--seed -1"),
+    (CALIBRATE, ["--seed", "lucky"], 2, INTEGER),
+    (CALIBRATE, ["--weights", ""], 2, "--weights"),
+    (CALIBRATE, ["--weights", "GRAD"], 2, "--weights"),
+    (CALIBRATE, ["--refine", "-1"], 2, AT_LEAST),
+    (CALIBRATE, ["--refine", "some"], 2, INTEGER),
+    (CALIBRATE, ["--device", ""], 1, "Device ''"),
+    (CALIBRATE, ["--device", "gpu"], 1, "Device 'gpu'"),
+    (CALIBRATE, ["--device", "cuda:-1"], 1, "Device 'cuda:-1'"),
+    (CALIBRATE, ["--device", "cuda:99"], 1, "Device 'cuda:99'"),
+    (CALIBRATE, ["--device", "meta"], 1, "Device 'meta'"),
+    (CALIBRATE, ["--text", ""], 1, "'' is a folder"),
+    (CALIBRATE, ["--text", "/dev/null"], 1, "/dev/null"),
+    (CALIBRATE, ["--text", "/proc/self/mem"], 1, "cannot be read as plain text"),
+    (CALIBRATE, ["--text", "two\nlines"], 1, "two lines"),
+    (CALIBRATE, ["--out", "/dev/null"], 1, "/dev/null cannot be written"),
+    (CALIBRATE, ["--out", "/dev/null/below"], 1, "cannot be written"),
+    (CALIBRATE, ["--out", "/proc/below"], 1, "cannot be written"),
+    (CALIBRATE, ["--out", LONG], 1, "File name too long"),
+    (PERPLEXITY, ["--method", ""], 2, "Unknown method ''"),
+    (PERPLEXITY, ["--method", "fp8"], 2, "Unknown method 'fp8'"),
+    (PERPLEXITY, ["--method", "antkv-3bit"], 2, "Unknown method 'antkv-3bit'"),
+    (PERPLEXITY, ["--method", "rtn-99bit"], 2, "Unknown method 'rtn-99bit'"),
+    (PERPLEXITY, ["--method", "antkv-1bit+"], 2, "Unknown addition '+'"),
+    (PERPLEXITY, ["--method", "rtn-2bit+pfn--5"], 2, "Unknown addition"),
+    (PERPLEXITY, ["--method", "rtn-2bit+pfn-" + "9" * 30], 2, "Unknown addition"),
+    (PERPLEXITY, ["--method", "fp16+pfn-5"], 2, "Nothing can be laid on top of fp16"),
+    (PERPLEXITY, ["--anchors", "nan"], 2, AT_MOST),
+    (PERPLEXITY, ["--anchors", "inf"], 2, AT_MOST),
+    (PERPLEXITY, ["--anchors", "1.5"], 2, AT_MOST),
+    (PERPLEXITY, ["--anchors", "-0.1"], 2, AT_LEAST),
+    (PERPLEXITY, ["--anchors", "1%"], 2, NUMBER),
+    (PERPLEXITY, ["--anchors", ""], 2, NUMBER),
+    (PERPLEXITY, ["--sinks", "-1"], 2, AT_LEAST),
+    (PERPLEXITY, ["--sinks", "all"], 2, INTEGER),
+    (PERPLEXITY, ["--prefix", "-1"], 2, AT_LEAST),
+    (PERPLEXITY, ["--prefix", "4097"], 2, AT_MOST),
+    (PERPLEXITY, ["--prefix", "8.5"], 2, INTEGER),
+    (PERPLEXITY, ["--recency", ""], 2, "must be sliding:W"),
+    (PERPLEXITY, ["--recency", "OWN"], 2, "'OWN' must be sliding:W"),
+    (PERPLEXITY, ["--recency", "sliding:0"], 2, "'sliding:0' must be sliding:W"),
+    (PERPLEXITY, ["--recency", "log:3"], 2, "'log:3' must be sliding:W"),
+    (PERPLEXITY, ["--recency", LONG], 2, "must be sliding:W"),
+    (PERPLEXITY, ["--anchor-scope", "all"], 2, "'all' is not one of"),
+    (PERPLEXITY, ["--context", "1"], 2, AT_LEAST),
+    (PERPLEXITY, ["--context", "64k"], 2, INTEGER),
+    (PERPLEXITY, ["--context", "4096"], 2, "made for 512 tokens"),
+    (PERPLEXITY, ["--context", "1" + "0" * 30], 2, "made for 512 tokens"),
+    (PERPLEXITY, ["--max-windows", "0"], 2, AT_LEAST),
+    (PERPLEXITY, ["--max-windows", "all"], 2, INTEGER),
+    (PERPLEXITY, ["--codebooks", "/none"], 1, "antkv calibrate"),
+    (PERPLEXITY, ["--codebooks", "two\nlines"], 2, "control characters"),
+    (PERPLEXITY, ["--codebooks", LONG], 2, "no path has more than"),
+    (PERPLEXITY, ["--codebooks", "TEXT"], 1, "antkv calibrate"),
+    (PERPLEXITY, ["--calibration", "/none"], 2, "no text file /none"),
+    (PERPLEXITY, ["--calibration", ""], 2, "cannot be read as plain text"),
+    (PERPLEXITY, ["--json", ""], 2, "it is a folder"),
+    (PERPLEXITY, ["--json", "/none/out.json"], 2, "cannot be written"),
+    (PERPLEXITY, ["--json", "/dev/null/out.json"], 2, "cannot be written"),
+    (PERPLEXITY, ["--json", "/proc/out.json"], 2, "cannot be written"),
+    (COMPARE, ["--methods", ""], 2, "Unknown method ''"),
+    (COMPARE, ["--methods", ","], 2, "Unknown method ''"),
+    (COMPARE, ["--methods", "fp16,"], 2, "Unknown method ''"),
+    (COMPARE, ["--methods", "fp16;cq-1bit"], 2, "Unknown method 'fp16;cq-1bit'"),
+    (COMPARE, ["--methods", "fp16,cq-1bit,fp99"], 2, "Unknown method 'fp99'"),
+    (SERVED, ["--kv-cache-dtype", ""], 2, "must be one of"),
+    (SERVED, ["--kv-cache-dtype", "antkv"], 2, "must be one of"),
+    (SERVED, ["--kv-cache-dtype", "fp16"], 2, "must be one of"),
+    (SERVED, ["--recency", "own"], 2, "must be sliding:W"),
+]
+
+
+@pytest.mark.parametrize(("line", "added", "code", "words"), TABLE, ids=lambda value: str(value)[:40])
+def test_a_bad_command_line(
+    line: str,
+    added: list[str],
+    code: int,
+    words: str,
+    model_folder: Path,
+    codebook_folder: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Where a name without a folder would end up.
+    monkeypatch.chdir(tmp_path)
+    places = {"MODEL": model_folder, "BOOKS": codebook_folder, "TEXT": text_file, "NEW": tmp_path / "new"}
+    assert cli.run([str(places.get(word, word)) for word in [*line.split(), *added]]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    sentence = captured.err.splitlines()[-1]
+    assert sentence.startswith("antkv: ")
+    assert words in sentence
+    assert len(sentence.replace(LONG, "")) < 1200
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["/none", "/dev/null", "/proc/self/mem", "", "two\nlines", LONG])
+def test_doctor_reports_a_bad_folder_of_codebooks(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["doctor", "--codebooks", folder]) == 1
+    captured = capsys.readouterr()
+    assert "problem" in captured.out
+    assert "Traceback" not in captured.out + captured.err

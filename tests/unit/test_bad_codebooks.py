@@ -1,0 +1,220 @@
+"""Codebook files that must not be served, one a row: each is refused with one sentence, and without being read first.
+
+How a file is spoilt: `tests/unit/spoilt.py`. Random damage: `tests/unit/test_fuzz.py`.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.spoilt import (
+    MODEL,
+    PRESET,
+    Spoil,
+    a_fifo,
+    a_folder,
+    a_link_to,
+    claiming,
+    duplicated,
+    grown,
+    head,
+    header_field,
+    header_text,
+    model_field,
+    nothing,
+    raw_header,
+    replaced_bytes,
+    sinks,
+    sparse,
+    tensor,
+    without_tensor,
+)
+from vllm_antkv.codebook import Codebook
+from vllm_antkv.errors import CodebookError
+
+NAN, INFINITE = float("nan"), float("inf")
+#: How the names of those begin that claim more than there is.
+BOMBS = ("a header of", "a million", "10 TB", "more bytes", "offsets beyond", "a sparse")
+
+#: What is wrong, how the file is made so, words of the sentence.
+TABLE: dict[str, tuple[Spoil, str]] = {
+    # What stands in its place.
+    "missing": (nothing, "No such file"),
+    "a folder": (a_folder, "is not a file"),
+    "a pipe": (a_fifo, "is not a file"),
+    "a device": (a_link_to("/dev/zero"), "is not a file"),
+    "a link to nothing": (a_link_to("nothing"), "No such file"),
+    "a link to itself": (a_link_to("codebook"), "symbolic links"),
+    "a link to a file of another kind": (a_link_to("/etc/passwd"), "not a readable codebook"),
+    # The file as bytes.
+    "empty": (replaced_bytes(b""), "not a readable codebook"),
+    "one byte": (replaced_bytes(b"{"), "not a readable codebook"),
+    "a length and no header": (replaced_bytes(head(50)), "not a readable codebook"),
+    "a header of no length": (replaced_bytes(head(0)), "not a readable codebook"),
+    "zeros": (replaced_bytes(bytes(4096)), "not a readable codebook"),
+    "text": (replaced_bytes(b"These are not centroids.\n" * 100), "header is too large"),
+    "a pickle": (replaced_bytes(b"\x80\x04\x95" + bytes(500)), "not a readable codebook"),
+    "a zip": (replaced_bytes(b"PK\x03\x04" + bytes(500)), "not a readable codebook"),
+    "a gzip": (replaced_bytes(b"\x1f\x8b\x08\x00" + bytes(500)), "not a readable codebook"),
+    "an executable": (replaced_bytes(b"\x7fELF\x02\x01\x01" + bytes(500)), "header is too large"),
+    "cut in the length": (grown(5), "not a readable codebook"),
+    "cut in the header": (grown(300), "not a readable codebook"),
+    "cut in a tensor": (grown(-100), "not a readable codebook"),
+    "cut by one byte": (grown(-1), "not a readable codebook"),
+    "with a byte too many": (grown(+1), "not a readable codebook"),
+    "the header is no UTF-8": (raw_header(b"\xff\xfe" * 50), "not a readable codebook"),
+    "the header is no JSON": (raw_header(b"{" * 100), "not a readable codebook"),
+    "the header is a list": (raw_header(b"[]      "), "not a readable codebook"),
+    # Bombs.
+    "a header of 9 exabytes": (replaced_bytes(head(2**63) + b"{}"), "header is too large"),
+    "a header of 90 MB": (replaced_bytes(head(90_000_000) + b" " * 1000), "header is too large"),
+    "a million tensors": (raw_header(b'{"__metadata__": {' + b'"a": "b",' * 300_000 + b"}}"), "header is too large"),
+    "10 TB of tensor in a small file": (claiming([10**9, 5000]), "not a readable codebook"),
+    "more bytes than there are numbers": (claiming([2**63, 2**63]), "not a readable codebook"),
+    "a negative size": (claiming([-1]), "not a readable codebook"),
+    "a fraction of a size": (claiming([0.5]), "not a readable codebook"),
+    "offsets beyond the file": (claiming([2], offsets=[10**12, 10**12 + 4]), "not a readable codebook"),
+    "a tensor that is a list of control characters": (raw_header(b'{"k": ["\\u001b[2J"]}'), "not a readable codebook"),
+    "offsets that go backwards": (claiming([2], offsets=[4, 0]), "not a readable codebook"),
+    "offsets that overlap": (claiming([2], offsets=[0, 4], both=True), "not a readable codebook"),
+    "a sparse file of 8 TB": (sparse(8 << 40), "more than the codebooks of any model"),
+    "a sparse file of 16 GB and a header that fits it": (sparse(16 << 30), "another model"),
+    "metadata nested 100,000 deep": (header_text("[" * 100_000), "not a readable codebook"),
+    "a number of 10,000 digits": (header_text('{"format_version": ' + "9" * 10_000 + "}"), "not a readable codebook"),
+    # The header as JSON.
+    "no metadata": (header_text(None), "but not a codebook of vllm-antkv"),
+    "metadata empty": (header_text(""), "not a readable codebook"),
+    "metadata is no JSON": (header_text("{"), "not a readable codebook"),
+    "metadata is a list": (header_text("[]"), "format None"),
+    "metadata is null": (header_text("null"), "format None"),
+    "metadata is an empty object": (header_text("{}"), "format None"),
+    "a key twice": (duplicated("preset"), "stands there twice"),
+    "the version twice": (duplicated("format_version"), "stands there twice"),
+    "NaN in the header": (header_field(calibration={"loss": NAN}), "NaN in its header"),
+    "infinity in the header": (header_field(calibration={"loss": INFINITE}), "Infinity in its header"),
+    "format 0": (header_field(format_version=0), "format 0"),
+    "format 2": (header_field(format_version=2), "format 2"),
+    "format of the far future": (header_field(format_version=10**18), "reads format 1"),
+    "format is text": (header_field(format_version="1"), "format '1'"),
+    "format is a fraction": (header_field(format_version=1.0), "'format_version'"),
+    "format is a truth value": (header_field(format_version=True), "'format_version'"),
+    "format is a list": (header_field(format_version=list(range(10_000))), "format [0, 1, 2"),
+    "an unknown key": (header_field(permutation=[1, 0]), "'permutation'"),
+    "a key with a line break": (header_field(**{"a\nb": 1}), r"'a\nb'"),
+    "no checksum": (header_field(checksum=""), "checksum does not match"),
+    "the checksum of another file": (header_field(checksum="0" * 64), "checksum does not match"),
+    "the checksum is a number": (header_field(checksum=5), "'checksum'"),
+    "another version of vllm-antkv": (header_field(antkv_version="9.9"), "checksum does not match"),
+    "calibration is a list": (header_field(calibration=[]), "'calibration'"),
+    "calibration is another": (header_field(calibration={"samples": 2}), "checksum does not match"),
+    # Its preset.
+    "an unknown preset": (header_field(preset="antkv-3bit"), "'antkv-3bit', which is none of"),
+    "no preset": (header_field(preset=""), "'', which is none of"),
+    "the preset is a path": (header_field(preset="../../../etc/passwd"), "which is none of"),
+    "the preset is a megabyte": (header_field(preset="x" * 900_000), "which is none of"),
+    "the preset clears the screen": (header_field(preset="\x1b[2J"), r"'\x1b[2J', which is none of"),
+    "the preset is a number": (header_field(preset=1), "'preset'"),
+    "another preset": (header_field(preset="antkv-4bit"), "holds centroids for antkv-4bit, not for antkv-1bit"),
+    "a preset that does not divide the head": (header_field(preset="antkv-0.375bit"), "does not divide its head size"),
+    # Its model.
+    "no model": (header_field(model=None), "'model'"),
+    "the model is empty": (header_field(model={}), "'model.architecture'"),
+    "the model is a name": (header_field(model="llama"), "'model'"),
+    "another architecture": (model_field(architecture="MistralForCausalLM"), "learned from another model"),
+    "more layers": (model_field(num_layers=3), "num_layers is 3, the served model's is 2"),
+    "fewer layers": (model_field(num_layers=1), "num_layers is 1, the served model's is 2"),
+    "more KV heads": (model_field(num_kv_heads=4), "num_kv_heads is 4"),
+    "more heads": (model_field(num_attention_heads=8), "num_attention_heads is 8"),
+    "wider heads": (model_field(head_size=64), "head_size is 64"),
+    "another hidden size": (model_field(hidden_size=128), "hidden_size is 128"),
+    "another vocabulary": (model_field(vocab_size=101), "vocab_size is 101"),
+    "no layers": (model_field(num_layers=0), "'model.num_layers'"),
+    "negative layers": (model_field(num_layers=-2), "'model.num_layers'"),
+    "10**12 layers": (model_field(num_layers=10**12), "'model.num_layers'"),
+    "10**4000 layers": (model_field(num_layers=10**4000), "'model.num_layers'"),
+    "two billion layers": (model_field(num_layers=2**31 - 1), "learned from another model"),
+    "layers are text": (model_field(num_layers="2"), "'model.num_layers'"),
+    "layers are a truth value": (model_field(num_kv_heads=True), "'model.num_kv_heads'"),
+    "layers are a fraction": (model_field(num_layers=2.5), "'model.num_layers'"),
+    "an unknown size": (model_field(depth=5), "'model.depth'"),
+    "the architecture is a path": (model_field(architecture="../../etc/passwd"), "'model.architecture'"),
+    "the architecture is a megabyte": (model_field(architecture="x" * 900_000), "'model.architecture'"),
+    "the architecture has line breaks": (model_field(architecture="a\nb"), "'model.architecture'"),
+    # Its sinks.
+    "sinks are a list": (header_field(sinks=[]), "'sinks'"),
+    "sinks behind the last layer": (sinks(2, [1], 1.0), "outside the model"),
+    "sinks before the first layer": (sinks(-1, [1], 1.0), "'sinks.layer'"),
+    "sinks in no channel": (sinks(0, [], 1.0), "'sinks.channels'"),
+    "sinks in a channel too high": (sinks(0, [64], 1.0), "outside the model"),
+    "sinks in channel -1": (sinks(0, [-1], 1.0), "'sinks.channels.0'"),
+    "sinks above nothing": (sinks(0, [1], 0), "'sinks.threshold'"),
+    "sinks above what a number can hold": (sinks(0, [1], "1e999"), "'sinks.threshold'"),
+    # Its tensors.
+    "no k": (without_tensor("k"), "tensors ['v'], not k and v"),
+    "no v": (without_tensor("v"), "tensors ['k'], not k and v"),
+    "no tensors": (without_tensor("k", "v"), "tensors [], not k and v"),
+    "an extra tensor": (tensor("w", lambda k: k), "not k and v"),
+    "an extra tensor whose name is a path": (tensor("../../k", lambda k: k), "not k and v"),
+    "a tensor whose name is a megabyte": (tensor("k" * 900_000, lambda k: k), "not k and v"),
+    "k in float32": (tensor("k", lambda k: k.float()), "k is F32"),
+    "v in bfloat16": (tensor("v", lambda v: v.bfloat16()), "v is BF16"),
+    "k in int8": (tensor("k", lambda k: k.char()), "k is I8"),
+    "k in float64": (tensor("k", lambda k: k.double()), "k is F64"),
+    "k as truth values": (tensor("k", lambda k: k > 0), "k is BOOL"),
+    "k of one layer": (tensor("k", lambda k: k[:1]), "k is F16 (1,"),
+    "k without layers": (tensor("k", lambda k: k[:0]), "k is F16 (0,"),
+    "k is a scalar": (tensor("k", lambda k: k.flatten()[0]), "k is F16 ()"),
+    "k with one dimension too many": (tensor("k", lambda k: k[None]), "k is F16 (1, 2,"),
+    "k with its dimensions swapped": (tensor("k", lambda k: k.transpose(3, 4)), "k is F16 (2, 2, 2, 8, 256)"),
+    "v with fewer centroids": (tensor("v", lambda v: v[:, :, :, :255]), "v is F16"),
+    "a NaN in every row of k": (tensor("k", lambda k: torch.cat((k[..., 1:], k[..., :1] * NAN), -1)), "not finite"),
+    "infinities in v": (tensor("v", lambda v: v.clamp(min=INFINITE)), "v holds values that are not finite"),
+    "other values": (tensor("v", lambda v: v + 1), "checksum does not match"),
+    "k and v exchanged": (tensor("k", lambda k: k.flip(0)), "checksum does not match"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def spoilt(tmp_path: Path) -> Callable[[Spoil], Path]:
+    """Spoils the good codebook that lies in the test's folder."""
+
+    def spoil(how: Spoil) -> Path:
+        path = tmp_path / "codebook"
+        how(path)
+        return path
+
+    return spoil
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_bad_codebook(name: str, spoilt: Callable[[Spoil], Path], reads_well: Callable[[BaseException], str]) -> None:
+    how, words = TABLE[name]
+    path = spoilt(how)
+    before = os.listdir(path.parent)
+    with pytest.raises(CodebookError) as caught:
+        Codebook.load(path, PRESET, MODEL)
+    sentence = reads_well(caught.value)
+    assert words in sentence
+    assert str(path) in sentence
+    assert sentence.isprintable()
+    assert os.listdir(path.parent) == before
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if name.startswith(BOMBS)])
+def test_a_bomb_is_refused_before_it_takes_memory(name: str, spoilt: Callable[[Spoil], Path]) -> None:
+    path = spoilt(TABLE[name][0])
+    # Resets the peak that Linux keeps of this process.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_memory()
+    with pytest.raises(CodebookError):
+        Codebook.load(path, PRESET, MODEL)
+    assert peak_memory() - before < 32 << 20
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has held."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) << 10

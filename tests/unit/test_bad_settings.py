@@ -1,0 +1,146 @@
+"""Settings that cannot be used, one a row, as they stand in `--additional-config '{"antkv": ...}'`."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import SettingsError
+
+#: The JSON of the entry `antkv`, the key that the sentence names, further words of it.
+TABLE: list[tuple[str, str, str]] = [
+    # The whole of it.
+    ("null", "antkv", "valid dictionary"),
+    ("true", "antkv", "valid dictionary"),
+    ("5", "antkv", "valid dictionary"),
+    ("-0.5", "antkv", "valid dictionary"),
+    ('"antkv-1bit"', "antkv", "valid dictionary"),
+    ('""', "antkv", "valid dictionary"),
+    ("[]", "antkv", "valid dictionary"),
+    ('["prefix", 8]', "antkv", "valid dictionary"),
+    # Keys.
+    ('{"anchors": 0.01}', "anchors", "not permitted"),
+    ('{"Prefix": 8}', "Prefix", "not permitted"),
+    ('{"prefix ": 8}', "prefix ", "not permitted"),
+    ('{"": 8}', "antkv", "not permitted"),
+    ('{"antkv": {"prefix": 8}}', "antkv", "not permitted"),
+    ('{"kv_cache_dtype": "antkv-1bit"}', "kv_cache_dtype", "not permitted"),
+    ('{"__class__": "x"}', "__class__", "not permitted"),
+    ('{"recency_policy": "none"}', "recency_policy", "not permitted"),
+    ('{"a\\nb": 1}', "a\\nb", "not permitted"),
+    ('{"\\u001b[2J": 1}', "\\x1b[2J", "not permitted"),
+    # codebooks: a folder.
+    ('{"codebooks": ""}', "codebooks", "at least 1 character"),
+    ('{"codebooks": 7}', "codebooks", "valid string"),
+    ('{"codebooks": true}', "codebooks", "valid string"),
+    ('{"codebooks": ["a"]}', "codebooks", "valid string"),
+    ('{"codebooks": {"antkv-1bit": "a"}}', "codebooks", "valid string"),
+    ('{"codebooks": "a\\u0000b"}', "codebooks", "control characters"),
+    ('{"codebooks": "a\\nantkv: everything is well."}', "codebooks", "control characters"),
+    ('{"codebooks": "\\u001b]0;title\\u0007"}', "codebooks", "control characters"),
+    ('{"codebooks": "\\u2028"}', "codebooks", "control characters"),
+    ('{"codebooks": "\\ud800"}', "codebooks", "unicode"),
+    (json.dumps({"codebooks": "x" * 100_000}), "codebooks", "no path has more than"),
+    # anchor_share: 0 to 1.
+    ('{"anchor_share": 1.01}', "anchor_share", "less than or equal to 1"),
+    ('{"anchor_share": 100}', "anchor_share", "less than or equal to 1"),
+    ('{"anchor_share": -0.01}', "anchor_share", "greater than or equal to 0"),
+    ('{"anchor_share": -1e-300}', "anchor_share", "greater than or equal to 0"),
+    ('{"anchor_share": NaN}', "anchor_share", "got nan"),
+    ('{"anchor_share": Infinity}', "anchor_share", "got inf"),
+    ('{"anchor_share": -Infinity}', "anchor_share", "got -inf"),
+    ('{"anchor_share": 1e400}', "anchor_share", "got inf"),
+    ('{"anchor_share": "0.01"}', "anchor_share", "valid number"),
+    ('{"anchor_share": "1%"}', "anchor_share", "valid number"),
+    ('{"anchor_share": true}', "anchor_share", "valid number"),
+    ('{"anchor_share": null}', "anchor_share", "valid number"),
+    ('{"anchor_share": [0.01]}', "anchor_share", "valid number"),
+    ('{"anchor_share": {}}', "anchor_share", "valid number"),
+    # anchor_scope: block or prompt.
+    ('{"anchor_scope": "batch"}', "anchor_scope", "'block' or 'prompt'"),
+    ('{"anchor_scope": "Block"}', "anchor_scope", "'block' or 'prompt'"),
+    ('{"anchor_scope": ""}', "anchor_scope", "'block' or 'prompt'"),
+    ('{"anchor_scope": 1}', "anchor_scope", "'block' or 'prompt'"),
+    ('{"anchor_scope": null}', "anchor_scope", "'block' or 'prompt'"),
+    ('{"anchor_scope": ["block"]}', "anchor_scope", "'block' or 'prompt'"),
+    # sinks: true or false.
+    ('{"sinks": "yes"}', "sinks", "valid boolean"),
+    ('{"sinks": "false"}', "sinks", "valid boolean"),
+    ('{"sinks": 1}', "sinks", "valid boolean"),
+    ('{"sinks": 0.0}', "sinks", "valid boolean"),
+    ('{"sinks": null}', "sinks", "valid boolean"),
+    ('{"sinks": []}', "sinks", "valid boolean"),
+    # prefix: 0 to 4096.
+    ('{"prefix": -1}', "prefix", "greater than or equal to 0"),
+    ('{"prefix": 4097}', "prefix", "less than or equal to 4096"),
+    ('{"prefix": 1000000000000000000000000000000}', "prefix", "less than or equal to 4096"),
+    ('{"prefix": 8.5}', "prefix", "valid integer"),
+    ('{"prefix": 8.0}', "prefix", "valid integer"),
+    ('{"prefix": 1e2}', "prefix", "valid integer"),
+    ('{"prefix": NaN}', "prefix", "valid integer"),
+    ('{"prefix": "8"}', "prefix", "valid integer"),
+    ('{"prefix": true}', "prefix", "valid integer"),
+    ('{"prefix": null}', "prefix", "valid integer"),
+    ('{"prefix": [8]}', "prefix", "valid integer"),
+    # recency: sliding:W, log:W or none.
+    ('{"recency": ""}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "None"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "none:4"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "own"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "sliding"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "sliding:"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "sliding:0"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "sliding:-1"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "sliding:1.5"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "sliding:1e3"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "sliding:\\u0661"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "sliding:9999999999"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "sliding:8\\n"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "log:41"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "log: 42"}', "recency", "must be sliding:W, log:W"),
+    ('{"recency": "window:8"}', "recency", "must be sliding:W, log:W"),
+    (json.dumps({"recency": "sliding:" + "9" * 100_000}), "recency", "must be sliding:W, log:W"),
+    ('{"recency": 32}', "recency", "valid string"),
+    ('{"recency": null}', "recency", "valid string"),
+    ('{"recency": false}', "recency", "valid string"),
+    ('{"recency": {"kind": "sliding", "window": 32}}', "recency", "valid string"),
+    # prefill_reads_cache: true or false.
+    ('{"prefill_reads_cache": "true"}', "prefill_reads_cache", "valid boolean"),
+    ('{"prefill_reads_cache": 1}', "prefill_reads_cache", "valid boolean"),
+    ('{"prefill_reads_cache": null}', "prefill_reads_cache", "valid boolean"),
+    # kernels: a name.
+    ('{"kernels": "opencl"}', "kernels", "'auto'"),
+    ('{"kernels": "CUDA"}', "kernels", "'auto'"),
+    ('{"kernels": ""}', "kernels", "'auto'"),
+    ('{"kernels": null}', "kernels", "'auto'"),
+    ('{"kernels": ["cuda", "cpu"]}', "kernels", "'auto'"),
+    ('{"kernels": 0}', "kernels", "'auto'"),
+    # dashboard_text: true or false.
+    ('{"dashboard_text": "yes"}', "dashboard_text", "valid boolean"),
+    ('{"dashboard_text": 1}', "dashboard_text", "valid boolean"),
+    ('{"dashboard_text": null}', "dashboard_text", "valid boolean"),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "words"), TABLE, ids=lambda value: value[:40])
+def test_a_bad_setting(text: str, key: str, words: str, reads_well: Callable[[BaseException], str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        AntKVConfig.from_additional_config({"antkv": json.loads(text)})
+    sentence = reads_well(caught.value)
+    assert f"'{key}'" in sentence
+    assert words in sentence
+    assert sentence.isprintable()
+
+
+@pytest.mark.parametrize("additional_config", [[], [1], "antkv", 5, 0, False, True])
+def test_what_is_no_object_at_all(additional_config: Any, reads_well: Callable[[BaseException], str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        AntKVConfig.from_additional_config(additional_config)
+    assert "must be a JSON object" in reads_well(caught.value)
+
+
+@pytest.mark.parametrize("name", AntKVConfig.model_fields)
+def test_every_setting_stands_in_the_table(name: str) -> None:
+    assert any(key == name for _, key, _ in TABLE)

@@ -1,0 +1,141 @@
+"""The JSON header of a codebook file: the model and preset it belongs to, and how it is checked.
+
+The header may come from anybody: nothing in it is believed, and no message shows it at length or unescaped.
+"""
+
+import hashlib
+import json
+import reprlib
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_antkv import __version__
+from vllm_antkv.errors import CodebookError, UnsupportedModelError, first_problem
+from vllm_antkv.presets import PRESETS
+
+FORMAT_VERSION = 1
+
+#: A size of a model. No product of the few that are multiplied is then beyond what a message can show.
+Size = Annotated[int, Field(gt=0, lt=1 << 31)]
+
+
+class ModelIdentity(BaseModel):
+    """What must agree between the model a codebook was learned from and the model it serves."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: str = Field(pattern=r"^[\w.-]{1,100}$")
+    num_layers: Size
+    num_attention_heads: Size
+    num_kv_heads: Size
+    head_size: Size
+    hidden_size: Size
+    vocab_size: Size
+
+    @classmethod
+    def from_hf_config(cls, hf_config: Any) -> Self:
+        """Read the identity from a Hugging Face `PretrainedConfig` (of a text model, or holding one).
+
+        Raises UnsupportedModelError when the config lacks one of the sizes, or has one that is no size.
+        """
+        text = hf_config.get_text_config()
+        heads = getattr(text, "num_attention_heads", None)
+        kv_heads = getattr(text, "num_key_value_heads", None)
+        hidden_size = getattr(text, "hidden_size", None)
+        try:
+            return cls(
+                architecture=(getattr(hf_config, "architectures", None) or [text.model_type])[0],
+                num_layers=getattr(text, "num_hidden_layers", None),
+                num_attention_heads=heads,
+                num_kv_heads=heads if kv_heads is None else kv_heads,
+                head_size=getattr(text, "head_dim", None) or (hidden_size // heads if hidden_size and heads else None),
+                hidden_size=hidden_size,
+                vocab_size=getattr(text, "vocab_size", None),
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            field, value = first["loc"][0], reprlib.repr(first["input"])
+            raise UnsupportedModelError(
+                f"A model of type {text.model_type} with {field} {value} cannot be used with vllm-antkv "
+                f"({first['msg']})."
+            ) from None
+
+    @property
+    def key(self) -> str:
+        """Short stable hash, used as a folder name."""
+        text = json.dumps(self.model_dump(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class SinkRule(BaseModel):
+    """KVSink: after decoder layer `layer`, a token is a sink when |hidden[c]| > threshold for a c in `channels`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layer: int = Field(ge=0)
+    channels: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    threshold: float = Field(gt=0, allow_inf_nan=False)
+
+
+class CodebookHeader(BaseModel):
+    """The JSON header of a codebook file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int
+    preset: str
+    model: ModelIdentity
+    sinks: SinkRule | None
+    calibration: dict[str, Any]
+    antkv_version: str = __version__
+    checksum: str = ""
+
+
+def parse_header(text: str | None, path: Path) -> tuple[dict[str, Any], CodebookHeader]:
+    """The header as it is written and as it is understood; ValueError when it is no JSON."""
+    if text is None:
+        raise CodebookError(f"{path} is a safetensors file, but not a codebook of vllm-antkv.")
+    raw = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version != FORMAT_VERSION:
+        raise CodebookError(
+            f"{path} has codebook format {reprlib.repr(version)}, but this vllm-antkv reads format {FORMAT_VERSION}: "
+            "run `antkv calibrate` again."
+        )
+    try:
+        return raw, CodebookHeader.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        field, problem = first_problem(error, whole="header")
+        raise CodebookError(f"{path} is damaged: {field} of its header is not usable ({problem}).") from None
+
+
+def check_header(header: CodebookHeader, path: Path) -> None:
+    """CodebookError when parts of the header contradict each other."""
+    model, sinks = header.model, header.sinks
+    if header.preset not in PRESETS:
+        shown = reprlib.repr(header.preset)
+        raise CodebookError(f"{path} is for the preset {shown}, which is none of {', '.join(PRESETS)}.")
+    if model.head_size % PRESETS[header.preset].sub_vector_size:
+        raise CodebookError(f"{path} is damaged: {header.preset} does not divide its head size {model.head_size}.")
+    if sinks is not None and (sinks.layer >= model.num_layers or max(sinks.channels) >= model.hidden_size):
+        raise CodebookError(f"{path} is damaged: its sink layer or channel lies outside the model.")
+
+
+def differences(have: ModelIdentity, want: ModelIdentity) -> str:
+    """In which sizes a codebook's model is not the one that is served."""
+    pairs = ((name, getattr(have, name), getattr(want, name)) for name in ModelIdentity.model_fields)
+    return ", ".join(f"{name} is {a}, the served model's is {b}" for name, a, b in pairs if a != b)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Other readers may take the first of two values where ours takes the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key of its header stands there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} in its header is no JSON")
