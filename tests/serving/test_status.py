@@ -1,4 +1,4 @@
-"""A real server shows its antkv cache at /antkv/status and /metrics, and refuses what it cannot serve."""
+"""A real server shows its antkv cache under /antkv/ and at /metrics, and refuses what it cannot serve."""
 
 import threading
 import time
@@ -17,11 +17,12 @@ from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.dispatch import choose
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.server.routes import STATUS_PATH
+from vllm_antkv.server.routes import PREFIX, STATUS_PATH
 
 pytestmark = pytest.mark.serving
 
-NUM_LAYERS = 5
+NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 5, 2, 64
+ROUTES = [f"{PREFIX}/{name}" for name in ("status", "config", "anchors")]
 PROMPT, OUTPUT = [0, *range(100, 399)], 12
 
 
@@ -51,9 +52,10 @@ def samples(server: Server) -> dict[tuple[str, ...], float]:
     return values
 
 
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("key", [None, "wrong"])
-def test_status_needs_the_api_key_as_the_v1_routes_do(server: Server, key: str | None) -> None:
-    refused, like_vllm = server.get(STATUS_PATH, key), server.get("/v1/models", key)
+def test_the_api_key_is_needed_as_for_the_v1_routes(server: Server, key: str | None, route: str) -> None:
+    refused, like_vllm = server.get(route, key), server.get("/v1/models", key)
     assert refused.status_code == like_vllm.status_code == 401
     assert refused.json() == like_vllm.json()
 
@@ -73,12 +75,25 @@ def test_status_says_how_the_cache_is_set_up(server: Server) -> None:
     assert bits["nominal"] == bits["parts"]["codes"] == 1
     assert bits["effective"] == pytest.approx(sum(bits["parts"].values()))
     assert bits["at_tokens"] == 1024
-    # Two KV heads of 64 channels, K and V.
-    elements = 2 * NUM_LAYERS * 2 * 64
+    elements = 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_SIZE
+    assert answer["bf16_bytes_per_token"] == 2 * elements
     assert sum(answer["kv_bytes_per_token"].values()) == pytest.approx(bits["effective"] * elements / 8)
     assert answer["pages"]["vq"]["block_size"] == VQ_BLOCK_SIZE
     assert answer["pages"]["recency"]["block_size"] < VQ_BLOCK_SIZE
+    largest = max(page["bytes"] for page in answer["pages"].values())
+    assert answer["pool_page_bytes"] == NUM_LAYERS * NUM_KV_HEADS * largest
     assert {"vllm", "vllm_antkv", "torch"} == answer["versions"].keys()
+
+
+def test_config_says_what_is_in_effect(server: Server) -> None:
+    config = server.get(f"{PREFIX}/config").json()
+    assert config["model"] == MODEL_NAME
+    assert config["kv_cache_dtype"] == PRESET
+    assert config["settings"] == AntKVConfig(codebooks=str(server.codebook.parent)).model_dump()
+    assert config["anchor_rows"] == AntKVConfig().anchor_rows
+    assert config["codebook"] == str(server.codebook)
+    assert config["engine"]["max_model_len"] == 1024
+    assert config["engine"]["dtype"] == "float32"
 
 
 def test_status_counts_what_a_request_does(server: Server) -> None:
@@ -90,6 +105,12 @@ def test_status_counts_what_a_request_does(server: Server) -> None:
     num_tokens = len(PROMPT) + OUTPUT - 1
     assert after["tokens_stored"] - before["tokens_stored"] == num_tokens
     assert after["sinks_found"] - before["sinks_found"] == num_tokens
+    # A sample is due after each question, and is taken in the next step that only decodes.
+    sampled_before, sampled = (sum(engine["sampled_attention"].values()) for engine in (before, after))
+    assert sampled == pytest.approx(round(sampled))
+    assert round(sampled) > round(sampled_before)
+    assert after["sampled_attention"]["recent"] > before["sampled_attention"]["recent"]
+    assert after["fallbacks"] == 0
     rows = AntKVConfig().anchor_rows
     assert after["anchors_chosen"] - before["anchors_chosen"] == num_tokens // VQ_BLOCK_SIZE * rows
     assert after["implementation"] == choose("auto", torch.device("cpu")).name
@@ -110,6 +131,8 @@ def test_status_shows_the_pages_that_a_request_holds(server: Server) -> None:
         pages = held()
         # At most 500 tokens: every one in a VQ page, the open block and a few more in recency pages.
         assert 3 <= pages["vq"] <= 4
+        tokens = status(server)["engines"][0]["tokens_in_use"]
+        assert len(PROMPT) <= tokens < len(PROMPT) + 200
         assert 0 < pages["recency"] < 64
     finally:
         request.join()
@@ -129,7 +152,11 @@ def test_metrics_show_what_status_says(server: Server) -> None:
             ("tokens_stored_total",): engine["tokens_stored"],
             ("anchors_chosen_total",): engine["anchors_chosen"],
             ("sinks_found_total",): engine["sinks_found"],
-            **{("pages_in_use", page): 0 for page in ("vq", "recency")},
+            ("fallbacks_total",): 0,
+            ("tokens_in_use",): 0,
+            ("bf16_kv_bytes",): 0,
+            **{(name, page): 0 for name in ("pages_in_use", "kv_bytes") for page in ("vq", "recency")},
+            **{("sampled_attention_total", rows): value for rows, value in engine["sampled_attention"].items()},
             **{("kv_bytes_per_token", part): value for part, value in answer["kv_bytes_per_token"].items()},
             **{("operation_calls_total", name): work["calls"] for name, work in engine["operations"].items()},
             **{("operation_seconds_total", name): work["seconds"] for name, work in engine["operations"].items()},
@@ -137,9 +164,9 @@ def test_metrics_show_what_status_says(server: Server) -> None:
     )
 
 
-def test_status_is_in_the_servers_api_description(server: Server) -> None:
+def test_the_routes_are_in_the_servers_api_description(server: Server) -> None:
     paths = httpx.get(server.url + "/openapi.json", timeout=60).json()["paths"]
-    assert "get" in paths[STATUS_PATH]
+    assert all("get" in paths[route] for route in ROUTES)
 
 
 def test_a_typo_in_the_cache_dtype_is_refused_with_the_values_that_exist() -> None:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from vllm_antkv.ops.counters import OPERATIONS, Counters
+from vllm_antkv.ops.counters import OPERATIONS, ROW_CLASSES, Counters
 
 
 @pytest.fixture
@@ -17,14 +17,17 @@ def test_a_new_worker_has_counted_nothing(counters: Counters) -> None:
     report = counters.report()
     assert report["implementation"] == "reference"
     assert (report["tokens_stored"], report["anchors_chosen"], report["sinks_found"]) == (0, 0, 0)
+    assert report["steps"] == 0
+    assert report["sampled_attention"] == dict.fromkeys(ROW_CLASSES, 0)
     assert report["operations"] == {name: {"calls": 0, "seconds": 0} for name in OPERATIONS}
 
 
 def test_tokens_and_sinks_add_up_over_steps(counters: Counters) -> None:
-    counters.count_step(3, torch.tensor([True, False, True]))
-    counters.count_step(1, torch.tensor([False]))
-    counters.count_step(2, None)
+    for is_sink in ([True, False, True], [False], [False, False]):
+        counters.count_step(len(is_sink))
+        counters.count_sinks(torch.tensor(is_sink))
     report = counters.report()
+    assert report["steps"] == 3
     assert report["tokens_stored"] == 6
     assert report["sinks_found"] == 2
 
@@ -35,6 +38,12 @@ def test_anchors_are_tokens_averaged_over_kv_heads_and_over_k_and_v(counters: Co
     counters.count_anchors(offsets)
     counters.count_anchors(offsets)
     assert counters.report()["anchors_chosen"] == 5
+
+
+def test_sampled_attention_adds_up(counters: Counters) -> None:
+    counters.count_attention(torch.tensor([0.5, 0.25, 0.25]))
+    counters.count_attention(torch.tensor([0.25, 0.5, 0.25]))
+    assert counters.report()["sampled_attention"] == {"recent": 0.75, "anchors": 0.75, "codes": 0.5}
 
 
 def test_no_blocks_closed_is_no_anchors(counters: Counters) -> None:
@@ -53,10 +62,10 @@ def test_calls_and_seconds_add_up(counters: Counters) -> None:
     assert 0.04 <= operation["seconds"] <= elapsed
 
 
-def test_no_time_is_claimed_where_the_host_only_queues_the_work(
+def test_nothing_is_claimed_of_operations_that_the_host_only_queues(
     counters: Counters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counters, "_host_computes", False)
     with counters.timed("attend"):
         pass
-    assert counters.report()["operations"]["attend"] == {"calls": 1, "seconds": None}
+    assert counters.report()["operations"] == {}

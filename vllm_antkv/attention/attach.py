@@ -59,7 +59,7 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
         # The last layer counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
         counts_rows = layer is layers[-1][0]
         _attach_layer(layer, index, codebook, rotary, sinks, counts_rows, shared)
-    set_worker(vllm_config, Worker(shared.kernels, shared.counters))
+    set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[-1][0].layer_name))
     return shared.counters
 
 

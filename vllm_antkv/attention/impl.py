@@ -126,8 +126,8 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         num_tokens = attn_metadata.num_tokens
         sinks = self.attachment.sinks
         is_sink = None if sinks is None else sinks.of_step(num_tokens)
-        if self._layer.counts_rows:
-            self._layer.counters.count_step(num_tokens, is_sink)
+        if is_sink is not None and self._layer.counts_rows:
+            self._layer.counters.count_sinks(is_sink)
         recency_metadata = get_forward_context().attn_metadata[self.attachment.recency_name]
         run(
             self._operations,

@@ -70,6 +70,8 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        worker = get_worker(vllm_config)
+        self._counters = worker.counters if worker.counting_layer in layer_names else None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
@@ -79,7 +81,16 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> VQMetadata:
-        """Take what the step needs; nothing is computed or copied."""
+        """Take what the step needs; nothing is computed or copied.
+
+        Steps are counted here, on the host: a CUDA graph that is replayed calls nothing else of ours.
+        """
+        if self._counters is not None:
+            self._counters.count_step(common_attn_metadata.num_actual_tokens)
+        return self.build_for_cudagraph_capture(common_attn_metadata)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VQMetadata:
+        """As `build`, for a step that is not counted."""
         num_reqs = common_attn_metadata.num_reqs
         return VQMetadata(
             num_tokens=common_attn_metadata.num_actual_tokens,

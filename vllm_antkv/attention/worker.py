@@ -18,10 +18,12 @@ class Worker:
 
     kernels: what runs the operations.
     counters: what they count.
+    counting_layer: name of the layer whose steps and rows are counted for all.
     """
 
     kernels: Kernels
     counters: Counters
+    counting_layer: str
 
 
 def set_worker(vllm_config: VllmConfig, worker: Worker) -> None:

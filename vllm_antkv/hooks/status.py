@@ -1,40 +1,122 @@
 """Lets the API server ask an engine what its antkv cache is doing.
 
-The API process, the engine core (which owns the block pool) and the workers (which own the counters) are different
-processes. vLLM's utility calls run any method of the engine core between two steps, its `collective_rpc` any method of
-the worker wrapper: here both classes get one method more.
+The API process, the engine core (which owns the block pool) and the workers (which own the counters and the pages) are
+different processes. vLLM's utility calls run any method of the engine core between two steps, its `collective_rpc` any
+method of the worker wrapper: here both classes get two methods more. The engine core also remembers its last requests,
+so that their anchors can be looked up.
 """
+
+from functools import wraps
+from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import Request
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.hooks.base import Hook, missing_attributes
 from vllm_antkv.ops.counters import Report
+from vllm_antkv.presets import PRESETS
+
+#: Anchor rows in one answer of `antkv_anchors`, all layers and heads: a few hundred KB as JSON.
+_MAX_ROWS = 65536
+#: VQ blocks in one answer, at most: a map of 2048 tokens fits on a screen.
+_MAX_BLOCKS = 16
 
 
 def _install() -> None:
+    if hasattr(EngineCore, "antkv_status"):
+        return
+    EngineCore.add_request = _remembering(EngineCore.add_request)  # type: ignore[method-assign]
     EngineCore.antkv_status = _engine_status  # type: ignore[attr-defined]
+    EngineCore.antkv_anchors = _engine_anchors  # type: ignore[attr-defined]
     WorkerWrapperBase.antkv_report = _worker_report  # type: ignore[attr-defined]
+    WorkerWrapperBase.antkv_anchor_offsets = _worker_anchor_offsets  # type: ignore[attr-defined]
 
 
-def _engine_status(self: EngineCore) -> dict:
-    """Pages of the pool and reports of all workers, as plain values; see `vllm_antkv.server.engines`."""
+def _engine_status(self: EngineCore) -> dict[str, Any]:
+    """Pages of the pool and reports of all workers, as plain values; see `vllm_antkv.server.status`."""
     from vllm_antkv.cache.managers import pages_in_use
+    from vllm_antkv.cache.requests import tokens_in_use
 
     manager = self.scheduler.kv_cache_manager
     return {
         # Without the null block, which is never allocated.
         "pool_pages": manager.block_pool.num_gpu_blocks - 1,
         "pages_in_use": pages_in_use(manager),
+        "tokens_in_use": tokens_in_use(self.scheduler),
+        "num_layers": self.vllm_config.model_config.get_total_num_hidden_layers(),
         "workers": self.collective_rpc("antkv_report"),
     }
 
 
+def _engine_anchors(self: EngineCore, prompt: int | None, first_block: int) -> dict[str, Any]:
+    """The last requests, and the anchors of one of them, as plain values; see `vllm_antkv.server.anchors`.
+
+    prompt: number of the request; None is the newest. first_block: where to begin; the answer's size is bounded.
+    """
+    found = _last_requests(self).closed_blocks(self.scheduler.kv_cache_manager)
+    chosen = next((each for each in found if prompt in (None, each.number)), None)
+    answer: dict[str, Any] = {
+        "prompts": [{"prompt": each.number, "blocks": len(each.block_ids), "running": each.running} for each in found],
+        "map": None,
+    }
+    if chosen is not None:
+        settings = AntKVConfig.from_additional_config(self.vllm_config.additional_config)
+        first = min(first_block, len(chosen.block_ids) - 1)
+        block_ids = chosen.block_ids[first : first + _window(self, settings)]
+        tokens = chosen.request.all_token_ids[first * VQ_BLOCK_SIZE : (first + len(block_ids)) * VQ_BLOCK_SIZE]
+        answer["map"] = {
+            "prompt": chosen.number,
+            "first_block": first,
+            "blocks": len(block_ids),
+            "token_ids": list(tokens) if settings.dashboard_text else None,
+            "workers": self.collective_rpc("antkv_anchor_offsets", args=(block_ids,)),
+        }
+    return answer
+
+
+def _window(core: EngineCore, settings: AntKVConfig) -> int:
+    """VQ blocks in one answer."""
+    model_config = core.vllm_config.model_config
+    heads = model_config.get_total_num_hidden_layers() * model_config.get_total_num_kv_heads()
+    rows_per_block = 2 * heads * max(settings.anchor_rows, 1)
+    return max(1, min(_MAX_BLOCKS, _MAX_ROWS // rows_per_block))
+
+
+def _remembering(add_request: Any) -> Any:
+    @wraps(add_request)
+    def remember_and_add(self: EngineCore, request: Request, *args: Any, **kwargs: Any) -> None:
+        add_request(self, request, *args, **kwargs)
+        if self.vllm_config.cache_config.cache_dtype in PRESETS:
+            _last_requests(self).add(request)
+
+    return remember_and_add
+
+
+def _last_requests(core: Any) -> Any:
+    from vllm_antkv.cache.requests import LastRequests
+
+    return vars(core).setdefault("antkv_last_requests", LastRequests())
+
+
 def _worker_report(self: WorkerWrapperBase) -> Report:
-    return self.antkv_counters.report()
+    return _inspector(self).report()
+
+
+def _worker_anchor_offsets(self: WorkerWrapperBase, block_ids: list[int]) -> list:
+    return _inspector(self).anchor_offsets(block_ids)
+
+
+def _inspector(wrapper: Any) -> Any:
+    from vllm_antkv.attention.inspection import Inspector
+
+    if "antkv_inspector" not in vars(wrapper):
+        wrapper.antkv_inspector = Inspector(wrapper.vllm_config, wrapper.antkv_counters)
+    return wrapper.antkv_inspector
 
 
 HOOK = Hook(
@@ -43,7 +125,7 @@ HOOK = Hook(
     upstream="https://github.com/vllm-project/vllm/pull/34161",
     install=_install,
     missing=lambda: (
-        missing_attributes(EngineCore, "collective_rpc")
+        missing_attributes(EngineCore, "collective_rpc", "add_request")
         or missing_attributes(AsyncMPClient, "call_utility_all_async")
         or missing_attributes(KVCacheManager, "free")
         or missing_attributes(WorkerWrapperBase, "__getattr__")

@@ -13,29 +13,36 @@ import torch
 
 #: Names of what is timed, in the order of a step.
 OPERATIONS = ("encode_store", "anchor_score", "attend")
+#: Classes of rows that attention goes to: exact by position, exact as anchors, decoded from codes.
+ROW_CLASSES = ("recent", "anchors", "codes")
 
 
 class OperationReport(TypedDict):
-    """How often an operation ran, and for how long; seconds are None where measuring would wait for the device."""
+    """How often an operation ran, and for how long."""
 
     calls: int
-    seconds: float | None
+    seconds: float
 
 
 class Report(TypedDict):
     """What a worker did since it started; plain values, so that it can be sent between processes.
 
     implementation: of the operations that run.
+    steps: engine steps.
     tokens_stored: tokens written to the cache, recomputed ones included.
     anchors_chosen: tokens whose row took an anchor row when their block closed; the mean over KV heads, K and V.
     sinks_found: tokens that KVSink flagged.
-    operations: by name.
+    sampled_attention: sums of the sampled shares of attention, of `recent`, `anchors` and `codes`.
+    operations: by name; none on a GPU, where launches are replayed from CUDA graphs without a call, and measuring would
+        wait for the device.
     """
 
     implementation: str
+    steps: int
     tokens_stored: int
     anchors_chosen: float
     sinks_found: int
+    sampled_attention: dict[str, float]
     operations: dict[str, OperationReport]
 
 
@@ -46,10 +53,12 @@ class Counters:
         self._implementation = implementation
         # On other devices the host only queues the work, and its clock would time the queueing.
         self._host_computes = device.type == "cpu"
+        self._steps = 0
         self._tokens = 0
         self._sinks = torch.zeros((), dtype=torch.int64, device=device)
         self._anchor_rows = torch.zeros((), dtype=torch.int64, device=device)
         self._rows_per_token = 1
+        self._attention = torch.zeros(len(ROW_CLASSES), dtype=torch.float64, device=device)
         self._calls = dict.fromkeys(OPERATIONS, 0)
         self._seconds = dict.fromkeys(OPERATIONS, 0.0)
 
@@ -61,11 +70,14 @@ class Counters:
         self._seconds[operation] += perf_counter() - start
         self._calls[operation] += 1
 
-    def count_step(self, num_tokens: int, is_sink: torch.Tensor | None) -> None:
-        """Count a step's tokens, and the sinks among them: (num_tokens,) bool."""
+    def count_step(self, num_tokens: int) -> None:
+        """Count a step and its tokens."""
+        self._steps += 1
         self._tokens += num_tokens
-        if is_sink is not None:
-            self._sinks += is_sink.sum()
+
+    def count_sinks(self, is_sink: torch.Tensor) -> None:
+        """Count the sinks of a step: (num_tokens,) bool."""
+        self._sinks += is_sink.sum()
 
     def count_anchors(self, offsets: torch.Tensor) -> None:
         """Count the K, or the V, anchors of blocks that close: (..., num_kv_heads, rows), negative if unused."""
@@ -76,17 +88,22 @@ class Counters:
         self._rows_per_token = rows_per_token
         self._anchor_rows += num_rows
 
+    def count_attention(self, shares: torch.Tensor) -> None:
+        """Add a sample: (3,) shares of the attention, in the order of ROW_CLASSES."""
+        self._attention += shares
+
     def report(self) -> Report:
         """Read everything; waits for the device."""
         return Report(
             implementation=self._implementation,
+            steps=self._steps,
             tokens_stored=self._tokens,
             anchors_chosen=int(self._anchor_rows) / self._rows_per_token,
             sinks_found=int(self._sinks),
+            sampled_attention=dict(zip(ROW_CLASSES, self._attention.tolist(), strict=True)),
             operations={
-                name: OperationReport(
-                    calls=self._calls[name], seconds=self._seconds[name] if self._host_computes else None
-                )
+                name: OperationReport(calls=self._calls[name], seconds=self._seconds[name])
                 for name in OPERATIONS
+                if self._host_computes
             },
         )

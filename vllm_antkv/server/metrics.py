@@ -35,12 +35,23 @@ class Metrics:
         )
         self._codebook = _gauge("codebook_info", "The codebook that is served; always 1.", "preset", "identity")
         self._pages = _gauge("pages_in_use", "KV cache pages that requests hold, by class.", "page")
+        self._kv_bytes = _gauge("kv_bytes", "KV cache bytes that requests hold, all layers, by class of page.", "page")
+        self._bf16_bytes = _gauge("bf16_kv_bytes", "KV cache bytes that the same tokens would take in BF16.")
+        self._held_tokens = _gauge("tokens_in_use", "Tokens in the KV cache that requests hold.")
         self._tokens = _counter("tokens_stored", "Tokens written to the KV cache, recomputed ones included.")
         self._anchors = _counter(
             "anchors_chosen", "Tokens kept in full precision as anchors, the mean over KV heads, K and V."
         )
         self._sinks = _counter("sinks_found", "Tokens that KVSink flagged as attention sinks.")
-        self._calls = _counter("operation_calls", "Calls of an operation, in all layers.", "operation")
+        self._attention = _counter(
+            "sampled_attention", "Sampled queries, divided by the rows that their attention went to.", "rows"
+        )
+        self._fallbacks = _counter(
+            "fallbacks", "Attention calls that the kernels chosen at start-up did not serve; not 0 is a bug."
+        )
+        self._calls = _counter(
+            "operation_calls", "Calls of an operation, in all layers; counted on CPUs only.", "operation"
+        )
         self._seconds = _counter(
             "operation_seconds", "Time in an operation, in all layers; measured on CPUs only.", "operation"
         )
@@ -52,13 +63,19 @@ class Metrics:
             self._show_setup(labels)
             for page, count in status.pages_in_use.items():
                 self._pages.labels(*labels, page).set(count)
+                self._kv_bytes.labels(*labels, page).set(count * self._setup.pool_page_bytes)
+            self._held_tokens.labels(*labels).set(status.tokens_in_use)
+            self._bf16_bytes.labels(*labels).set(status.tokens_in_use * self._setup.bf16_bytes_per_token)
             self._raise_to(self._tokens, labels, status.tokens_stored)
             self._raise_to(self._anchors, labels, status.anchors_chosen)
             self._raise_to(self._sinks, labels, status.sinks_found)
+            if status.fallbacks is not None:
+                self._raise_to(self._fallbacks, labels, status.fallbacks)
+            for row_class, total in status.sampled_attention.items():
+                self._raise_to(self._attention, (*labels, row_class), total)
             for name, operation in status.operations.items():
                 self._raise_to(self._calls, (*labels, name), operation.calls)
-                if operation.seconds is not None:
-                    self._raise_to(self._seconds, (*labels, name), operation.seconds)
+                self._raise_to(self._seconds, (*labels, name), operation.seconds)
 
     def _show_setup(self, labels: tuple[str, str]) -> None:
         bits, codebook = self._setup.bits, self._setup.codebook

@@ -11,10 +11,11 @@ from vllm_antkv import __version__
 from vllm_antkv.attention.footprint import served_footprint
 from vllm_antkv.attention.startup import resolved_codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.ops.counters import Report
+from vllm_antkv.ops.counters import ROW_CLASSES, Report
 
 PageClass = Literal["vq", "recency"]
 Part = Literal["codes", "anchors", "recency", "padding"]
+RowClass = Literal["recent", "anchors", "codes"]
 
 
 class Inactive(BaseModel):
@@ -68,6 +69,8 @@ class Setup(BaseModel):
     settings: AntKVConfig
     codebook: CodebookInfo
     pages: dict[PageClass, Page]
+    pool_page_bytes: int = Field(description="Of a page of either class, all layers and KV heads.")
+    bf16_bytes_per_token: int = Field(description="What a BF16 cache of this model would take.")
     versions: dict[str, str]
 
     @classmethod
@@ -99,6 +102,9 @@ class Setup(BaseModel):
                 "vq": Page(block_size=VQ_BLOCK_SIZE, bytes=layout.vq_page_bytes),
                 "recency": Page(block_size=layout.recency_block_size, bytes=layout.recency_page_bytes),
             },
+            pool_page_bytes=heads * layout.pool_block_bytes,
+            # K and V of 2 bytes per channel.
+            bf16_bytes_per_token=heads * 2 * 2 * layout.head_size,
             versions={"vllm_antkv": __version__, "vllm": vllm.__version__, "torch": torch.__version__},
         )
 
@@ -109,7 +115,7 @@ class Operation(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     calls: int
-    seconds: float | None = Field(description="Null on a GPU, where measuring would slow the engine down.")
+    seconds: float
 
 
 class EngineStatus(BaseModel):
@@ -120,18 +126,26 @@ class EngineStatus(BaseModel):
     engine: int
     pool_pages: int = Field(description="Pages in the pool, used by either class.")
     pages_in_use: dict[PageClass, int] = Field(description="Held by requests now; the prefix cache's are free.")
+    tokens_in_use: int = Field(description="Tokens that requests hold now; shared ones count once.")
     tokens_stored: int = Field(description="Tokens written to the cache, recomputed ones included.")
     anchors_chosen: float = Field(description="Tokens kept as an anchor, the mean over KV heads, K and V.")
     sinks_found: int = Field(description="Tokens that KVSink flagged.")
+    sampled_attention: dict[RowClass, float] = Field(description="Sampled queries, by where their attention went.")
     implementation: str = Field(description="Of the operations.")
-    operations: dict[str, Operation] = Field(description="None contains the time of another.")
+    fallbacks: int | None = Field(
+        description="Attention calls that the implementation did not serve; not 0 is a bug. Null on a GPU."
+    )
+    operations: dict[str, Operation] = Field(
+        description="None contains the time of another. Empty on a GPU, where CUDA graphs run without calls."
+    )
 
     @classmethod
     def of(cls, engine: int, answer: dict[str, Any]) -> Self:
         """Read the answer of the engine core's `antkv_status`.
 
         Tensor-parallel workers do the same work on different heads: tokens and sinks are the first one's, anchors the
-        mean, and times those of the slowest.
+        mean (of attention too), and times those of the slowest. Every layer attends once in a step: a call that is
+        missing went somewhere else.
         """
         workers: list[Report] = answer["workers"]
         first = workers[0]
@@ -139,12 +153,22 @@ class EngineStatus(BaseModel):
             engine=engine,
             pool_pages=answer["pool_pages"],
             pages_in_use=answer["pages_in_use"],
+            tokens_in_use=answer["tokens_in_use"],
             tokens_stored=first["tokens_stored"],
             anchors_chosen=sum(worker["anchors_chosen"] for worker in workers) / len(workers),
             sinks_found=first["sinks_found"],
+            sampled_attention={
+                row_class: sum(worker["sampled_attention"][row_class] for worker in workers) / len(workers)
+                for row_class in ROW_CLASSES
+            },
             implementation=first["implementation"],
+            fallbacks=first["steps"] * answer["num_layers"] - first["operations"]["attend"]["calls"]
+            if first["operations"]
+            else None,
             operations={
-                name: Operation(calls=operation["calls"], seconds=_slowest(workers, name))
+                name: Operation(
+                    calls=operation["calls"], seconds=max(worker["operations"][name]["seconds"] for worker in workers)
+                )
                 for name, operation in first["operations"].items()
             },
         )
@@ -154,8 +178,3 @@ class Status(Setup):
     """The server runs with an antkv cache."""
 
     engines: list[EngineStatus]
-
-
-def _slowest(workers: list[Report], operation: str) -> float | None:
-    seconds = [worker["operations"][operation]["seconds"] for worker in workers]
-    return max((value for value in seconds if value is not None), default=None)

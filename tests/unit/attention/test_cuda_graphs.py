@@ -18,7 +18,7 @@ SPEC = FullAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=tor
 @pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
 def test_decodes_are_captured_where_calls_only_launch_kernels(kernels: Kernels, backend: type) -> None:
     config = VllmConfig()
-    set_worker(config, Worker(kernels, Counters(torch.device("cpu"), kernels.name)))
+    set_worker(config, Worker(kernels, Counters(torch.device("cpu"), kernels.name), "layer"))
     expected = {
         "cpu": AttentionCGSupport.NEVER,
         "reference": AttentionCGSupport.NEVER,

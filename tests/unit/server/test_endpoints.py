@@ -15,9 +15,9 @@ from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from tests.unit.server.test_metrics import SETUP, report
+from tests.unit.server.test_metrics import SETUP, answer, report
 from vllm_antkv.server import routes
-from vllm_antkv.server.routes import STATUS_PATH, AntKVEndpoints
+from vllm_antkv.server.routes import PREFIX, STATUS_PATH, AntKVEndpoints
 from vllm_antkv.server.status import Setup
 
 
@@ -27,20 +27,22 @@ class EngineClient:
     def __init__(self, cache_dtype: str, api_server: int = 0, lives: int = 3) -> None:
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-            model_config=SimpleNamespace(served_model_name="model"),
+            model_config=SimpleNamespace(served_model_name="model", get_total_num_kv_heads=lambda: 1),
             parallel_config=SimpleNamespace(_api_process_rank=api_server),
         )
         self.engine_core = SimpleNamespace(engine_ranks_managed=[0, 1], call_utility_all_async=self._call)
         self.asked = 0
         self._lives = lives
 
-    async def _call(self, method: str) -> list[dict[str, Any]]:
+    async def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        if method == "antkv_anchors":
+            self.anchors_asked = args
+            return [{"prompts": [], "map": None}] * 2
         assert method == "antkv_status"
         if self.asked == self._lives:
             raise EngineDeadError()
         self.asked += 1
-        pages = {"vq": self.asked, "recency": 1}
-        return [{"pool_pages": 9, "pages_in_use": pages, "workers": [report(10 * self.asked)]} for _ in range(2)]
+        return [answer(report(10 * self.asked), vq=self.asked)] * 2
 
 
 def client(api_keys: list[str] | None, cache_dtype: str = "auto") -> TestClient:
@@ -53,9 +55,14 @@ def client(api_keys: list[str] | None, cache_dtype: str = "auto") -> TestClient:
     return TestClient(app)
 
 
-def get(server: TestClient, authorisation: str | None = None) -> int:
+def get(server: TestClient, authorisation: str | None = None, path: str = STATUS_PATH) -> int:
     headers = {} if authorisation is None else {"Authorization": authorisation}
-    return server.get(STATUS_PATH, headers=headers).status_code
+    return server.get(path, headers=headers).status_code
+
+
+#: Routes that answer with data, and the files of the page.
+DATA = [f"{PREFIX}/{name}" for name in ("status", "config", "anchors")]
+FILES = [f"{PREFIX}/{name}" for name in ("", "dashboard.css", "dashboard.js")]
 
 
 @pytest.fixture(autouse=True)
@@ -67,19 +74,51 @@ def test_it_is_an_endpoint_plugin() -> None:
     assert isinstance(AntKVEndpoints(), EndpointPlugin)
 
 
-def test_another_cache_dtype_is_inactive() -> None:
-    answer = client(None, "fp8").get(STATUS_PATH)
-    assert answer.status_code == 200
-    assert answer.json() == {"active": False, "kv_cache_dtype": "fp8"}
+@pytest.mark.parametrize("path", DATA)
+def test_another_cache_dtype_is_inactive(path: str) -> None:
+    response = client(None, "fp8").get(path)
+    assert response.status_code == 200
+    assert response.json() == {"active": False, "kv_cache_dtype": "fp8"}
 
 
-def test_without_api_keys_everybody_may_ask() -> None:
-    assert get(client(None)) == 200
+@pytest.mark.parametrize("path", DATA)
+def test_without_api_keys_everybody_may_ask(path: str) -> None:
+    assert get(client(None), path=path) == 200
 
 
+@pytest.mark.parametrize("path", DATA)
 @pytest.mark.parametrize("authorisation", [None, "Bearer wrong", "Bearer", "Basic one", "one", "Bearer ONE"])
-def test_with_api_keys_others_may_not_ask(authorisation: str | None) -> None:
-    assert get(client(["one", "two"]), authorisation) == 401
+def test_with_api_keys_others_may_not_ask(authorisation: str | None, path: str) -> None:
+    assert get(client(["one", "two"]), authorisation, path) == 401
+
+
+def test_a_request_without_a_key_learns_nothing_of_its_mistakes() -> None:
+    assert get(client(["one"]), None, f"{PREFIX}/anchors?prompt=x") == 401
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_the_page_itself_needs_no_key_and_may_load_nothing_from_elsewhere(path: str) -> None:
+    response = client(["one"]).get(path)
+    assert response.status_code == 200
+    policy = response.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in response.text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_page_is_small() -> None:
+    server = client(None)
+    assert sum(len(server.get(path).content) for path in FILES) < 30_000
+
+
+@pytest.mark.parametrize("name", ["..%2froutes.py", "../routes.py", "index.html", "dashboard.js/"])
+def test_nothing_else_of_the_folder_is_served(name: str) -> None:
+    assert client(None).get(f"{PREFIX}/{name}", follow_redirects=False).status_code in (307, 404)
+
+
+@pytest.mark.parametrize("query", ["prompt=0", "prompt=x", "engine=-1", "block=-1", "block=9999999999"])
+def test_anchors_of_nothing_that_can_be_are_refused(query: str) -> None:
+    assert get(client(None), path=f"{PREFIX}/anchors?{query}") == 422
 
 
 @pytest.mark.parametrize("key", ["one", "two"])
@@ -132,10 +171,13 @@ def test_status_of_an_antkv_cache_names_every_engine(fast: None) -> None:
     plugin.attach_router(app)
     engine: Any = EngineClient("antkv-1bit")
     app.state.antkv_source = routes.StatusSource(engine)
-    answer = TestClient(app).get(STATUS_PATH).json()
-    assert answer["active"] is True
-    assert answer["settings"] == SETUP.settings.model_dump()
-    assert [each["engine"] for each in answer["engines"]] == [0, 1]
+    status = TestClient(app).get(STATUS_PATH).json()
+    assert status["active"] is True
+    assert status["settings"] == SETUP.settings.model_dump()
+    assert [each["engine"] for each in status["engines"]] == [0, 1]
+    anchors = TestClient(app).get(f"{PREFIX}/anchors?engine=1&prompt=7&block=3").json()
+    assert anchors == {"prompts": [], "map": None}
+    assert engine.anchors_asked == (7, 3)
 
 
 def test_metrics_are_published_until_the_engines_die(fast: None) -> None:

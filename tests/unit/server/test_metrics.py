@@ -24,24 +24,40 @@ SETUP = Setup(
     settings=AntKVConfig(),
     codebook=CodebookInfo(identity="abc", path="/models/abc.safetensors", bytes=1000),
     pages={"vq": Page(block_size=128, bytes=2576), "recency": Page(block_size=4, bytes=2080)},
+    pool_page_bytes=1000,
+    bf16_bytes_per_token=50,
     versions={"vllm_antkv": "0.1.0"},
 )
+#: Of the engines that report.
+NUM_LAYERS = 2
 
 
-def report(tokens: int, seconds: float | None = 0.5, anchors: float = 2.0) -> Report:
-    work = OperationReport(calls=2 * tokens, seconds=seconds)
+def report(tokens: int, seconds: float = 0.5, anchors: float = 2.0, missing_calls: int = 0) -> Report:
+    work = OperationReport(calls=NUM_LAYERS * tokens - missing_calls, seconds=seconds)
     return Report(
         implementation="reference",
+        steps=tokens,
         tokens_stored=tokens,
         anchors_chosen=anchors,
         sinks_found=3,
+        sampled_attention={"recent": 1.0, "anchors": anchors / 4, "codes": 2.0},
         operations={"attend": work},
     )
 
 
 def engine_status(*workers: Report, engine: int = 0, vq: int = 7) -> EngineStatus:
-    answer = {"pool_pages": 100, "pages_in_use": {"vq": vq, "recency": 4}, "workers": list(workers)}
-    return EngineStatus.of(engine, answer)
+    return EngineStatus.of(engine, answer(*workers, vq=vq))
+
+
+def answer(*workers: Report, vq: int = 7) -> dict[str, Any]:
+    """What an engine core answers to `antkv_status`."""
+    return {
+        "pool_pages": 100,
+        "pages_in_use": {"vq": vq, "recency": 4},
+        "tokens_in_use": 100 * vq,
+        "num_layers": NUM_LAYERS,
+        "workers": list(workers),
+    }
 
 
 @pytest.fixture
@@ -69,6 +85,10 @@ def test_pages_follow_the_last_answer(metrics: Metrics) -> None:
     metrics.update([engine_status(report(0), vq=2)])
     assert value("pages_in_use", page="vq") == 2
     assert value("pages_in_use", page="recency") == 4
+    assert value("kv_bytes", page="vq") == 2000
+    assert value("kv_bytes", page="recency") == 4000
+    assert value("tokens_in_use") == 200
+    assert value("bf16_kv_bytes") == 10000
 
 
 def test_counters_equal_the_engines_totals(metrics: Metrics) -> None:
@@ -86,10 +106,26 @@ def test_counters_go_on_when_an_engine_counts_from_zero_again(metrics: Metrics) 
     assert value("tokens_stored_total") == 15
 
 
-def test_no_time_is_shown_where_none_is_measured(metrics: Metrics) -> None:
-    metrics.update([engine_status(report(1, seconds=None))])
-    assert value("operation_calls_total", operation="attend") == 2
-    assert value("operation_seconds_total", operation="attend") is None
+def test_calls_that_are_missing_are_fallbacks(metrics: Metrics) -> None:
+    metrics.update([engine_status(report(10))])
+    assert value("fallbacks_total") == 0
+    metrics.update([engine_status(report(20, missing_calls=3))])
+    assert value("fallbacks_total") == 3
+
+
+def test_attention_is_counted_by_rows(metrics: Metrics) -> None:
+    metrics.update([engine_status(report(10, anchors=2.0), report(10, anchors=6.0))])
+    assert value("sampled_attention_total", rows="recent") == 1
+    assert value("sampled_attention_total", rows="anchors") == 1
+    assert value("sampled_attention_total", rows="codes") == 2
+
+
+def test_nothing_is_shown_of_operations_that_are_not_counted(metrics: Metrics) -> None:
+    metrics.update([engine_status(report(1) | {"operations": {}})])
+    assert value("tokens_stored_total") == 1
+    for name in ("operation_calls_total", "operation_seconds_total"):
+        assert value(name, operation="attend") is None
+    assert value("fallbacks_total") is None
 
 
 def test_gauges_of_several_processes_show_the_last_value(metrics: Metrics) -> None:

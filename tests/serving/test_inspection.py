@@ -1,0 +1,154 @@
+"""What an engine tells of its requests: tokens they hold, anchors of the last ones, and samples of the attention."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serving.conftest import EMBEDDED, Engine
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+
+pytestmark = pytest.mark.serving
+
+SETTINGS = {"anchor_share": 0.03, "dashboard_text": True}
+ANCHOR_ROWS = AntKVConfig(**SETTINGS).anchor_rows
+NUM_LAYERS, NUM_HEADS = 5, 2
+
+
+@pytest.fixture(scope="module")
+def running(start_engine: Any) -> Iterator[Engine]:
+    with start_engine(EMBEDDED, "antkv-1bit", SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(running: Engine) -> Engine:
+    """With nothing in its prefix cache."""
+    assert running.llm.reset_prefix_cache()
+    return running
+
+
+def offsets(answer: dict[str, Any]) -> Any:
+    """Of the only worker: [layer][block][head][K, V][row]."""
+    (worker,) = answer["map"]["workers"]
+    return worker
+
+
+def add(engine: Engine, name: str, prompt: list[int]) -> None:
+    """Give the engine a request without waiting for it, and run the step that computes the prompt."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    engine.llm.llm_engine.step()
+
+
+def drain(engine: Engine) -> None:
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.llm.llm_engine.step()
+
+
+def test_every_head_keeps_its_anchors_in_every_block(engine: Engine, prompts: list[list[int]]) -> None:
+    engine.complete([prompts[-1]])
+    answer = engine.core.antkv_anchors(None, 0)
+    num_blocks = len(prompts[-1]) // VQ_BLOCK_SIZE
+    assert [each["blocks"] for each in answer["prompts"]] == [num_blocks]
+    assert answer["prompts"][0]["running"] is False
+    found = offsets(answer)
+    assert (len(found), len(found[0]), len(found[0][0])) == (NUM_LAYERS, num_blocks, NUM_HEADS)
+    for rows in (kind for layer in found for block in layer for head in block for kind in head):
+        assert len(set(rows)) == ANCHOR_ROWS
+        assert all(0 <= offset < VQ_BLOCK_SIZE for offset in rows)
+    # The intact prefix is exact anyway.
+    first_blocks = [row for layer in found for head in layer[0] for kind in head for row in kind]
+    assert min(first_blocks) >= AntKVConfig().prefix
+
+
+def test_what_prompts_share_has_the_same_anchors(engine: Engine, prompts: list[list[int]]) -> None:
+    longer = prompts[-1]
+    shorter = longer[: 2 * VQ_BLOCK_SIZE + 50]
+    engine.complete([longer, shorter], together=False)
+    answer = engine.core.antkv_anchors(None, 0)
+    newest, before = (each["prompt"] for each in answer["prompts"][:2])
+    assert newest == before + 1
+    for mine, theirs in zip(offsets(answer), offsets(engine.core.antkv_anchors(before, 0)), strict=True):
+        assert mine == theirs[:2]
+
+
+def test_text_is_sent_only_where_the_setting_allows_it(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompts[-1]
+    engine.complete([prompt])
+    assert engine.core.antkv_anchors(None, 1)["map"]["token_ids"] == prompt[VQ_BLOCK_SIZE : 4 * VQ_BLOCK_SIZE]
+    monkeypatch.setitem(engine.core.vllm_config.additional_config, "antkv", {**SETTINGS, "dashboard_text": False})
+    assert engine.core.antkv_anchors(None, 1)["map"]["token_ids"] is None
+
+
+def test_a_window_begins_no_later_than_at_the_last_block(engine: Engine, prompts: list[list[int]]) -> None:
+    engine.complete([prompts[-1]])
+    last = len(prompts[-1]) // VQ_BLOCK_SIZE - 1
+    shown = engine.core.antkv_anchors(None, 10**9)["map"]
+    assert (shown["first_block"], shown["blocks"]) == (last, 1)
+
+
+def test_an_answer_has_no_more_rows_than_it_may(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_per_block = 2 * NUM_LAYERS * NUM_HEADS * ANCHOR_ROWS
+    monkeypatch.setattr("vllm_antkv.hooks.status._MAX_ROWS", 3 * rows_per_block - 1)
+    engine.complete([prompts[-1]])
+    assert engine.core.antkv_anchors(None, 0)["map"]["blocks"] == 2
+
+
+def test_a_prompt_that_the_prefix_cache_forgot_is_not_shown(engine: Engine, prompts: list[list[int]]) -> None:
+    engine.complete([prompts[-1]])
+    number = engine.core.antkv_anchors(None, 0)["map"]["prompt"]
+    assert engine.llm.reset_prefix_cache()
+    assert engine.core.antkv_anchors(number, 0) == {"prompts": [], "map": None}
+
+
+def test_a_running_request_is_shown_and_what_requests_share_counts_once(
+    engine: Engine, prompts: list[list[int]]
+) -> None:
+    longer = prompts[-1]
+    # A hit can end at 512 tokens.
+    shorter = longer[: 4 * VQ_BLOCK_SIZE + 50]
+    assert engine.core.antkv_status()["tokens_in_use"] == 0
+    add(engine, "longer", longer)
+    assert engine.core.antkv_status()["tokens_in_use"] == len(longer)
+    add(engine, "shorter", shorter)
+    status = engine.core.antkv_status()
+    assert status["tokens_in_use"] == len(longer) + 1 + 50
+    assert status["pages_in_use"]["vq"] == len(longer) // VQ_BLOCK_SIZE + 1 + 1
+    assert [each["running"] for each in engine.core.antkv_anchors(None, 0)["prompts"][:2]] == [True, True]
+    drain(engine)
+    assert engine.core.antkv_status()["tokens_in_use"] == 0
+
+
+def test_asking_changes_no_answer_and_leaves_nothing_behind(engine: Engine, prompts: list[list[int]]) -> None:
+    batch = prompts[8:12]
+    silent = engine.complete(batch, max_tokens=6)
+    before = sum(engine.core.antkv_status()["workers"][0]["sampled_attention"].values())
+    assert engine.llm.reset_prefix_cache()
+    asked = engine.complete(batch, max_tokens=6)
+    for mine, theirs in zip(asked, silent, strict=True):
+        mine.assert_same(theirs, tolerance=0)
+    context = engine.core.vllm_config.compilation_config.static_forward_context
+    assert not any("forward" in vars(layer.impl) for layer in context.values() if hasattr(layer, "impl"))
+    report = engine.core.antkv_status()["workers"][0]
+    assert sum(report["sampled_attention"].values()) == pytest.approx(before + 1)
+
+
+def test_samples_take_turns_among_the_layers(engine: Engine, prompts: list[list[int]]) -> None:
+    """A layer's forward stands aside for one step; nobody's does until somebody asks."""
+    context = engine.core.vllm_config.compilation_config.static_forward_context
+    impls = [layer.impl for layer in context.values() if hasattr(layer, "impl")]
+    assert len(impls) == NUM_LAYERS
+    sampled = []
+    for _ in range(NUM_LAYERS):
+        engine.core.antkv_status()
+        (index,) = [number for number, impl in enumerate(impls) if "forward" in vars(impl)]
+        sampled.append(index)
+        engine.complete([prompts[0]], max_tokens=3)
+    assert sorted(sampled) == list(range(NUM_LAYERS))

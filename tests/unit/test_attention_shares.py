@@ -1,0 +1,95 @@
+"""Sampled shares of attention: what the specification's own attention gives, measured with telling values."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.engine import Engine, Shape, draw_sequence
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops import attention_shares as module
+from vllm_antkv.ops.attention_shares import attention_shares
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.paged import ReferenceOperations
+from vllm_antkv.ops.step import Step
+
+LENGTHS = (300, 389)
+
+
+def decoded_engine(config: AntKVConfig, shape: Shape) -> tuple[Engine, Step, torch.Tensor, torch.Tensor]:
+    """Two sequences whose last tokens were computed in one decode step; that step, its queries and its keys."""
+    engine = Engine(config, shape, ReferenceOperations)
+    sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate(LENGTHS)]
+    for sequence, length in zip(sequences, LENGTHS, strict=True):
+        engine.step([(sequence, length - 1)])
+    engine.step([(sequence, 1) for sequence in sequences])
+    step = Step(
+        query_start_loc=torch.arange(3, dtype=torch.int32),
+        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
+        vq_block_table=engine._table([sequence.vq_blocks for sequence in sequences]),
+        recency_block_table=engine._table([sequence.table for sequence in sequences]),
+        max_query_len=1,
+        max_seq_len=max(LENGTHS),
+    )
+    query, key = (torch.stack([getattr(each, name)[-1] for each in sequences]) for name in ("query", "key"))
+    return engine, step, query, key
+
+
+def attention_to_exact_values(
+    layer: LayerState, step: Step, query: torch.Tensor, key: torch.Tensor, kv_head: int
+) -> float:
+    """The attention's output when exact V rows are 1 and coded ones 0: how much went to the exact rows."""
+    output = torch.empty_like(query)
+    ReferenceOperations(layer).attend(query, key, torch.ones_like(key), output, None, step)
+    return float(output[-1].unflatten(0, (key.shape[1], -1))[kv_head].mean())
+
+
+def with_values(layer: LayerState, recent: float, anchors: float) -> LayerState:
+    """The layer with these V rows, and V anchors where the K anchors are."""
+    offsets = layer.vq.anchor_offsets.clone()
+    offsets[:, :, 1] = offsets[:, :, 0]
+    vq = replace(layer.vq, anchor_offsets=offsets, v_anchors=torch.full_like(layer.vq.v_anchors, anchors))
+    recency = replace(layer.recency, v=torch.full_like(layer.recency.v, recent))
+    return replace(layer, vq=vq, recency=recency, v_centroids=torch.zeros_like(layer.v_centroids))
+
+
+@pytest.mark.parametrize("kv_head", [0, 1])
+@pytest.mark.parametrize("chunk_blocks", [1, 32])
+@pytest.mark.parametrize(
+    "settings, shape",
+    [
+        ({"anchor_share": 0.05}, Shape()),
+        ({"anchor_share": 0.2, "recency": "none", "prefix": 0}, Shape(num_heads=2)),
+        ({"recency": "log:42"}, Shape(preset="antkv-0.75bit", head_size=32, rotary_dim=0)),
+        ({"anchor_share": 0.05, "sinks": False}, Shape(dtype=torch.bfloat16, rotary_dim=8, magnitude=1.3)),
+    ],
+)
+def test_shares_are_those_of_the_specification(monkeypatch, settings, shape, chunk_blocks, kv_head):
+    monkeypatch.setattr(module, "_CHUNK_BLOCKS", chunk_blocks)
+    engine, step, query, key = decoded_engine(AntKVConfig(**settings), shape)
+    layer = with_values(engine.state, recent=1.0, anchors=1.0)
+    recent, anchors, codes = attention_shares(layer, query[-1], key[-1], step, kv_head).tolist()
+    expected = attention_to_exact_values(layer, step, query, key, kv_head)
+    tolerance = 0.01 if shape.dtype == torch.bfloat16 else 1e-5
+    assert recent + anchors == pytest.approx(expected, abs=tolerance)
+    without_anchors = with_values(engine.state, recent=1.0, anchors=0.0)
+    expected = attention_to_exact_values(without_anchors, step, query, key, kv_head)
+    assert recent == pytest.approx(expected, abs=tolerance)
+    assert codes == pytest.approx(1 - recent - anchors)
+    assert min(recent, anchors, codes) > 0
+
+
+def test_an_anchor_of_k_alone_counts_half():
+    engine, step, query, key = decoded_engine(AntKVConfig(anchor_share=0.1), Shape())
+    both = with_values(engine.state, recent=1.0, anchors=1.0)
+    offsets = both.vq.anchor_offsets.clone()
+    offsets[:, :, 1] = -1
+    only_k = replace(both, vq=replace(both.vq, anchor_offsets=offsets))
+    whole, half = (attention_shares(layer, query[-1], key[-1], step, 1) for layer in (both, only_k))
+    assert half[1] == pytest.approx(float(whole[1]) / 2)
+    assert half[0] == whole[0]
+
+
+def test_everything_recent_is_all_of_the_attention():
+    engine, step, query, key = decoded_engine(AntKVConfig(recency="sliding:500"), Shape())
+    assert attention_shares(engine.state, query[-1], key[-1], step, 0).tolist() == pytest.approx([1, 0, 0], abs=1e-6)

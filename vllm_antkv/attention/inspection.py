@@ -1,0 +1,80 @@
+"""What a worker looks up in its layers when somebody asks: anchors from the pages, and samples of the attention.
+
+Nothing here runs in an ordinary step. A sample takes the place of one layer's `forward` for one step, and then goes.
+"""
+
+from itertools import cycle, product
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+
+from vllm_antkv.attention.impl import AntKVImpl
+from vllm_antkv.attention.metadata import VQMetadata
+from vllm_antkv.cache.pages import VQPages
+from vllm_antkv.ops.attention_shares import attention_shares
+from vllm_antkv.ops.counters import Counters, Report
+
+
+class Inspector:
+    """Answers for the attention layers of one worker, in the order of the model."""
+
+    def __init__(self, vllm_config: VllmConfig, counters: Counters) -> None:
+        context = vllm_config.compilation_config.static_forward_context
+        self._layers = [each for each in context.values() if isinstance(getattr(each, "impl", None), AntKVImpl)]
+        self._counters = counters
+        num_kv_heads = self._layers[0].impl.num_kv_heads
+        self._turns = cycle(product(range(num_kv_heads), (layer.impl for layer in self._layers)))
+        self._sample_is_due = False
+
+    def report(self) -> Report:
+        """What was counted so far. One decode step after this is sampled, in one layer and KV head; they take turns."""
+        if not self._sample_is_due:
+            self._sample_is_due = True
+            self._sample(*next(self._turns))
+        return self._counters.report()
+
+    def anchor_offsets(self, block_ids: list[int]) -> list[list[list[list[list[int]]]]]:
+        """Offsets in their blocks of the anchors of some VQ pages, NO_ANCHOR where a row is unused.
+
+        Returns:
+            [layer][block][KV head of this worker][K, V][row].
+        """
+        return [self._anchor_offsets_of(layer, block_ids) for layer in self._layers]
+
+    def _anchor_offsets_of(self, layer: Any, block_ids: list[int]) -> list[list[list[list[int]]]]:
+        attachment = layer.impl.attachment
+        pages = VQPages.view(layer.kv_cache, attachment.layout, attachment.dtype)
+        return pages.anchor_offsets[torch.tensor(block_ids, device=layer.kv_cache.device)].tolist()
+
+    def _sample(self, kv_head: int, impl: AntKVImpl) -> None:
+        """Measure in the next step that only decodes, after its attention."""
+
+        def forward(
+            layer: Any,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            kv_cache: torch.Tensor,
+            attn_metadata: VQMetadata | None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            result = AntKVImpl.forward(impl, layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)  # type: ignore[arg-type]
+            if attn_metadata is not None and attn_metadata.max_query_len == 1:
+                del impl.forward
+                self._sample_is_due = False
+                self._measure(kv_head, impl, query, key, attn_metadata)
+            return result
+
+        impl.forward = forward  # type: ignore[method-assign]
+
+    def _measure(
+        self, kv_head: int, impl: AntKVImpl, query: torch.Tensor, key: torch.Tensor, metadata: VQMetadata
+    ) -> None:
+        assert impl.attachment is not None
+        assert impl._layer is not None
+        step = metadata.step(get_forward_context().attn_metadata[impl.attachment.recency_name])
+        last = metadata.num_tokens - 1
+        self._counters.count_attention(attention_shares(impl._layer, query[last], key[last], step, kv_head))

@@ -1,0 +1,88 @@
+"""What the engine core knows of its requests' VQ blocks: tokens they hold now, and blocks of the last requests.
+
+A block that no request holds any more can still be read while the prefix cache remembers it: then its content is that
+of its hash.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.request import Request
+
+from vllm_antkv.cache.managers import RecencyManager
+from vllm_antkv.config import VQ_BLOCK_SIZE
+
+#: Requests that are remembered.
+_MAX_REQUESTS = 8
+
+
+@dataclass(frozen=True)
+class ClosedBlocks:
+    """A request's blocks that are full, whose anchors are chosen.
+
+    number: of the request, counted from 1 by this engine.
+    block_ids: from the beginning of the sequence, as far as they can be read.
+    running: the request is not finished.
+    """
+
+    number: int
+    request: Request
+    block_ids: list[int]
+    running: bool
+
+
+class LastRequests:
+    """The last requests that an engine was given."""
+
+    def __init__(self) -> None:
+        self._requests: deque[tuple[int, Request]] = deque(maxlen=_MAX_REQUESTS)
+        self._count = 0
+
+    def add(self, request: Request) -> None:
+        """Remember a request, and forget the oldest."""
+        self._count += 1
+        self._requests.append((self._count, request))
+
+    def closed_blocks(self, manager: KVCacheManager) -> list[ClosedBlocks]:
+        """Those with a closed block that can be read, newest first."""
+        found = []
+        for number, request in reversed(self._requests):
+            running = request.request_id in _vq_manager(manager).req_to_blocks
+            block_ids = _held(request, manager) if running else _remembered(request, manager)
+            if block_ids:
+                found.append(ClosedBlocks(number, request, block_ids, running))
+        return found
+
+
+def tokens_in_use(scheduler: Scheduler) -> int:
+    """Tokens whose codes requests hold now; what requests share counts once."""
+    blocks = _vq_manager(scheduler.kv_cache_manager).req_to_blocks
+    num_held = sum(len(held) for held in blocks.values())
+    num_distinct = len({block.block_id for held in blocks.values() for block in held})
+    computed = sum(scheduler.requests[request_id].num_computed_tokens for request_id, held in blocks.items() if held)
+    # Only full blocks are shared.
+    return computed - VQ_BLOCK_SIZE * (num_held - num_distinct)
+
+
+def _vq_manager(manager: KVCacheManager) -> SingleTypeKVCacheManager:
+    return next(m for m in manager.coordinator.single_type_managers if not isinstance(m, RecencyManager))
+
+
+def _held(request: Request, manager: KVCacheManager) -> list[int]:
+    blocks = _vq_manager(manager).req_to_blocks[request.request_id]
+    return [block.block_id for block in blocks[: request.num_computed_tokens // VQ_BLOCK_SIZE]]
+
+
+def _remembered(request: Request, manager: KVCacheManager) -> list[int]:
+    pool, group = manager.block_pool, _vq_manager(manager).kv_cache_group_id
+    block_ids = []
+    for block_hash in resolve_block_hashes(request.block_hashes, pool.hash_block_size, VQ_BLOCK_SIZE):
+        cached = pool.get_cached_block(block_hash, [group])
+        if cached is None:
+            break
+        block_ids.append(cached[0].block_id)
+    return block_ids

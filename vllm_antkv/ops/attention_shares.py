@@ -1,0 +1,100 @@
+"""How one query's attention divides between full-precision and coded rows, for the metrics.
+
+Plain PyTorch, from the pages, on a sample: kernels never store the attention matrix and are not asked to. Everything is
+queued on the device; nothing here waits for it.
+"""
+
+import torch
+
+from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.reference import decode, unpack_codes
+from vllm_antkv.ops.rope import rotate
+from vllm_antkv.ops.step import Step
+
+#: VQ blocks decoded at a time: 32,768 tokens, 16 MiB with 128 channels.
+_CHUNK_BLOCKS = 256
+
+
+def attention_shares(
+    layer: LayerState, query: torch.Tensor, key: torch.Tensor, step: Step, kv_head: int
+) -> torch.Tensor:
+    """Shares of the attention of a step's last query, the mean over the heads that share a KV head.
+
+    `recent` are the rows that positions keep exact: recency, intact prefix, open block, the query's own token. A token
+    may be an anchor for K, for V or for both: `anchors` is the mean of the attention to the one and to the other.
+
+    Args:
+        layer: pages after the step.
+        query: (num_heads, head_size).
+        key: (num_kv_heads, head_size), the K row of the query's token; the pages need not have it.
+        step: the last request has one new token.
+        kv_head: which of the KV heads.
+
+    Returns:
+        (3,) float64 in the order of `counters.ROW_CLASSES`; they add up to 1.
+    """
+    position = step.seq_lens[-1].long() - 1
+    grouped = query.unflatten(0, (key.shape[0], -1))[kv_head]
+    num_blocks = min(-(-step.max_seq_len // VQ_BLOCK_SIZE), step.vq_block_table.shape[1])
+    chunks = []
+    for first in range(0, num_blocks, _CHUNK_BLOCKS):
+        last = min(first + _CHUNK_BLOCKS, num_blocks)
+        chunks.append(_chunk(layer, grouped, key[kv_head], step, position, first, last, kv_head))
+    logits, recent, anchors = (torch.cat(parts, dim=-1) for parts in zip(*chunks, strict=True))
+    probs = logits.softmax(-1)
+    recent_share = (probs * recent).sum(-1).mean().double()
+    anchor_share = (probs * anchors).sum(-1).mean().double()
+    return torch.stack((recent_share, anchor_share, 1 - recent_share - anchor_share))
+
+
+def _chunk(
+    layer: LayerState,
+    query: torch.Tensor,
+    own_key: torch.Tensor,
+    step: Step,
+    position: torch.Tensor,
+    first: int,
+    last: int,
+    kv_head: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks `first .. last`: logits (heads of the KV head, T), `recent` (T,) bool, `anchors` (T,) 0, 1/2 or 1."""
+    positions = torch.arange(first * VQ_BLOCK_SIZE, last * VQ_BLOCK_SIZE, device=query.device)
+    block_ids = step.vq_block_table[-1, first:last].long()
+    # A query sees the anchors of the blocks before its own.
+    closed = torch.arange(first, last, device=query.device) < position // VQ_BLOCK_SIZE
+    coded, anchors = _coded_rows(layer, positions, block_ids, closed, kv_head)
+    known = positions.clamp(max=len(layer.last_query) - 1)
+    recent = (layer.last_query[known] >= position) & (positions <= position)
+    stored = _recency_rows(layer, positions, step, kv_head)
+    exact = torch.where((positions == position)[:, None], own_key, stored).to(coded.dtype)
+    rows = torch.where(recent[:, None], exact, coded)
+    logits = query.to(rows.dtype) @ rows.T * layer.scale
+    return logits.masked_fill(positions > position, -torch.inf), recent, anchors * ~recent
+
+
+def _coded_rows(
+    layer: LayerState, positions: torch.Tensor, block_ids: torch.Tensor, closed: torch.Tensor, kv_head: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decoded K rows with the anchors of `closed` blocks put in, (T, D); how much of an anchor each is, (T,)."""
+    vq, centroids = layer.vq, layer.k_centroids[kv_head, None]
+    packed = vq.k_codes[block_ids, kv_head].flatten(0, 1)[:, None]
+    rows = decode(unpack_codes(packed, layer.preset, centroids.shape[1]), centroids)
+    if layer.rotary is not None:
+        rows = rotate(rows, positions.clamp(max=len(layer.rotary.cos) - 1), layer.rotary)
+    offsets = vq.anchor_offsets[block_ids, kv_head].long()
+    # Unused rows go to one slot more than a block has; choosing among them instead would wait for the device.
+    used = (offsets >= 0) & (offsets < VQ_BLOCK_SIZE) & closed[:, None, None]
+    slots = torch.where(used, offsets, VQ_BLOCK_SIZE)
+    flags = rows.new_zeros(*slots.shape[:-1], VQ_BLOCK_SIZE + 1).scatter_(-1, slots, 1.0)[..., :VQ_BLOCK_SIZE]
+    blocks = torch.nn.functional.pad(rows.view(len(block_ids), VQ_BLOCK_SIZE, -1), (0, 0, 0, 1))
+    index = slots[:, 0, :, None].expand(-1, -1, blocks.shape[-1])
+    blocks.scatter_(1, index, vq.k_anchors[block_ids, kv_head].to(rows.dtype))
+    return blocks[:, :VQ_BLOCK_SIZE].flatten(0, 1), flags.mean(1).flatten()
+
+
+def _recency_rows(layer: LayerState, positions: torch.Tensor, step: Step, kv_head: int) -> torch.Tensor:
+    """K rows where the recency pages of the last request would have them, (T, D); anything where they have none."""
+    page_size = layer.recency.k.shape[2]
+    index = (positions // page_size).clamp(max=step.recency_block_table.shape[1] - 1)
+    return layer.recency.k[step.recency_block_table[-1, index].long(), kv_head, positions % page_size]
