@@ -2,6 +2,7 @@
 # make test   lint, type-check and run the whole test suite
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
+# make gpu-bundle | gpu-check   pack vLLM for a GPU machine without network; check and time everything on a GPU
 # make lint | format | docs | lock | clean
 
 SHELL := bash
@@ -9,12 +10,14 @@ SHELL := bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 VENV := .venv/.stamp
+# The environment that is active (docs/gpu-check.md), else .venv.
+PYTHON := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)/bin/python
 # Nothing here needs the network once .venv stands; vLLM must not phone home from a test.
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv demo test audit lint format docs lock clean
+.PHONY: help venv demo test audit gpu-bundle gpu-check lint format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -34,6 +37,12 @@ test: lint
 
 audit: $(VENV)
 	$(BIN)/python scripts/audit.py $(ARGS)
+
+gpu-bundle: $(VENV)
+	$(BIN)/python -m scripts.gpu_bundle $(ARGS)
+
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 lint: $(VENV)
 	$(BIN)/ruff check .
@@ -56,6 +65,8 @@ lock: $(VENV)
 	$(BIN)/python scripts/lock.py gpu
 	$(BIN)/python scripts/lock.py loadtest
 	$(BIN)/python scripts/lock.py deploy
+	$(BIN)/python scripts/lock.py browser
+	$(BIN)/python scripts/lock.py tasks
 
 clean:
 	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

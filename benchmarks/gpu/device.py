@@ -1,0 +1,49 @@
+"""The GPU that a benchmark needs, and the file that it writes."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_antkv.evaluate.report import versions, write_json
+
+ROOT = Path(__file__).parents[2]
+
+
+def require_gpu() -> None:
+    """End the program with one sentence where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        sys.exit("No CUDA device was found: run this on a machine with an NVIDIA GPU and a PyTorch for CUDA.")
+
+
+def machine() -> dict[str, Any]:
+    """The GPU, its driver, and the versions of what runs on it."""
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    return {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "versions": versions("torch", "triton", "vllm", "transformers", "cupy-cuda13x"),
+    }
+
+
+def write_report(path: Path | None, report: dict[str, Any]) -> None:
+    """Write what was measured, and on what, where a file was asked for."""
+    if path is not None:
+        write_json(path, {"machine": machine(), "commit": commit(), **report})
+
+
+def commit() -> str | None:
+    """The commit of the checkout, with a mark where files differ from it; None where there is no git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None

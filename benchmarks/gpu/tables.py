@@ -1,0 +1,89 @@
+"""What was measured on a GPU, as Markdown tables; from the JSON alone, so that they can be made anew anywhere."""
+
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; every column but the first is aligned to the right."""
+    lines = [header, ["---", *(["---:"] * (len(header) - 1))], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def decode_table(report: Row) -> str:
+    """Of gpu_decode.py: a line per setting and side."""
+    lines = []
+    for row in report["rows"]:
+        baseline = row["sides"][report["baseline"]].get("median_ms")
+        for name, side in row["sides"].items():
+            setting = [name, f"{row['context']:,}", str(row["batch"])]
+            if "error" in side:
+                lines.append([*setting, first_line(side["error"]), "", "", ""])
+                continue
+            ratio = f"{baseline / side['median_ms']:.2f}" if baseline else ""
+            lines.append([*setting, _time(side), ratio, f"{side['bytes'] / 1e6:.1f}", f"{side['roofline']:.0%}"])
+    header = ["side", "context", "batch", "ms", "speed-up over FA3 bfloat16", "KV MB", "of memory bandwidth"]
+    return f"Memory copies at {report['bandwidth'] / 1e12:.2f} TB/s.\n\n{table(header, lines)}"
+
+
+def prefill_table(report: Row) -> str:
+    """Of gpu_prefill.py: a line per prompt, with the sum of our operations."""
+    operations = ("encode_store", "anchor_score", "attend")
+    lines = []
+    for row in report["rows"]:
+        timings, baseline = row["timings"], row["timings"][report["baseline"]]
+        attention = timings["anchor_score"]["median_ms"] + timings["attend"]["median_ms"]
+        cells = [_time(baseline), *(_time(timings[name]) for name in operations)]
+        ratios = (attention, timings["encode_store"]["median_ms"])
+        lines.append([f"{row['tokens']:,}", *cells, *(f"{value / baseline['median_ms']:.2f}" for value in ratios)])
+    header = ["prompt", "FA3 bfloat16, ms", *operations, "anchor_score + attend over FA3", "encode_store over FA3"]
+    return table(header, lines)
+
+
+def encode_store_table(report: Row) -> str:
+    """Of gpu_encode_store.py: a line per number of tokens."""
+    lines = []
+    for row in report["rows"]:
+        sides = row["sides"].values()
+        lines.append([f"{row['tokens']:,}", *map(_time, sides), *(f"{side['roofline']:.0%}" for side in sides)])
+    return table(["tokens", "Triton, ms", "CUDA, ms", "Triton, of bandwidth", "CUDA, of bandwidth"], lines)
+
+
+def end_to_end_table(report: Row) -> str:
+    """Of gpu_end_to_end.py: a line per side; ratios where `auto` is among them."""
+    auto = next((row["tokens_per_second"] for row in report["rows"] if row["side"] == "auto"), None)
+    lines = [
+        [
+            row["side"],
+            f"{row['capacity']:,.0f}",
+            f"{row['batch']:.0f}",
+            f"{row['tokens_per_second']:,.0f} ± {row['spread'] / 2:,.0f}",
+            f"{row['tokens_per_second'] / auto:.2f}" if auto else "",
+            f"{row['prefill_seconds']:.1f}",
+            f"{row['start_seconds']:.0f}",
+        ]
+        for row in report["rows"]
+    ]
+    header = ["cache", "KV tokens", "batch", "output tokens/s", "over auto", "prefill, s", "start, s"]
+    caption = f"{report['kv_gib']:g} GiB of KV memory, prompts of {report['prompt']}, outputs of {report['output']}."
+    return f"{caption}\n\n{table(header, lines)}"
+
+
+def capacity_table(report: Row) -> str:
+    """Of gpu_capacity.py."""
+    auto = next((row["tokens"] for row in report["rows"] if row["side"] == "auto"), None)
+    lines = [
+        [row["side"], f"{row['tokens']:,}", f"{row['tokens'] / auto:.2f}" if auto else ""] for row in report["rows"]
+    ]
+    return table(["cache", "KV tokens", "over auto"], lines)
+
+
+def first_line(text: str) -> str:
+    """The first line of an error, fit for a cell."""
+    lines = text.strip().splitlines() or [""]
+    return lines[0].replace("|", "\\|")[:120]
+
+
+def _time(timing: Row) -> str:
+    return f"{timing['median_ms']:.4f} ± {timing['spread_ms'] / 2:.4f}"

@@ -1,0 +1,53 @@
+"""Times of GPU kernels, and the memory bandwidth to hold them against."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of many runs: median and distance between the quartiles, in milliseconds."""
+
+    median_ms: float
+    spread_ms: float
+
+    @classmethod
+    def of(cls, milliseconds: list[float]) -> "Timing":
+        """From the times of single runs, two at least."""
+        first, median, third = statistics.quantiles(milliseconds)
+        return cls(median, third - first)
+
+    def moving(self, num_bytes: float, bandwidth: float) -> dict[str, Any]:
+        """As JSON, with the bytes that had to be moved and the share of the bandwidth (bytes per second) they make."""
+        return asdict(self) | {"bytes": num_bytes, "roofline": num_bytes / (self.median_ms / 1e3) / bandwidth}
+
+
+def measure(run: Callable[[], object], graph: bool) -> Timing:
+    """Times of `run`, which is warmed up here; the L2 cache is emptied before every run.
+
+    Args:
+        graph: capture `run` in a CUDA graph and time replays, as vLLM decodes: launches then cost nothing.
+    """
+    from triton.testing import do_bench
+
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            run()
+        run = captured.replay
+    return Timing.of(do_bench(run, warmup=25, rep=100, return_mode="all"))
+
+
+def memory_bandwidth() -> float:
+    """Bytes per second that copying 2 GiB on the device reads and writes."""
+    source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copied = measure(lambda: target.copy_(source), graph=False)
+    return 2 * source.nbytes / (copied.median_ms / 1e3)

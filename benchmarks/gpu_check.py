@@ -1,0 +1,116 @@
+"""`make gpu-check`: everything that has to be seen on a GPU, in one command.
+
+Correctness of the kernels, exactness through real vLLM, and the benchmarks, each step in a process of its own. After
+every step its outcome is in results.json: a run that was cut off goes on where it was, and one that runs out of its
+minutes says so and is simply started again. A step that fails is recorded, and the next one runs. Changed sources make
+earlier results count no more.
+
+    python -m benchmarks.gpu_check                       # at most ten minutes; run it until nothing is left
+    python -m benchmarks.gpu_check --list
+    python -m benchmarks.gpu_check --only decode prefill --again
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.gpu.device import ROOT, commit, require_gpu
+from benchmarks.gpu.records import Record, Records, source_digest
+from benchmarks.gpu.report import markdown
+from benchmarks.gpu.steps import RESULT, Step, chosen
+
+#: Some steps are still to be run.
+UNFINISHED = 3
+
+
+def main() -> int:
+    """Run what is left; 0 when every step passed, 1 when one did not, 3 when some are left."""
+    arguments = _arguments()
+    try:
+        steps, records = chosen(arguments.only), Records(arguments.out / "results.json")
+    except ValueError as error:
+        sys.exit(str(error))
+    if arguments.list:
+        print("\n".join(f"{step.name:32} about {step.expected_s} s" for step in steps))
+        return 0
+    require_gpu()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    source = source_digest()
+    left = [step for step in steps if arguments.again or not records.is_done(step.name, source)]
+    while left and fits(left[0], deadline - time.monotonic()):
+        step = left.pop(0)
+        print(f"== {step.name}", flush=True)
+        record = run(step, source, min(step.limit_s, deadline - time.monotonic()))
+        if record.status == "timeout" and record.seconds < step.limit_s:
+            # Our time was up, not the step's: nothing is known about it.
+            left.insert(0, step)
+            break
+        records.add(record)
+        (arguments.out / "results.md").write_text(markdown(records))
+        print(f"== {step.name}: {record.status} after {record.seconds:.0f} s", flush=True)
+    print(f"Results: {arguments.out / 'results.md'}")
+    if left:
+        print(f"Still to be run: {', '.join(step.name for step in left)}. Start this again.")
+        return UNFINISHED
+    names = {step.name for step in steps}
+    return int(any(record.status != "passed" for record in records if record.step in names))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "gpu-results", help="folder of the results")
+    parser.add_argument("--minutes", type=float, default=9.5, help="start nothing that would end later (default: 9.5)")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps, by name or first word")
+    parser.add_argument("--again", action="store_true", help="run steps again that have a result")
+    parser.add_argument("--list", action="store_true", help="name the steps and end")
+    return parser.parse_args()
+
+
+def fits(step: Step, seconds_left: float) -> bool:
+    """There is time for what the step is expected to take."""
+    return step.expected_s <= seconds_left
+
+
+def run(step: Step, source: str, limit_s: float) -> Record:
+    """Run a step in a process group of its own, which is ended after `limit_s`; its output is shown and recorded."""
+    started, begin = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        command = [sys.executable, *(word.replace(RESULT, str(result)) for word in step.command)]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                status = "passed" if process.wait(limit_s) == 0 else "failed"
+            except subprocess.TimeoutExpired:
+                status = "timeout"
+            finally:
+                # Its engines, too: they hold the memory that the next step needs.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        text = log.read_text(errors="replace")
+        print(text[-4000:], flush=True)
+        return Record.of(
+            text,
+            step=step.name,
+            status=status,
+            seconds=round(time.monotonic() - begin, 1),
+            started=started,
+            commit=commit(),
+            source=source,
+            result=json.loads(result.read_text()) if result.exists() else None,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Decode attention of one layer of a Llama-3-8B on this GPU: antkv against what vLLM ships, in one process.
+
+FlashAttention 3 on bfloat16 and FP8 caches, TurboQuant's 3-bit and 4-bit kernels, our Triton and CUDA kernels. Every
+side is captured in a CUDA graph, since vLLM decodes so, and timed with a cold L2 cache. Writing the new token to the
+cache is part of no side; ours is timed by gpu_encode_store.py.
+
+    python -m benchmarks.gpu_decode                     # about two minutes
+    python -m benchmarks.gpu_decode --contexts 32768 --batches 8
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.llama import BFLOAT16_BYTES
+from benchmarks.gpu.tables import decode_table
+
+#: What the others are measured against.
+BASELINE = "FlashAttention 3, bfloat16"
+PRESET = "antkv-1bit"
+#: A bfloat16 cache beyond this is not built: it takes longer to fill than to measure, and shows nothing new.
+MAX_CACHE_BYTES = 20 << 30
+#: Fills a side's cache; returns what runs one step, and the bytes of the cache that it reads.
+Prepare = Callable[[], tuple[Callable[[], Any], int]]
+
+
+def main() -> int:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    arguments = parser.parse_args()
+    from benchmarks.gpu.device import require_gpu, write_report
+    from benchmarks.gpu.timing import memory_bandwidth
+
+    require_gpu()
+    bandwidth = memory_bandwidth()
+    rows = [row(context, batch, bandwidth) for context, batch in settings(arguments.contexts, arguments.batches)]
+    report = {"baseline": BASELINE, "preset": PRESET, "bandwidth": bandwidth, "rows": rows}
+    print(decode_table(report))
+    write_report(arguments.json, report)
+    # A side that could not run is in the table; the exit status says so too.
+    return int(any("error" in side for row in rows for side in row["sides"].values()))
+
+
+def settings(contexts: list[int], batches: list[int]) -> list[tuple[int, int]]:
+    """Pairs of a context and a batch whose bfloat16 cache is small enough."""
+    return [(c, b) for c in contexts for b in batches if c * b * BFLOAT16_BYTES <= MAX_CACHE_BYTES]
+
+
+def row(context: int, batch: int, bandwidth: float) -> dict[str, Any]:
+    """All sides on one setting."""
+    import torch
+
+    from benchmarks.gpu import flash_attention, turboquant
+
+    sides: dict[str, Prepare] = {
+        BASELINE: partial(flash_attention.decode, batch, context, fp8=False),
+        "FlashAttention 3, FP8": partial(flash_attention.decode, batch, context, fp8=True),
+        "TurboQuant, 4 bit": partial(turboquant.decode, batch, context, "turboquant_4bit_nc"),
+        "TurboQuant, 3 bit": partial(turboquant.decode, batch, context, "turboquant_3bit_nc"),
+        "antkv, Triton": partial(_antkv, batch, context, "triton"),
+        "antkv, CUDA": partial(_antkv, batch, context, "cuda"),
+    }
+    measured: dict[str, Any] = {}
+    for name, prepare in sides.items():
+        print(f"{context} tokens, batch {batch}: {name}", file=sys.stderr, flush=True)
+        try:
+            measured[name] = _measured(prepare, bandwidth)
+        except Exception as error:
+            # The other sides are still worth measuring.
+            measured[name] = {"error": f"{type(error).__name__}: {error}"}
+        gc.collect()
+        torch.cuda.empty_cache()
+    return {"context": context, "batch": batch, "sides": measured}
+
+
+def _measured(prepare: Prepare, bandwidth: float) -> dict[str, Any]:
+    from benchmarks.gpu.timing import measure
+
+    run, num_bytes = prepare()
+    if not run().isfinite().all():
+        raise ArithmeticError("the output has numbers that are not finite")
+    return measure(run, graph=True).moving(num_bytes, bandwidth)
+
+
+def _antkv(batch: int, context: int, kernels: str) -> tuple[Callable[[], Any], int]:
+    import torch
+
+    from benchmarks.gpu.antkv_layer import Requests, Tokens
+    from vllm_antkv.ops.dispatch import choose
+
+    requests, tokens = Requests(PRESET, batch, context, new=1), Tokens.random(batch)
+    operations = choose(kernels, torch.device("cuda", 0)).build(requests.state)
+
+    def run() -> torch.Tensor:
+        operations.attend(tokens.query, tokens.key, tokens.value, tokens.output, None, requests.step)
+        return tokens.output
+
+    return run, requests.kv_bytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Writing tokens to the cache in one layer of a Llama-3-8B on this GPU: our Triton and our CUDA kernel.
+
+python -m benchmarks.gpu_encode_store               # seconds
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.llama import BFLOAT16_BYTES
+from benchmarks.gpu.tables import encode_store_table
+
+PRESET = "antkv-1bit"
+KERNELS = ("triton", "cuda")
+
+
+def main() -> int:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 256, 1024, 8192], help="of one request")
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    arguments = parser.parse_args()
+    from benchmarks.gpu.device import require_gpu, write_report
+    from benchmarks.gpu.timing import memory_bandwidth
+
+    require_gpu()
+    bandwidth = memory_bandwidth()
+    rows = [row(tokens, bandwidth) for tokens in arguments.tokens]
+    report = {"preset": PRESET, "bandwidth": bandwidth, "rows": rows}
+    print(encode_store_table(report))
+    write_report(arguments.json, report)
+    return 0
+
+
+def row(num_tokens: int, bandwidth: float) -> dict[str, Any]:
+    """All kernels on one request; the bytes are those of the rows that are read."""
+    import torch
+
+    from benchmarks.gpu.antkv_layer import Requests, Tokens
+    from benchmarks.gpu.timing import measure
+    from vllm_antkv.ops.dispatch import choose
+
+    requests, tokens = Requests(PRESET, 1, num_tokens, new=num_tokens), Tokens.random(num_tokens)
+    sides = {}
+    for kernels in KERNELS:
+        operations = choose(kernels, torch.device("cuda", 0)).build(requests.state)
+        timing = measure(lambda: operations.encode_store(tokens.key, tokens.value, requests.step), graph=True)  # noqa: B023
+        sides[kernels] = timing.moving(num_tokens * BFLOAT16_BYTES, bandwidth)
+    return {"tokens": num_tokens, "sides": sides}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

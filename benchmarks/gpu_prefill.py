@@ -1,0 +1,64 @@
+"""Prefill of one prompt in one layer of a Llama-3-8B on this GPU: ours, by operation, against FlashAttention 3.
+
+FlashAttention 3 computes attention alone, on rows in bfloat16. Ours stores the prompt's codes (encode_store), chooses
+the anchors of its blocks (anchor_score) and attends to what later steps will see (attend).
+
+    python -m benchmarks.gpu_prefill                    # about half a minute
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.tables import prefill_table
+
+PRESET = "antkv-1bit"
+BASELINE = "FlashAttention 3, bfloat16"
+
+
+def main() -> int:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    arguments = parser.parse_args()
+    from benchmarks.gpu.device import require_gpu, write_report
+
+    require_gpu()
+    report = {"baseline": BASELINE, "preset": PRESET, "rows": [row(tokens) for tokens in arguments.tokens]}
+    print(prefill_table(report))
+    write_report(arguments.json, report)
+    return 0
+
+
+def row(num_tokens: int) -> dict[str, Any]:
+    """Both sides on a prompt."""
+    from dataclasses import asdict
+
+    from benchmarks.gpu import flash_attention
+    from benchmarks.gpu.antkv_layer import Requests, Tokens
+    from benchmarks.gpu.timing import measure
+    from vllm_antkv.ops.triton import TritonOperations
+
+    requests, tokens = Requests(PRESET, 1, num_tokens, new=num_tokens), Tokens.random(num_tokens)
+    operations = TritonOperations(requests.state)
+    rows = (tokens.query, tokens.key, tokens.value)
+    sides = {
+        BASELINE: flash_attention.prefill(*rows),
+        "encode_store": lambda: operations.encode_store(tokens.key, tokens.value, requests.step),
+        "anchor_score": lambda: operations.anchor_score(*rows, None, None, requests.step),
+        "attend": lambda: operations.attend(*rows, tokens.output, None, requests.step),
+    }
+    timings = {}
+    # In the order of a step: each operation reads what the one before it wrote.
+    for name, run in sides.items():
+        print(f"{num_tokens} tokens: {name}", file=sys.stderr, flush=True)
+        timings[name] = asdict(measure(run, graph=False))
+    if not tokens.output.isfinite().all():
+        raise ArithmeticError(f"prefill of {num_tokens} tokens gave numbers that are not finite")
+    return {"tokens": num_tokens, "timings": timings}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The test engine of tests/kernels with its operations on a GPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from vllm_antkv.ops.layer import LayerOperations, LayerState
+from vllm_antkv.ops.step import Step
+
+DEVICE = torch.device("cuda", 0)
+
+
+class OnDevice:
+    """Runs operations on the test engine's pages, which are in host memory: there and back for every call.
+
+    layer, operations: what was moved to the device.
+    """
+
+    def __init__(self, layer: LayerState, build: Callable[[LayerState], LayerOperations]) -> None:
+        self._host = torch.empty(0, dtype=torch.uint8).set_(layer.vq.k_codes.untyped_storage())
+        self._pages = self._host.to(DEVICE)
+        self.layer = replace(
+            layer,
+            vq=self._moved(layer.vq),
+            recency=self._moved(layer.recency),
+            k_centroids=layer.k_centroids.to(DEVICE),
+            v_centroids=layer.v_centroids.to(DEVICE),
+            rotary=None if layer.rotary is None else layer.rotary.to(DEVICE),
+            last_query=layer.last_query.to(DEVICE),
+            counts_rows=False,
+            scratch=_scratch,
+        )
+        self.operations = build(self.layer)
+
+    def _moved(self, pages):
+        views = {}
+        for name, view in vars(pages).items():
+            raw = self._pages.view(view.dtype)
+            views[name] = raw.as_strided(view.shape, view.stride(), view.storage_offset())
+        return type(pages)(**views)
+
+    def upload(self):
+        """Copy the engine's pages to the device."""
+        self._pages.copy_(self._host)
+
+    def _run(self, name, *arguments):
+        self.upload()
+        moved = [_to_device(argument) for argument in arguments]
+        getattr(self.operations, name)(*moved)
+        self._host.copy_(self._pages)
+        return moved
+
+    def encode_store(self, key, value, step):
+        self._run("encode_store", key, value, step)
+
+    def anchor_score(self, query, key, value, is_sink, lse, step):
+        self._run("anchor_score", query, key, value, is_sink, lse, step)
+
+    def attend(self, query, key, value, output, lse, step):
+        moved = self._run("attend", query, key, value, output, lse, step)
+        output.copy_(moved[3])
+        if lse is not None:
+            lse.copy_(moved[4])
+
+
+def _scratch(*shapes_and_dtypes):
+    return [torch.full(shape, torch.nan, dtype=dtype, device=DEVICE) for shape, dtype in shapes_and_dtypes]
+
+
+def _to_device(argument):
+    if isinstance(argument, Step):
+        return Step(**{name: _to_device(value) for name, value in vars(argument).items()})
+    return argument.to(DEVICE) if isinstance(argument, torch.Tensor) else argument

@@ -1,0 +1,55 @@
+"""The CUDA kernels on a GPU, through CuPy, give what the offline evaluator computes in float64."""
+
+import pytest
+
+from tests.gpu.on_device import DEVICE, OnDevice
+from tests.kernels.cuda_emulation.cases import FLOAT16, LAYERS, assert_decoded, decode_from
+from tests.kernels.engine import Engine, Shape, draw_sequence
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops import cuda
+from vllm_antkv.ops.cuda import CudaOperations
+from vllm_antkv.ops.paged import ReferenceOperations
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = [
+    AntKVConfig(),
+    AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0),
+    AntKVConfig(anchor_share=1.0, recency="log:42", prefix=150),
+]
+
+
+@pytest.fixture(autouse=True)
+def kernels_can_run():
+    if (reason := cuda.missing(DEVICE)) is not None:
+        pytest.skip(reason)
+
+
+def build_for(fp8: bool = False):
+    def build(layer):
+        return CudaOperations(layer, fp8=fp8, others=ReferenceOperations(layer))
+
+    return lambda layer: OnDevice(layer, build)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(("shape", "fp8"), [case[:2] for case in LAYERS if not case[1]], ids=str)
+def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape, fp8):
+    monkeypatch.setattr(cuda, "_MIN_SPLIT", 256)
+    prompts = [0, 1, 126, 255, 330, *[3] * 33]
+    engine = Engine(config, shape, build_for(fp8))
+    sequences = [draw_sequence(seed, prompt + 4, shape) for seed, prompt in enumerate(prompts)]
+    decode_from(engine, sequences, prompts, 4)
+    assert_decoded(engine, sequences, prompts, 4)
+
+
+def test_fp8_centroids_answer_as_float16_ones_do():
+    shape = Shape("antkv-1bit", 128, 8, 2, FLOAT16)
+    outputs = []
+    for fp8 in (False, True):
+        engine = Engine(AntKVConfig(), shape, build_for(fp8))
+        sequence = draw_sequence(0, 303, shape)
+        decode_from(engine, [sequence], [300], 3)
+        outputs.append(sequence.output[300:303])
+    # e4m3 has 4 significant bits: an eighth of a centroid's channel at most, and errors of many channels cancel.
+    assert (outputs[0] - outputs[1]).norm() / outputs[0].norm() < 0.1

@@ -1,0 +1,98 @@
+"""The Triton kernels on a GPU give what the offline evaluator computes in float64, and pages equal to the reference's.
+
+The properties are those of tests/kernels/test_triton_interpreted.py, on tiles of the sizes that GPUs run.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.gpu.on_device import OnDevice
+from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.triton_cases import CONFIGS, SHAPES, assert_offline, serve
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops.paged import ReferenceOperations
+
+pytestmark = pytest.mark.gpu
+
+#: What the interpreter takes too long for.
+LARGE = [
+    Shape("antkv-1bit", 128, 16, 4, torch.bfloat16),
+    Shape("antkv-2bit", 128, 8, 2, torch.float16),
+    Shape("antkv-1bit", 256, 2, 1, torch.bfloat16),
+    Shape("antkv-0.75bit", 128, 4, 2, torch.bfloat16),
+    Shape("antkv-0.375bit", 128, 4, 1, torch.float16),
+]
+FEW_SHAPES = [Shape(num_heads=2), Shape("antkv-1bit", 64, 4, 2, torch.float16)]
+
+
+def on_device(layer):
+    from vllm_antkv.ops.triton import TritonOperations
+
+    return OnDevice(layer, TritonOperations)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=str)
+def test_layers(shape):
+    engine = Engine(AntKVConfig(recency="sliding:8", prefix=2), shape, on_device)
+    assert_offline(engine, serve(engine))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.anchor_share} {config.recency}")
+def test_settings(config):
+    engine = Engine(config, FEW_SHAPES[1], on_device)
+    assert_offline(engine, serve(engine, [(130, 5), (1, 1), (1, 128)]))
+
+
+@settings(max_examples=25)
+@given(
+    config=st.builds(
+        AntKVConfig,
+        anchor_share=st.sampled_from([0.0, 0.01, 0.05]),
+        sinks=st.booleans(),
+        prefix=st.sampled_from([0, 1, 8, 150]),
+        recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
+    ),
+    shape=st.sampled_from(FEW_SHAPES),
+    lengths=st.lists(st.integers(1, 330), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_any_schedule(config, shape, lengths, data):
+    engine = Engine(config, shape, on_device)
+    waiting = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
+    sequences = list(waiting)
+    while waiting:
+        chosen = [s for s in waiting if data.draw(st.booleans())] or waiting[:1]
+        engine.step(
+            [(s, min(data.draw(st.sampled_from([1, 2, 50, 127, 128, 200])), len(s.key) - s.computed)) for s in chosen]
+        )
+        for sequence in [s for s in waiting if s.computed == len(s.key)]:
+            waiting.remove(sequence)
+            engine.finish(sequence)
+    assert_offline(engine, sequences)
+
+
+@pytest.mark.parametrize("preset", ["antkv-1bit", "antkv-0.75bit"])
+def test_pages_are_those_of_the_reference(preset):
+    shape = Shape(preset, 48, 2, 1)
+    config = AntKVConfig(anchor_share=0.03, prefix=4)
+    engines = [Engine(config, shape, operations) for operations in (on_device, ReferenceOperations)]
+    for engine in engines:
+        serve(engine, [(126, 1), (1, 1), (1, 0), (3, 1)])
+    ours, theirs = (engine.state for engine in engines)
+    for name in ("k_codes", "v_codes", "anchor_offsets"):
+        assert torch.equal(getattr(ours.vq, name), getattr(theirs.vq, name)), name
+    used = theirs.vq.anchor_offsets[:, :, 0] >= 0
+    assert torch.equal(ours.vq.k_anchors[used], theirs.vq.k_anchors[used])
+    for name in ("k", "v", "scores"):
+        pages = [getattr(state.recency, name) for state in (ours, theirs)]
+        torch.testing.assert_close(*pages, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_votes_of_the_whole_prompt():
+    config = AntKVConfig(anchor_scope="prompt", recency="none", prefix=0)
+    engines = [Engine(config, FEW_SHAPES[0], build) for build in (on_device, ReferenceOperations)]
+    ours, theirs = (serve(engine, [(150, 1), (1, 1), (1, 127)]) for engine in engines)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.output, reference.output, rtol=1e-3, atol=1e-4)

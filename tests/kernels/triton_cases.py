@@ -1,0 +1,49 @@
+"""Layers, settings and schedules that the Triton kernels are tested on, in the interpreter and on a GPU."""
+
+import torch
+
+from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
+from vllm_antkv.config import AntKVConfig
+
+#: Absolute error of an output whose values are about 1: float32 sums, and probabilities and rows rounded to the dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+#: Block edges from both sides, single tokens, decodes beside prefills, and a block that closes by one token.
+SCHEDULE = [(127, 1), (1, 1), (2, 127), (1, 1)]
+ONE_HEAD = Shape(num_heads=1, num_kv_heads=1)
+
+SHAPES = [
+    Shape("antkv-4bit", 8, 2, 1),
+    Shape("antkv-2bit", 96, 1, 1, torch.float16),
+    Shape("antkv-1bit", 80, 1, 1, torch.bfloat16),
+    Shape("antkv-1bit", 128, 8, 1, torch.bfloat16),
+    Shape("antkv-1bit", 16, 3, 1),
+    Shape("antkv-1bit", 32, 4, 1, rotary_dim=16, magnitude=1.3),
+    Shape("antkv-1bit", 32, 1, 1, neox=False),
+    Shape("antkv-1bit", 16, 1, 1, rotary_dim=0),
+    Shape("antkv-0.75bit", 80, 1, 1, rotary_dim=48),
+    Shape("antkv-0.375bit", 32, 1, 1),
+]
+CONFIGS = [
+    AntKVConfig(anchor_share=0.05, recency="none", prefix=0),
+    AntKVConfig(anchor_share=1.0, sinks=False, recency="none", prefix=0),
+    AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0),
+    AntKVConfig(anchor_share=0.0, recency="sliding:4", prefix=1),
+    AntKVConfig(anchor_share=0.02, recency="log:4", prefix=3),
+    AntKVConfig(prefix=150, recency="sliding:200"),
+]
+
+
+def serve(engine: Engine, schedule: list[tuple[int, int]] = SCHEDULE) -> list[Sequence]:
+    """Two sequences, stepped side by side."""
+    sequences = [
+        draw_sequence(seed, sum(counts), engine.shape) for seed, counts in enumerate(zip(*schedule, strict=True))
+    ]
+    for counts in schedule:
+        engine.step([(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count])
+    return sequences
+
+
+def assert_offline(engine: Engine, sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        tolerance = TOLERANCE[engine.shape.dtype]
+        torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=tolerance)
