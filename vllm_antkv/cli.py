@@ -115,6 +115,10 @@ def calibrate(
     weights: Annotated[
         Literal["grad", "none"], typer.Option(help="How tokens count: by their gradient, or all alike.")
     ] = "grad",
+    channels: Annotated[
+        Literal["interleaved", "consecutive"],
+        typer.Option(help="How sub-vectors take the channels of K; consecutive is CQ's way."),
+    ] = "interleaved",
     refine: Annotated[
         int, typer.Option(min=0, help="Steps of training the centroids end to end after k-means; 0: none.")
     ] = 0,
@@ -137,6 +141,7 @@ def calibrate(
         samples=samples,
         seq_len=seq_len,
         weights=weights,
+        channels=channels,
         refine=refine,
         device=device,
         seed=seed,

@@ -88,6 +88,8 @@ class CodebookHeader(BaseModel):
     preset: str
     model: ModelIdentity
     sinks: SinkRule | None
+    # Channels of K in the order in which sub-vectors take them (`ops.rope.interleaved`); None: as the model has them.
+    k_order: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     calibration: dict[str, Any]
     antkv_version: str = __version__
     checksum: str = ""
@@ -119,6 +121,8 @@ def check_header(header: CodebookHeader, path: Path) -> None:
         raise CodebookError(f"{path} is for the preset {shown}, which is none of {', '.join(PRESETS)}.")
     if model.head_size % PRESETS[header.preset].sub_vector_size:
         raise CodebookError(f"{path} is damaged: {header.preset} does not divide its head size {model.head_size}.")
+    if header.k_order is not None and sorted(header.k_order) != list(range(model.head_size)):
+        raise CodebookError(f"{path} is damaged: its k_order is no order of the {model.head_size} channels of a head.")
     if sinks is not None and (sinks.layer >= model.num_layers or max(sinks.channels) >= model.hidden_size):
         raise CodebookError(f"{path} is damaged: its sink layer or channel lies outside the model.")
 

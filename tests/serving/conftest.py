@@ -150,10 +150,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The embedded model's 1-bit codebook with a sink rule that really finds sinks: about one token in fifty."""
+    """The embedded model's 1-bit codebook with a sink rule that really finds sinks: about one token in fifty.
+
+    Its sub-vectors are taken from interleaved channels, whatever the shipped centroids were learned for: nobody judges
+    what is written here, only whether it is always the same.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule, codebook_path, find_codebook
+    from vllm_antkv.ops.rope import RotaryTable, interleaved
 
     layer, channel = 1, 7
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
@@ -164,6 +169,8 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
     codebook = Codebook.load(find_codebook(str(EMBEDDED), identity, "antkv-1bit"))
     rule = SinkRule(layer=layer, channels=(channel,), threshold=threshold)
     folder = tmp_path_factory.mktemp("codebooks")
-    header = codebook.header.model_copy(update={"sinks": rule})
+    pairs = torch.zeros(1, identity.head_size // 2)
+    order = tuple(interleaved(RotaryTable(pairs, pairs), identity.head_size, codebook.preset.sub_vector_size))
+    header = codebook.header.model_copy(update={"sinks": rule, "k_order": order})
     Codebook(header, codebook.k, codebook.v).save(codebook_path(folder, "antkv-1bit"))
     return str(folder)

@@ -1,5 +1,6 @@
 """What is served is what was evaluated: perplexity through real vLLM against the offline evaluator."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_antkv.evaluate.models import ModelCard
 from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.served import evaluate_served
 from vllm_antkv.evaluate.windows import load_windows
+from vllm_antkv.ops.rope import RotaryTable, interleaved
 
 pytestmark = pytest.mark.serving
 
@@ -35,10 +37,14 @@ def windows(card: ModelCard) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def codebooks(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random centroids: they lose so much that any difference in what is seen exactly shows."""
+    """Random centroids for interleaved channels: they lose so much that any difference in what is seen shows."""
     folder = tmp_path_factory.mktemp("codebooks")
     rule = SinkRule(layer=0, channels=(0, 1), threshold=1.0)
-    random_codebook(card.identity, sinks=rule).save(codebook_path(folder, "antkv-1bit"))
+    codebook = random_codebook(card.identity, sinks=rule)
+    pairs = torch.zeros(1, card.identity.head_size // 2)
+    order = interleaved(RotaryTable(pairs, pairs), card.identity.head_size, codebook.preset.sub_vector_size)
+    header = codebook.header.model_copy(update={"k_order": tuple(order)})
+    replace(codebook, header=header).save(codebook_path(folder, "antkv-1bit"))
     return folder
 
 

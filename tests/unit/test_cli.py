@@ -125,7 +125,15 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
     assert calls == [
         (
             ("MODEL", ["antkv-1bit"], ["A", "B"], tmp_path),
-            {"samples": 128, "seq_len": 2048, "weights": "grad", "refine": 0, "device": "auto", "seed": 0},
+            {
+                "samples": 128,
+                "seq_len": 2048,
+                "weights": "grad",
+                "channels": "interleaved",
+                "refine": 0,
+                "device": "auto",
+                "seed": 0,
+            },
         )
     ]
     assert capsys.readouterr().out == "a.file\n"

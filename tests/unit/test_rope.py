@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rope
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rope
 
-from vllm_antkv.ops.rope import RotaryTable, angles_are_linear, rotate, unrotate
+from vllm_antkv.ops.rope import RotaryTable, angles_are_linear, interleaved, reordered, rotate, unrotate
 
 MAX_POSITION = 4096
 
@@ -113,3 +113,40 @@ def test_angles_of_long_contexts_are_linear_but_for_their_rounding(magnitude):
     # As if the model changed its frequencies on the way.
     angles[1000:] *= 1.01
     assert not angles_are_linear(RotaryTable(magnitude * angles.cos(), magnitude * angles.sin()))
+
+
+@given(tables, st.integers(0, 1000), st.sampled_from([2, 4, 8, 16, 32]))
+def test_reordered_rows_are_turned_like_the_rows_they_come_from(table, seed, sub_vector_size):
+    rows, positions = draw_rows(seed, 9)
+    order = interleaved(table, rows.shape[-1], sub_vector_size)
+    assert sorted(order) == list(range(rows.shape[-1]))
+    turned = rotate(rows[..., order], positions, reordered(table, order))
+    assert torch.equal(turned, rotate(rows, positions, table)[..., order])
+
+
+@pytest.mark.parametrize(
+    ("head_size", "rotary_dim", "sub_vector_size", "is_neox_style", "first"),
+    [
+        (128, 128, 8, True, [0, 8, 16, 24, 32, 40, 48, 56]),
+        (64, 64, 8, True, [0, 4, 8, 12, 16, 20, 24, 28]),
+        (64, 64, 8, False, [0, 1, 16, 17, 32, 33, 48, 49]),
+        (128, 64, 8, True, [0, 4, 8, 12, 16, 20, 24, 28]),
+        # Nothing to mix: one sub-vector for a half or a head, and sub-vectors that reach across halves.
+        (64, 64, 32, True, list(range(32))),
+        (32, 32, 32, True, list(range(32))),
+        (80, 80, 16, True, list(range(16))),
+    ],
+)
+def test_a_sub_vector_takes_pairs_of_all_frequencies(head_size, rotary_dim, sub_vector_size, is_neox_style, first):
+    table = make_table(rotary_dim, is_neox_style=is_neox_style)
+    order = interleaved(table, head_size, sub_vector_size)
+    assert order[:sub_vector_size] == first
+    assert order[rotary_dim:] == list(range(rotary_dim, head_size))
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+def test_an_order_that_parts_a_pair_is_refused(is_neox_style):
+    table = make_table(16, is_neox_style=is_neox_style)
+    for order in ([1, *range(2, 16), 0], [*range(15), 16, 15], [0, 2, 1, *range(3, 18)]):
+        with pytest.raises(ValueError, match="parts channels"):
+            reordered(table, [*order, *range(len(order), 64)])

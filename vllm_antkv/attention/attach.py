@@ -27,7 +27,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels, choose
-from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rope import RotaryTable, reordered
 from vllm_antkv.select.recency import last_query_table
 
 logger = logging.getLogger("vllm.antkv")
@@ -49,12 +49,14 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
         raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
     context = vllm_config.compilation_config.static_forward_context
     flags = _watch_sinks(model, codebook, settings, vllm_config, device, context)
-    rotaries: dict[int, RotaryTable | None] = {}
+    rotaries: dict[int, RotaryTable] = {}
     shared = _Shared.of(settings, vllm_config, device)
     layers = _attention_layers(model)
     for layer, rotary_module in layers:
         index = extract_layer_index(layer.layer_name)
-        rotary = rotaries.setdefault(id(rotary_module), rotary_table(rotary_module, layer.layer_name).to(device))
+        if id(rotary_module) not in rotaries:
+            rotaries[id(rotary_module)] = _rotary(rotary_module, layer.layer_name, codebook).to(device)
+        rotary = rotaries[id(rotary_module)]
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
         # The last layer counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
         counts_rows = layer is layers[-1][0]
@@ -87,7 +89,7 @@ def _attach_layer(
     layer: Attention,
     index: int,
     codebook: Codebook,
-    rotary: RotaryTable | None,
+    rotary: RotaryTable,
     sinks: SinkFlags | None,
     counts_rows: bool,
     shared: _Shared,
@@ -106,6 +108,7 @@ def _attach_layer(
         k_centroids=codebook.k[index, heads].to(device, torch.float32),
         v_centroids=codebook.v[index, heads].to(device, torch.float32),
         rotary=rotary,
+        k_order=None if codebook.header.k_order is None else torch.tensor(codebook.header.k_order, device=device),
         sinks=sinks,
         recency_name=name,
         recency=companion,
@@ -123,6 +126,17 @@ def _attach_layer(
 
     # The layer builds its spec from head size and dtype; only this layer knows its page's bytes.
     layer.get_kv_cache_spec = MethodType(get_kv_cache_spec, layer)  # type: ignore[method-assign]
+
+
+def _rotary(module: nn.Module, layer_name: str, codebook: Codebook) -> RotaryTable:
+    """For rows in the codebook's order of channels."""
+    table, order = rotary_table(module, layer_name), codebook.header.k_order
+    try:
+        return table if order is None else reordered(table, order)
+    except ValueError as error:
+        raise CodebookError(
+            f"The codebook does not fit the RoPE of {layer_name} ({error}): run `antkv calibrate` on this model."
+        ) from None
 
 
 def _attention_layers(model: nn.Module) -> list[tuple[Attention, nn.Module]]:

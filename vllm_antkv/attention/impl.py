@@ -26,6 +26,8 @@ class Attachment:
 
     k_centroids, v_centroids: of this rank's KV heads, (num_kv_heads, num_sub_vectors, num_centroids,
         sub_vector_size) float32.
+    rotary: for rows in `k_order`.
+    k_order: (head_size,) int64, the order in which Q and K rows are handled and stored; None: as the model has them.
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
     recency_name: name of the companion layer, for its metadata.
     recency: the companion layer.
@@ -43,6 +45,7 @@ class Attachment:
     k_centroids: torch.Tensor
     v_centroids: torch.Tensor
     rotary: RotaryTable | None
+    k_order: torch.Tensor | None
     sinks: SinkFlags | None
     recency_name: str
     recency: Any
@@ -132,14 +135,20 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         run(
             self._operations,
             self._layer,
-            query[:num_tokens],
-            key[:num_tokens],
+            self.ordered(query[:num_tokens]),
+            self.ordered(key[:num_tokens]),
             value[:num_tokens],
             is_sink,
             output[:num_tokens],
             attn_metadata.step(recency_metadata),
         )
         return output
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Q or K rows, (..., head_size), in the codebook's order of channels. Products of both stay the same."""
+        assert self.attachment is not None
+        order = self.attachment.k_order
+        return rows if order is None else rows.index_select(-1, order)
 
     def _take_pages(self, attachment: Attachment, kv_cache: torch.Tensor) -> None:
         self._pages = kv_cache

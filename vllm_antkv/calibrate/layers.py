@@ -21,6 +21,7 @@ def learn_layer(
     layer: int,
     kept: np.ndarray,
     preset: Preset,
+    k_order: list[int] | None,
     weighted: bool,
     seed: int,
     backend: Backend,
@@ -29,6 +30,7 @@ def learn_layer(
     """Learn the centroids of one layer.
 
     Args:
+        k_order: channels of K in the order in which sub-vectors take them; None: as the model has them.
         kept: (num_windows, seq_len) bool, the tokens that are clustered.
         weighted: by gradients, or every token alike.
         advance: called after every sub-vector position of every head.
@@ -42,9 +44,10 @@ def learn_layer(
     weights = token_weights(files.norms(layer)[:, kept]) if weighted else np.ones(rows.shape[:3], np.float32)
 
     def problem(kind: int, head: int, sub_vector: int) -> Problem:
-        channels = slice(sub_vector * preset.sub_vector_size, (sub_vector + 1) * preset.sub_vector_size)
+        order = k_order if k_order is not None and kind == 0 else list(range(shape.head_size))
+        channels = order[sub_vector * preset.sub_vector_size : (sub_vector + 1) * preset.sub_vector_size]
         return Problem(
-            rows[kind, :, head, channels].astype(np.float32),
+            rows[kind, :, head][:, channels].astype(np.float32),
             weights[kind, :, head],
             preset.num_centroids,
             np.random.SeedSequence([seed, layer, kind, head, sub_vector]),

@@ -64,6 +64,7 @@ def refine(
     preset: Preset,
     k: torch.Tensor,
     v: torch.Tensor,
+    k_order: list[int] | None,
     windows: torch.Tensor,
     steps: int,
     seed: int,
@@ -76,6 +77,7 @@ def refine(
     Args:
         model: frozen, in evaluation mode.
         k, v: centroids from k-means, shapes as in `Refined`.
+        k_order: as in the codebook's header.
         windows: (num_windows, seq_len) int64 of calibration text, two at least.
         steps: of about 2,048 tokens each.
         seed: draws the windows of each step.
@@ -84,7 +86,7 @@ def refine(
         advance: called with the number of steps done since the last call.
     """
     held_out, trained = _split(windows)
-    through_codes = _through_codes(preset, _Centroids(k, v).to(model.device))
+    through_codes = _through_codes(preset, _Centroids(k, v, k_order).to(model.device))
     centroids = through_codes.quantiser
     assert isinstance(centroids, _Centroids)
     before = _mean_divergence(model, through_codes, held_out)
@@ -106,7 +108,8 @@ def refine(
         if (step + 1) % _STEPS_PER_SAVE == 0 or step + 1 == steps:
             save(_kept(step + 1, centroids, optimiser))
     trained_k, trained_v = (p.detach().half().cpu() for p in (centroids.k, centroids.v))
-    after = _mean_divergence(model, _through_codes(preset, _Centroids(trained_k, trained_v).to(model.device)), held_out)
+    rounded = _Centroids(trained_k, trained_v, k_order).to(model.device)
+    after = _mean_divergence(model, _through_codes(preset, rounded), held_out)
     if after >= before:
         return Refined(k, v, (before, before))
     return Refined(trained_k, trained_v, (before, after))
@@ -115,8 +118,10 @@ def refine(
 class _Centroids(nn.Module):
     """See `Quantiser`: what `VectorQuantiser` does, with centroids that a gradient reaches."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, k_order: list[int] | None) -> None:
         super().__init__()
+        self._k_order = list(range(k.shape[2] * k.shape[4])) if k_order is None else k_order
+        self._k_places = sorted(range(len(self._k_order)), key=self._k_order.__getitem__)
         self.k = nn.Parameter(k.float())
         self.v = nn.Parameter(v.float())
 
@@ -125,8 +130,8 @@ class _Centroids(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Quantiser.read_back`."""
         positions = torch.arange(key.shape[1], device=key.device)
-        plain_key = _nearest(unrotate(key, positions, rotary), self.k[layer])
-        return rotate(plain_key, positions, rotary), _nearest(value, self.v[layer])
+        plain_key = _nearest(unrotate(key, positions, rotary)[..., self._k_order], self.k[layer])
+        return rotate(plain_key[..., self._k_places], positions, rotary), _nearest(value, self.v[layer])
 
 
 def _nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

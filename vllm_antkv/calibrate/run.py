@@ -42,6 +42,8 @@ from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelI
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.evaluate.attention import check_family
+from vllm_antkv.evaluate.rotary import rotary_table
+from vllm_antkv.ops.rope import RotaryTable, interleaved
 from vllm_antkv.presets import PRESETS, Preset, get_preset
 from vllm_antkv.pretrained import check_token_ids, read_tokenizer
 
@@ -49,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 #: How a token counts in k-means: by the norm of its gradient (AnTKV, equation 2), or every token alike.
 Weights = Literal["grad", "none"]
+#: How sub-vectors take the channels of K (`ops.rope.interleaved`); V's are taken as they come.
+Channels = Literal["interleaved", "consecutive"]
 #: Windows between two points from which a killed run goes on.
 _WINDOWS_PER_SAVE = 8
 
@@ -62,6 +66,7 @@ def calibrate(
     samples: int = 128,
     seq_len: int = 2048,
     weights: Weights = "grad",
+    channels: Channels = "interleaved",
     refine: int = 0,
     device: str = "auto",
     seed: int = 0,
@@ -80,6 +85,7 @@ def calibrate(
         samples: windows of text, at most; fewer when the text is shorter.
         seq_len: tokens per window, BOS included; clipped to the model's context.
         weights: `grad` or `none`.
+        channels: `interleaved` or `consecutive`, how sub-vectors take the channels of K.
         refine: steps of training the centroids end to end after k-means; 0 is none.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         seed: chooses the text windows and seeds k-means.
@@ -92,7 +98,7 @@ def calibrate(
         UnsupportedModelError: the model's architecture is not among the supported ones.
         CalibrationError: anything else that cannot be used, in one sentence.
     """
-    job = _prepare(model, presets, texts, out, samples, seq_len, weights, refine, device, seed)
+    job = _prepare(model, presets, texts, out, samples, seq_len, weights, channels, refine, device, seed)
     try:
         return _run(job)
     except (torch.OutOfMemoryError, MemoryError):
@@ -116,6 +122,7 @@ class _Job:
     windows: torch.Tensor
     out: Path
     weighted: bool
+    interleaves: bool
     refine: int
     device: torch.device
     seed: int
@@ -130,6 +137,7 @@ def _prepare(
     samples: int,
     seq_len: int,
     weights: Weights,
+    channels: Channels,
     refine: int,
     device: str,
     seed: int,
@@ -143,6 +151,8 @@ def _prepare(
         raise CalibrationError(f"--refine {refine}: a number of steps cannot be negative.")
     if weights not in get_args(Weights):
         raise CalibrationError(f"--weights '{weights}' is none of {', '.join(get_args(Weights))}.")
+    if channels not in get_args(Channels):
+        raise CalibrationError(f"--channels '{channels}' is none of {', '.join(get_args(Channels))}.")
     if not texts or not presets:
         raise CalibrationError("Calibration needs at least one --preset and one --text.")
     chosen = list(PRESETS.values()) if "all" in presets else [get_preset(name) for name in dict.fromkeys(presets)]
@@ -174,10 +184,24 @@ def _prepare(
         "samples": len(windows),
         "seq_len": seq_len,
         "weights": weights,
+        "channels": channels,
         "refine": refine,
         "seed": seed,
     }
-    return _Job(model, config, identity, chosen, windows, out, weights == "grad", refine, on, seed, record)
+    return _Job(
+        model,
+        config,
+        identity,
+        chosen,
+        windows,
+        out,
+        weights == "grad",
+        channels == "interleaved",
+        refine,
+        on,
+        seed,
+        record,
+    )
 
 
 def _run(job: _Job) -> list[Path]:
@@ -195,12 +219,13 @@ def _run(job: _Job) -> list[Path]:
     with open_workspace(job.out, settings) as work:
         found = _find_sink_channels(model, job.windows.to(job.device))
         files = _capture(job, model, work, found)
+        rotary = rotary_table(model, 1)
         del model
         if job.device.type == "cuda":
             torch.cuda.empty_cache()  # for cuML
         rule, kept = _sinks_and_kept(found, files)
         _check_enough(job.presets, int(kept.sum()), files.shape.seq_len)
-        paths = [_learn_preset(job, preset, work, files, rule, kept, backend) for preset in job.presets]
+        paths = [_learn_preset(job, preset, work, files, rotary, rule, kept, backend) for preset in job.presets]
         work.remove()
     return paths
 
@@ -257,19 +282,23 @@ def _learn_preset(
     preset: Preset,
     work: Workspace,
     files: CaptureFiles,
+    rotary: RotaryTable,
     rule: SinkRule | None,
     kept: np.ndarray,
     backend: Backend,
 ) -> Path:
     """Learn what is not learned yet of one preset, and write its file."""
     shape = files.shape
+    k_order = interleaved(rotary, shape.head_size, preset.sub_vector_size) if job.interleaves else None
     per_layer = 2 * shape.num_kv_heads * preset.num_sub_vectors(shape.head_size)
     layers = []
     with _progress(f"Clustering for {preset.name}", per_layer * shape.num_layers) as progress:
         for layer in range(shape.num_layers):
             centroids = work.load_layer(preset.name, layer)
             if centroids is None:
-                centroids = learn_layer(files, layer, kept, preset, job.weighted, job.seed, backend, progress.update)
+                centroids = learn_layer(
+                    files, layer, kept, preset, k_order, job.weighted, job.seed, backend, progress.update
+                )
                 work.save_layer(preset.name, layer, centroids)
             else:
                 progress.update(per_layer)
@@ -277,13 +306,14 @@ def _learn_preset(
     k, v = torch.from_numpy(np.stack(layers, axis=1))
     record = {**job.record, "tokens": int(kept.sum()), "kmeans": backend.name}
     if job.refine:
-        refined = _refine_preset(job, preset, work, k, v)
+        refined = _refine_preset(job, preset, work, k, v, k_order)
         k, v, record["divergence"] = refined.k, refined.v, refined.divergence
     header = CodebookHeader(
         format_version=FORMAT_VERSION,
         preset=preset.name,
         model=job.identity,
         sinks=rule,
+        k_order=None if k_order is None else tuple(k_order),
         calibration=record,
     )
     path = codebook_path(job.out, preset.name)
@@ -294,7 +324,9 @@ def _learn_preset(
     return path
 
 
-def _refine_preset(job: _Job, preset: Preset, work: Workspace, k: torch.Tensor, v: torch.Tensor) -> Refined:
+def _refine_preset(
+    job: _Job, preset: Preset, work: Workspace, k: torch.Tensor, v: torch.Tensor, k_order: list[int] | None
+) -> Refined:
     """Train the centroids of one preset with the model, which is loaded again."""
     model = load_model(job.model, job.config, job.device)
     recompute = needs_checkpointing(job.config, job.windows.shape[1], compute_dtype(job.config, job.device))
@@ -304,6 +336,7 @@ def _refine_preset(job: _Job, preset: Preset, work: Workspace, k: torch.Tensor, 
             preset,
             k,
             v,
+            k_order,
             job.windows,
             job.refine,
             job.seed,

@@ -4,6 +4,7 @@ Keys are coded before RoPE (AnTKV, section 4.1, after KVQuant), but an attention
 un-rotated before they are coded and rotated again after they are decoded, always with the model's own table.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,44 @@ class RotaryTable:
     def to(self, device: torch.device | str) -> "RotaryTable":
         """The same table on another device."""
         return RotaryTable(self.cos.to(device), self.sin.to(device), self.is_neox_style)
+
+
+def interleaved(table: RotaryTable, head_size: int, sub_vector_size: int) -> list[int]:
+    """Channels of a head in an order that gives every sub-vector some of each frequency.
+
+    Neighbouring channels turn at similar speeds and carry similarly much: as they come, some sub-vectors would hold
+    most of a key, and others, with as many centroids, next to nothing (`docs/ablations.md`). Pairs stay what they are
+    to RoPE: of n sub-vectors that hold one channel each of the pairs, number s takes the pairs s, s + n, s + 2 n, ...
+
+    Returns:
+        the channel of the model that stands at each place; as they come where sub-vectors do not divide the channels
+        that turn.
+    """
+    num_pairs = table.rotary_dim // 2
+    num_groups, rest = divmod(num_pairs if table.is_neox_style else table.rotary_dim, sub_vector_size)
+    if num_groups == 0 or rest or num_pairs % num_groups:
+        return list(range(head_size))
+    pairs = [pair for first in range(num_groups) for pair in range(first, num_pairs, num_groups)]
+    if table.is_neox_style:
+        turning = [*pairs, *(pair + num_pairs for pair in pairs)]
+    else:
+        turning = [channel for pair in pairs for channel in (2 * pair, 2 * pair + 1)]
+    return [*turning, *range(table.rotary_dim, head_size)]
+
+
+def reordered(table: RotaryTable, order: Sequence[int]) -> RotaryTable:
+    """The table for rows whose channels stand in `order`; ValueError where that parts a pair."""
+    num_pairs = table.rotary_dim // 2
+    if table.is_neox_style:
+        pairs, partners = list(order[:num_pairs]), list(order[num_pairs : 2 * num_pairs])
+        kept = all(pair < num_pairs for pair in pairs) and partners == [pair + num_pairs for pair in pairs]
+    else:
+        first, second = order[0 : 2 * num_pairs : 2], order[1 : 2 * num_pairs : 2]
+        pairs = [channel // 2 for channel in first]
+        kept = all(a % 2 == 0 and b == a + 1 for a, b in zip(first, second, strict=True))
+    if not kept or any(pair >= num_pairs for pair in pairs):
+        raise ValueError("the order parts channels that RoPE turns together")
+    return RotaryTable(table.cos[:, pairs].contiguous(), table.sin[:, pairs].contiguous(), table.is_neox_style)
 
 
 def rotate(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:

@@ -16,6 +16,8 @@ from vllm_antkv.presets import get_preset
 
 PRESET = get_preset("antkv-1bit")
 STEPS = 8
+#: Two sub-vectors of eight channels, one for each half of a head.
+ORDER = [6, 3, 0, 5, 7, 2, 1, 4, 14, 11, 8, 13, 15, 10, 9, 12]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,9 @@ def run(
     saved: list[Progress] | None = None,
 ) -> Refined:
     keep = (saved if saved is not None else []).append
-    return refine.refine(model, PRESET, *centroids, windows, STEPS, 0, progress or Progress(), keep, lambda done: None)
+    return refine.refine(
+        model, PRESET, *centroids, ORDER, windows, STEPS, 0, progress or Progress(), keep, lambda done: None
+    )
 
 
 def test_training_lowers_the_divergence_on_text_it_does_not_see(model, centroids, windows, monkeypatch) -> None:

@@ -1,7 +1,7 @@
 """`cq-Xbit`: coupled quantisation, the baseline of AnTKV. Plain k-means centroids and no token in full precision.
 
-The same vector quantiser as `antkv-Xbit`, with centroids calibrated with `--weights none`; no anchors, no sinks, no
-prefix. Recency is the one setting it shares, so that methods are compared at the same recency.
+The same vector quantiser as `antkv-Xbit`, with centroids calibrated with `--weights none --channels consecutive`; no
+anchors, no sinks, no prefix. Recency is the one setting it shares, so that methods are compared at the same recency.
 """
 
 from pathlib import Path
@@ -41,14 +41,14 @@ def _plain_codebook(name: str, preset: str, request: MethodRequest) -> Codebook:
     for candidate in (codebook_path(folder / PLAIN_FOLDER, preset), codebook_path(folder, preset)):
         if candidate.is_file():
             codebook = Codebook.load(candidate, preset, request.identity)
-            if codebook.header.calibration.get("weights") == "none":
+            if codebook.header.calibration.get("weights") == "none" and codebook.header.k_order is None:
                 return codebook
     raise CodebookError(_how_to_make_one(name, preset, request, folder))
 
 
 def _how_to_make_one(name: str, preset: str, request: MethodRequest, folder: Path) -> str:
     return (
-        f"{name} needs {preset} centroids learned without weights, and neither {folder / PLAIN_FOLDER} nor {folder} "
-        f"has them: make them with `antkv calibrate {request.model_name} --preset {preset} --weights none --text FILE "
-        f"--out {folder / PLAIN_FOLDER}`."
+        f"{name} needs {preset} centroids of neighbouring channels learned without weights, and neither "
+        f"{folder / PLAIN_FOLDER} nor {folder} has them: make them with `antkv calibrate {request.model_name} --preset "
+        f"{preset} --weights none --channels consecutive --text FILE --out {folder / PLAIN_FOLDER}`."
     )

@@ -20,8 +20,14 @@ class VectorQuantiser:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Quantiser.read_back`. Computes in the dtype of `key`, as the serving engine does in float32."""
         positions = torch.arange(key.shape[1], device=key.device)
-        plain_key = _nearest(unrotate(key, positions, rotary), self.codebook.k[layer])
-        return rotate(plain_key, positions, rotary), _nearest(value, self.codebook.v[layer])
+        plain_key = unrotate(key, positions, rotary)
+        order = self.codebook.header.k_order
+        if order is None:
+            coded_key = _nearest(plain_key, self.codebook.k[layer])
+        else:
+            coded_key = torch.empty_like(plain_key)
+            coded_key[..., list(order)] = _nearest(plain_key[..., list(order)], self.codebook.k[layer])
+        return rotate(coded_key, positions, rotary), _nearest(value, self.codebook.v[layer])
 
 
 def _nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
