@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_antkv.ops.cuda import Build
+from vllm_antkv.ops.cuda_build import Build
 
 SOURCES = Path(__file__).parents[1] / "csrc" / "cuda"
 #: Compute capability and the most shared memory of a CTA, in bytes.
@@ -29,6 +29,10 @@ BUILDS = (
     Build(128, 16, 8, 256, bfloat16=True, fp8=False),
     Build(64, 4, 8, 256, bfloat16=False, fp8=False),
     Build(64, 7, 4, 256, bfloat16=True, fp8=False),
+    Build(128, 4, 16, 4096, bfloat16=True, fp8=False),
+    Build(128, 16, 16, 4096, bfloat16=True, fp8=False),
+    Build(128, 4, 32, 4096, bfloat16=True, fp8=False),
+    Build(64, 7, 32, 4096, bfloat16=False, fp8=False),
 )
 #: Registers may move by this share between compiler versions before a check fails.
 TOLERANCE = 0.1

@@ -1,5 +1,5 @@
-// Attention of single queries to the cache: one CTA per multiprocessor keeps the centroids of a KV head in shared
-// memory and walks the splits of all requests; `antkv_merge` joins the splits of a request by their log-sum-exp.
+// Attention of single queries to the cache: one CTA per multiprocessor has the centroids of a KV head at hand and walks
+// the splits of all requests; `antkv_merge` joins the splits of a request by their log-sum-exp.
 //
 // Angles are linear in the position, so the query is turned back by the first position of a span of tokens, and decoded
 // K rows are turned by their offsets in it alone. A warp always has the same offsets: their cosines stay in registers.
@@ -10,9 +10,9 @@
 namespace {
 
 // The 32 tokens of a warp in a span.
-ANTKV_DEVICE void attend(const Split& split, const Rotation& rotation, const Columns& columns, const Ahead& ahead,
-                         int token, int buffer, Sums& sums) {
-    coded_logits(split, rotation, columns, buffer);
+ANTKV_DEVICE void attend(const Split& split, const Rotation& rotation, const Ahead& ahead, int token, int buffer,
+                         Sums& sums) {
+    coded_logits(split, rotation, buffer);
     const ExactRows own = exact_rows(split, ahead, token);
     const u32 exact_keys = ballot_warp(own.key), exact_values_of = ballot_warp(own.value);
     sync_warp();
@@ -22,18 +22,19 @@ ANTKV_DEVICE void attend(const Split& split, const Rotation& rotation, const Col
     write_weights(split, token + split.lane.index < split.end, own.value, exact_values_of, sums);
     sync_warp();
     for (int tile = 0; tile < kTiles; ++tile) {
-        coded_values(split, columns, buffer, tile, sums);
+        coded_values(split, buffer, tile, sums);
         if (exact_values_of >> tile * 16 & 0xffff) exact_values(split, own.value, tile, sums);
     }
     // The next tile writes what this one has read.
     sync_warp();
 }
 
-ANTKV_DEVICE void attend_split(const Split& split, const Rotation& rotation, const Columns& columns, Sums& sums) {
+ANTKV_DEVICE void attend_split(const Split& split, const Rotation& rotation, Sums& sums) {
     for (int q = 0; q < kGroup; ++q) sums.maximum[q] = -ANTKV_INFINITY, sums.total[q] = 0;
-    for (int group = 0; group < kValueGroups; ++group)
-        for (int half = 0; half < 2; ++half)
-            for (int i = 0; i < 4; ++i) sums.output[group][half][i] = 0;
+    for (int set = 0; set < kOwnSets; ++set)
+        for (int group = 0; group < kValueGroups; ++group)
+            for (int half = 0; half < 2; ++half)
+                for (int i = 0; i < 4; ++i) sums.output[set][group][half][i] = 0;
 
     int token = split.begin + split.warp * kTokens;
     Ahead ahead = look_ahead(split, page_at(split, token), token);
@@ -49,7 +50,7 @@ ANTKV_DEVICE void attend_split(const Split& split, const Rotation& rotation, con
         if (base + kSpan < split.end) turn_back(split, base + kSpan, split.shared.query[buffer ^ 1]);
         wait_for_copies<1>();
         sync_warp();
-        if (ahead.page) attend(split, rotation, columns, ahead, token, buffer, sums);
+        if (ahead.page) attend(split, rotation, ahead, token, buffer, sums);
         ahead = next;
         sync_block();
     }
@@ -76,10 +77,13 @@ ANTKV_DEVICE void write_partial(const Split& split, const Sums& sums, float* par
     for (int group = 0; group < kValueGroups; ++group) {
         sync_block();
         for (int i = 0; i < 2; ++i) {
-            const int column = lane.column * 2 + i, channel = value_quad(lane.row, column % kSets) * 4;
-            const float(&sum)[2][4] = sums.output[group];
-            float4* to = (float4*)&output[split.warp][column / kSets][channel];
-            *to = {sum[0][i], sum[0][2 + i], sum[1][i], sum[1][2 + i]};
+            const int column = lane.column * 2 + i;
+            for (int own = 0; own < kOwnSets; ++own) {
+                const int set = kOwnSets == 1 ? column % kSets : own, channel = Tables::value_quad(lane.row, set) * 4;
+                const float(&sum)[2][4] = sums.output[own][group];
+                float4* to = (float4*)&output[split.warp][column / Tables::kSetColumns][channel];
+                *to = {sum[0][i], sum[0][2 + i], sum[1][i], sum[1][2 + i]};
+            }
         }
         sync_block();
         for (int item = (int)threadIdx.x; item < kValueColumns * kHeadSize; item += kThreads) {
@@ -105,14 +109,6 @@ ANTKV_DEVICE i64 partial_at(const Layer& layer, i64 max_splits, int request, int
     return ((request * max_splits + split) * layer.num_kv_heads + head) * kPartial;
 }
 
-ANTKV_DEVICE void stage_tables(const Layer& layer, int head, u8* tables) {
-    const u8* from = layer.tables + (i64)head * kStagedBytes;
-    for (int at = (int)threadIdx.x * 16; at < kStagedBytes; at += kThreads * 16) copy16_async(tables + at, from + at);
-    commit_copies();
-    wait_for_copies<0>();
-    sync_block();
-}
-
 }  // namespace
 
 // Grid: (workers, num_kv_heads). Shared memory: the tables, then `Shared`.
@@ -123,21 +119,20 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     ANTKV_DYNAMIC_SHARED(memory);
     const Lane lane((int)threadIdx.x);
     const int head = (int)blockIdx.y, warp = (int)threadIdx.x / kWarp;
-    Shared& shared = *(Shared*)(memory + kStagedBytes);
+    Shared& shared = *(Shared*)(memory + Tables::kBytes);
     Items items;
     if (!items.find(layer, step, (int)blockIdx.x, lane.index)) return;
-    stage_tables(layer, head, memory);
-    const Columns columns = lane_columns(layer, head, lane);
+    const Tables tables(layer, head, lane, memory);
     const Rotation rotation = lane_rotation(layer, head, lane, warp);
     int item = (int)blockIdx.x;
     do {
         const int length = step.seq_lens[items.request], begin = items.split * layer.split;
         const int end = begin + layer.split < length ? begin + layer.split : length;
         const int hand = step.query_start_loc[items.request];
-        const Split split = {layer, step, shared, memory, query, key, value, head, items.request,
+        const Split split = {layer, step, shared, tables, query, key, value, head, items.request,
                              begin, end, length - 1, hand, lane, warp};
         Sums sums;
-        attend_split(split, rotation, columns, sums);
+        attend_split(split, rotation, sums);
         write_partial(split, sums, partials + partial_at(layer, max_splits, items.request, items.split, head));
         item += (int)gridDim.x;
     } while (items.find(layer, step, item, lane.index));

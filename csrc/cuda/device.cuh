@@ -73,6 +73,12 @@ ANTKV_DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Global memory that nobody writes while the kernel runs.
+template <typename T>
+ANTKV_DEVICE T load_constant(const T* at) {
+    return __ldg(at);
+}
+
 // 16 bytes from global to shared memory, past the registers.
 ANTKV_DEVICE void copy16_async(void* shared, const void* global) {
     const u32 to = (u32)__cvta_generic_to_shared(shared);
@@ -103,6 +109,9 @@ ANTKV_DEVICE float logarithm(float x) { return __logf(x); }
 #endif
 
 constexpr int kWarp = 32;
+
+ANTKV_DEVICE constexpr int smaller(int a, int b) { return a < b ? a : b; }
+ANTKV_DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 ANTKV_DEVICE float largest_of_warp(float x) {
     for (int mask = kWarp / 2; mask; mask /= 2) x = fmaxf(x, from_lane_xor(x, mask));

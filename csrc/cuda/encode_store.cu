@@ -1,29 +1,20 @@
 // Codes of the step's tokens into VQ pages, their full-precision rows into recency pages.
-//
-// A warp holds centroids of one sub-vector in registers, a few per lane, and passes tokens by them: in float32, since
-// rounding a row would choose other codes than the reference.
-#include "layer.cuh"
+#include "nearest.cuh"
 
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * kWarp;
-constexpr int kRun = 16;  // tokens of a CTA: centroids are read once for all of them
-ANTKV_DEVICE constexpr int smaller(int a, int b) { return a < b ? a : b; }
-// Centroids that a lane holds at a time: 64 registers.
-constexpr int kPerLane = smaller(64 / kSubVector, kCentroids / kWarp);
-
-struct alignas(smaller(kSubVector * 2, 16)) Centroid {
-    u16 channels[kSubVector];
-};
+constexpr int kRun = kMaxTiles * 16;  // tokens of a CTA at most
+// Parts of the centroids of a sub-vector, so that every warp has something to search.
+constexpr int kParts = larger(kWarps / kSubVectors, 1);
 
 struct Shared {
     float rows[kRun][kHeadSize];
-    u16 codes[kRun][kSubVectors];
+    float scores[kRun][kParts][kSubVectors];
     int request[kRun], position[kRun];
+    u16 codes[kRun][kParts][kSubVectors];
 };
 
-static_assert(sizeof(Shared) == ANTKV_ENCODE_SHARED, "vllm_antkv/ops/cuda.py counts otherwise");
+static_assert(sizeof(Shared) == ANTKV_ENCODE_SHARED, "vllm_antkv/ops/cuda_build.py counts otherwise");
 
 // One of K and V of a run of tokens, for one KV head.
 struct Run {
@@ -95,78 +86,62 @@ ANTKV_DEVICE void unrotate(const Run& run) {
     }
 }
 
-// Nearest centroid of sub-vector `s` of every row; equal distances take the lower index.
-ANTKV_DEVICE void nearest(const Run& run, int s) {
+// Nearest centroids of a sub-vector of every row, among a part of the centroids.
+ANTKV_DEVICE void search(const Run& run, int s, int part) {
     const Layer& layer = run.layer;
-    const int lane = (int)threadIdx.x % kWarp;
+    const Lane lane((int)threadIdx.x);
     const i64 table = ((i64)run.head * kSubVectors + s) * kCentroids;
-    const Centroid* centroids = (const Centroid*)(run.of_values ? layer.v_centroids : layer.k_centroids) + table;
+    const u16* centroids = (run.of_values ? layer.v_centroids : layer.k_centroids) + table * kSubVector;
     const float* half_norms = (run.of_values ? layer.v_half_norms : layer.k_half_norms) + table;
-    float best[kRun];
-    int code[kRun];
+    const int num_tiles = (run.count + 15) / 16, begin = part * (kCentroids / kParts);
+    const Nearest nearest = find_nearest(run.shared.rows[0] + s * kSubVector, kHeadSize, num_tiles, centroids,
+                                         half_norms, begin, begin + kCentroids / kParts, lane);
 #pragma unroll
-    for (int t = 0; t < kRun; ++t) best[t] = ANTKV_INFINITY, code[t] = 0;
-    for (int first = lane; first < kCentroids; first += kWarp * kPerLane) {
-        float held[kPerLane][kSubVector], half_norm[kPerLane];
-#pragma unroll
-        for (int j = 0; j < kPerLane; ++j) {
-            const Centroid centroid = centroids[first + j * kWarp];
-            half_norm[j] = half_norms[first + j * kWarp];
-#pragma unroll
-            for (int k = 0; k < kSubVector; ++k) held[j][k] = f16_to_float(centroid.channels[k]);
-        }
-#pragma unroll
-        for (int t = 0; t < kRun; ++t) {
-            if (t >= run.count) break;
-            const float* row = run.shared.rows[t] + s * kSubVector;
-#pragma unroll
-            for (int j = 0; j < kPerLane; ++j) {
-                float distance = half_norm[j];
-#pragma unroll
-                for (int k = 0; k < kSubVector; ++k) distance -= row[k] * held[j][k];
-                if (distance < best[t]) best[t] = distance, code[t] = first + j * kWarp;
-            }
-        }
-    }
-#pragma unroll
-    for (int t = 0; t < kRun; ++t) {
-        for (int mask = kWarp / 2; mask; mask /= 2) {
-            const float distance = from_lane_xor(best[t], mask);
-            const int other = from_lane_xor(code[t], mask);
-            if (distance < best[t] || (distance == best[t] && other < code[t])) best[t] = distance, code[t] = other;
-        }
-        if (lane == 0 && t < run.count) run.shared.codes[t][s] = (u16)code[t];
+    for (int i = 0; i < 2 * kMaxTiles; ++i) {
+        const int t = i * 8 + lane.row;
+        if (lane.column || t >= run.count) continue;
+        run.shared.scores[t][part][s] = nearest.score[i / 2][i % 2];
+        run.shared.codes[t][part][s] = (u16)nearest.code[i / 2][i % 2];
     }
 }
 
+// The nearest centroid of all parts. Lower parts have lower codes.
+ANTKV_DEVICE int code_of(const Run& run, int t, int s) {
+    int best = 0;
+    for (int part = 1; part < kParts; ++part)
+        if (run.shared.scores[t][part][s] < run.shared.scores[t][best][s]) best = part;
+    return run.shared.codes[t][best][s];
+}
+
 // Byte `at` of a packed row; 12-bit codes lie two in three bytes.
-ANTKV_DEVICE u8 packed_byte(const u16* codes, int at) {
-    if constexpr (kCentroids == 256) return (u8)codes[at];
-    const int pair = at / 3 * 2;
-    const int first = codes[pair], second = pair + 1 < kSubVectors ? codes[pair + 1] : 0;
-    if (at % 3 == 0) return (u8)first;
-    return at % 3 == 1 ? (u8)(first >> 8 | (second & 0xf) << 4) : (u8)(second >> 4);
+ANTKV_DEVICE u8 packed_byte(const Run& run, int t, int at) {
+    if constexpr (kCentroids == 256) return (u8)code_of(run, t, at);
+    const int first = at / 3 * 2;
+    if (at % 3 == 0) return (u8)code_of(run, t, first);
+    if (at % 3 == 2) return (u8)(code_of(run, t, first + 1) >> 4);
+    return (u8)(code_of(run, t, first) >> 8 | code_of(run, t, first + 1) << 4);
 }
 
 ANTKV_DEVICE void store_codes(const Run& run) {
     for (int item = (int)threadIdx.x; item < run.count * kCodeBytes; item += kThreads) {
         const int t = item / kCodeBytes, at = item % kCodeBytes;
         u8* codes = page_of(run, t) + (run.of_values ? run.layer.v_codes : 0);
-        codes[(run.shared.position[t] % kBlockSize) * kCodeBytes + at] = packed_byte(run.shared.codes[t], at);
+        codes[(run.shared.position[t] % kBlockSize) * kCodeBytes + at] = packed_byte(run, t, at);
     }
 }
 
 }  // namespace
 
-// Grid: (runs of 16 tokens, num_kv_heads, K and V).
+// Grid: (runs, num_kv_heads, K and V). All runs are as many tiles of 16 tokens long: the fewer of them, the longer.
 ANTKV_KERNEL(kThreads)
 antkv_encode_store(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows key, Rows value) {
     ANTKV_DYNAMIC_SHARED(memory);
     Shared& shared = *(Shared*)memory;
-    const int first = (int)blockIdx.x * kRun, num_tokens = step.query_start_loc[step.num_reqs];
+    const int num_tokens = step.query_start_loc[step.num_reqs], num_runs = (int)gridDim.x;
+    const int length = ((num_tokens + 15) / 16 + num_runs - 1) / num_runs * 16, first = (int)blockIdx.x * length;
     if (first >= num_tokens) return;
     const bool of_values = blockIdx.z == 1;
-    const int count = smaller(kRun, num_tokens - first);
+    const int count = smaller(length, num_tokens - first);
     const Run run = {layer, step, shared, of_values ? value : key, (int)blockIdx.y, first, count, of_values};
     if ((int)threadIdx.x < run.count)
         find_token(step, first + (int)threadIdx.x, shared.request[threadIdx.x], shared.position[threadIdx.x]);
@@ -178,7 +153,8 @@ antkv_encode_store(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows 
     }
     copy_rows(run);
     sync_block();
-    for (int s = (int)threadIdx.x / kWarp; s < kSubVectors; s += kWarps) nearest(run, s);
+    for (int item = (int)threadIdx.x / kWarp; item < kSubVectors * kParts; item += kWarps)
+        search(run, item % kSubVectors, item / kSubVectors);
     sync_block();
     store_codes(run);
 }

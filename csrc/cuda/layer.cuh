@@ -10,6 +10,7 @@ constexpr int kGroup = ANTKV_GROUP;            // query heads per KV head
 constexpr int kSubVector = ANTKV_SUB_VECTOR;   // channels
 constexpr int kCentroids = ANTKV_CENTROIDS;    // per sub-vector
 constexpr bool kBFloat16 = ANTKV_BFLOAT16;     // else float16: the model dtype
+constexpr bool kFp8 = ANTKV_FP8;               // tables of decode in e4m3, else float16
 constexpr int kSubVectors = kHeadSize / kSubVector;
 constexpr int kCodeBytes = kCentroids == 256 ? kSubVectors : (kSubVectors * 12 + 7) / 8;
 constexpr int kBlockSize = 128;                // tokens of a VQ block
@@ -24,7 +25,7 @@ struct Layer {
     i64 recency_block_stride, recency_head_stride, recency_v;
     const u16 *k_centroids, *v_centroids;       // (num_kv_heads, sub_vectors, centroids, sub_vector_size) float16
     const float *k_half_norms, *v_half_norms;   // (num_kv_heads, sub_vectors, centroids)
-    const u8* tables;                           // decode: (num_kv_heads, bytes), staged in shared memory as they are
+    const u8* tables;                           // `StagedTables`: (num_kv_heads, bytes), staged as they are
     const float *k_scales, *v_scales;           // of FP8 tables: (num_kv_heads, sub_vectors)
     const float *cos, *sin;                     // (rotary_rows, rotary_dim / 2); null without RoPE
     const i32* last_query;                      // (max_model_len)

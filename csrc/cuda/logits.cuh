@@ -15,7 +15,7 @@ ANTKV_DEVICE void turn(Quad& first, Quad& second, const u32 (&cosine)[2], const 
 ANTKV_DEVICE void add_key_quads(const Quad (&rows)[kRowsPerLane], const uint2 (*query)[kQuads], int quad, Lane lane,
                                 float (&logits)[kTiles][kKeyGroups][4]) {
     for (int group = 0; group < kKeyGroups; ++group) {
-        const int q = group * kKeyColumns + lane.row / kOrders;
+        const int q = group * kKeyColumns + lane.row / Tables::kOrders;
         const uint2 b = query[q < kGroup ? q : kGroup - 1][quad];
         for (int tile = 0; tile < kTiles; ++tile) {
             const Quad &upper = rows[2 * tile], &lower = rows[2 * tile + 1];
@@ -25,38 +25,43 @@ ANTKV_DEVICE void add_key_quads(const Quad (&rows)[kRowsPerLane], const uint2 (*
     }
 }
 
-ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, const Columns& columns, int buffer) {
+ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, int buffer) {
     const Lane lane = split.lane;
+    const Tables& tables = split.tables;
     const u8* codes = ((const Staging*)split.shared.staging)->codes[split.warp][buffer][0];
     const uint2(*query)[kQuads] = split.shared.query[buffer];
-    u32 words[kRowsPerLane][2];
+    Tables::KeyCodes words[kRowsPerLane];
     for (int row = 0; row < kRowsPerLane; ++row)
-        for (int second = 0; second < 2; ++second)
-            words[row][second] =
-                load_codes<kKeyCodes>(codes + (row * 8 + lane.row) * kCodeBytes + columns.key_codes[second]);
+        words[row] = tables.key_codes(codes + (row * 8 + lane.row) * kCodeBytes);
     float logits[kTiles][kKeyGroups][4] = {};
+    const int order = lane.row % Tables::kOrders;
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-        Quad first[kRowsPerLane], second[kRowsPerLane];
+    for (int j = 0; j < kPairs; j += Tables::kAtOnce) {
+        Tables::Load first[kRowsPerLane], second[kRowsPerLane];
         for (int row = 0; row < kRowsPerLane; ++row) {
-            first[row] = load_quad(split.tables, words[row][0], columns.key[j][0], columns.key_selector[j]);
-            second[row] = load_quad(split.tables, words[row][1], columns.key[j][1], columns.key_selector[j]);
-            turn(first[row], second[row], rotation.cosine[row][j], rotation.sine[row][j]);
+            first[row] = tables.load_keys(words[row], j, false);
+            second[row] = tables.load_keys(words[row], j, true);
         }
-        // A column of B needs the channels that the rows of its order have at this step.
-        const int order = lane.row % kOrders;
-        add_key_quads(first, query, key_quad(lane.column, order, j, false), lane, logits);
-        add_key_quads(second, query, key_quad(lane.column, order, j, true), lane, logits);
+        for (int i = 0; i < Tables::kAtOnce; ++i) {
+            Quad low[kRowsPerLane], high[kRowsPerLane];
+            for (int row = 0; row < kRowsPerLane; ++row) {
+                low[row] = first[row].quads[i], high[row] = second[row].quads[i];
+                turn(low[row], high[row], rotation.cosine[row][j + i], rotation.sine[row][j + i]);
+            }
+            // A column of B needs the channels that the rows of its order have at this step.
+            add_key_quads(low, query, Tables::key_quad(lane.column, order, j + i, false), lane, logits);
+            add_key_quads(high, query, Tables::key_quad(lane.column, order, j + i, true), lane, logits);
+        }
     }
-    // Of the four columns of a query, one has the order of the row.
-    const int order = lane.row % kOrders;
-    if (lane.column % 2 != order / 2) return;
-    for (int group = 0; group < kKeyGroups; ++group) {
-        const int q = group * kKeyColumns + lane.column / 2;
-        if (q >= kGroup) continue;
-        for (int row = 0; row < kRowsPerLane; ++row) {
-            const float* pair = &logits[row / 2][group][row % 2 * 2];
-            split.shared.logits[split.warp][q][row * 8 + lane.row] = order & 1 ? pair[1] : pair[0];
+    // Of the columns of a query, one has the order of the row.
+    for (int i = 0; i < 2; ++i) {
+        const int column = lane.column * 2 + i;
+        if (column % Tables::kOrders != order) continue;
+        for (int group = 0; group < kKeyGroups; ++group) {
+            const int q = group * kKeyColumns + column / Tables::kOrders;
+            if (q >= kGroup) continue;
+            for (int row = 0; row < kRowsPerLane; ++row)
+                split.shared.logits[split.warp][q][row * 8 + lane.row] = logits[row / 2][group][row % 2 * 2 + i];
         }
     }
 }

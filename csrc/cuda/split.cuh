@@ -3,19 +3,16 @@
 
 #include "tables.cuh"
 
-constexpr int kWarps = ANTKV_WARPS;
-constexpr int kThreads = kWarps * kWarp;
 constexpr int kTiles = 2;                    // of 16 tokens, per warp: halves the reads of the query
 constexpr int kTokens = 16 * kTiles;         // a warp's: one per lane
 constexpr int kSpan = kWarps * kTokens;      // tokens of all warps together
 constexpr int kRowsPerLane = 2 * kTiles;     // K rows of a lane: 8 apart
-constexpr int kKeyColumns = 8 / kOrders;     // queries in the 8 columns of mma's B, for K
+constexpr int kKeyColumns = 8 / Tables::kOrders;        // queries in the 8 columns of mma's B, for K
 constexpr int kKeyGroups = (kGroup + kKeyColumns - 1) / kKeyColumns;
-constexpr int kValueColumns = 8 / kSets;     // and for V
+constexpr int kValueColumns = 8 / Tables::kSetColumns;  // and for V
 constexpr int kValueGroups = (kGroup + kValueColumns - 1) / kValueColumns;
+constexpr int kOwnSets = kSets / Tables::kSetColumns;   // sets that are added up apart
 constexpr int kExactGroups = (kGroup + 7) / 8;
-constexpr int kKeyCodes = kPairs * 4 / kSubVector;   // neighbouring codes that a lane reads of a row
-constexpr int kValueCodes = kSets * 4 / kSubVector;
 constexpr float kLog2E = 1.4426950408889634f;
 // The maximum that weights are relative to moves when a logit passes it by this much: 2^8 fits float16, and it is rare.
 constexpr float kSlack = 8.0f;
@@ -26,7 +23,6 @@ struct Staging {
 struct Merging {
     float output[kWarps][kValueColumns][kHeadSize];
 };
-ANTKV_DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // Shared memory behind the tables.
 struct Shared {
@@ -37,22 +33,15 @@ struct Shared {
     alignas(16) u8 staging[larger(sizeof(Staging), sizeof(Merging))];
 };
 
-static_assert(kStagedBytes + sizeof(Shared) == ANTKV_DECODE_SHARED, "vllm_antkv/ops/cuda.py counts otherwise");
+static_assert(Tables::kBytes + sizeof(Shared) == ANTKV_DECODE_SHARED, "vllm_antkv/ops/cuda_build.py counts otherwise");
 
 struct Rotation {
     u32 cosine[kRowsPerLane][kPairs][2], sine[kRowsPerLane][kPairs][2];  // float16 pairs of channels
 };
 
-// Where a lane reads, which depends on no code.
-struct Columns {
-    u32 key[kPairs][2], key_selector[kPairs];
-    u32 value[kSets], value_selector[kSets], value_scale[kSets];
-    int key_codes[2], value_codes;  // offsets in a row of codes
-};
-
 // What a warp has added up.
 struct Sums {
-    float output[kValueGroups][2][4];
+    float output[kOwnSets][kValueGroups][2][4];
     float maximum[kGroup], total[kGroup];  // `total` is of the lane's own tokens
 };
 
@@ -72,52 +61,26 @@ struct Split {
     const Layer& layer;
     const Step& step;
     Shared& shared;
-    const u8* tables;
+    const Tables& tables;
     const Rows query, key, value;
     const int head, request, begin, end, position, hand;  // `position` of the query, row `hand` of the step's tensors
     const Lane lane;
     const int warp;
 };
 
-ANTKV_DEVICE Columns lane_columns(const Layer& layer, int head, Lane lane) {
-    Columns columns;
-    const int order = lane.row % kOrders;
-    const bool swapped = kPairs == 2 && (order & 2);
-    for (int j = 0; j < kPairs; ++j) {
-        for (int second = 0; second < 2; ++second)
-            columns.key[j][second] = key_quad(lane.column, order, j, second) * kQuadBytes;
-        columns.key_selector[j] = code_selector(key_quad(lane.column, order, j, false) % kPairs * 4 / kSubVector);
-    }
-    for (int second = 0; second < 2; ++second)
-        columns.key_codes[second] = lane.column * kKeyCodes + ((second != 0) != swapped ? kSubVectors / 2 : 0);
-    for (int i = 0; i < kSets; ++i) {
-        const int set = value_set(lane.column, i), quad = value_quad(lane.row, set);
-        columns.value[i] = quad * kQuadBytes + kValueColumn % kTableBytes;
-        columns.value_selector[i] = code_selector(set * 4 / kSubVector);
-        if constexpr (kFp8) {
-            const float scale = layer.v_scales[head * kSubVectors + quad * 4 / kSubVector] * kFp8Unit;
-            columns.value_scale[i] = pack_f16(scale, scale);
-        }
-    }
-    columns.value_codes = lane.row * kValueCodes;
-    return columns;
-}
-
-// Cosines and sines of the offsets of the lane's rows. The scales of FP8 tables, which the channels of a rotary pair
+// Cosines and sines of the offsets of the lane's rows. The scales of the tables, which the channels of a rotary pair
 // share, ride on them.
 ANTKV_DEVICE Rotation lane_rotation(const Layer& layer, int head, Lane lane, int warp) {
     Rotation rotation;
-    const int order = lane.row % kOrders;
-    const float sign = kPairs == 2 && (order & 2) ? -1 : 1;
 #pragma unroll
     for (int row = 0; row < kRowsPerLane; ++row) {
         const int offset = warp * kTokens + row * 8 + lane.row;
         const i64 angles = (i64)(offset < layer.rotary_rows ? offset : 0) * (kHeadSize / 2);
 #pragma unroll
         for (int j = 0; j < kPairs; ++j) {
-            const int quad = key_quad(lane.column, order, j, false) % (kQuads / 2);
-            float scale = 1;
-            if constexpr (kFp8) scale = layer.k_scales[head * kSubVectors + quad * 4 / kSubVector] * kFp8Unit;
+            const int first = Tables::key_quad(lane.column, lane.row % Tables::kOrders, j, false);
+            const int quad = first % (kQuads / 2);
+            const float scale = Tables::key_scale(layer, head, quad), sign = first == quad ? 1 : -1;
             for (int half = 0; half < 2; ++half) {
                 const i64 at = angles + quad * 4 + half * 2;
                 const float *cos = layer.cos + at, *sin = layer.sin + at;

@@ -14,14 +14,18 @@ ANTKV_DEVICE void raise_maxima(const float (&logits)[kGroup], Lane lane, Sums& s
     }
 #pragma unroll
     for (int group = 0; group < kValueGroups; ++group) {
-        // Both columns of a lane belong to one query.
-        float factor = 1;
 #pragma unroll
-        for (int i = 0; i < kValueColumns; ++i)
-            if (i == lane.column * 2 / kSets && group * kValueColumns + i < kGroup)
-                factor = factors[group * kValueColumns + i < kGroup ? group * kValueColumns + i : 0];
-        for (int half = 0; half < 2; ++half)
-            for (int i = 0; i < 4; ++i) sums.output[group][half][i] *= factor;
+        for (int i = 0; i < 2; ++i) {
+            // The query of the lane's column `i`.
+            const int own = group * kValueColumns + (lane.column * 2 + i) / Tables::kSetColumns;
+            float factor = 1;
+#pragma unroll
+            for (int q = group * kValueColumns; q < (group + 1) * kValueColumns && q < kGroup; ++q)
+                if (q == own) factor = factors[q];
+            for (int set = 0; set < kOwnSets; ++set)
+                for (int half = 0; half < 2; ++half)
+                    for (int row = 0; row < 2; ++row) sums.output[set][group][half][row * 2 + i] *= factor;
+        }
     }
 }
 
@@ -59,42 +63,38 @@ ANTKV_DEVICE void add_values(const Quad (&tokens)[4], const uint2 (&weights)[kVa
         }
     }
     // Columns of B are (query, set): a lane's weights count where its column is of the set that its tokens have in A.
-    const bool counts = lane.row % kSets == set;
+    const bool counts = lane.row % Tables::kSetColumns == set % Tables::kSetColumns;
+    const int own = kOwnSets == 1 ? 0 : set;
     for (int group = 0; group < kValueGroups; ++group) {
         const u32 b0 = counts ? weights[group].x : 0, b1 = counts ? weights[group].y : 0;
-        for (int half = 0; half < 2; ++half) multiply<kBrain>(sums.output[group][half], a[half], b0, b1);
+        for (int half = 0; half < 2; ++half) multiply<kBrain>(sums.output[own][group][half], a[half], b0, b1);
     }
 }
 
 ANTKV_DEVICE void load_weights(const Split& split, int kind, int tile, uint2 (&weights)[kValueGroups]) {
     for (int group = 0; group < kValueGroups; ++group) {
-        const int q = group * kValueColumns + split.lane.row / kSets;
+        const int q = group * kValueColumns + split.lane.row / Tables::kSetColumns;
         const u16* row = split.shared.weights[split.warp][kind][q < kGroup ? q : kGroup - 1];
         weights[group] = *(const uint2*)(row + tile * 16 + split.lane.column * 4);
     }
 }
 
-ANTKV_DEVICE void coded_values(const Split& split, const Columns& columns, int buffer, int tile, Sums& sums) {
+ANTKV_DEVICE void coded_values(const Split& split, int buffer, int tile, Sums& sums) {
     const Lane lane = split.lane;
     const u8* codes = ((const Staging*)split.shared.staging)->codes[split.warp][buffer][1];
-    const u8* tables = split.tables + kValueColumn / kTableBytes * kTableBytes;
     uint2 weights[kValueGroups];
     load_weights(split, 0, tile, weights);
-    u32 words[4];
+    Tables::ValueCodes words[4];
     for (int i = 0; i < 4; ++i)
-        words[i] =
-            load_codes<kValueCodes>(codes + (tile * 16 + lane.column + 4 * i) * kCodeBytes + columns.value_codes);
+        words[i] = split.tables.value_codes(codes + (tile * 16 + lane.column + 4 * i) * kCodeBytes);
 #pragma unroll
-    for (int turn = 0; turn < kSets; ++turn) {
-        Quad tokens[4];
-        for (int i = 0; i < 4; ++i) {
-            tokens[i] = load_quad(tables, words[i], columns.value[turn], columns.value_selector[turn]);
-            if constexpr (kFp8) {
-                tokens[i].low = mul_f16x2(tokens[i].low, columns.value_scale[turn]);
-                tokens[i].high = mul_f16x2(tokens[i].high, columns.value_scale[turn]);
-            }
+    for (int turn = 0; turn < kSets; turn += Tables::kAtOnce) {
+        Tables::Load loads[4];
+        for (int i = 0; i < 4; ++i) loads[i] = split.tables.load_values(words[i], turn);
+        for (int j = 0; j < Tables::kAtOnce; ++j) {
+            const Quad tokens[4] = {loads[0].quads[j], loads[1].quads[j], loads[2].quads[j], loads[3].quads[j]};
+            add_values<false>(tokens, weights, Tables::value_set(lane.column, turn + j), lane, sums);
         }
-        add_values<false>(tokens, weights, value_set(lane.column, turn), lane, sums);
     }
 }
 
@@ -108,7 +108,7 @@ ANTKV_DEVICE void exact_values(const Split& split, const u8* own_row, int tile, 
     for (int set = 0; set < kSets; set += 2) {
         Quad first[4], second[4];
         for (int i = 0; i < 4; ++i) {
-            const uint4 words = load16(rows[i], value_quad(lane.row, set) * 8);
+            const uint4 words = load16(rows[i], Tables::value_quad(lane.row, set) * 8);
             first[i] = {words.x, words.y};
             second[i] = {words.z, words.w};
         }

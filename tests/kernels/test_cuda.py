@@ -20,10 +20,13 @@ from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import cuda
-from vllm_antkv.ops.cuda import Build, CudaOperations
+from vllm_antkv.ops.cuda import CudaOperations
+from vllm_antkv.ops.cuda_build import Build
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.paged import ReferenceOperations
+from vllm_antkv.ops.reference import unpack_codes
 from vllm_antkv.ops.step import Step
+from vllm_antkv.presets import PRESETS
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
@@ -31,6 +34,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 SMALL = LAYERS[1][0]
+#: The smallest layers whose tables stay in L2.
+LOW_BITS = [LAYERS[5][0], LAYERS[7][0]]
 
 
 def operations(fp8: bool = False, shared_bytes: int = 232448):
@@ -81,7 +86,7 @@ def test_more_splits_than_ctas_and_more_requests_than_a_warp_looks_at(monkeypatc
     assert_decoded(engine, sequences, prompts, 2)
 
 
-@pytest.mark.parametrize("shape", [SMALL, LAYERS[0][0]], ids=str)
+@pytest.mark.parametrize("shape", [SMALL, LAYERS[0][0], LOW_BITS[1]], ids=str)
 def test_with_every_row_an_anchor_the_codes_do_not_matter(shape):
     """With large logits, so that the maxima of the warps move while they add up."""
     shape = replace(shape, max_len=700)
@@ -153,7 +158,13 @@ def test_the_lse_is_that_of_the_reference():
 
 @pytest.mark.parametrize(
     "shape",
-    [SMALL, Shape("antkv-1bit", 64, 2, 2, BFLOAT16), Shape("antkv-1bit", 64, 2, 2, FLOAT16, rotary_dim=0)],
+    [
+        SMALL,
+        Shape("antkv-1bit", 64, 2, 2, BFLOAT16),
+        Shape("antkv-1bit", 64, 2, 2, FLOAT16, rotary_dim=0),
+        Shape("antkv-0.75bit", 128, 1, 1, BFLOAT16),
+        Shape("antkv-0.375bit", 64, 2, 2, FLOAT16),
+    ],
     ids=str,
 )
 def test_pages_are_those_of_the_reference(shape):
@@ -167,7 +178,8 @@ def test_pages_are_those_of_the_reference(shape):
         engine.step([(sequence, 1)])
     for name in ("k_codes", "v_codes"):
         ours, reference = (getattr(engine.state.vq, name)[sequence.vq_blocks[:2]] for engine in engines)
-        # Float32 sums in another order may choose the other of two centroids that are equally near.
+        # Float32 sums in another order may choose the other of two centroids that are equally near. Were rows rounded
+        # to float16, 1.2e-3 of the K codes would be others at 2 and at 0.375 bits.
         assert (ours != reference).float().mean() < 1e-3
     ours, reference = (engine.state.vq.anchor_offsets[sequence.vq_blocks] for engine in engines)
     assert torch.equal(ours, reference)
@@ -177,61 +189,82 @@ def test_pages_are_those_of_the_reference(shape):
         assert torch.equal(ours, reference)
 
 
-def test_equal_distances_take_the_lower_code(monkeypatch):
+@pytest.mark.parametrize("shape", [SMALL, *LOW_BITS], ids=str)
+def test_equal_distances_take_the_lower_code(monkeypatch, shape):
     original = engine_module.codebook
 
     def doubled(shape: Shape) -> Codebook:
         book = original(shape)
-        return Codebook(book.header, *(torch.cat((t[..., :128, :], t[..., :128, :]), -2) for t in (book.k, book.v)))
+        lower = (table.unflatten(-2, (2, -1))[..., :1, :, :] for table in (book.k, book.v))
+        return Codebook(book.header, *(table.expand(-1, -1, -1, 2, -1, -1).flatten(-3, -2) for table in lower))
 
     monkeypatch.setattr(engine_module, "codebook", doubled)
-    engine = Engine(AntKVConfig(), SMALL, operations())
-    sequence = draw_sequence(0, 20, SMALL)
+    engine = Engine(AntKVConfig(), shape, operations())
+    sequence = draw_sequence(0, 20, shape)
     engine.step([(sequence, 20)])
-    codes = engine.state.vq.k_codes[sequence.vq_blocks[0], :, :20]
-    assert codes.max() < 128
+    packed = engine.state.vq.k_codes[sequence.vq_blocks[0], :, :20]
+    preset = PRESETS[shape.preset]
+    codes = unpack_codes(packed, preset, preset.num_sub_vectors(shape.head_size))
+    assert codes.max() < preset.num_centroids // 2
 
 
 @pytest.mark.parametrize(
     ("shape", "fp8", "lanes"),
     [
-        (LAYERS[0][0], False, {"key_column": 16, "value_column": 16}),
-        (SMALL, False, {"key_column": 16, "value_column": 8}),
-        (LAYERS[4][0], True, {"key_column": 16, "value_column": 32}),
+        (LAYERS[0][0], False, {"key_quad": 16, "value_quad": 16}),
+        (SMALL, False, {"key_quad": 16, "value_quad": 8}),
+        (LAYERS[4][0], True, {"key_quad": 16, "value_quad": 32}),
     ],
     ids=str,
 )
 def test_lanes_that_are_served_together_read_other_banks(shape, fp8, lanes):
     """So many lanes read at once: 16 of 8 bytes or 32 of 4 bytes fill the 32 banks of 4 bytes."""
     build = Build.of(Engine(AntKVConfig(), shape, operations(fp8)).state, fp8, 232448)
-    size = 4 if fp8 else 8
+    at_once = 32 if fp8 else 16
     for name, together in lanes.items():
-        steps = build.head_size // 32 * (2 if name == "key_column" else 1)
+        steps = build.head_size // 32 * (2 if name == "key_quad" else 1)
         for step in range(steps):
-            columns = [getattr(library(build), name)(lane, step) % 128 // size for lane in range(32)]
-            for first in range(0, 32, 128 // size):
-                assert len(set(columns[first : first + 128 // size])) == together
+            columns = [getattr(library(build), name)(lane, step) % at_once for lane in range(32)]
+            for first in range(0, 32, at_once):
+                assert len(set(columns[first : first + at_once])) == together
+
+
+@pytest.mark.parametrize("case", LAYERS[5:], ids=str)
+def test_lanes_read_whole_sectors_of_l2_together(case):
+    """A sector is 32 bytes: 4 quads of 8. A lane reads two quads at a time."""
+    shape, fp8, shared_bytes = case
+    build = Build.of(Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state, fp8, shared_bytes)
+    pairs = build.head_size // 32
+    # Steps of K are (pair, half).
+    for name, first_steps, next_step, same_token in (
+        ("key_quad", [2 * pair + half for pair in range(0, pairs, 2) for half in range(2)], 2, lambda lane: lane // 4),
+        ("value_quad", range(0, pairs, 2), 1, lambda lane: lane % 4),
+    ):
+        quad = getattr(library(build), name)
+        for step in first_steps:
+            assert all(quad(lane, step + next_step) == quad(lane, step) + 1 for lane in range(32))
+            read = {(same_token(lane), quad(lane, step)) for lane in range(32)}
+            assert read == {(token, first ^ other) for token, first in read for other in (0, 2)}
 
 
 def test_every_lane_reads_its_part_of_a_row_once():
     for shape, fp8, shared_bytes in LAYERS:
         build = Build.of(Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state, fp8, shared_bytes)
-        size = 4 if fp8 else 8
-        quads = set(range(0, build.head_size // 4 * size, size))
+        quads = set(range(build.head_size // 4))
         for row in range(8):
             lanes = range(4 * row, 4 * row + 4)
             steps = range(build.head_size // 16)
-            assert {library(build).key_column(lane, step) for lane in lanes for step in steps} == quads
+            assert {library(build).key_quad(lane, step) for lane in lanes for step in steps} == quads
         for column in range(4):
             lanes = range(column, 32, 4)
             steps = range(build.head_size // 32)
-            assert {library(build).value_column(lane, step) for lane in lanes for step in steps} == quads
+            assert {library(build).value_quad(lane, step) for lane in lanes for step in steps} == quads
 
 
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (Shape("antkv-4bit", 64, 2, 1, FLOAT16), "antkv-1bit and antkv-2bit"),
+        (Shape("antkv-4bit", 64, 2, 1, FLOAT16), "antkv-4bit"),
         (Shape("antkv-1bit", 96, 2, 1, FLOAT16), "head sizes"),
         (Shape("antkv-1bit", 64, 34, 2, FLOAT16), "17"),
         (Shape("antkv-1bit", 64, 2, 1), "float32"),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from vllm_antkv.ops.cuda import Argument, Build
+from vllm_antkv.ops.cuda_backend import Argument
+from vllm_antkv.ops.cuda_build import Build
 
 _HERE = Path(__file__).parent
 _SOURCES = _HERE.parents[2] / "csrc" / "cuda"
@@ -27,7 +28,7 @@ def library(build: Build) -> ctypes.CDLL:
 
 
 class EmulatedBackend:
-    """See `vllm_antkv.ops.cuda.Backend`. Few multiprocessors: a CTA then walks several splits."""
+    """See `vllm_antkv.ops.cuda_backend.Backend`. Few multiprocessors: a CTA then walks several splits."""
 
     multiprocessors = 4
 

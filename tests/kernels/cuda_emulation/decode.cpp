@@ -14,10 +14,10 @@ extern "C" void launch_antkv_merge(const int* sizes, void** a) {
     });
 }
 
-// Columns that the lane reads, for the test of bank conflicts. In step `step` of its pairs of K, and of its sets of V.
-extern "C" int key_column(int lane, int step) {
-    return key_quad(lane % 4, lane / 4 % kOrders, step / 2, step % 2) * kQuadBytes;
+// Quads that the lane reads, for the tests of memory accesses. In step `step` of its pairs of K, and of its sets of V.
+extern "C" int key_quad(int lane, int step) {
+    return Tables::key_quad(lane % 4, lane / 4 % Tables::kOrders, step / 2, step % 2);
 }
-extern "C" int value_column(int lane, int step) {
-    return value_quad(lane / 4, value_set(lane % 4, step)) * kQuadBytes;
+extern "C" int value_quad(int lane, int step) {
+    return Tables::value_quad(lane / 4, Tables::value_set(lane % 4, step));
 }

@@ -30,6 +30,9 @@ struct dim3 {
 struct alignas(8) uint2 {
     u32 x, y;
 };
+struct alignas(8) float2 {
+    float x, y;
+};
 struct alignas(16) uint4 {
     u32 x, y, z, w;
 };
@@ -232,19 +235,21 @@ struct Operands {
     float a[8], b[4];
 };
 
-template <typename Widen>
-void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, Widen widen) {
+template <float (*kWiden)(u16)>
+void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     Operands own;
-    for (int i = 0; i < 8; ++i) own.a[i] = widen((u16)(a[i / 2] >> i % 2 * 16));
-    for (int i = 0; i < 4; ++i) own.b[i] = widen((u16)((i / 2 ? b1 : b0) >> i % 2 * 16));
+    for (int i = 0; i < 8; ++i) own.a[i] = kWiden((u16)(a[i / 2] >> i % 2 * 16));
+    for (int i = 0; i < 4; ++i) own.b[i] = kWiden((u16)((i / 2 ? b1 : b0) >> i % 2 * 16));
     const auto* shown = show(own);
     const int row = block->lane() / 4, column = block->lane() % 4 * 2;
     for (int i = 0; i < 4; ++i) {
         double sum = c[i];
+#pragma GCC unroll 4
         for (int lane = 0; lane < 4; ++lane) {
             const auto& left = *(const Operands*)shown[row * 4 + lane];
             const auto& right = *(const Operands*)shown[(column + i % 2) * 4 + lane];
             // Registers of A: rows 0-7 and 8-15 of the first 8 channels, then of the others.
+#pragma GCC unroll 4
             for (int k = 0; k < 4; ++k) sum += (double)left.a[k / 2 * 4 + i / 2 * 2 + k % 2] * right.b[k];
         }
         c[i] = (float)sum;
@@ -253,8 +258,17 @@ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, Widen widen) {
 
 }  // namespace emulation
 
-inline void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulation::mma(c, a, b0, b1, f16_to_float); }
-inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulation::mma(c, a, b0, b1, bf16_to_float); }
+inline void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulation::mma<f16_to_float>(c, a, b0, b1); }
+inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { emulation::mma<bf16_to_float>(c, a, b0, b1); }
+
+template <typename T>
+T load_constant(const T* at) {
+    if ((size_t)at % alignof(T)) {
+        std::fprintf(stderr, "a load of %zu bytes is not aligned\n", sizeof(T));
+        std::abort();
+    }
+    return *at;
+}
 
 inline void copy16_async(void* shared, const void* global) {
     if (((size_t)shared | (size_t)global) % 16) {

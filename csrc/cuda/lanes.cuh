@@ -1,0 +1,21 @@
+// How a warp shares out the channels of a row: in quads, as the operands of mma.m16n8k16 hold them.
+#pragma once
+
+#include "layer.cuh"
+
+constexpr int kWarps = ANTKV_WARPS;
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kQuads = kHeadSize / 4;
+constexpr int kPairs = kQuads / 8;  // of K: pairs of quads per lane, both halves of each rotary pair
+constexpr int kSets = kQuads / 8;   // of V: quads per lane, for each of four tokens
+
+// Lane = 4 row + column, as in the operands of mma.m16n8k16: `row` is a token of K or a channel of V^T.
+struct Lane {
+    int index, row, column;
+    ANTKV_DEVICE explicit Lane(int thread) : index(thread % kWarp), row(index / 4), column(index % 4) {}
+};
+
+// Four channels of a token.
+struct Quad {
+    u32 low, high;  // channels 0, 1 and 2, 3 in float16
+};

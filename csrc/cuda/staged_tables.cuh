@@ -1,0 +1,119 @@
+// 256 centroids: tables in shared memory.
+//
+// A table row holds the centroids of all sub-vectors for one code: 256 bytes, so that an address is the code in one
+// byte and a column in the other. The column fixes the bank. A warp reads quads, and lanes that the hardware serves
+// together read different columns: no bank conflicts, whatever the codes are.
+#pragma once
+
+#include "lanes.cuh"
+
+// Four e4m3 numbers as float16 of 2^-8 their value: the exponent is moved, not rebiased.
+ANTKV_DEVICE Quad widen_e4m3(u32 word) {
+    const u32 low = permute_bytes(word, 0, 0x1404), high = permute_bytes(word, 0, 0x3424);
+    return {(low & 0x80008000u) | (low & 0x7f007f00u) >> 1, (high & 0x80008000u) | (high & 0x7f007f00u) >> 1};
+}
+constexpr float kFp8Unit = 256.0f;
+
+// Codes of `kCount` neighbouring sub-vectors in the lower bytes of a word.
+template <int kCount>
+ANTKV_DEVICE u32 load_codes(const u8* codes) {
+    if constexpr (kCount == 4) return *(const u32*)codes;
+    if constexpr (kCount == 2) return *(const u16*)codes;
+    return *codes;
+}
+
+// `permute_bytes` selector: byte `index` of the codes above byte 0 of the column.
+ANTKV_DEVICE u32 code_selector(int index) { return 0x5504u | (u32)index << 4; }
+
+// See `Tables`. What a lane reads depends on codes for its row alone; the columns are worked out once.
+struct StagedTables {
+    static constexpr int kTableBytes = 256 * 256;
+    static constexpr int kQuadBytes = kFp8 ? 4 : 8;
+    // K and V fill the rows of a table each, or share them.
+    static constexpr int kTables = kQuads * kQuadBytes / 128;
+    static constexpr int kValueTable = kTables == 2 ? kTableBytes : 0, kValueColumn = kTables == 2 ? 0 : 128;
+    static constexpr int kKeyCodes = kPairs * 4 / kSubVector;  // neighbouring codes that a lane reads of a row
+    static constexpr int kValueCodes = kSets * 4 / kSubVector;
+
+    static constexpr int kBytes = kTables * kTableBytes;
+    static constexpr int kAtOnce = 1;
+    static constexpr int kOrders = 4;
+    static constexpr int kSetColumns = kSets;
+
+    const u8* data;
+    u32 key_column[kPairs][2], key_selector[kPairs];
+    u32 value_column[kSets], value_selector[kSets], value_scale[kSets];
+    int key_code[2], value_code;  // where the lane's codes start in a row of codes
+
+    ANTKV_DEVICE StagedTables(const Layer& layer, int head, Lane lane, u8* shared) : data(shared) {
+        const u8* from = layer.tables + (i64)head * kBytes;
+        for (int at = (int)threadIdx.x * 16; at < kBytes; at += kThreads * 16) copy16_async(shared + at, from + at);
+        commit_copies();
+        wait_for_copies<0>();
+        sync_block();
+        const int order = lane.row % kOrders;
+        for (int j = 0; j < kPairs; ++j) {
+            for (int second = 0; second < 2; ++second)
+                key_column[j][second] = key_quad(lane.column, order, j, second) * kQuadBytes;
+            key_selector[j] = code_selector(key_quad(lane.column, order, j, false) % kPairs * 4 / kSubVector);
+        }
+        for (int second = 0; second < 2; ++second)
+            key_code[second] = lane.column * kKeyCodes + (takes_upper(order, second) ? kSubVectors / 2 : 0);
+        for (int i = 0; i < kSets; ++i) {
+            const int set = value_set(lane.column, i), quad = value_quad(lane.row, set);
+            value_column[i] = quad * kQuadBytes + kValueColumn;
+            value_selector[i] = code_selector(set * 4 / kSubVector);
+            if constexpr (kFp8) {
+                const float scale = layer.v_scales[head * kSubVectors + quad * 4 / kSubVector] * kFp8Unit;
+                value_scale[i] = pack_f16(scale, scale);
+            }
+        }
+        value_code = lane.row * kValueCodes;
+    }
+
+    // Of 16 lanes with four orders, no two read the same 8 columns.
+    ANTKV_DEVICE static int key_quad(int column, int order, int j, bool second) {
+        const int turn = kPairs == 4 ? (j + order) % 4 : j ^ (order & 1);
+        return kPairs * column + turn + (takes_upper(order, second) ? kQuads / 2 : 0);
+    }
+    ANTKV_DEVICE static bool takes_upper(int order, bool second) { return second != (kPairs == 2 && (order & 2)); }
+    // Lanes of different columns read different sets at a time.
+    ANTKV_DEVICE static int value_set(int column, int turn) { return (turn + column) % kSets; }
+    ANTKV_DEVICE static int value_quad(int row, int set) { return kSets * row + set; }
+
+    ANTKV_DEVICE static float key_scale(const Layer& layer, int head, int quad) {
+        return kFp8 ? layer.k_scales[head * kSubVectors + quad * 4 / kSubVector] * kFp8Unit : 1;
+    }
+
+    struct KeyCodes {
+        u32 words[2];
+    };
+    using ValueCodes = u32;
+    struct Load {
+        Quad quads[kAtOnce];
+    };
+    ANTKV_DEVICE KeyCodes key_codes(const u8* row) const {
+        return {load_codes<kKeyCodes>(row + key_code[0]), load_codes<kKeyCodes>(row + key_code[1])};
+    }
+    ANTKV_DEVICE ValueCodes value_codes(const u8* row) const { return load_codes<kValueCodes>(row + value_code); }
+    ANTKV_DEVICE Load load_keys(KeyCodes codes, int j, bool second) const {
+        return {load_quad(data, codes.words[second], key_column[j][second], key_selector[j])};
+    }
+    ANTKV_DEVICE Load load_values(ValueCodes codes, int turn) const {
+        Quad quad = load_quad(data + kValueTable, codes, value_column[turn], value_selector[turn]);
+        if constexpr (kFp8) {
+            quad.low = mul_f16x2(quad.low, value_scale[turn]);
+            quad.high = mul_f16x2(quad.high, value_scale[turn]);
+        }
+        return {quad};
+    }
+
+    ANTKV_DEVICE static Quad load_quad(const u8* table, u32 codes, u32 column, u32 selector) {
+        const u8* at = table + permute_bytes(codes, column, selector);
+        if constexpr (kFp8) {
+            return widen_e4m3(*(const u32*)at);
+        } else {
+            return {((const uint2*)at)->x, ((const uint2*)at)->y};
+        }
+    }
+};

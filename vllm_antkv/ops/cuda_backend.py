@@ -1,0 +1,126 @@
+"""Where the CUDA kernels run: they are compiled with NVRTC through CuPy, once per machine, and launched through CuPy.
+
+The machine code is kept in the user's cache. Launches go to PyTorch's current stream and wait for nothing.
+"""
+
+import ctypes
+import hashlib
+import importlib
+import importlib.resources
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from platformdirs import user_cache_path
+
+from vllm_antkv.ops.cuda_build import Build
+
+#: What a kernel takes: structures by value, integers of 64 bits, addresses.
+Argument = ctypes.Structure | ctypes.c_int64 | ctypes.c_void_p
+
+
+class Backend(Protocol):
+    """Where kernels run: a GPU, or the emulation of one in tests.
+
+    multiprocessors: CTAs that run at a time.
+    shared_bytes: the most shared memory of a CTA.
+    """
+
+    multiprocessors: int
+    shared_bytes: int
+
+    def load(self, build: Build) -> None:
+        """Make the kernels of a build ready."""
+        ...
+
+    def launch(
+        self, build: Build, kernel: str, grid: tuple[int, ...], threads: int, shared: int, arguments: Sequence[Argument]
+    ) -> None:
+        """Start a kernel."""
+        ...
+
+
+class CudaBackend:
+    """See `Backend`."""
+
+    def __init__(self, device: torch.device) -> None:
+        cupy = importlib.import_module("cupy")
+        properties = torch.cuda.get_device_properties(device)
+        self.multiprocessors: int = properties.multi_processor_count
+        self.shared_bytes: int = cupy.cuda.Device(device.index).attributes["MaxSharedMemoryPerBlockOptin"]
+        self._device = device
+        self._architecture = f"sm_{properties.major}{properties.minor}"
+        self._kernels: dict[tuple[Build, str], Any] = {}
+
+    def load(self, build: Build) -> None:
+        """See `Backend`."""
+        if (build, "antkv_decode") in self._kernels:
+            return
+        cupy = importlib.import_module("cupy")
+        shared = {"encode_store": {"antkv_encode_store": 0}}
+        shared["decode"] = {"antkv_decode": build.decode_shared_bytes, "antkv_merge": 0}
+        with torch.cuda.device(self._device):
+            for source, kernels in shared.items():
+                module = cupy.RawModule(path=str(cubin(source, build, self._architecture)))
+                for name, num_bytes in kernels.items():
+                    kernel = module.get_function(name)
+                    if num_bytes:
+                        kernel.max_dynamic_shared_size_bytes = num_bytes
+                    self._kernels[build, name] = kernel
+
+    def launch(
+        self, build: Build, kernel: str, grid: tuple[int, ...], threads: int, shared: int, arguments: Sequence[Argument]
+    ) -> None:
+        """See `Backend`."""
+        pointer = importlib.import_module("cupy.cuda.function").CPointer
+        stream = importlib.import_module("cupy.cuda").Stream.from_external
+        # CuPy reads an argument from where the pointer says, whatever its type.
+        pointers = tuple(pointer(ctypes.addressof(argument)) for argument in arguments)
+        with stream(_Stream(torch.cuda.current_stream(self._device).cuda_stream)):
+            self._kernels[build, kernel](grid, (threads,), pointers, shared_mem=shared)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream of PyTorch's, in the protocol that CuPy takes streams in."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+def cubin(source: str, build: Build, architecture: str) -> Path:
+    """Machine code of csrc/cuda/<source>.cu, compiled where the user's cache does not hold it."""
+    nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+    folder = importlib.resources.files("vllm_antkv.csrc") / "cuda"
+    headers = {file.name.encode(): file.read_bytes() for file in folder.iterdir() if file.name.endswith(".cuh")}
+    text = (folder / f"{source}.cu").read_text()
+    options = [f"--gpu-architecture={architecture}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in build.definitions.items()]
+    identity = repr((nvrtc.getVersion(), options, text, sorted(headers.items())))
+    name = f"{source}-{architecture}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
+    path = user_cache_path("vllm-antkv") / "kernels" / name
+    if not path.is_file():
+        program = nvrtc.createProgram(text, f"{source}.cu", list(headers.values()), list(headers))
+        try:
+            nvrtc.compileProgram(program, options)
+            code = nvrtc.getCUBIN(program)
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"csrc/cuda/{source}.cu: {nvrtc.getProgramLog(program)}") from error
+        finally:
+            nvrtc.destroyProgram(program)
+        _write_atomically(path, code)
+    return path
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Other processes see the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
