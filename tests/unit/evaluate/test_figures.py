@@ -1,0 +1,221 @@
+"""The figures: what they count is what they say, and their drawings can be made from their JSON alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_antkv import cli
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.attention import quantised_past
+from vllm_antkv.evaluate.figures import FIGURES
+from vllm_antkv.evaluate.figures.activations import LayerRows, hidden_states, visit_layers
+from vllm_antkv.evaluate.figures.anchor_choice import CHOICES, ORACLE, best_of_blocks, equation_5
+from vllm_antkv.evaluate.figures.coverage import kept_by_table, mass_on
+from vllm_antkv.evaluate.figures.error_distribution import SHARES, worst_tokens
+from vllm_antkv.evaluate.figures.eviction_error import full_attention
+from vllm_antkv.evaluate.figures.row_error import attention, causal, row_errors
+from vllm_antkv.evaluate.figures.scene import Scene, numbers_of
+from vllm_antkv.evaluate.figures.token_error import covered, spearman
+from vllm_antkv.evaluate.methods import MethodRequest
+from vllm_antkv.evaluate.models import ModelCard
+
+TOKENS = 40
+
+
+@pytest.fixture
+def rows() -> LayerRows:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(TOKENS, heads, 8, generator=generator) for heads in (4, 2, 2))
+    return LayerRows(0, query, key, value, 8**-0.5)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """One head, one query after the other."""
+    return torch.stack([((key[: i + 1] @ q * scale).softmax(0) @ value[: i + 1]) for i, q in enumerate(query)])
+
+
+def test_error_of_a_row_is_what_coding_it_alone_changes(rows: LayerRows) -> None:
+    generator = torch.Generator().manual_seed(1)
+    coded = [part + 0.5 * torch.randn(part.shape, generator=generator) for part in (rows.key, rows.value)]
+    seen = causal(TOKENS, rows.key.device) & (torch.rand(TOKENS, TOKENS, generator=generator) < 0.7)
+    errors = row_errors(rows, *coded, seen)
+    for row, head in ((0, 0), (7, 1), (39, 1)):
+        for kind, of_kind in enumerate((errors.key, errors.value)):
+            changed = [rows.key.clone(), rows.value.clone()]
+            changed[kind][row, head] = coded[kind][row, head]
+            expected = 0.0
+            for query in rows.queries_of(head).unbind(1):
+                before = attend(query, rows.key[:, head], rows.value[:, head], rows.scale)
+                after = attend(query, changed[0][:, head], changed[1][:, head], rows.scale)
+                expected += float((after - before).norm(dim=-1)[seen[:, row]].sum())
+            assert float(of_kind[head, row]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_rows_are_those_the_model_attends_with(model) -> None:
+    """Attention computed from them, put through the output projection, is what the attention module puts out."""
+    window = torch.arange(3, 33)
+    expected: list[torch.Tensor] = []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda _, __, output: expected.append(output[0][0]))
+        for layer in model.model.layers
+    ]
+    layers: list[LayerRows] = []
+    visit_layers(model, window, layers.append)
+    for hook in hooks:
+        hook.remove()
+    assert [rows.layer for rows in layers] == [0, 1, 2]
+    for rows, output in zip(layers, expected, strict=True):
+        again = model.model.layers[rows.layer].self_attn.o_proj(full_attention(rows).flatten(1))
+        torch.testing.assert_close(again, output)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_hidden_states_are_the_model_s(model) -> None:
+    window = torch.arange(3, 33)
+    with torch.inference_mode():
+        expected = model(window[None], output_hidden_states=True).hidden_states
+    states = hidden_states(model, window)
+    torch.testing.assert_close(states[:-1], torch.stack(expected[1:-1])[:, 0])
+
+
+def test_anchor_score_by_its_equation(rows: LayerRows) -> None:
+    scores = equation_5(rows, "prompt")
+    for head in range(2):
+        of_key = of_value = torch.zeros(TOKENS)
+        for query in rows.queries_of(head).unbind(1):
+            weights = attention(query, rows.key[:, head], rows.scale)
+            of_key = of_key + (weights * (1 - weights) * query.norm(dim=-1, keepdim=True)).sum(0)
+            of_value = of_value + weights.sum(0)
+        torch.testing.assert_close(scores.key[head], of_key)
+        torch.testing.assert_close(scores.value[head], of_value)
+
+
+def test_the_best_of_each_closed_block_beside_the_prefix() -> None:
+    scores = torch.zeros(1, 300)
+    scores[0, [2, 50, 130, 200, 290]] = torch.tensor([9.0, 5.0, 3.0, 4.0, 8.0])
+    kept = best_of_blocks(scores, AntKVConfig(anchor_share=0.01, prefix=8))
+    assert kept.nonzero()[:, 0].tolist() == [50, 200], "2 is in the prefix, and the block of 290 does not close"
+
+
+def test_an_oracle_of_its_own_error_covers_all_of_it() -> None:
+    error = torch.rand(2, 100, generator=torch.Generator().manual_seed(0))
+    assert covered(error, error, 0.1) == pytest.approx(1)
+    assert spearman(error.square(), error) == pytest.approx(1)
+    assert spearman(-error, error) == pytest.approx(-1)
+    assert covered(-error, error, 0.1) < 0.2
+
+
+def test_even_errors_are_evenly_shared() -> None:
+    torch.testing.assert_close(worst_tokens(torch.ones(2, 200)), torch.tensor(SHARES))
+
+
+def test_coverage_is_the_attention_on_what_is_kept(rows: LayerRows) -> None:
+    everything = kept_by_table(torch.full((TOKENS,), TOKENS))
+    assert mass_on(everything, rows, slice(0, None)) == pytest.approx(1)
+    itself = kept_by_table(torch.arange(TOKENS))
+    expected = torch.stack(
+        [
+            attention(query, rows.key[:, head], rows.scale).diagonal()[10:].mean()
+            for head in range(2)
+            for query in rows.queries_of(head).unbind(1)
+        ]
+    ).mean()
+    assert mass_on(itself, rows, slice(10, None)) == pytest.approx(float(expected))
+
+
+def test_divergence_is_that_of_whole_distributions(model, model_folder: Path, codebook_folder: Path) -> None:
+    card = ModelCard.read(str(model_folder))
+    windows = torch.randint(3, 64, (2, 200), generator=torch.Generator().manual_seed(0))
+    request = MethodRequest(card.name, card.identity, codebook_folder, AntKVConfig())
+    scene = Scene(card, model, ["antkv-1bit"], windows, request)
+    method = scene.method("rtn-2bit")
+    with torch.inference_mode():
+        own = model(windows).logits.log_softmax(-1)
+        with quantised_past(model, method, 200):
+            through = model(windows, use_cache=False).logits.log_softmax(-1)
+    expected = (own.exp() * (own - through)).sum(-1).mean()
+    assert scene.divergence(method) == pytest.approx(float(expected), rel=1e-4)
+    assert scene.divergence(scene.method("fp16")) == pytest.approx(0, abs=1e-6)
+
+
+def test_numbers_keep_their_shape() -> None:
+    assert numbers_of(torch.tensor([[1.0, 2.5], [1 / 3, 4.0]])) == [[1.0, 2.5], [0.333333, 4.0]]
+
+
+@pytest.fixture(scope="module")
+def drawn(model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path_factory) -> Path:
+    """Everything that `antkv inspect` draws, of a tiny model."""
+    out = tmp_path_factory.mktemp("figures") / "new"
+    assert cli.run(command(model_folder, codebook_folder, text_file, out)) == 0
+    return out
+
+
+def command(model: Path, codebooks: Path, text: Path, out: Path, *more: str) -> list[str]:
+    paths = ["--text", str(text), "--codebooks", str(codebooks), "--out", str(out)]
+    return ["inspect", str(model), *paths, "--context", "264", "--max-windows", "1", *more]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn_from_its_numbers(drawn: Path, name: str) -> None:
+    content = json.loads((drawn / f"{name}.json").read_text())
+    assert content["figure"] == name
+    assert content["settings"]["context"] == 264
+    assert (drawn / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (drawn / f"{name}.svg").read_text()
+    figure = FIGURES[name].draw(content["numbers"])
+    for panel in figure.axes:
+        assert panel.get_ylabel(), "every axis says what it shows"
+    assert any(panel.get_xlabel() and panel.get_title() for panel in figure.axes)
+
+
+def test_choices_are_compared_at_equal_counts(drawn: Path) -> None:
+    numbers = json.loads((drawn / "anchor-choice.json").read_text())["numbers"]
+    assert numbers["perplexity"].keys() == CHOICES.keys()
+    assert numbers["rows_per_block"] == [1, 3, 6, 13]
+    gain = [numbers["no_anchors"] - value for value in numbers["perplexity"][ORACLE]]
+    assert numbers["share_of_oracle_gain"][ORACLE] == [1.0 if value > 0 else None for value in gain]
+
+
+def test_the_bits_of_the_tiny_model_cover_the_registry(drawn: Path) -> None:
+    methods = json.loads((drawn / "methods.json").read_text())["numbers"]["methods"]
+    assert {"fp16", "rtn-4bit", "kivi-2bit", "cq-1bit", "antkv-1bit", "h2o-64"} <= methods.keys()
+    assert "antkv-4bit" not in methods, "there is no codebook for it"
+    assert methods["rtn-4bit"]["perplexity"] == pytest.approx(methods["fp16"]["perplexity"], rel=0.2)
+
+
+def test_what_was_measured_is_not_measured_again(
+    drawn: Path, model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path, capsys
+) -> None:
+    for name in ("coverage", "score-map"):
+        (tmp_path / f"{name}.json").write_bytes((drawn / f"{name}.json").read_bytes())
+    (tmp_path / "coverage.json").write_text("{}")
+    more = ["--figures", "score-map,coverage"]
+    assert cli.run(command(model_folder, codebook_folder, text_file, tmp_path, *more)) == 0
+    known, new = capsys.readouterr().out.splitlines()
+    assert known.endswith("score-map.svg (measured before)")
+    assert new.endswith("coverage.svg")
+    assert cli.run(command(model_folder, codebook_folder, text_file, tmp_path, *more, "--recency", "sliding:64")) == 0
+    assert "before" not in capsys.readouterr().out, "other settings, other numbers"
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        (["--figures", "score-map,mona-lisa"], 2, "mona-lisa"),
+        (["--text", "missing.txt"], 2, "missing.txt"),
+        (["--max-windows", "9"], 2, "--calibration"),
+        (["--context", "4096"], 2, "--context"),
+        (["--out", "/dev/null/figures"], 2, "/dev/null/figures"),
+        (["--codebooks", "nowhere"], 1, "antkv calibrate"),
+        (["--calibration", "missing.txt"], 2, "missing.txt"),
+    ],
+)
+def test_mistakes_are_one_line(
+    model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path, capsys, change, code: int, says: str
+) -> None:
+    args = command(model_folder, codebook_folder, text_file, tmp_path / "out", *change)
+    assert cli.run(args) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line

@@ -1,0 +1,242 @@
+"""Perplexity gained by anchors that are chosen in different ways, at the same count, against an oracle.
+
+The oracle knows what no server can: by how much each row's code will change the attention outputs of the queries that
+see it (`row_error`). Choices are made from a full-precision run of the same window, so that they all see the same rows.
+Anchors then serve every query that would see the code; with a recency these are the queries past the block's end, as
+in the engine.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure as Canvas
+
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.evaluate.figures.activations import LayerRows
+from vllm_antkv.evaluate.figures.row_error import RowScores, causal, row_errors
+from vllm_antkv.evaluate.figures.scene import Scene, track
+from vllm_antkv.evaluate.figures.style import canvas, label, legend_beside, lines
+from vllm_antkv.evaluate.methods import Method
+from vllm_antkv.evaluate.methods.base import Quantiser
+from vllm_antkv.evaluate.perplexity import mean_nll
+from vllm_antkv.evaluate.report import perplexity_of
+from vllm_antkv.ops.reference import anchor_score, causal_lse, top_rows
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.select.anchors import block_anchors
+from vllm_antkv.select.recency import last_query_table
+
+SHARES = (0.01, 0.02, 0.05, 0.10)
+ORACLE = "oracle: true output error"
+SERVED = "Anchor Score times code error, own block's queries (served)"
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """One layer of one window, from which anchors are chosen.
+
+    coded_key, coded_value: (num_tokens, num_kv_heads, head_size), what the rows come back as.
+    seen: (num_tokens, num_tokens) bool, True where query i sees row j through its code.
+    """
+
+    rows: LayerRows
+    coded_key: torch.Tensor
+    coded_value: torch.Tensor
+    seen: torch.Tensor
+
+
+#: K and V rows to keep, each (num_tokens, num_kv_heads) bool.
+Chosen = tuple[torch.Tensor, torch.Tensor]
+
+
+def equation_5(rows: LayerRows, scope: str) -> RowScores:
+    """The Anchor Score of every row (AnTKV, equation 5).
+
+    Args:
+        rows: the layer.
+        scope: queries that vote: `prompt`, all of the window, or `block`, those of the row's own VQ block.
+    """
+    num_tokens, num_kv_heads, _ = rows.key.shape
+    votes = causal(num_tokens, rows.key.device)
+    if scope == "block":
+        block = torch.arange(num_tokens, device=votes.device) // VQ_BLOCK_SIZE
+        votes = votes & (block == block[:, None])
+    scores = []
+    for head in range(num_kv_heads):
+        query, key = rows.queries_of(head)[None], rows.key[None, :, head : head + 1]
+        lse = causal_lse(query, key, votes[None], rows.scale)
+        scores.append(torch.cat(anchor_score(query, key, lse, votes[None], rows.scale)))
+    of_key, of_value = torch.cat(scores, dim=1)
+    return RowScores(of_key, of_value)
+
+
+def seen_through_code(config: AntKVConfig, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """(num_tokens, num_tokens) bool, True where query i no longer sees row j exactly."""
+    last = last_query_table(config, num_tokens).to(device)
+    return causal(num_tokens, device) & (torch.arange(num_tokens, device=device)[:, None] > last)
+
+
+#: Chooses the rows of one layer under each of several settings, which differ in the number of rows.
+Choice = Callable[[Candidates, Sequence[AntKVConfig]], list[Chosen]]
+
+
+def _by_anchor_score(scope: str) -> Choice:
+    """The engine's own choice, with the votes of either scope."""
+
+    def choose(candidates: Candidates, configs: Sequence[AntKVConfig]) -> list[Chosen]:
+        rows, scores = candidates.rows, equation_5(candidates.rows, scope)
+
+        def kept(config: AntKVConfig, score: torch.Tensor, exact: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
+            def of_block(block: slice) -> torch.Tensor:
+                already = torch.arange(block.start, block.stop, device=exact.device) < config.prefix
+                return block_anchors(
+                    score[:, block], exact[block], coded[block], config.anchor_rows, already, True, scope
+                )
+
+            return _in_blocks(of_block, score)
+
+        return [
+            (
+                kept(config, scores.key, rows.key, candidates.coded_key),
+                kept(config, scores.value, rows.value, candidates.coded_value),
+            )
+            for config in configs
+        ]
+
+    return choose
+
+
+def _by(rank: Callable[[Candidates], RowScores]) -> Choice:
+    """The rows of each block that rank highest."""
+
+    def choose(candidates: Candidates, configs: Sequence[AntKVConfig]) -> list[Chosen]:
+        ranks = rank(candidates)
+        return [(best_of_blocks(ranks.key, config), best_of_blocks(ranks.value, config)) for config in configs]
+
+    return choose
+
+
+def best_of_blocks(scores: torch.Tensor, config: AntKVConfig) -> torch.Tensor:
+    """The highest of each block that closes before the window ends, beside the intact prefix.
+
+    Args:
+        scores: (num_kv_heads, num_tokens).
+        config: says how many rows.
+
+    Returns:
+        (num_tokens, num_kv_heads) bool.
+    """
+    scores = scores.clone()
+    scores[:, : config.prefix] = -torch.inf
+    return _in_blocks(lambda block: top_rows(scores[:, block], config.anchor_rows), scores)
+
+
+def _in_blocks(of_block: Callable[[slice], torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    offsets = torch.arange(VQ_BLOCK_SIZE, device=scores.device)
+    for start in range(0, scores.shape[1] - VQ_BLOCK_SIZE, VQ_BLOCK_SIZE):
+        block = slice(start, start + VQ_BLOCK_SIZE)
+        kept[:, block] = (of_block(block)[..., None] == offsets).any(-2)
+    return kept.T
+
+
+def _oracle(candidates: Candidates) -> RowScores:
+    return row_errors(candidates.rows, candidates.coded_key, candidates.coded_value, candidates.seen)
+
+
+def _attention_sum(candidates: Candidates) -> RowScores:
+    mass = equation_5(candidates.rows, "prompt").value
+    return RowScores(mass, mass)
+
+
+def _random(candidates: Candidates) -> RowScores:
+    generator = torch.Generator().manual_seed(candidates.rows.layer)
+    num_tokens, num_kv_heads, _ = candidates.rows.key.shape
+    return RowScores(*torch.rand(2, num_kv_heads, num_tokens, generator=generator).to(candidates.rows.key.device))
+
+
+def _latest(candidates: Candidates) -> RowScores:
+    num_tokens, num_kv_heads, _ = candidates.rows.key.shape
+    position = torch.arange(num_tokens, device=candidates.rows.key.device).float().expand(num_kv_heads, -1)
+    return RowScores(position, position)
+
+
+CHOICES: dict[str, Choice] = {
+    ORACLE: _by(_oracle),
+    "Anchor Score times code error, all queries": _by_anchor_score("prompt"),
+    SERVED: _by_anchor_score("block"),
+    "Anchor Score alone, all queries (AnTKV, eq. 5)": _by(lambda candidates: equation_5(candidates.rows, "prompt")),
+    "attention received, all queries": _by(_attention_sum),
+    "last of the block": _by(_latest),
+    "random": _by(_random),
+}
+
+
+@dataclass(frozen=True)
+class _WithRows:
+    """A quantiser that leaves chosen rows of one window as they are."""
+
+    base: Quantiser
+    chosen: list[Chosen]
+
+    def read_back(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, rotary: RotaryTable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Quantiser.read_back`."""
+        of_key, of_value = self.chosen[layer]
+        coded_key, coded_value = self.base.read_back(layer, key, value, rotary)
+        return torch.where(of_key[..., None], key, coded_key), torch.where(of_value[..., None], value, coded_value)
+
+
+def numbers(scene: Scene) -> dict[str, Any]:
+    """Perplexity for each choice and share, and the share of the oracle's gain."""
+    bare = scene.method(scene.preset, anchor_share=0.0, sinks=False)
+    configs = [scene.config(anchor_share=share, sinks=False) for share in SHARES]
+    totals = {name: [0.0] * len(SHARES) for name in CHOICES}
+    steps = [(window, name) for window in range(len(scene.windows)) for name in CHOICES]
+    layers: list[Candidates] = []
+    for window, name in track(steps, "anchor-choice"):
+        if name == ORACLE:
+            layers = _candidates(scene, bare, window)
+        chosen = zip(*(CHOICES[name](candidates, configs) for candidates in layers), strict=True)
+        for index, of_layers in enumerate(chosen):
+            assert bare.quantiser is not None
+            method = replace(bare, quantiser=_WithRows(bare.quantiser, list(of_layers)))
+            totals[name][index] += mean_nll(scene.model, method, scene.windows[window : window + 1])
+    perplexity = {
+        name: [perplexity_of(total / len(scene.windows)) for total in of_name] for name, of_name in totals.items()
+    }
+    without = scene.perplexity(bare)
+    gains = {name: [without - value for value in values] for name, values in perplexity.items()}
+    return {
+        "preset": scene.preset,
+        "shares": SHARES,
+        "rows_per_block": [config.anchor_rows for config in configs],
+        "fp16": scene.full_perplexity,
+        "no_anchors": without,
+        "perplexity": perplexity,
+        "share_of_oracle_gain": {
+            name: [gain / best if best > 0 else None for gain, best in zip(of_name, gains[ORACLE], strict=True)]
+            for name, of_name in gains.items()
+        },
+    }
+
+
+def _candidates(scene: Scene, method: Method, window: int) -> list[Candidates]:
+    seen = seen_through_code(method.config, scene.context, scene.model.device)
+    layers: list[Candidates] = []
+    scene.visit(lambda rows: layers.append(Candidates(rows, *scene.coded(method, rows), seen)), window)
+    return layers
+
+
+def draw(numbers: dict[str, Any]) -> Canvas:
+    """Perplexity against the share of anchors, one line for each choice."""
+    figure, (panel,) = canvas(f"Who chooses the anchors ({numbers['preset']})")
+    shares = [100 * share for share in numbers["shares"]]
+    lines(panel, shares, numbers["perplexity"])
+    panel.axhline(numbers["no_anchors"], color="black", linestyle=":", label="no anchors")
+    panel.axhline(numbers["fp16"], color="black", linestyle="--", label="full precision")
+    label(panel, "All choices keep the same number of rows", "anchors (% of tokens)", "perplexity")
+    legend_beside(figure, panel, 9.5)
+    return figure

@@ -1,0 +1,153 @@
+"""`antkv inspect`: measures and draws figures, each saved as it is finished, so that a killed run goes on."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_antkv import __version__
+from vllm_antkv.calibrate.workspace import fingerprint
+from vllm_antkv.codebook import Codebook, find_codebook
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import CodebookError, SettingsError
+from vllm_antkv.evaluate.figures import Figure
+from vllm_antkv.evaluate.figures.scene import DEFAULT_PRESET, Scene
+from vllm_antkv.evaluate.figures.style import save
+from vllm_antkv.evaluate.methods import MethodRequest
+from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.evaluate.report import versions, write_json
+from vllm_antkv.evaluate.sample import MAX_TOKENS, take_sample
+from vllm_antkv.evaluate.windows import load_windows
+from vllm_antkv.presets import PRESETS
+
+
+def inspect_model(
+    model: str,
+    figures: Sequence[Figure],
+    text: Path,
+    out: Path,
+    config: AntKVConfig,
+    calibration: Path | None,
+    context: int,
+    max_windows: int,
+) -> Iterator[tuple[str, bool]]:
+    """Write NAME.json, NAME.png and NAME.svg for every figure into `out`.
+
+    A figure whose JSON is there with the same settings is not measured again, only drawn.
+
+    Args:
+        model: folder or Hugging Face name.
+        figures: what to draw.
+        text: evaluation text, see `load_windows`.
+        out: folder, made if it does not exist.
+        config: the settings of the cache; `codebooks` says where centroids are.
+        calibration: text that calibrated methods learn from; without it the windows of `text` that follow those shown.
+        context: tokens per window.
+        max_windows: windows shown.
+
+    Yields:
+        the name of each figure as it is finished, and whether it was measured before.
+
+    Raises:
+        SettingsError: something that cannot be used, `out` included.
+        CodebookError: there is no codebook for this model.
+    """
+    _make_folder(out)
+    card = ModelCard.read(model)
+    card.check_context(context)
+    windows, learned = _texts(card, text, calibration, context, max_windows)
+    card.check_windows(windows)
+    card.check_windows(learned)
+    codebooks = _codebooks(card, config.codebooks)
+    request = MethodRequest(model, card.identity, None if config.codebooks is None else Path(config.codebooks), config)
+    loaded = card.load()
+    scene = Scene(card, loaded, list(codebooks), windows, request)
+    settings = {
+        "model": model,
+        "weights": fingerprint(loaded),
+        "text": [text.name, _digest(windows)],
+        "calibration": [(calibration or text).name, _digest(learned)],
+        "context": context,
+        "windows": len(windows),
+        "codebooks": codebooks,
+        "config": config.model_dump(exclude={"codebooks", "prefill_reads_cache", "kernels"}),
+        "version": __version__,
+    }
+    for figure in figures:
+        numbers = _measured(out / f"{figure.name}.json", settings)
+        known = numbers is not None
+        if numbers is None:
+            scene = _with_sample(scene, learned, calibration or text)
+            numbers = json.loads(json.dumps(figure.numbers(scene)))
+            content = {"figure": figure.name, "settings": settings, "numbers": numbers}
+            write_json(out / f"{figure.name}.json", {**content, "versions": versions("torch", "transformers")})
+        save(figure.draw(numbers), out, figure.name)
+        yield figure.name, known
+
+
+def _texts(
+    card: ModelCard, text: Path, calibration: Path | None, context: int, max_windows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows that are shown and windows that are learned from, both (num_windows, context) int64."""
+    wanted = max(1, MAX_TOKENS // context)
+    if calibration is not None:
+        return (
+            load_windows(text, card.tokenizer, context, max_windows),
+            load_windows(calibration, card.tokenizer, context, wanted),
+        )
+    windows = load_windows(text, card.tokenizer, context, max_windows + wanted)
+    if len(windows) <= max_windows:
+        raise SettingsError(
+            f"{text} has {len(windows)} windows of {context} tokens, which leaves none to learn from: give a longer "
+            "text, --calibration FILE or a smaller --max-windows."
+        )
+    return windows[:max_windows], windows[max_windows:]
+
+
+def _codebooks(card: ModelCard, folder: str | None) -> dict[str, str]:
+    """Preset -> identity of its codebook, of those that there are; CodebookError when there is none, or a bad one."""
+    found = {}
+    for preset in PRESETS:
+        try:
+            path = find_codebook(card.name, card.identity, preset, folder)
+        except CodebookError:
+            continue
+        found[preset] = Codebook.load(path, preset, card.identity).identity
+    if not found:
+        # Says where one was looked for, and how to make it.
+        find_codebook(card.name, card.identity, DEFAULT_PRESET, folder)
+    return found
+
+
+def _with_sample(scene: Scene, learned: torch.Tensor, text: Path) -> Scene:
+    if scene.request.sample is not None:
+        return scene
+    return replace(scene, request=replace(scene.request, sample=take_sample(scene.model, learned, str(text))))
+
+
+def _measured(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The numbers of an earlier run with the same settings; a file that is damaged counts as none."""
+    try:
+        content = json.loads(path.read_text())
+        same = content["settings"] == json.loads(json.dumps(settings))
+        return content["numbers"] if same else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _digest(windows: torch.Tensor) -> str:
+    return hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16]
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".write-test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise SettingsError(f"{out} cannot be written: {error.strerror}.") from None

@@ -1,0 +1,117 @@
+"""What every figure is drawn from: a model, windows of text, and the methods that can be built for it."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.attention import quantised_past
+from vllm_antkv.evaluate.figures.activations import LayerRows, visit_layers
+from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
+from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.evaluate.perplexity import mean_nll
+from vllm_antkv.evaluate.report import perplexity_of
+from vllm_antkv.evaluate.rotary import rotary_table
+from vllm_antkv.ops.rope import RotaryTable
+
+T = TypeVar("T")
+
+#: Shown by figures of one preset, where there is a codebook for it.
+DEFAULT_PRESET = "antkv-1bit"
+#: Positions whose logits are held at a time.
+_LOGITS_CHUNK = 128
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One model and text under one set of settings.
+
+    presets: those that have a codebook, at least one.
+    windows: (num_windows, context) int64.
+    request: what methods are built from; its `config` has the recency that all of them share, its `sample` what
+        calibrated methods learn from.
+    """
+
+    card: ModelCard
+    model: PreTrainedModel
+    presets: list[str]
+    windows: torch.Tensor
+    request: MethodRequest
+
+    @property
+    def context(self) -> int:
+        """Tokens per window."""
+        return self.windows.shape[1]
+
+    @property
+    def preset(self) -> str:
+        """The preset of figures that show one."""
+        return DEFAULT_PRESET if DEFAULT_PRESET in self.presets else self.presets[0]
+
+    @cached_property
+    def rotary(self) -> RotaryTable:
+        """The model's own table for a window."""
+        return rotary_table(self.model, self.context)
+
+    def method(self, name: str, **changes: Any) -> Method:
+        """The method called `name`, with changes to the settings."""
+        return build_method(name, replace(self.request, config=self.config(**changes)))
+
+    def config(self, **changes: Any) -> AntKVConfig:
+        """The settings with changes."""
+        return AntKVConfig.model_validate({**self.request.config.model_dump(), **changes})
+
+    def perplexity(self, method: Method) -> float:
+        """Of the model on the windows through `method`."""
+        return perplexity_of(mean_nll(self.model, method, self.windows))
+
+    @cached_property
+    def full_perplexity(self) -> float:
+        """Of the model as it is."""
+        return self.perplexity(self.method("fp16"))
+
+    @torch.inference_mode()
+    def divergence(self, method: Method) -> float:
+        """Mean KL divergence, in nats, of the next-token distributions through `method` from the model's own.
+
+        Unlike perplexity, it cannot fall because an error happens to suit the text.
+        """
+        total = 0.0
+        for window in self.windows.to(self.model.device):
+            own = self.model.get_decoder()(window[None], use_cache=False).last_hidden_state[0]
+            with quantised_past(self.model, method, self.context):
+                through = self.model.get_decoder()(window[None], use_cache=False).last_hidden_state[0]
+            for parts in zip(own.split(_LOGITS_CHUNK), through.split(_LOGITS_CHUNK), strict=True):
+                p, q = (self.model.get_output_embeddings()(part).float().log_softmax(-1) for part in parts)
+                total += float((p.exp() * (p - q)).sum())
+        return total / self.windows.numel()
+
+    def visit(self, visitor: Callable[[LayerRows], None], window: int = 0) -> None:
+        """Hand the rows of every layer of one window, in full precision, to `visitor`."""
+        visit_layers(self.model, self.windows[window], visitor)
+
+    def coded(self, method: Method, rows: LayerRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer's K (after RoPE) and V come back as, each (num_tokens, num_kv_heads, head_size)."""
+        assert method.quantiser is not None
+        key, value = method.quantiser.read_back(rows.layer, rows.key[None], rows.value[None], self.rotary)
+        return key[0], value[0]
+
+
+def track(items: Iterable[T], what: str) -> Iterator[T]:
+    """The items, with a progress bar on standard error that goes when they are done."""
+    return iter(tqdm(list(items), desc=what, leave=False, mininterval=0.1 if sys.stderr.isatty() else 30))
+
+
+def numbers_of(tensor: torch.Tensor) -> list[Any]:
+    """As JSON keeps them, with the six digits that a figure can use at most."""
+    flat = [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
+    result: list[Any] = flat
+    for size in reversed(tensor.shape[1:]):
+        result = [result[start : start + size] for start in range(0, len(result), size)]
+    return result
