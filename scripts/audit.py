@@ -85,7 +85,9 @@ def main() -> int:
 
 def report_licences() -> list[str]:
     """Print the licences of all installed distributions; returns the names of those that are not allowed."""
-    found = {distribution.name: licence_of(distribution.metadata) for distribution in metadata.distributions()}
+    # setuptools puts the copies that it brings along on the path; they are part of it.
+    places = [place for place in sys.path if Path(place).name != "_vendor"]
+    found = {each.name: licence_of(each.metadata) for each in metadata.distributions(path=places)}
     reviewed = {name: note for name in sorted(found) if (note := review_of(name))}
     refused = sorted(name for name, licence in found.items() if not is_allowed(licence) and name not in reviewed)
     print(f"Licences of the {len(found)} installed distributions:")
