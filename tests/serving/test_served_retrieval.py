@@ -1,0 +1,41 @@
+"""What is retrieved through real vLLM is what the offline evaluator says, and `auto` agrees with itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.serving.conftest import EMBEDDED, ROOT
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.methods import MethodRequest, build_method
+from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.evaluate.retrieval import evaluate_retrieval
+from vllm_antkv.evaluate.retrieval_prompts import make_prompts
+from vllm_antkv.evaluate.served import evaluate_retrieval_served, evaluate_served
+from vllm_antkv.evaluate.windows import load_windows
+
+pytestmark = pytest.mark.serving
+
+#: Nothing exact but the current token: what is lost shows.
+BARE = AntKVConfig(anchor_share=0.0, recency="none", prefix=0, sinks=False)
+
+
+def test_served_retrieval_agrees_with_offline(engine_environment: None) -> None:
+    card = ModelCard.read(str(ROOT / "models" / "retrieval"))
+    prompts = make_prompts(card.tokenizer, ["pairs", "passkey"], [400], [0.0, 0.5], 6)
+    method = build_method("antkv-1bit", MethodRequest(card.name, card.identity, None, BARE))
+    offline = evaluate_retrieval(card, card.load(), method, prompts)
+    served = evaluate_retrieval_served(card, "antkv-1bit", BARE, prompts)
+    # The engine computes in bfloat16: an answer on the edge may fall to either side.
+    assert served.exact_match == pytest.approx(offline.exact_match, abs=2 / len(prompts))
+    assert [cell.prompts for cell in served.cells] == [6] * 4
+
+
+def test_a_coarser_cache_is_farther_from_auto(engine_environment: None) -> None:
+    card = ModelCard.read(str(EMBEDDED))
+    windows: torch.Tensor = load_windows(Path(ROOT / "LICENSE"), card.tokenizer, 300, 2)
+    found = evaluate_served(card, "antkv-1bit", BARE, windows, ROOT / "LICENSE", against="auto").against
+    assert found is not None
+    assert found.kv_cache_dtype == "auto"
+    assert 0.5 < found.top1_agreement < 1
+    assert 0 < found.kl < 1

@@ -1,0 +1,84 @@
+"""Prompts say what they claim to say: a fact once, at its depth, in as many tokens as asked for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from vllm_antkv.errors import SettingsError
+from vllm_antkv.evaluate.retrieval_prompts import KINDS, is_right, make_prompts
+
+TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "models" / "embedded")
+#: Tokens of the longest line of either kind.
+LINE = 40
+depths = st.floats(0, 1)
+lengths = st.integers(100, 1500)
+
+
+def one(kind: str, length: int, depth: float, seed: int = 0):
+    (prompt,) = make_prompts(TOKENIZER, [kind], [length], [depth], 1, seed)
+    return prompt, TOKENIZER.decode(prompt.prompt[1:])
+
+
+@settings(max_examples=20)
+@given(kind=st.sampled_from(sorted(KINDS)), length=lengths, depth=depths)
+def test_it_is_as_long_as_asked_for(kind: str, length: int, depth: float) -> None:
+    prompt, text = one(kind, length, depth)
+    assert length - LINE <= len(prompt.prompt) + len(prompt.answer) <= length
+    assert prompt.prompt[0] == TOKENIZER.bos_token_id
+    whole = (text + TOKENIZER.decode(prompt.answer)).rstrip()
+    assert whole.endswith(prompt.expected)
+    assert list(prompt.prompt[1:]) == TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+@settings(max_examples=20)
+@given(length=lengths, depth=depths)
+def test_pairs_answer_their_question_at_their_depth(length: int, depth: float) -> None:
+    prompt, text = one("pairs", length, depth)
+    *lines, question = text.split("\n")
+    keys = [line.split(":")[0] for line in lines]
+    assert len(set(keys)) == len(keys), "no key twice"
+    assert dict(line.split(":") for line in lines)[question.rstrip(":")] == prompt.expected
+    assert keys.index(question.rstrip(":")) == round(depth * (len(keys) - 1))
+
+
+@settings(max_examples=20)
+@given(length=lengths, depth=depths)
+def test_the_passkey_is_told_once_at_its_depth(length: int, depth: float) -> None:
+    prompt, text = one("passkey", length, depth)
+    *lines, question = text.split("\n")
+    told = [at for at, line in enumerate(lines) if line == f"The pass key is {prompt.expected}. Remember it."]
+    assert told == [round(depth * (len(lines) - 1))]
+    assert question == "The pass key is"
+    assert text.count(prompt.expected) == 1
+
+
+def test_the_seed_decides_everything() -> None:
+    def prompts(seed: int):
+        return make_prompts(TOKENIZER, list(KINDS), [100, 200], [0.0, 1.0], 3, seed)
+
+    first = prompts(0)
+    assert first == prompts(0)
+    assert len({prompt.prompt for prompt in first}) == len(first) == 2 * 2 * 2 * 3
+    assert not {prompt.prompt for prompt in first} & {prompt.prompt for prompt in prompts(1)}
+
+
+@given(expected=st.integers(1000, 9999), other=st.integers(1000, 9999), more=st.text(max_size=5))
+def test_right_is_the_number_and_nothing_else(expected: int, other: int, more: str) -> None:
+    assert is_right(f" {expected}\n{more}", str(expected))
+    assert is_right(f"{other}.", str(expected)) == (other == expected)
+    assert not is_right(f"{expected}0{more}", str(expected))
+    assert not is_right(f"x{expected}", str(expected))
+
+
+@pytest.mark.parametrize(
+    "kinds, lengths, depths",
+    [(["haystack"], [100], [0.5]), (["pairs"], [100], [1.5]), (["passkey"], [12], [0.5])],
+)
+def test_mistakes(kinds: list[str], lengths: list[int], depths: list[float], reads_well: Callable[..., str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        make_prompts(TOKENIZER, kinds, lengths, depths, 1)
+    reads_well(caught.value)

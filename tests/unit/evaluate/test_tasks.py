@@ -1,0 +1,76 @@
+"""`antkv eval tasks` before any engine starts, and how the harness's results are read."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_antkv import cli
+from vllm_antkv.evaluate.tasks import TasksReport, metric_rows, read_scores
+
+EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
+HARNESS = importlib.util.find_spec("lm_eval") is not None
+
+
+def report(dtype: str, results: dict[str, Any], *tasks: str) -> TasksReport:
+    return TasksReport(
+        model="m",
+        kv_cache_dtype=dtype,
+        scores=list(read_scores(results, tasks)),
+        answers=0,
+        answer_tokens=None,
+        cap_hits=None,
+        settings={},
+        versions={},
+    )
+
+
+def results(value: float) -> dict[str, Any]:
+    group = {"alias": "mmlu", "acc,none": value, "acc_stderr,none": 0.01}
+    gsm8k = {"exact_match,strict-match": value / 2, "exact_match_stderr,strict-match": "N/A"}
+    return {"mmlu": group, "mmlu_law": {"acc,none": 1.0}, "gsm8k": gsm8k}
+
+
+def test_scores_are_those_of_what_was_asked_for() -> None:
+    scores = report("auto", results(0.5), "mmlu", "gsm8k").scores
+    assert [(s.task, s.metric, s.value, s.stderr) for s in scores] == [
+        ("mmlu", "acc", 0.5, 0.01),
+        ("gsm8k", "exact_match (strict-match)", 0.25, None),
+    ]
+
+
+def test_a_group_without_metrics_is_shown_by_its_tasks() -> None:
+    found = {"longbench": {"alias": "longbench"}, "a": {"score,none": 0.1}, "b": {"score,none": 0.2}}
+    assert [score.task for score in report("auto", found, "longbench").scores] == ["a", "b"]
+
+
+def test_differences_are_from_the_first() -> None:
+    reports = [report(dtype, results(value), "mmlu") for dtype, value in [("auto", 0.5), ("antkv-1bit", 0.25)]]
+    assert list(metric_rows(reports)) == [("mmlu", "acc", [0.5, 0.25], [0.0, -0.25])]
+
+
+def run(tmp_path: Path, *args: str) -> int:
+    out = str(tmp_path / "out.json")
+    return cli.run(["eval", "tasks", str(EMBEDDED), "--tasks", "no-such-task", "--json", out, *args])
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [[], ["--kv-cache-dtype", "auto", "--server", "auto=http://localhost:1"], ["--server", "http://localhost:1"]],
+)
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture, mistake: list[str]) -> None:
+    assert run(tmp_path, *mistake) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.skipif(HARNESS, reason="lm-evaluation-harness is installed")
+def test_without_the_harness_it_says_how_to_install_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert run(tmp_path, "--kv-cache-dtype", "auto") == 1
+    assert "pip install 'vllm-antkv[tasks]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not HARNESS, reason="lm-evaluation-harness is not installed: pip install 'vllm-antkv[tasks]'")
+def test_a_task_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert run(tmp_path, "--kv-cache-dtype", "auto") == 2
+    assert "no-such-task" in capsys.readouterr().err.splitlines()[-1]
