@@ -60,7 +60,7 @@ def test_the_header_records_the_calibration_and_no_folder(learned: Path, text_fi
 
 
 def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama: Path, text_file: Path) -> None:
-    """Layers, K and V, heads, sub-vectors and channels are in order: any other place's centroids would fit far worse."""
+    """Layers, K and V, heads, sub-vectors, channels: any other place's centroids would fit far worse."""
     book = Codebook.load(codebook_path(learned, "antkv-4bit"))
     folder = str(tiny_llama)
     config = run.load_config(folder)
