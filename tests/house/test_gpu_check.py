@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 MACHINE = {"gpu": "NVIDIA Y", "memory_gib": 80.0, "driver": "1.2", "versions": {"torch": "2.11"}}
 OK = Step("one", ("-c", "print('fine')"), 1, 60)
 BROKEN = Step("two", ("-c", "raise SystemExit('this is why')"), 1, 60)
-SLOW = Step("three", ("-c", "import time; print('begun', flush=True); time.sleep(60)"), 1, 1)
+SLOW = Step("three", ("-c", "import time; print('begun', flush=True); time.sleep(60)"), 1, 4)
 REPORT = {"machine": MACHINE, "rows": []}
 WRITES = Step("four words", ("-c", f"import json; json.dump({REPORT}, open('{RESULT}', 'w'))"), 1, 60)
 

@@ -7,7 +7,6 @@ same answer as the one before. The second server is the first one's restart, so 
 import hashlib
 import json
 import random
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import pytest
 from transformers import AutoConfig
 
 from loadtest.server import EMBEDDED, Server, running_server
+from loadtest.watch import metrics
 from vllm_antkv.codebook import ModelIdentity, find_codebook
 
 pytestmark = pytest.mark.serving
@@ -27,14 +27,17 @@ pytestmark = pytest.mark.serving
 PRESET = "antkv-1bit"
 OPTIONS = {
     "--dtype": "float32",
-    "--max-model-len": "1024",
-    "--kv-cache-memory-bytes": str(1 << 24),
+    "--max-model-len": "2048",
+    "--kv-cache-memory-bytes": str(1 << 27),
     "--served-model-name": "embedded",
     # On one device vLLM would run the worker inside the engine core.
     "--distributed-executor-backend": "mp",
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 PROMPT = [0, *range(50, 350)]
+#: So much to write that no answer is finished before its server is killed, however late the kill comes.
+ANSWERS = 8
+LONG = {"max_tokens": 1700, "n": ANSWERS}
 #: How long what should happen at once may take on a busy machine.
 SOON = 60
 
@@ -46,33 +49,37 @@ def server(log: Path) -> Iterator[Server]:
         yield running
 
 
-def request(max_tokens: int, **more: object) -> dict[str, object]:
-    common = {"model": "embedded", "prompt": PROMPT, "temperature": 0, "ignore_eos": True}
-    return {**common, "max_tokens": max_tokens, **more}
+def request(**more: object) -> dict[str, object]:
+    return {"model": "embedded", "prompt": PROMPT, "ignore_eos": True, **more}
 
 
 def probe(running: Server) -> str:
-    response = httpx.post(f"{running.url}/v1/completions", json=request(24), timeout=SOON)
+    response = httpx.post(f"{running.url}/v1/completions", json=request(max_tokens=24, temperature=0), timeout=SOON)
     return str(response.raise_for_status().json()["choices"][0]["text"])
 
 
 def whole_answer(running: Server) -> tuple[int, str]:
     """Status and message of a request that does not stream."""
-    response = httpx.post(f"{running.url}/v1/completions", json=request(700), timeout=2 * SOON)
+    response = httpx.post(f"{running.url}/v1/completions", json=request(**LONG), timeout=2 * SOON)
     return response.status_code, response.json()["error"]["message"]
 
 
-def streamed_answer(running: Server, begun: threading.Event) -> str:
+def streamed_answer(running: Server) -> str:
     """The error in the middle of a stream."""
-    body = request(700, stream=True)
+    body = request(**LONG, stream=True)
     with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=2 * SOON) as response:
-        events = []
-        for line in response.iter_lines():
-            events.append(line.removeprefix("data: "))
-            begun.set()
+        events = [line.removeprefix("data: ") for line in response.iter_lines()]
     errors = [json.loads(event)["error"] for event in events if event.startswith('{"error"')]
     assert len(errors) == 1, events[-5:]
     return str(errors[0]["message"])
+
+
+def wait_until_all_run(running: Server, answers: int) -> None:
+    """A request that comes after the kill would be refused in another way."""
+    deadline = time.monotonic() + SOON
+    while metrics(running.url)["vllm:num_requests_running"] < answers:
+        assert time.monotonic() < deadline, "not all requests run"
+        time.sleep(0.05)
 
 
 def checksum() -> str:
@@ -94,11 +101,10 @@ def test_a_killed_process_takes_the_server_down_cleanly(tmp_path: Path, answers:
         assert len(answers) == 1
         processes = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
         (doomed,) = [process for process in processes if process.name() == victim[:15] or victim in process.cmdline()]
-        begun = threading.Event()
-        streams = [pool.submit(streamed_answer, running, begun) for _ in range(2)]
+        streams = [pool.submit(streamed_answer, running) for _ in range(2)]
         wholes = [pool.submit(whole_answer, running) for _ in range(2)]
-        assert begun.wait(SOON)
-        time.sleep(random.Random(victim).uniform(0, 1))
+        wait_until_all_run(running, ANSWERS * (len(streams) + len(wholes)))
+        time.sleep(random.Random(victim).uniform(0, 0.5))
         doomed.kill()
         for stream in streams:
             assert "EngineCore" in stream.result(SOON)
