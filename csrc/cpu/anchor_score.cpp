@@ -53,16 +53,20 @@ class Block {
     float* row(int offset) { return &keys_[(int64_t)offset * size_]; }
 
     void load_scores() {
-        for (int kind = 0; kind < 2; ++kind) {
-            std::fill_n(scores_[kind], kBlockSize, 0.0f);
-            for (int position = first_; position < begin_; ++position)
-                scores_[kind][position - first_] = *sequence_.recency_scores(position, kind);
-        }
+        for (int kind = 0; kind < 2; ++kind) std::fill_n(scores_[kind], kBlockSize, 0.0f);
+        for_pages(begin_, [](float* scores, float* in_page, int count) { std::copy_n(in_page, count, scores); });
     }
     void store_scores() {
-        for (int kind = 0; kind < 2; ++kind)
-            for (int position = first_; position < end_; ++position)
-                *sequence_.recency_scores(position, kind) = scores_[kind][position - first_];
+        for_pages(end_, [](float* scores, float* in_page, int count) { std::copy_n(scores, count, in_page); });
+    }
+    // Calls copy(scores, scores in their page, count) for the block's tokens before `end`, page by page.
+    template <typename Copy>
+    void for_pages(int end, Copy copy) {
+        for (int position = first_, count; position < end; position += count) {
+            count = std::min(layer_.recency_block_size, end - position);
+            for (int kind = 0; kind < 2; ++kind)
+                copy(scores_[kind] + position - first_, sequence_.recency_scores(position, kind), count);
+        }
     }
 
     // AnS(K_j) += A_ij (1 - A_ij) |Q_i|, AnS(V_j) += A_ij, for all heads of the group.

@@ -31,7 +31,8 @@ struct antkv_layer {
     int32_t num_heads, num_kv_heads, head_size;
     int32_t rotary_dim, is_neox_style;
     int32_t sub_vector_size, num_centroids, code_bytes;
-    int32_t recency_block_size, anchor_rows, prefix;
+    int32_t recency_block_size;  // a power of two
+    int32_t anchor_rows, prefix;
     int32_t has_anchors;  // else sinks alone take anchor rows
     int32_t prompt_scope;
     int32_t prefill_reads_cache;

@@ -152,12 +152,14 @@ inline bool turns_in_halves(const antkv_layer& layer) {
 template <int kHeads>
 constexpr int kTokensAtOnce = W == 16 ? (kHeads > 4 ? 2 : 4) : (kHeads > 2 ? 1 : 2);
 
-// out[h][t] = queries[h] . `offset_keys`[t], without storing the rows. `count` is rounded up to W in `out`.
-template <int kHeads, typename Table>
+// out[h][t] = queries[h] . `offset_keys`[t], without storing the rows. `count` is rounded up to W in `out`. Where
+// kHeadSize is not 0, heads have that many channels and all of them turn: addresses are then known to the compiler.
+template <int kHeads, unsigned kHeadSize, typename Table>
 void dot_turned(const antkv_layer& layer, Table centroids, const uint8_t* codes, int count, const float* queries,
                 float* out, int out_stride) {
     constexpr int kTokens = kTokensAtOnce<kHeads>;
-    const unsigned size = layer.head_size, half = layer.rotary_dim / 2;
+    const unsigned size = kHeadSize ? kHeadSize : layer.head_size;
+    const unsigned half = (kHeadSize ? kHeadSize : layer.rotary_dim) / 2;
     Vec partial[kHeads][W];
     for (int first = 0; first < count; first += W) {
         for (int lane = 0; lane < W; lane += kTokens) {
@@ -210,10 +212,14 @@ inline void dot_codes(const antkv_layer& layer, int head, const uint8_t* codes, 
         return;
     }
     with_centroids(layer, head, false, [&](auto centroids) {
-        for_heads(num_heads, [&](auto heads, int h) {
-            dot_turned<heads>(layer, centroids, codes, count, queries + h * layer.head_size, out + h * out_stride,
-                              out_stride);
-        });
+        const auto dot = [&](auto head_size) {
+            for_heads(num_heads, [&](auto heads, int h) {
+                dot_turned<heads, head_size>(layer, centroids, codes, count, queries + h * layer.head_size,
+                                             out + h * out_stride, out_stride);
+            });
+        };
+        if (layer.head_size == 128 && layer.rotary_dim == 128) dot(std::integral_constant<unsigned, 128>{});
+        else dot(std::integral_constant<unsigned, 0>{});
     });
 }
 

@@ -11,37 +11,36 @@ namespace {
 constexpr int kRun = 8;  // tokens encoded together, so that a centroid is loaded once for all of them
 constexpr int kMaxHead = 256;
 
-// Nearest centroid of sub-vector `s` of each row; equal distances take the lower index.
-template <int kTokens>
-void nearest(const antkv_layer& layer, const uint16_t* columns, const float* half_norms, const float* rows, int s,
+// Nearest centroids of sub-vectors, (size, kRun); equal distances take the lower index. kVectors vectors of centroids are
+// compared at a time, so that a product need not wait for the one before where there are few tokens.
+template <int kTokens, int kVectors>
+void nearest(const antkv_layer& layer, const uint16_t* columns, const float* half_norms, const float* sub_vectors,
              int* codes) {
     const int size = layer.sub_vector_size, count = layer.num_centroids;
-    Vec best[kTokens];
-    IntVec best_code[kTokens] = {};
+    Vec best[kTokens], best_code[kTokens] = {}, code;  // codes are whole numbers
     for (int t = 0; t < kTokens; ++t) best[t] = broadcast(kInfinity);
-    IntVec code;
     for (int lane = 0; lane < W; ++lane) code[lane] = lane;
-    for (int c = 0; c < count; c += W, code += W) {
-        Vec distance[kTokens];
-        for (int t = 0; t < kTokens; ++t) distance[t] = load(half_norms + c);
+    for (int c = 0; c < count; c += kVectors * W) {
+        Vec distance[kTokens][kVectors];
+        for (int v = 0; v < kVectors; ++v)
+            for (int t = 0; t < kTokens; ++t) distance[t][v] = load(half_norms + c + v * W);
         for (int k = 0; k < size; ++k) {
-            const Vec column = Float16::load(columns + (int64_t)k * count + c);
-            for (int t = 0; t < kTokens; ++t)
-                distance[t] -= broadcast(rows[t * layer.head_size + s * size + k]) * column;
+            for (int v = 0; v < kVectors; ++v) {
+                const Vec column = Float16::load(columns + (int64_t)k * count + c + v * W);
+                for (int t = 0; t < kTokens; ++t)
+                    distance[t][v] -= broadcast(sub_vectors[k * kRun + t]) * column;
+            }
         }
-        for (int t = 0; t < kTokens; ++t) {
-            best_code[t] = distance[t] < best[t] ? code : best_code[t];
-            best[t] = distance[t] < best[t] ? distance[t] : best[t];
+        for (int v = 0; v < kVectors; ++v, code += W) {
+            for (int t = 0; t < kTokens; ++t) {
+                best_code[t] = distance[t][v] < best[t] ? code : best_code[t];
+                best[t] = distance[t][v] < best[t] ? distance[t][v] : best[t];
+            }
         }
     }
     for (int t = 0; t < kTokens; ++t) {
-        int winner = 0;
-        for (int lane = 1; lane < W; ++lane) {
-            const bool nearer = best[t][lane] < best[t][winner];
-            const bool equal = best[t][lane] == best[t][winner] && best_code[t][lane] < best_code[t][winner];
-            if (nearer || equal) winner = lane;
-        }
-        codes[t] = best_code[t][winner];
+        const Vec winners = best[t] == smallest(best[t]) ? best_code[t] : broadcast(kInfinity);
+        codes[t] = (int)smallest(winners);
     }
 }
 
@@ -64,81 +63,87 @@ void unrotate(const antkv_layer& layer, int position, float* row) {
     if (!layer.cos) return;
     const Angles angles(layer, position);
     rotate(layer, row, angles.cos, angles.sin, -1);
-    const int half = layer.rotary_dim / 2;
-    for (int c = 0; c < half; ++c) {
-        const float norm = angles.cos[c] * angles.cos[c] + angles.sin[c] * angles.sin[c];
-        row[layer.is_neox_style ? c : 2 * c] /= norm;
-        row[layer.is_neox_style ? c + half : 2 * c + 1] /= norm;
-    }
+    if (layer.rotary_magnitude == 1) return;
+    const float factor = 1 / (layer.rotary_magnitude * layer.rotary_magnitude);
+    for (int c = 0; c < layer.rotary_dim; ++c) row[c] *= factor;
 }
 
-void store_codes(const Sequence& sequence, int position, int count, antkv_rows in_hand, bool of_values) {
-    const antkv_layer& layer = sequence.layer;
+// A token of the step: which request's, and where in it.
+struct Token {
+    int request, position;
+};
+
+// Codes of tokens first .. first + count of the step, whosever they are.
+void store_codes(const antkv_layer& layer, const antkv_step& step, const Token* tokens, int64_t first, int count,
+                 int head, antkv_rows in_hand, bool of_values) {
     const int size = layer.head_size, num_sub_vectors = size / layer.sub_vector_size;
-    const int64_t head = sequence.head;
-    const uint16_t* columns = (of_values ? layer.v_columns : layer.k_columns) + head * layer.num_centroids * size;
+    const uint16_t* columns = (of_values ? layer.v_columns : layer.k_columns) + (int64_t)head * layer.num_centroids * size;
     const float* half_norms = of_values ? layer.v_half_norms : layer.k_half_norms;
-    half_norms += head * layer.num_centroids * num_sub_vectors;
-    alignas(64) float rows[kRun * kMaxHead] = {};
+    half_norms += (int64_t)head * layer.num_centroids * num_sub_vectors;
+    alignas(64) float row[kMaxHead], rows[kMaxHead * kRun] = {};  // channel by channel
     int codes[kMaxHead][kRun];
     for (int t = 0; t < count; ++t) {
-        widen(layer, sequence.exact_row(in_hand, of_values, position + t), size, rows + t * size);
-        if (!of_values) unrotate(layer, position + t, rows + t * size);
+        widen(layer, row_of(layer, in_hand, first + t, head), size, row);
+        if (!of_values) unrotate(layer, tokens[t].position, row);
+        for (int c = 0; c < size; ++c) rows[c * kRun + t] = row[c];
     }
     for (int s = 0; s < num_sub_vectors; ++s) {
+        const float* sub_vectors = rows + s * layer.sub_vector_size * kRun;
         if (count == 1)
-            nearest<1>(layer, columns, half_norms, rows, s, codes[s]);
+            nearest<1, 8>(layer, columns, half_norms, sub_vectors, codes[s]);
+        else if (count <= 4)
+            nearest<4, 2>(layer, columns, half_norms, sub_vectors, codes[s]);
         else
-            nearest<kRun>(layer, columns, half_norms, rows, s, codes[s]);
+            nearest<kRun, 1>(layer, columns, half_norms, sub_vectors, codes[s]);
         columns += (int64_t)layer.num_centroids * layer.sub_vector_size;
         half_norms += layer.num_centroids;
     }
     for (int t = 0; t < count; ++t) {
-        int row[kMaxHead];
-        for (int s = 0; s < num_sub_vectors; ++s) row[s] = codes[s][t];
-        const VQPage page = sequence.vq_page((position + t) / kBlockSize);
-        pack(layer, row, num_sub_vectors, page.codes(of_values, (position + t) % kBlockSize));
+        int coded[kMaxHead];
+        for (int s = 0; s < num_sub_vectors; ++s) coded[s] = codes[s][t];
+        const VQPage page = Sequence(layer, step, tokens[t].request, head).vq_page(tokens[t].position / kBlockSize);
+        pack(layer, coded, num_sub_vectors, page.codes(of_values, tokens[t].position % kBlockSize));
     }
 }
 
-void store_tokens(const Sequence& sequence, int position, int count, antkv_rows key, antkv_rows value) {
+void store_rows(const Sequence& sequence, int position, antkv_rows key, antkv_rows value) {
     const antkv_layer& layer = sequence.layer;
-    const int row_bytes = layer.head_size * element_size(layer);
-    for (int p = position; p < position + count; ++p) {
-        if (p % kBlockSize == 0) {
-            // Blocks fill from their first token, so whoever had the block before left its anchors until here.
-            int16_t* offsets = sequence.vq_page(p / kBlockSize).anchor_offsets(false);
-            std::fill_n(offsets, 2 * layer.anchor_rows, (int16_t)-1);
-        }
-        uint8_t* page = sequence.recency_page(p);
-        if (!page) continue;
-        std::memcpy(sequence.recency_row(page, false, p), sequence.exact_row(key, false, p), row_bytes);
-        std::memcpy(sequence.recency_row(page, true, p), sequence.exact_row(value, true, p), row_bytes);
+    if (position % kBlockSize == 0) {
+        // Blocks fill from their first token, so whoever had the block before left its anchors until here.
+        int16_t* offsets = sequence.vq_page(position / kBlockSize).anchor_offsets(false);
+        std::fill_n(offsets, 2 * layer.anchor_rows, (int16_t)-1);
     }
-    store_codes(sequence, position, count, key, false);
-    store_codes(sequence, position, count, value, true);
+    uint8_t* page = sequence.recency_page(position);
+    if (!page) return;
+    const int row_bytes = layer.head_size * element_size(layer);
+    std::memcpy(sequence.recency_row(page, false, position), sequence.exact_row(key, false, position), row_bytes);
+    std::memcpy(sequence.recency_row(page, true, position), sequence.exact_row(value, true, position), row_bytes);
 }
-
-struct Task {
-    int head, request, position;
-};
 
 }  // namespace
 }  // namespace antkv
 
 extern "C" void antkv_encode_store(const antkv_layer* layer, const antkv_step* step, antkv_rows key, antkv_rows value) {
     using namespace antkv;
-    std::vector<Task> tasks;
-    for (int head = 0; head < layer->num_kv_heads; ++head) {
-        for (int request = 0; request < step->num_reqs; ++request) {
-            const Sequence sequence(*layer, *step, request, head);
-            for (int position = sequence.start; position < sequence.end; position += kRun)
-                tasks.push_back({head, request, position});
-        }
+    std::vector<Token> tokens;
+    tokens.reserve(step->query_start_loc[step->num_reqs]);
+    for (int request = 0; request < step->num_reqs; ++request) {
+        const Sequence sequence(*layer, *step, request, 0);
+        for (int position = sequence.start; position < sequence.end; ++position) tokens.push_back({request, position});
     }
-#pragma omp parallel for schedule(static)
-    for (size_t i = 0; i < tasks.size(); ++i) {
-        const Sequence sequence(*layer, *step, tasks[i].request, tasks[i].head);
-        store_tokens(sequence, tasks[i].position, std::min(kRun, sequence.end - tasks[i].position), key, value);
+    const int64_t num_tokens = tokens.size(), num_runs = (num_tokens + kRun - 1) / kRun;
+    // Head by head, so that a thread keeps the centroids of one in its cache.
+#pragma omp parallel for collapse(3) schedule(static)
+    for (int head = 0; head < layer->num_kv_heads; ++head) {
+        for (int kind = 0; kind < 2; ++kind) {
+            for (int64_t run = 0; run < num_runs; ++run) {
+                const int64_t first = run * kRun;
+                const int count = (int)std::min<int64_t>(kRun, num_tokens - first);
+                store_codes(*layer, *step, &tokens[first], first, count, head, kind ? value : key, kind);
+                for (int t = 0; kind == 0 && t < count; ++t)
+                    store_rows(Sequence(*layer, *step, tokens[first + t].request, head), tokens[first + t].position,
+                               key, value);
+            }
+        }
     }
 }

@@ -75,17 +75,18 @@ struct Sequence {
 
     // The recency page of a token, or null where it has none.
     uint8_t* recency_page(int position) const {
-        const int page = position / layer.recency_block_size;
+        const int page = position >> __builtin_ctz(layer.recency_block_size);
         const int64_t id = step.recency_block_table[request * step.recency_table_stride + page];
         return id ? layer.recency + id * layer.recency_block_stride + head * layer.recency_head_stride : nullptr;
     }
     uint8_t* recency_row(uint8_t* page, bool of_values, int position) const {
-        const int64_t offset = position % layer.recency_block_size;
+        const int64_t offset = recency_offset(position);
         return page + (of_values ? layer.recency_v : 0) + offset * layer.head_size * element_size(layer);
     }
+    int recency_offset(int position) const { return position & (layer.recency_block_size - 1); }
     float* recency_scores(int position, bool of_values) const {
         float* scores = (float*)(recency_page(position) + layer.recency_scores);
-        return scores + (of_values ? layer.recency_block_size : 0) + position % layer.recency_block_size;
+        return scores + (of_values ? layer.recency_block_size : 0) + recency_offset(position);
     }
 
     // Full-precision K (or V) row of a token: from the step's tensor where it is in hand, else from its page.
