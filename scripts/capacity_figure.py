@@ -1,0 +1,105 @@
+"""Draw docs/figures/capacity.svg: how many tokens a cache holds beside `auto`, as vLLM itself computes it.
+
+`python scripts/capacity_figure.py` writes the figure and its numbers, capacity.json. No weights and no GPU are needed.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from vllm_antkv.evaluate.figures import style
+
+FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "capacity.svg"
+NUMBERS = FIGURE.with_suffix(".json")
+#: `--max-model-len`: the longest request that vLLM has to be able to hold.
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+#: Memory of the cache; ratios do not depend on it as long as it is large.
+MEMORY = 40 << 30
+#: The shape of Llama-3-8B.
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+
+
+def measure() -> dict[str, list[float]]:
+    """For each preset and each of LENGTHS, tokens held divided by those of `auto`."""
+    from vllm_antkv.presets import PRESETS
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        auto = [_capacity(folder, None, length) for length in LENGTHS]
+        return {
+            name: [round(_capacity(folder, name, length) / base, 2) for length, base in zip(LENGTHS, auto, strict=True)]
+            for name in PRESETS
+        }
+
+
+def _capacity(model: str, preset: str | None, max_model_len: int) -> int:
+    """KV tokens in MEMORY for requests of at most this length, as vLLM reports them at start-up."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.utils import record_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_config_from_groups, get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+    from vllm_antkv.cache.pages import PageLayout
+    from vllm_antkv.cache.specs import recency_spec, vq_spec
+    from vllm_antkv.config import AntKVConfig
+    from vllm_antkv.presets import PRESETS
+
+    config = EngineArgs(
+        model=model, skip_tokenizer_init=True, max_model_len=max_model_len, prefix_cache_retention_interval=1024
+    ).create_engine_config()
+    model_config, settings = config.model_config, AntKVConfig()
+    num_kv_heads, head_size = model_config.get_num_kv_heads(config.parallel_config), model_config.get_head_size()
+    full = FullAttentionSpec(block_size=128, num_kv_heads=num_kv_heads, head_size=head_size, dtype=model_config.dtype)
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(model_config.get_num_layers(config.parallel_config)):
+        if preset is None:
+            specs[f"layers.{layer}"] = full
+            continue
+        layout = PageLayout.of(settings, PRESETS[preset], head_size, model_config.dtype)
+        specs[f"layers.{layer}"] = vq_spec(layout, num_kv_heads)
+        specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, num_kv_heads, settings, config)
+    record_kv_cache_layout(config.cache_config, "LBHNC" if preset is None else "BLHNC")
+    groups = get_kv_cache_groups(config, specs)
+    return int(get_kv_cache_capacity(config, get_kv_cache_config_from_groups(config, groups, MEMORY))[0])
+
+
+def draw(ratios: dict[str, list[float]]) -> None:
+    """Write the figure."""
+    figure, (panel,) = style.canvas("Tokens in the same cache memory, beside auto (Llama-3-8B)")
+    style.lines(panel, LENGTHS, ratios)
+    panel.axhline(2, color="#7F7F7F", linestyle="--", label="fp8")
+    panel.axhline(1, color="#000000", linestyle=":", label="auto (16 bit)")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.set_xticks(LENGTHS, [f"{length // 1024}K" if length >= 1024 else str(length) for length in LENGTHS])
+    panel.set_yticks((1, 2, 4, 8, 16, 32), ["1x", "2x", "4x", "8x", "16x", "32x"])
+    style.label(panel, "", "longest request, tokens (--max-model-len)", "tokens held, relative to auto")
+    style.legend_beside(figure, panel, width=6.8)
+    with tempfile.TemporaryDirectory() as folder:
+        style.save(figure, Path(folder), FIGURE.stem)
+        shutil.copyfile(Path(folder, FIGURE.name), FIGURE)
+
+
+def main() -> None:
+    """The command."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    ratios = measure()
+    NUMBERS.write_text(json.dumps({"lengths": LENGTHS, "relative to auto": ratios}, indent=1) + "\n")
+    draw(ratios)
+
+
+if __name__ == "__main__":
+    main()
