@@ -1,4 +1,4 @@
-"""What every test relies on: no network, no telemetry, and a way to say that an error reads well."""
+"""What every test relies on: no network, no telemetry, one thread, and a way to say that an error reads well."""
 
 import os
 from collections.abc import Callable
@@ -10,6 +10,9 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# One test process per core: with more threads each, most of the time goes into waiting for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # A loaded machine is no failure, and a failure must come back: the same examples on every run.
 hypothesis.settings.register_profile("antkv", deadline=None, derandomize=True, max_examples=50)
