@@ -9,10 +9,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_antkv import __version__
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
+
+
+class OwnFidelity(BaseModel):
+    """One entry of `fidelity` in the JSON of `antkv eval compare`.
+
+    kl: mean divergence of the next-token distributions from the model's own, in nats.
+    top1_agreement: share of positions with the model's own most likely token.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kl: float
+    top1_agreement: float
 
 
 class PerplexityReport(BaseModel):
@@ -22,6 +35,7 @@ class PerplexityReport(BaseModel):
     nll: mean negative log-likelihood of a token, in nats; perplexity is its exponential.
     nominal_bits: bits per K or V element, codes alone.
     effective_bits: bits per K or V element, everything the cache holds for one sequence of `context` tokens.
+    fidelity: how close predictions are to the model's own, where that was asked for; not part of this JSON.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -36,6 +50,7 @@ class PerplexityReport(BaseModel):
     nll: float
     nominal_bits: float
     effective_bits: float
+    fidelity: OwnFidelity | None = Field(default=None, exclude=True)
     settings: dict[str, Any]
     versions: dict[str, str]
 

@@ -11,11 +11,12 @@ from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate import perplexity
+from vllm_antkv.evaluate.attention import quantised_past
 from vllm_antkv.evaluate.compare import gap_closed
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
 from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.perplexity import evaluate_perplexity, mean_nll
+from vllm_antkv.evaluate.perplexity import evaluate_perplexity, mean_nll, score
 from vllm_antkv.evaluate.report import PerplexityReport
 from vllm_antkv.presets import PRESETS
 
@@ -51,7 +52,7 @@ def test_the_figure_does_not_depend_on_batches(card, loaded, windows, codebook_f
     together = mean_nll(loaded, method, windows)
     monkeypatch.setattr(perplexity, "_TOKENS_PER_PASS", 1)
     done = []
-    assert mean_nll(loaded, method, windows, done.append) == pytest.approx(together, rel=1e-5)
+    assert score(loaded, method, windows, done.append).nll == pytest.approx(together, rel=1e-5)
     assert done == [1] * 5
 
 
@@ -60,6 +61,21 @@ def test_the_report_says_what_was_measured(card, loaded, windows) -> None:
     assert (report.windows, report.context, report.tokens) == (5, 300, 5 * 299)
     assert report.perplexity == pytest.approx(math.exp(report.nll))
     assert (report.nominal_bits, report.effective_bits) == (16, 16)
+
+
+def test_predictions_are_compared_with_the_models_own(card, loaded, windows, codebook_folder) -> None:
+    request = MethodRequest("tiny", card.identity, codebook_folder, AntKVConfig(recency="none", prefix=0))
+    method = build_method("antkv-1bit", request)
+    fidelity = score(loaded, method, windows, against_own=True).fidelity
+    with torch.inference_mode():
+        own = loaded(windows).logits[:, :-1].log_softmax(-1)
+        with quantised_past(loaded, method, windows.shape[1]):
+            found = loaded(windows).logits[:, :-1].log_softmax(-1)
+    assert fidelity.kl == pytest.approx((own.exp() * (own - found)).sum(-1).mean().item(), rel=1e-4)
+    assert fidelity.top1_agreement == pytest.approx((own.argmax(-1) == found.argmax(-1)).float().mean().item())
+    assert 0 < fidelity.top1_agreement < 1
+    itself = score(loaded, FP16, windows, against_own=True).fidelity
+    assert (itself.kl, itself.top1_agreement) == (0, 1)
 
 
 @pytest.mark.parametrize("context", [1, 513])
