@@ -78,6 +78,7 @@ def _make_model(folder: Path, preset_name: str, group: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, codebook_path
+    from vllm_antkv.ops.rope import RotaryTable, interleaved
     from vllm_antkv.presets import get_preset
 
     config = LlamaConfig(
@@ -96,8 +97,15 @@ def _make_model(folder: Path, preset_name: str, group: int) -> Path:
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     preset, identity = get_preset(preset_name), ModelIdentity.from_hf_config(config)
     shape = (NUM_LAYERS, NUM_KV_HEADS, preset.num_sub_vectors(HEAD_SIZE), preset.num_centroids, preset.sub_vector_size)
+    pairs = torch.zeros(1, HEAD_SIZE // 2)
+    order = interleaved(RotaryTable(pairs, pairs), HEAD_SIZE, preset.sub_vector_size)
     header = CodebookHeader(
-        format_version=FORMAT_VERSION, preset=preset_name, model=identity, sinks=None, calibration={}
+        format_version=FORMAT_VERSION,
+        preset=preset_name,
+        model=identity,
+        sinks=None,
+        k_order=tuple(order),
+        calibration={},
     )
     path = codebook_path(folder / "antkv", preset_name)
     path.parent.mkdir()

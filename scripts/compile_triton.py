@@ -68,6 +68,7 @@ class Case:
     rotary_dim: int | None = None
     neox: bool = True
     scope: str = "block"
+    ordered: bool = False
 
     @property
     def name(self) -> str:
@@ -83,6 +84,8 @@ class Case:
             parts.append("gptj")
         if self.scope != "block":
             parts.append(self.scope)
+        if self.ordered:
+            parts.append("ordered")
         return " ".join(parts)
 
 
@@ -98,6 +101,7 @@ OTHER_CASES = (
     Case("antkv-1bit", 128, rotary_dim=64, neox=False),
     Case("antkv-1bit", rotary_dim=0),
     Case("antkv-1bit", scope="prompt"),
+    Case("antkv-1bit", ordered=True),
     Case("antkv-1bit", 64, dtype=torch.float32),
 )
 
@@ -279,6 +283,7 @@ def _layer(case: Case, config: AntKVConfig) -> LayerState:
         k_centroids=centroids,
         v_centroids=centroids,
         preset=preset,
+        k_order=torch.arange(case.head_size, dtype=torch.int32) if case.ordered else None,
         rotary=RotaryTable(angles.cos(), angles.sin(), case.neox) if rotary_dim else None,
         last_query=last_query_table(config, MAX_LEN),
         config=config,

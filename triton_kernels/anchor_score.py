@@ -19,7 +19,7 @@ def anchor_score(
     is_sink: torch.Tensor | None,
     lse: torch.Tensor | None,
     prefix: int,
-    chosen: torch.Tensor | None,
+    count: torch.Tensor | None,
     pages: Pages,
     tables: Tables,
     batch: Batch,
@@ -34,17 +34,16 @@ def anchor_score(
         lse: (num_tokens, num_heads) float32 of attention, for votes of all later queries of the step; None when only
             queries of the block vote (`policy.weighs_votes`).
         prefix: tokens at the start of a sequence that need no anchor.
-        chosen: (blocks_of_step(...), num_kv_heads, 2, anchor_rows) int16 of -1, offsets of the anchors chosen now,
-            written for counting; or None.
+        count: () int64, to which the number of anchor rows chosen now, K and V, is added; or None.
         scale: multiplies the logits.
     """
     num_reqs = batch.seq_lens.shape[0]
-    _anchor_score_kernel[(blocks_of_step(rows.key.shape[0], num_reqs, shape), shape.num_kv_heads)](
+    _anchor_score_kernel[(rows.key.shape[0] // shape.block_size + 2 * num_reqs, shape.num_kv_heads)](
         rows,
         batch.seq_lens if is_sink is None else is_sink.view(torch.uint8),
         tables.cos if lse is None else lse,
         prefix,
-        pages.anchor_offsets if chosen is None else chosen,
+        batch.seq_lens if count is None else count,
         pages,
         tables,
         batch,
@@ -53,15 +52,10 @@ def anchor_score(
         shape,
         policy,
         HAS_SINKS=is_sink is not None,
-        COUNTS=chosen is not None,
+        COUNTS=count is not None,
         BLOCK_M=32,
         num_warps=8,
     )
-
-
-def blocks_of_step(num_tokens: int, num_reqs: int, shape: Shape) -> int:
-    """Upper bound of the VQ blocks that a step touches."""
-    return num_tokens // shape.block_size + 2 * num_reqs
 
 
 @triton.jit(do_not_specialize=["num_reqs", "prefix"])
@@ -70,7 +64,7 @@ def _anchor_score_kernel(
     is_sink: tl.tensor,
     lse: tl.tensor,
     prefix: tl.tensor,
-    chosen: tl.tensor,
+    count: tl.tensor,
     pages: Pages,
     tables: Tables,
     batch: Batch,
@@ -113,7 +107,7 @@ def _anchor_score_kernel(
     )
     voters_end = stop if policy.weighs_votes else end
     k_votes, v_votes = count_votes(
-        k_rows, keys, stop, begin, voters_end, start, first_row, head, lse, scale, rows, shape, policy, BLOCK_M
+        k_rows, keys, stop, begin, voters_end, start, first_row, head, lse, scale, rows, tables, shape, policy, BLOCK_M
     )
     k_scores += k_votes
     v_scores += v_votes
@@ -135,9 +129,8 @@ def _anchor_score_kernel(
         if policy.anchors:
             k_error = key_error(k_rows, keys, block_id, head, pages, tables, shape)
             v_error = value_error(v_rows, keys, block_id, head, pages, tables, shape)
-        chosen_rows = chosen + (index * shape.num_kv_heads + head) * (2 * shape.anchor_rows)
-        choose(k_scores, k_error, k_rows, 0, keys, prefix, block_id, head, chosen_rows, pages, shape, policy, COUNTS)
-        choose(v_scores, v_error, v_rows, 1, keys, prefix, block_id, head, chosen_rows, pages, shape, policy, COUNTS)
+        choose(k_scores, k_error, k_rows, 0, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
+        choose(v_scores, v_error, v_rows, 1, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
 
 
 @triton.jit
@@ -204,6 +197,7 @@ def count_votes(
     lse: tl.tensor,
     scale: tl.tensor,
     rows: Rows,
+    tables: Tables,
     shape: tl.constexpr,
     policy: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -211,6 +205,9 @@ def count_votes(
     """Votes of the queries `begin .. voters_end` and all heads of the group on K and V, (block_size,) float32 each:
 
     AnS(K_j) = sum_i A_ij (1 - A_ij) ||Q_i||,    AnS(V_j) = sum_i A_ij
+
+    In scope `prompt` squares of them, of which those on rows that the query sees exactly count `policy.recent_vote`
+    (`select.anchors`).
     """
     TILE: tl.constexpr = BLOCK_M // shape.group_pad if shape.group_pad < BLOCK_M else 1
     num_heads: tl.constexpr = shape.num_kv_heads * shape.group
@@ -221,6 +218,9 @@ def count_votes(
     heads = head * shape.group + row % shape.group_pad
     k_votes = tl.full((shape.block_size,), 0, tl.float32)
     v_votes = tl.full((shape.block_size,), 0, tl.float32)
+    seen_until = keys
+    if not policy.weighs_votes:
+        seen_until = tl.load(tables.last_query + keys, mask=keys < stop, other=0)
     for tile in range(begin, voters_end, TILE):
         positions = tile + row // shape.group_pad
         real = (positions < voters_end) & (row % shape.group_pad < shape.group)
@@ -240,6 +240,12 @@ def count_votes(
             probs = tl.where(visible, probs, 0.0)
         wide = query.to(tl.float32)
         norms = tl.sqrt(tl.sum(wide * wide, 1))
-        v_votes += tl.sum(probs, 0)
-        k_votes += tl.sum(probs * (1.0 - probs) * norms[:, None], 0)
+        on_values = probs
+        on_keys = probs * (1.0 - probs) * norms[:, None]
+        if not policy.weighs_votes:
+            counts = tl.where(positions[:, None] > seen_until[None, :], 1.0, policy.recent_vote)
+            on_values = counts * on_values * on_values
+            on_keys = counts * on_keys * on_keys
+        v_votes += tl.sum(on_values, 0)
+        k_votes += tl.sum(on_keys, 0)
     return k_votes, v_votes

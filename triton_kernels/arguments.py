@@ -40,6 +40,8 @@ class Tables(NamedTuple):
 
     k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16.
     k_half_norms, v_half_norms: (num_kv_heads, num_sub_vectors, num_centroids) float32, half their squared norms.
+    k_order: (head_size,) int32, the channel of K that stands at each place of decoded rows; not read where they are the
+        same. Rows in full precision have their channels as the model has them.
     cos, sin: (max_position, rotary_half) float32; not read without RoPE.
     last_query: (max_model_len,) int32, the last query position that sees each token exactly.
     """
@@ -48,6 +50,7 @@ class Tables(NamedTuple):
     v_centroids: torch.Tensor
     k_half_norms: torch.Tensor
     v_half_norms: torch.Tensor
+    k_order: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     last_query: torch.Tensor
@@ -104,6 +107,7 @@ class Shape(NamedTuple):
     group, group_pad: query heads per KV head.
     sub_pad: padded number of sub-vectors.
     code_bytes: of one row.
+    ordered: decoded K rows have their channels in another order than rows in full precision.
     rotary_half: rotary pairs; 0 without RoPE.
     is_neox: channel `c` turns with `c + rotary_half`, else with its neighbour.
     aligned: the halves of a head are whole sub-vectors.
@@ -125,6 +129,7 @@ class Shape(NamedTuple):
     num_centroids: int
     code_bits: int
     code_bytes: int
+    ordered: bool
     rotary_half: int
     is_neox: bool
     aligned: bool
@@ -141,9 +146,11 @@ class Policy(NamedTuple):
 
     anchors: rows are chosen by score; else only sinks are.
     weighs_votes: scope `block`: A is normalised over the block, and a row's sum is divided by its number of votes.
-    vote_prior: votes that every row is credited with.
+    vote_prior: votes that every row is credited with, in scope `block`.
+    recent_vote: what a vote counts on a row that the query sees exactly, in scope `prompt`.
     """
 
     anchors: bool
     weighs_votes: bool
     vote_prior: int
+    recent_vote: float

@@ -25,18 +25,14 @@ from .common import (
 
 
 @triton.jit
-def load_query_halves(
-    rows: Rows, tokens: tl.tensor, heads: tl.tensor, mask: tl.tensor, shape: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Halves (M, half_pad) of the queries of `tokens` and `heads` (M,) each."""
-    pointers = rows.query + tokens.to(tl.int64) * rows.query_stride + heads * shape.head_size
-    return load_halves(pointers, mask, shape)
+def query_pointers(rows: Rows, tokens: tl.tensor, heads: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """(M,) where the queries of `tokens` and `heads` (M,) each start."""
+    return rows.query + tokens.to(tl.int64) * rows.query_stride + heads * shape.head_size
 
 
 @triton.jit
 def attend_keys(
-    query_first: tl.tensor,
-    query_second: tl.tensor,
+    queries: tl.tensor,
     positions: tl.tensor,
     first_query: tl.tensor,
     final_query: tl.tensor,
@@ -57,7 +53,7 @@ def attend_keys(
     """Attend to the keys `begin .. end`; `begin` is a multiple of BLOCK_N, which divides the VQ block.
 
     Args:
-        query_first, query_second: (M, half_pad) model dtype.
+        queries: (M,) pointers to the queries.
         positions: (M,) int32 of the queries, negative for rows of padding.
         first_query, final_query: smallest and largest of the real ones, in one VQ block.
         start: first position of the request in this step, which is row `first_row` of `rows`.
@@ -65,9 +61,10 @@ def attend_keys(
     Returns:
         (M,) maximum of the logits times log2(e), (M,) softmax denominator, (M, head_pad) weighted sum of V; float32.
     """
-    maximum = tl.full((query_first.shape[0],), float("-inf"), tl.float32)
-    total = tl.full((query_first.shape[0],), 0, tl.float32)
-    weighted = tl.full((query_first.shape[0], shape.head_pad), 0, tl.float32)
+    query_first, query_second = load_halves(queries, positions >= 0, tables, True, shape)
+    maximum = tl.full((positions.shape[0],), float("-inf"), tl.float32)
+    total = tl.full((positions.shape[0],), 0, tl.float32)
+    weighted = tl.full((positions.shape[0], shape.head_pad), 0, tl.float32)
     for tile in range(begin, end, BLOCK_N):
         keys = tile + tl.arange(0, BLOCK_N)
         present = keys <= final_query
@@ -84,8 +81,12 @@ def attend_keys(
             )  # fmt: skip
         kept = present & (seen_until >= first_query)
         if tl.max(kept.to(tl.int32), 0) > 0:
+            exact_first, exact_second = query_first, query_second
+            if shape.ordered:
+                # To have them at hand for every tile would fill the registers.
+                exact_first, exact_second = load_halves(queries, positions >= 0, tables, False, shape)
             maximum, total, weighted = attend_exact(
-                query_first, query_second, causal & exact, keys, kept, start, first_row, request, head, scale,
+                exact_first, exact_second, causal & exact, keys, kept, start, first_row, request, head, scale,
                 maximum, total, weighted, rows, pages, batch, shape,
             )  # fmt: skip
     return maximum, total, weighted
@@ -126,7 +127,7 @@ def attend_coded(
     key_first = key_first.to(query_first.dtype)
     key_second = key_second.to(query_first.dtype)
     if anchored:
-        key_first, key_second = put_key_anchors(key_first, key_second, offsets, block_id, head, pages, shape)
+        key_first, key_second = put_key_anchors(key_first, key_second, offsets, block_id, head, pages, tables, shape)
     probs, decay, maximum, total = softmax_step(
         query_first, query_second, key_first, key_second, visible, scale, maximum, total
     )
@@ -147,6 +148,7 @@ def put_key_anchors(
     block_id: tl.tensor,
     head: tl.tensor,
     pages: Pages,
+    tables: Tables,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Replace the K rows of tokens that are anchors of the block."""
@@ -154,7 +156,7 @@ def put_key_anchors(
     held = row >= 0
     if tl.max(held.to(tl.int32), 0) > 0:
         pointers = in_vq_page(pages.k_anchors, block_id, head, pages) + row * shape.head_size
-        anchor_first, anchor_second = load_halves(pointers, held, shape)
+        anchor_first, anchor_second = load_halves(pointers, held, tables, True, shape)
         key_first = tl.where(held[:, None], anchor_first, key_first)
         key_second = tl.where(held[:, None], anchor_second, key_second)
     return key_first, key_second

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .arguments import ExactRows, Pages, Tables
-from .common import channels_of_pairs, decode_channels, head_centroids, in_vq_page, load_exact, turn
+from .common import channels_in_rows, channels_of_pairs, decode_channels, head_centroids, in_vq_page, load_exact, turn
 
 #: Channels at a time where all rows of a block are read: 32 bytes of a row are one sector of memory, and few registers.
 _CHUNK = tl.constexpr(16)
@@ -32,8 +32,8 @@ def key_error(
         second = decode_channels(codes, centroids, second_channel, shape)
         first, second = turn(first, second, tables, tl.min(keys, 0), offsets, offsets >= 0, pairs, shape)
         known = pairs < shape.head_size // 2
-        first = load_exact(k_rows, first_channel, known).to(tl.float32) - first
-        second = load_exact(k_rows, second_channel, known).to(tl.float32) - second
+        first = load_exact(k_rows, channels_in_rows(first_channel, tables, shape), known).to(tl.float32) - first
+        second = load_exact(k_rows, channels_in_rows(second_channel, tables, shape), known).to(tl.float32) - second
         total += tl.sum(tl.where(known[None, :], first * first + second * second, 0.0), 1)
     return tl.sqrt(total)
 
@@ -71,7 +71,7 @@ def choose(
     prefix: tl.tensor,
     block_id: tl.tensor,
     head: tl.tensor,
-    chosen_rows: tl.tensor,
+    count: tl.tensor,
     pages: Pages,
     shape: tl.constexpr,
     policy: tl.constexpr,
@@ -95,7 +95,7 @@ def choose(
     tl.store(target + row, tl.full((shape.anchor_pad,), -1, tl.int16), mask=unused)
     tl.store(target + place, offsets.to(tl.int16), mask=taken)
     if COUNTS:
-        tl.store(chosen_rows + kind * shape.anchor_rows + place, offsets.to(tl.int16), mask=taken)
+        tl.atomic_add(count, tl.sum(taken.to(tl.int64), 0))
 
     anchors = in_vq_page(pages.k_anchors if kind == 0 else pages.v_anchors, block_id, head, pages)
     for begin in range(0, shape.head_size, _CHUNK):
@@ -118,7 +118,9 @@ def rank_scores(
     is_sink = scores == float("inf")
     if policy.anchors:
         weighted = scores * error
-        if policy.weighs_votes:
+        if not policy.weighs_votes:
+            weighted = weighted * error
+        else:
             weighted = weighted / (shape.block_size - offsets + policy.vote_prior).to(tl.float32)
     else:
         weighted = tl.full((shape.block_size,), float("-inf"), tl.float32)

@@ -54,10 +54,26 @@ def channels_of_pairs(pairs: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor,
 
 
 @triton.jit
-def load_halves(pointers: tl.tensor, mask: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Halves (N, half_pad) of the rows that start at `pointers` (N,); 0 where masked."""
+def channels_in_rows(places: tl.tensor, tables: Tables, shape: tl.constexpr) -> tl.tensor:
+    """Where rows in full precision have the channels of K that stand at `places` of decoded rows."""
+    if not shape.ordered:
+        return places
+    return tl.load(tables.k_order + places, mask=places < shape.head_size, other=0)
+
+
+@triton.jit
+def load_halves(
+    pointers: tl.tensor, mask: tl.tensor, tables: Tables, AS_DECODED: tl.constexpr, shape: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Halves (N, half_pad) of the rows that start at `pointers` (N,); 0 where masked.
+
+    AS_DECODED: with the channels where decoded K rows have them; else as they come.
+    """
     pairs = tl.arange(0, shape.half_pad)
     first, second = channels_of_pairs(pairs, shape)
+    if AS_DECODED:
+        first = channels_in_rows(first, tables, shape)
+        second = channels_in_rows(second, tables, shape)
     known = pairs < shape.head_size // 2
     return load_rows(pointers, mask, first, known), load_rows(pointers, mask, second, known)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Rows, Shape, Tables
-from .attention import attend_keys, load_query_halves
+from .attention import attend_keys, query_pointers
 from .common import LN2
 from .tuning import autotuned
 
@@ -90,10 +90,8 @@ def _decode_kernel(
     in_group = tl.arange(0, shape.group_pad if shape.group_pad > 16 else 16)
     real = in_group < shape.group
     heads = head * shape.group + in_group
-    query_first, query_second = load_query_halves(rows, token + in_group * 0, heads, real, shape)
     maximum, total, weighted = attend_keys(
-        query_first,
-        query_second,
+        query_pointers(rows, token + in_group * 0, heads, shape),
         tl.where(real, position, -1),
         position,
         position,

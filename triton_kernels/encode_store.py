@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Rows, Shape, Tables
-from .common import ALWAYS, find_request, in_recency_page, in_vq_page, load_rows
+from .common import ALWAYS, channels_in_rows, find_request, in_recency_page, in_vq_page, load_rows
 
 #: Tokens from which larger tiles leave no multiprocessor idle.
 _MANY_TOKENS = 512
@@ -160,7 +160,7 @@ def raw_sub_vectors(
     shape: tl.constexpr,
 ) -> tl.tensor:
     """(T, C) float32 channels of rows, K before RoPE: each channel turned back with the other one of its pair."""
-    x = load_rows(pointers, mask, channels, channel_mask).to(tl.float32)
+    x = load_places(pointers, mask, channels, channel_mask, is_key, tables, shape)
     if shape.rotary_half == 0:
         return x
     turning = (channels < tl.where(is_key, 2 * shape.rotary_half, 0)) & channel_mask
@@ -172,13 +172,30 @@ def raw_sub_vectors(
         is_first = channels % 2 == 0
         partner = tl.where(is_first, channels + 1, channels - 1)
         pair = channels // 2
-    other = load_rows(pointers, mask, partner, turning).to(tl.float32)
+    other = load_places(pointers, mask, partner, turning, is_key, tables, shape)
     angle = positions[:, None] * shape.rotary_half + pair[None, :]
     known = mask[:, None] & turning[None, :]
     cos = tl.load(tables.cos + angle, mask=known, other=1.0)
     sin = tl.load(tables.sin + angle, mask=known, other=0.0)
     signed = tl.where(is_first[None, :], other, -other)
     return (x * cos + signed * sin) / (cos * cos + sin * sin)
+
+
+@triton.jit
+def load_places(
+    pointers: tl.tensor,
+    mask: tl.tensor,
+    places: tl.tensor,
+    place_mask: tl.tensor,
+    is_key: tl.tensor,
+    tables: Tables,
+    shape: tl.constexpr,
+) -> tl.tensor:
+    """(T, C) float32, what stands at `places` of rows once their channels are as sub-vectors take them."""
+    channels = places
+    if shape.ordered:
+        channels = tl.where(is_key, channels_in_rows(places, tables, shape), places)
+    return load_rows(pointers, mask, channels, place_mask).to(tl.float32)
 
 
 @triton.jit

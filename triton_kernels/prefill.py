@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Rows, Shape, Tables
-from .attention import attend_keys, load_query_halves
+from .attention import attend_keys, query_pointers
 from .common import LN2, find_request, first_tile
 from .tuning import autotuned
 
@@ -100,11 +100,9 @@ def _prefill_kernel(
     real = (positions >= start) & (positions < end) & (row % shape.group_pad < shape.group)
     tokens = first_row + positions - start
     heads = head * shape.group + row % shape.group_pad
-    query_first, query_second = load_query_halves(rows, tokens, heads, real, shape)
     final_query = tl.minimum(tile_begin + TILE, end) - 1
     maximum, total, weighted = attend_keys(
-        query_first,
-        query_second,
+        query_pointers(rows, tokens, heads, shape),
         tl.where(real, positions, -1),
         tl.maximum(tile_begin, start),
         final_query,

@@ -64,8 +64,8 @@ class AntKVConfig(BaseModel):
     anchor_scope: Literal["block", "prompt"] = Field(
         default="block",
         description="Queries that vote in the Anchor Score: those of the token's own VQ block (the same result however "
-        "a prompt is chunked), or all queries of the step in which the block closes (the paper's definition when the "
-        "prompt is one chunk).",
+        "a prompt is chunked), or all queries of the step in which the block closes (better anchors, which depend on "
+        "how a prompt is cut into steps).",
     )
     sinks: bool = Field(
         default=True,

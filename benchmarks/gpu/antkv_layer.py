@@ -11,7 +11,7 @@ from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerState
-from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
 from vllm_antkv.ops.step import Step
 from vllm_antkv.presets import get_preset
 from vllm_antkv.select.recency import last_query_table
@@ -59,13 +59,16 @@ class Requests:
         vq = VQPages.view(raw[..., : layout.vq_page_bytes], layout, DTYPE)
         recency = RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, DTYPE)
         _fill(vq, recency, tables)
+        rotary = _rotary(length)
+        order = interleaved(rotary, HEAD_SIZE, get_preset(preset).sub_vector_size)
         self.state = LayerState(
             vq=vq,
             recency=recency,
             k_centroids=_centroids(preset),
             v_centroids=_centroids(preset),
             preset=get_preset(preset),
-            rotary=_rotary(length),
+            k_order=torch.tensor(order, dtype=torch.int32, device="cuda"),
+            rotary=reordered(rotary, order),
             last_query=last_query_table(config, length).cuda(),
             config=config,
             num_heads=NUM_HEADS,

@@ -12,8 +12,8 @@ namespace {
 
 constexpr int kMaxHead = 256;
 constexpr int kMaxGroup = 64;
-// Votes that every row of a block is credited with; vllm_antkv/select/anchors.py says why.
-constexpr float kVotePrior = 32;
+// VOTE_PRIOR and RECENT_VOTE of vllm_antkv/select/anchors.py, which says why.
+constexpr float kVotePrior = 32, kRecentVote = 1.0f / 1024;
 
 // One (request, block, KV head).
 class Block {
@@ -40,6 +40,8 @@ class Block {
             store_scores();
             return 0;
         }
+        // Only votes need them as the queries are; what follows compares them with decoded rows.
+        for (int offset = 0; offset < kBlockSize; ++offset) to_code_order(layer_, row(offset));
         const int num_keys = choose(key_, false);
         exact_rows(value_, true);
         return num_keys + choose(value_, true);
@@ -69,7 +71,7 @@ class Block {
         }
     }
 
-    // AnS(K_j) += A_ij (1 - A_ij) |Q_i|, AnS(V_j) += A_ij, for all heads of the group.
+    // AnS(K_j) += A_ij (1 - A_ij) |Q_i|, AnS(V_j) += A_ij, for all heads of the group; with `lse` weighted squares of them.
     void vote(int position, const float* lse) {
         alignas(64) float queries[kMaxGroup * kMaxHead], logits[kMaxGroup * kBlockSize];
         const int token = sequence_.first + position - sequence_.start;
@@ -84,24 +86,41 @@ class Block {
             for (int c = 0; c < size_; c += W) squares += load(queries + h * size_ + c) * load(queries + h * size_ + c);
             const float norm = std::sqrt(sum(squares));
             if (lse) {
-                add_votes(row, padded, lse[(int64_t)token * layer_.num_heads + sequence_.head * group_ + h], 1, norm);
+                const float offset = lse[(int64_t)token * layer_.num_heads + sequence_.head * group_ + h];
+                add_votes(row, layer_.scale, padded, offset, 1, [&](int t, Vec of_key, Vec of_value) {
+                    const Vec weight = weights(position, t);
+                    add(t, weight * of_key * of_key * norm * norm, weight * of_value * of_value);
+                });
             } else {
                 Vec top = broadcast(-kInfinity), totals = {};
                 for (int t = 0; t < padded; t += W) top = maximum(top, load(row + t) * layer_.scale);
                 const float max = largest(top);
                 for (int t = 0; t < padded; t += W) totals += exponential(load(row + t) * layer_.scale - max);
-                add_votes(row, padded, max, 1 / sum(totals), norm);
+                add_votes(row, layer_.scale, padded, max, 1 / sum(totals),
+                          [&](int t, Vec of_key, Vec of_value) { add(t, of_key * norm, of_value); });
             }
         }
     }
-    void add_votes(const float* logits, int padded, float offset, float factor, float norm) {
+    void add(int t, Vec of_key, Vec of_value) {
+        store(&scores_[0][t], load(&scores_[0][t]) + of_key);
+        store(&scores_[1][t], load(&scores_[1][t]) + of_value);
+    }
+    // Calls add(row, A (1 - A), A) for W rows at a time.
+    template <typename Add>
+    static void add_votes(const float* logits, float scale, int padded, float offset, float factor, Add add) {
         for (int t = 0; t < padded; t += W) {
-            const Vec weight = exponential(load(logits + t) * layer_.scale - offset) * factor;
+            const Vec weight = exponential(load(logits + t) * scale - offset) * factor;
             // With the paper's votes, a row that the query saw through its code can come out above 1.
             const Vec share = weight > 1.0f ? broadcast(1) : weight;
-            store(&scores_[0][t], load(&scores_[0][t]) + share * (1 - share) * norm);
-            store(&scores_[1][t], load(&scores_[1][t]) + share);
+            add(t, share * (1 - share), share);
         }
+    }
+    // What the query's votes count on rows t .. t + W of the block.
+    Vec weights(int position, int t) const {
+        const int32_t* last_query = layer_.last_query + first_ + t;
+        Vec result;
+        for (int i = 0; i < W; ++i) result[i] = t + i < end_ - first_ && position > last_query[i] ? 1 : kRecentVote;
+        return result;
     }
 
     // Keep the rows that matter most; `keys_` holds the block's exact rows of this kind. Returns how many.
@@ -147,7 +166,7 @@ class Block {
         if (first_ + offset < layer_.prefix) return -kInfinity;
         if (score == kInfinity) return kInfinity;
         if (!layer_.has_anchors) return -kInfinity;
-        return layer_.prompt_scope ? score * error : score * error / (kBlockSize - offset + kVotePrior);
+        return layer_.prompt_scope ? score * error * error : score * error / (kBlockSize - offset + kVotePrior);
     }
 
     static constexpr int kTile = 32;

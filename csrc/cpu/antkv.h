@@ -1,4 +1,5 @@
-// C interface of the CPU kernels. Python (vllm_antkv/ops/cpu.py) fills the structures; field order and types must match.
+// C interface of the CPU kernels. Python fills the structures (vllm_antkv/ops/cpu.py, arguments.py): field order and types
+// must match.
 //
 // Pages are laid out by vllm_antkv/cache/pages.py. "Element" below is the model dtype: float32, float16 or bfloat16.
 #pragma once
@@ -24,6 +25,7 @@ struct antkv_layer {
     // (num_kv_heads, num_sub_vectors, num_centroids), squared norms / 2
     const float *k_half_norms, *v_half_norms;
     const float *cos, *sin;  // (max_position, rotary_dim / 2); null without RoPE
+    const int32_t* k_order;  // (head_size) channel of K at each place of a coded row; null where they are the same
     const int32_t* last_query;  // (max_model_len)
     float scale;
     float rotary_magnitude;  // of every entry, (cos^2 + sin^2)^1/2: 1 but for YaRN and LongRoPE
@@ -42,8 +44,7 @@ struct antkv_layer {
 struct antkv_step {
     const int32_t *query_start_loc, *seq_lens;
     const int32_t *vq_block_table, *recency_block_table;
-    int64_t vq_table_stride, recency_table_stride;
-    int32_t num_reqs;
+    int64_t vq_table_stride, recency_table_stride, num_reqs;
 };
 
 // (num_tokens, heads, head_size) elements; heads lie side by side, `stride` elements from token to token.

@@ -27,7 +27,13 @@ class Split {
 
     // Writes the unnormalised output (group, head_size), and the maximum and the sum (group) it is relative to.
     void run(const float* queries, float* output, float* max, float* total) {
-        for (int first = 0; first < count_; first += kBlockSize) coded_logits(queries, first);
+        alignas(64) float of_codes[kMaxGroup * kMaxHead];
+        std::copy_n(queries, group_ * size_, of_codes);
+        for (int h = 0; h < group_; ++h) to_code_order(layer_, of_codes + h * size_);
+        for (int first = 0; first < count_; first += kBlockSize) {
+            coded_logits(of_codes, first);
+            anchor_logits(queries, first);
+        }
         exact_logits(queries);
         softmax(max, total);
         std::fill_n(output, group_ * size_, 0.0f);
@@ -62,7 +68,7 @@ class Split {
         if (first + kBlockSize < count_) ask(page_of(first + kBlockSize).codes(false, 0));
     }
 
-    // Logits of the tokens of a block through their codes and anchors.
+    // Logits of the tokens of a block through their codes; the queries are in the order of codes.
     void coded_logits(const float* queries, int first) {
         prefetch(first);
         alignas(64) float turned[kMaxGroup * kMaxHead], rows[kTile * kMaxHead];
@@ -75,6 +81,9 @@ class Split {
             dot_codes(layer_, sequence_.head, page_of(first).codes(false, tile - first), count, group_, turned,
                       logits_ + tile, kSplit, rows);
         }
+    }
+    void anchor_logits(const float* queries, int first) {
+        alignas(64) float rows[kMaxHead];
         for_anchors(first, false, [&](int token, const void* row) {
             widen(layer_, row, size_, rows);
             scatter_logits(queries, rows, &token, 1);

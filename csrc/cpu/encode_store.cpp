@@ -84,8 +84,12 @@ void store_codes(const antkv_layer& layer, const antkv_step& step, const Token* 
     int codes[kMaxHead][kRun];
     for (int t = 0; t < count; ++t) {
         widen(layer, row_of(layer, in_hand, first + t, head), size, row);
-        if (!of_values) unrotate(layer, tokens[t].position, row);
-        for (int c = 0; c < size; ++c) rows[c * kRun + t] = row[c];
+        if (!of_values) {
+            to_code_order(layer, row);
+            unrotate(layer, tokens[t].position, row);
+        }
+        float* to = rows + t;
+        for (int c = 0; c < size; ++c, to += kRun) *to = row[c];
     }
     for (int s = 0; s < num_sub_vectors; ++s) {
         const float* sub_vectors = rows + s * layer.sub_vector_size * kRun;

@@ -18,15 +18,20 @@ void Prefill::run(const Sequence& sequence, int begin, int end, antkv_rows query
     rows_ = (end - begin) * group_;
     const auto token_of = [&](int row) { return sequence.first + begin + row / group_ - sequence.start; };
     const auto head_of = [&](int row) { return sequence.head * group_ + row % group_; };
-    for (int row = 0; row < rows_; ++row) {
-        float* to = &queries_[(int64_t)row * size_];
-        widen(layer_, row_of(layer_, query, token_of(row), head_of(row)), size_, to);
-        for (int c = 0; c < size_; ++c) to[c] *= layer_.scale;
-    }
+    const auto load_queries = [&](bool of_codes) {
+        for (int row = 0; row < rows_; ++row) {
+            float* to = &queries_[(int64_t)row * size_];
+            widen(layer_, row_of(layer_, query, token_of(row), head_of(row)), size_, to);
+            if (of_codes) to_code_order(layer_, to);
+            for (int c = 0; c < size_; ++c) to[c] *= layer_.scale;
+        }
+    };
     std::fill_n(outputs_.get(), (int64_t)rows_ * size_, 0.0f);
     std::fill_n(max_.get(), rows_, -kInfinity);
     std::fill_n(total_.get(), rows_, 0.0f);
+    load_queries(true);
     coded_tiles(sequence, begin, end);
+    if (layer_.k_order) load_queries(false);
     exact_tiles(sequence, begin, end, key, value);
     for (int row = 0; row < rows_; ++row) {
         float* from = &outputs_[(int64_t)row * size_];
@@ -53,7 +58,10 @@ void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
         decode_rows(layer_, sequence.head, true, page.codes(true, 0), count, values_.get());
         for (int row = 0; block < own && row < layer_.anchor_rows; ++row) {
             const int key_offset = page.anchor_offsets(false)[row], value_offset = page.anchor_offsets(true)[row];
-            if (key_offset >= 0) widen(layer_, page.anchor(false, row), size_, &keys_[(int64_t)key_offset * size_]);
+            if (key_offset >= 0) {
+                widen(layer_, page.anchor(false, row), size_, &keys_[(int64_t)key_offset * size_]);
+                to_code_order(layer_, &keys_[(int64_t)key_offset * size_]);
+            }
             if (value_offset >= 0) widen(layer_, page.anchor(true, row), size_, &values_[(int64_t)value_offset * size_]);
         }
         add_tile(begin, count, all, [&](int query, int column) {

@@ -65,8 +65,9 @@ ANTKV_DEVICE void copy_rows(const Run& run) {
 
 ANTKV_DEVICE void load_rows(const Run& run) {
     for (int item = (int)threadIdx.x; item < run.count * kHeadSize; item += kThreads) {
-        const int t = item / kHeadSize, channel = item % kHeadSize;
-        run.shared.rows[t][channel] = to_float(run.in_hand.at(run.first + t, run.head)[channel]);
+        const int t = item / kHeadSize, place = item % kHeadSize;
+        const int channel = run.of_values ? place : channel_at(run.layer, place);
+        run.shared.rows[t][place] = to_float(run.in_hand.at(run.first + t, run.head)[channel]);
     }
 }
 

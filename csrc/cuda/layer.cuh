@@ -1,4 +1,4 @@
-// The layer that the kernels are compiled for, and what Python (vllm_antkv/ops/cuda.py) hands them.
+// The layer that the kernels are compiled for, and what Python (vllm_antkv/ops/cuda_arguments.py) hands them.
 //
 // Sizes are compile-time constants: Python compiles once per kind of layer. Fields of the structures must match.
 #pragma once
@@ -28,6 +28,7 @@ struct Layer {
     const u8* tables;                           // `StagedTables`: (num_kv_heads, bytes), staged as they are
     const float *k_scales, *v_scales;           // of FP8 tables: (num_kv_heads, sub_vectors)
     const float *cos, *sin;                     // (rotary_rows, rotary_dim / 2); null without RoPE
+    const i32* k_order;                         // (head_size) channel of K at each place of decoded rows; null: the same
     const i32* last_query;                      // (max_model_len)
     float scale, rotary_magnitude;
     i32 num_kv_heads, rotary_dim, is_neox_style, rotary_rows;
@@ -54,6 +55,9 @@ ANTKV_DEVICE float to_float(u16 element) { return kBFloat16 ? bf16_to_float(elem
 ANTKV_DEVICE u32 pack(float first, float second) {
     return kBFloat16 ? pack_bf16(first, second) : pack_f16(first, second);
 }
+
+// Where rows in full precision have the channel of K that stands at a place of decoded rows.
+ANTKV_DEVICE int channel_at(const Layer& layer, int place) { return layer.k_order ? layer.k_order[place] : place; }
 
 ANTKV_DEVICE u8* vq_page(const Layer& layer, const Step& step, int request, int head, int block) {
     const i64 id = step.vq_table[request * step.vq_stride + block];

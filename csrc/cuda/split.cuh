@@ -98,17 +98,18 @@ ANTKV_DEVICE const u16* query_row(const Split& split, int q) {
     return split.query.at(split.hand, split.head * kGroup + (q < kGroup ? q : kGroup - 1));
 }
 
-// The query, scaled for base-2 exponentials and turned back by position `base`.
+// The query, scaled for base-2 exponentials, turned back by position `base`, its channels where decoded rows have them.
 ANTKV_DEVICE void turn_back(const Split& split, int base, uint2 (*to)[kQuads]) {
     const Layer& layer = split.layer;
     const float scale = layer.scale * kLog2E / layer.rotary_magnitude;
     constexpr int kItems = kGroup * kHeadSize / 4;  // two channels and their partners
     for (int item = (int)threadIdx.x; item < kItems; item += kThreads) {
         const int q = item / (kHeadSize / 4), channel = item % (kHeadSize / 4) * 2;
-        const u16* from = query_row(split, q) + channel;
+        const u16* from = query_row(split, q);
         float low[2], high[2];
         for (int i = 0; i < 2; ++i) {
-            const float a = to_float(from[i]) * scale, b = to_float(from[i + kHeadSize / 2]) * scale;
+            const float a = to_float(from[channel_at(layer, channel + i)]) * scale;
+            const float b = to_float(from[channel_at(layer, channel + i + kHeadSize / 2)]) * scale;
             const i64 at = (i64)base * (kHeadSize / 2) + channel + i;
             const float cos = layer.cos ? layer.cos[at] : 1, sin = layer.cos ? layer.sin[at] : 0;
             low[i] = a * cos + b * sin;

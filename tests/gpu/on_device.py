@@ -26,6 +26,7 @@ class OnDevice:
             recency=self._moved(layer.recency),
             k_centroids=layer.k_centroids.to(DEVICE),
             v_centroids=layer.v_centroids.to(DEVICE),
+            k_order=None if layer.k_order is None else layer.k_order.to(DEVICE),
             rotary=None if layer.rotary is None else layer.rotary.to(DEVICE),
             last_query=layer.last_query.to(DEVICE),
             counts_rows=False,

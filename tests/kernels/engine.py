@@ -15,7 +15,7 @@ from vllm_antkv.evaluate.methods.base import Method
 from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerOperations, LayerState, run
-from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rope import RotaryTable, reordered
 from vllm_antkv.ops.step import Step
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.select.recency import last_query_table
@@ -36,6 +36,7 @@ class Shape:
     rotary_dim: int | None = None
     neox: bool = True
     magnitude: float = 1.0
+    reorders: bool = False
     max_len: int = 400
 
     @property
@@ -49,6 +50,20 @@ def rotary(shape: Shape) -> RotaryTable | None:
         return None
     angles = torch.arange(shape.max_len)[:, None] * torch.logspace(0, -3, rotary_dim // 2)
     return RotaryTable(shape.magnitude * angles.cos(), shape.magnitude * angles.sin(), shape.neox)
+
+
+def k_order(shape: Shape) -> list[int] | None:
+    """Any order that keeps the pairs of RoPE."""
+    if not shape.reorders:
+        return None
+    generator = torch.Generator().manual_seed(2)
+    rotary_dim = shape.head_size if shape.rotary_dim is None else shape.rotary_dim
+    pairs = torch.randperm(rotary_dim // 2, generator=generator)
+    turning = (
+        torch.cat((pairs, pairs + rotary_dim // 2)) if shape.neox else (2 * pairs[:, None] + torch.arange(2)).flatten()
+    )
+    passing = rotary_dim + torch.randperm(shape.head_size - rotary_dim, generator=generator)
+    return torch.cat((turning, passing)).tolist()
 
 
 def codebook(shape: Shape) -> Codebook:
@@ -72,7 +87,12 @@ def codebook(shape: Shape) -> Codebook:
         vocab_size=8,
     )
     header = CodebookHeader(
-        format_version=FORMAT_VERSION, preset=shape.preset, model=identity, sinks=None, calibration={}
+        format_version=FORMAT_VERSION,
+        preset=shape.preset,
+        model=identity,
+        sinks=None,
+        k_order=k_order(shape),
+        calibration={},
     )
     return Codebook(header, k, v)
 
@@ -136,6 +156,7 @@ class Engine:
         self.retention = page_retention(config, shape.max_len, self.layout.recency_block_size, 0)
         self.free = list(range(1, NUM_BLOCKS))
         workspace = Workspace()
+        table, order = rotary(shape), k_order(shape)
         raw = torch.full((NUM_BLOCKS, shape.num_kv_heads, 1, self.layout.pool_block_bytes), 0xFF, dtype=torch.uint8)
         self.raw = raw
         self.state = LayerState(
@@ -144,7 +165,8 @@ class Engine:
             k_centroids=self.codebook.k[0].to(compute_dtype),
             v_centroids=self.codebook.v[0].to(compute_dtype),
             preset=PRESETS[shape.preset],
-            rotary=rotary(shape),
+            k_order=None if order is None else torch.tensor(order, dtype=torch.int32),
+            rotary=table if table is None or order is None else reordered(table, order),
             last_query=last_query_table(config, shape.max_len),
             config=config,
             num_heads=shape.num_heads,
@@ -213,4 +235,4 @@ class Engine:
         rows = (tensor[None].double() for tensor in (sequence.query, sequence.key, sequence.value))
         is_sink = sequence.is_sink[None] if self.config.sinks else None
         unturned = RotaryTable(torch.ones(self.shape.max_len, 1), torch.zeros(self.shape.max_len, 1))
-        return attend_window(*rows, self.shape.scale, 0, method, self.state.rotary or unturned, is_sink)[0]
+        return attend_window(*rows, self.shape.scale, 0, method, rotary(self.shape) or unturned, is_sink)[0]

@@ -36,10 +36,10 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 SHAPES = [
     Shape(),
     Shape("antkv-4bit", 32, num_heads=2, num_kv_heads=2),
-    Shape("antkv-2bit", 80, num_heads=3, num_kv_heads=1, rotary_dim=32),
-    Shape("antkv-1bit", 64, num_heads=8, num_kv_heads=1, neox=False, magnitude=1.3),
-    Shape("antkv-1bit", 96, num_heads=5, num_kv_heads=1, rotary_dim=0),
-    Shape("antkv-1bit", 256, num_heads=6, num_kv_heads=2, magnitude=0.7),
+    Shape("antkv-2bit", 80, num_heads=3, num_kv_heads=1, rotary_dim=32, reorders=True),
+    Shape("antkv-1bit", 64, num_heads=8, num_kv_heads=1, neox=False, magnitude=1.3, reorders=True),
+    Shape("antkv-1bit", 96, num_heads=5, num_kv_heads=1, rotary_dim=0, reorders=True),
+    Shape("antkv-1bit", 256, num_heads=6, num_kv_heads=2, magnitude=0.7, reorders=True),
     Shape("antkv-0.75bit", 48, num_heads=22, num_kv_heads=2),
     Shape("antkv-0.375bit", 96, num_heads=2, num_kv_heads=1),
 ]

@@ -160,7 +160,7 @@ def test_the_lse_is_that_of_the_reference():
     "shape",
     [
         SMALL,
-        Shape("antkv-1bit", 64, 2, 2, BFLOAT16),
+        Shape("antkv-1bit", 64, 2, 2, BFLOAT16, reorders=True),
         Shape("antkv-1bit", 64, 2, 2, FLOAT16, rotary_dim=0),
         Shape("antkv-0.75bit", 128, 1, 1, BFLOAT16),
         Shape("antkv-0.375bit", 64, 2, 2, FLOAT16),

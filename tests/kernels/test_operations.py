@@ -13,8 +13,8 @@ SMALL = Shape()
 SHAPES = [
     SMALL,
     Shape("antkv-4bit", 8),
-    Shape("antkv-0.75bit", 32, rotary_dim=16),
-    Shape("antkv-0.375bit", 32, neox=False),
+    Shape("antkv-0.75bit", 32, rotary_dim=16, reorders=True),
+    Shape("antkv-0.375bit", 32, neox=False, reorders=True),
 ]
 
 CONFIGS = st.builds(

@@ -14,13 +14,13 @@ ONE_HEAD = Shape(num_heads=1, num_kv_heads=1)
 SHAPES = [
     Shape("antkv-4bit", 8, 2, 1),
     Shape("antkv-2bit", 96, 1, 1, torch.float16),
-    Shape("antkv-1bit", 80, 1, 1, torch.bfloat16),
+    Shape("antkv-1bit", 80, 1, 1, torch.bfloat16, reorders=True),
     Shape("antkv-1bit", 128, 8, 1, torch.bfloat16),
     Shape("antkv-1bit", 16, 3, 1),
-    Shape("antkv-1bit", 32, 4, 1, rotary_dim=16, magnitude=1.3),
-    Shape("antkv-1bit", 32, 1, 1, neox=False),
+    Shape("antkv-1bit", 32, 4, 1, rotary_dim=16, magnitude=1.3, reorders=True),
+    Shape("antkv-1bit", 32, 1, 1, neox=False, reorders=True),
     Shape("antkv-1bit", 16, 1, 1, rotary_dim=0),
-    Shape("antkv-0.75bit", 80, 1, 1, rotary_dim=48),
+    Shape("antkv-0.75bit", 80, 1, 1, rotary_dim=48, reorders=True),
     Shape("antkv-0.375bit", 32, 1, 1),
 ]
 CONFIGS = [

@@ -61,7 +61,10 @@ def with_values(layer: LayerState, recent: float, anchors: float) -> LayerState:
         ({"anchor_share": 0.05}, Shape()),
         ({"anchor_share": 0.2, "recency": "none", "prefix": 0}, Shape(num_heads=2)),
         ({"recency": "log:42"}, Shape(preset="antkv-0.75bit", head_size=32, rotary_dim=0)),
-        ({"anchor_share": 0.05, "sinks": False}, Shape(dtype=torch.bfloat16, rotary_dim=8, magnitude=1.3)),
+        (
+            {"anchor_share": 0.05, "sinks": False},
+            Shape(dtype=torch.bfloat16, rotary_dim=8, magnitude=1.3, reorders=True),
+        ),
     ],
 )
 def test_shares_are_those_of_the_specification(monkeypatch, settings, shape, chunk_blocks, kv_head):

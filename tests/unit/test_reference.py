@@ -13,7 +13,7 @@ from vllm_antkv.ops.reference import (
     unpack_codes,
 )
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.select.anchors import SINK_SCORE, block_anchors
+from vllm_antkv.select.anchors import RECENT_VOTE, SINK_SCORE, block_anchors, vote_weights
 
 presets = st.sampled_from(list(PRESETS.values()))
 seeds = st.integers(0, 2**31)
@@ -142,7 +142,7 @@ def test_a_query_that_sees_nothing_gives_zeros_not_nan():
     assert (output[0, 2] == 0).all()
     assert (lse[0, 2] == -torch.inf).all()
     assert output.isfinite().all()
-    score = anchor_score(query, exact[0], lse, torch.ones_like(exact_mask), SCALE)
+    score = anchor_score(query, exact[0], lse, torch.ones_like(exact_mask), SCALE, 1)
     assert all(part.isfinite().all() for part in score)
 
 
@@ -162,13 +162,14 @@ def test_what_is_masked_cannot_be_felt():
 # --- anchors -------------------------------------------------------------------------------------------------------
 
 
-@given(seeds)
-def test_anchor_score_is_equation_5(seed):
+@given(seeds, st.sampled_from([1, 2]))
+def test_anchor_score_sums_the_terms_of_equation_5_or_their_squares(seed, power):
     query, _, _, exact, mask = draw_attention(seed)
+    weight = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * mask
     nothing = torch.zeros(SEGMENTS, QUERIES, 0, dtype=torch.bool)
     no_rows = torch.zeros(SEGMENTS, 0, KV_HEADS, HEAD_SIZE, dtype=torch.float64)
     _, lse = mixed_attention(query, no_rows, no_rows, nothing, *exact, mask, SCALE)
-    key_score, value_score = anchor_score(query, exact[0], lse, mask, SCALE)
+    key_score, value_score = anchor_score(query, exact[0], lse, weight, SCALE, power)
     _, probs = naive_attention(query, *exact, mask)
     for s in range(SEGMENTS):
         for kv_head in range(KV_HEADS):
@@ -177,8 +178,9 @@ def test_anchor_score_is_equation_5(seed):
                 for h in range(kv_head * HEADS // KV_HEADS, (kv_head + 1) * HEADS // KV_HEADS):
                     for i in range(QUERIES):
                         a = probs[s, h, i, j].item()
-                        of_key += a * (1 - a) * query[s, i, h].norm().item()
-                        of_value += a
+                        counts = weight[s, i, j].item()
+                        of_key += counts * (a * (1 - a) * query[s, i, h].norm().item()) ** power
+                        of_value += counts * a**power
                 assert key_score[s, kv_head, j].item() == pytest.approx(of_key)
                 assert value_score[s, kv_head, j].item() == pytest.approx(of_value)
 
@@ -188,14 +190,14 @@ def test_queries_that_do_not_vote_do_not_count():
     _, lse = mixed_attention(query, *exact, torch.zeros_like(mask), *exact, torch.ones_like(mask), SCALE)
     votes = torch.zeros_like(mask)
     votes[:, 3] = True
-    alone = anchor_score(query[:, 3:4], exact[0], lse[:, 3:4], votes[:, 3:4], SCALE)
-    torch.testing.assert_close(anchor_score(query, exact[0], lse, votes, SCALE), alone)
+    alone = anchor_score(query[:, 3:4], exact[0], lse[:, 3:4], votes[:, 3:4], SCALE, 1)
+    torch.testing.assert_close(anchor_score(query, exact[0], lse, votes, SCALE, 1), alone)
 
 
 def test_scores_stay_in_bounds_when_the_row_was_seen_only_through_its_code():
     query, _, _, exact, mask = draw_attention(0)
     lse = torch.full((SEGMENTS, QUERIES, HEADS), -50.0, dtype=torch.float64)
-    key_score, value_score = anchor_score(query, exact[0], lse, torch.ones_like(mask), SCALE)
+    key_score, value_score = anchor_score(query, exact[0], lse, torch.ones_like(mask), SCALE, 1)
     assert (key_score >= 0).all()
     assert (value_score <= QUERIES * HEADS / KV_HEADS).all()
 
@@ -208,6 +210,14 @@ def test_top_rows_are_the_highest_and_ties_take_the_lower_offset(scores, num_row
     by_hand = sorted((j for j, s in enumerate(scores) if s > -float("inf")), key=lambda j: (-scores[j], j))[:num_rows]
     wanted = min(num_rows, len(scores))
     assert chosen == by_hand + [-1] * (wanted - len(by_hand))
+
+
+def test_votes_on_rows_that_are_seen_exactly_count_little_in_scope_prompt():
+    last_query, keys, queries = torch.tensor([0, 2, 2, 3]), torch.arange(4), torch.arange(4)[:, None]
+    some = RECENT_VOTE
+    expected = [[some, 0, 0, 0], [1, some, 0, 0], [1, some, some, 0], [1, 1, 1, some]]
+    assert vote_weights(queries, keys, last_query, "prompt").tolist() == expected
+    assert vote_weights(queries, keys, last_query, "block").tolist() == torch.ones(4, 4).tril().tolist()
 
 
 def choose(scores, num_rows, prefix, scope="prompt", anchors=True, errors=None):

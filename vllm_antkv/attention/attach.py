@@ -19,6 +19,7 @@ from vllm_antkv.attention.layer import RecencyLayer, recency_layer_name
 from vllm_antkv.attention.rope import rotary_table
 from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
 from vllm_antkv.attention.startup import resolved_codebook
+from vllm_antkv.attention.trained_prefix import LayerPrefix, PrefixTokens, set_prefix_tokens
 from vllm_antkv.attention.worker import Worker, set_worker, workspace
 from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.cache.specs import vq_spec
@@ -34,7 +35,7 @@ logger = logging.getLogger("vllm.antkv")
 
 
 def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> Counters:
-    """Attach codebooks, rotary tables, sinks and recency companions to every attention layer.
+    """Attach codebooks, rotary tables, sinks, the trained prefix and recency companions to every attention layer.
 
     Returns what the layers count from now on.
 
@@ -50,7 +51,9 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
     context = vllm_config.compilation_config.static_forward_context
     flags = _watch_sinks(model, codebook, settings, vllm_config, device, context)
     rotaries: dict[int, RotaryTable] = {}
-    shared = _Shared.of(settings, vllm_config, device)
+    shared = _Shared.of(settings, codebook, vllm_config, device)
+    if shared.prefix_tokens is not None:
+        set_prefix_tokens(context, shared.prefix_tokens)
     layers = _attention_layers(model)
     for layer, rotary_module in layers:
         index = extract_layer_index(layer.layer_name)
@@ -67,7 +70,10 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all layers of a worker have in common; fields as in `Attachment`."""
+    """What all layers of a worker have in common; other fields as in `Attachment`.
+
+    prefix_tokens: where the codebook has a trained prefix.
+    """
 
     settings: AntKVConfig
     vllm_config: VllmConfig
@@ -75,14 +81,18 @@ class _Shared:
     kernels: Kernels
     counters: Counters
     last_query: torch.Tensor
+    prefix_tokens: PrefixTokens | None
 
     @classmethod
-    def of(cls, settings: AntKVConfig, vllm_config: VllmConfig, device: torch.device) -> "_Shared":
+    def of(cls, settings: AntKVConfig, codebook: Codebook, vllm_config: VllmConfig, device: torch.device) -> "_Shared":
         """Choose the kernels, and say which."""
         kernels = choose(settings.kernels, device)
         logger.info("antkv kernels: %s", kernels.title)
         last_query = last_query_table(settings, vllm_config.model_config.max_model_len).to(device)
-        return cls(settings, vllm_config, device, kernels, Counters(device, kernels.name), last_query)
+        ids = codebook.header.prefix
+        prefix_tokens = None if ids is None else PrefixTokens(ids, device)
+        counters = Counters(device, kernels.name)
+        return cls(settings, vllm_config, device, kernels, counters, last_query, prefix_tokens)
 
 
 def _attach_layer(
@@ -107,9 +117,10 @@ def _attach_layer(
         dtype=dtype,
         k_centroids=codebook.k[index, heads].to(device, torch.float32),
         v_centroids=codebook.v[index, heads].to(device, torch.float32),
+        k_order=_k_order(codebook, device),
         rotary=rotary,
-        k_order=None if codebook.header.k_order is None else torch.tensor(codebook.header.k_order, device=device),
         sinks=sinks,
+        prefix=_layer_prefix(codebook, index, heads, shared),
         recency_name=name,
         recency=companion,
         counters=shared.counters,
@@ -128,8 +139,22 @@ def _attach_layer(
     layer.get_kv_cache_spec = MethodType(get_kv_cache_spec, layer)  # type: ignore[method-assign]
 
 
+def _k_order(codebook: Codebook, device: torch.device) -> torch.Tensor | None:
+    order = codebook.header.k_order
+    return None if order is None else torch.tensor(order, dtype=torch.int32, device=device)
+
+
+def _layer_prefix(codebook: Codebook, index: int, heads: slice, shared: _Shared) -> LayerPrefix | None:
+    prefix, tokens = codebook.prefix, shared.prefix_tokens
+    if prefix is None or tokens is None:
+        return None
+    dtype = shared.vllm_config.model_config.dtype
+    k, v = (rows[index, :, heads].to(shared.device, dtype) for rows in (prefix.k, prefix.v))
+    return LayerPrefix(tokens, k, v)
+
+
 def _rotary(module: nn.Module, layer_name: str, codebook: Codebook) -> RotaryTable:
-    """For rows in the codebook's order of channels."""
+    """For rows in the order of channels that codes have."""
     table, order = rotary_table(module, layer_name), codebook.header.k_order
     try:
         return table if order is None else reordered(table, order)

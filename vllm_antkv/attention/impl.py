@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionTy
 
 from vllm_antkv.attention.metadata import VQMetadata
 from vllm_antkv.attention.sinks import SinkFlags
+from vllm_antkv.attention.trained_prefix import LayerPrefix
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
@@ -26,9 +27,9 @@ class Attachment:
 
     k_centroids, v_centroids: of this rank's KV heads, (num_kv_heads, num_sub_vectors, num_centroids,
         sub_vector_size) float32.
-    rotary: for rows in `k_order`.
-    k_order: (head_size,) int64, the order in which Q and K rows are handled and stored; None: as the model has them.
+    k_order, rotary: see `ops.layer.LayerState`.
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
+    prefix: rows of the codebook's trained prefix, if it has one.
     recency_name: name of the companion layer, for its metadata.
     recency: the companion layer.
     counters: of this worker.
@@ -44,9 +45,10 @@ class Attachment:
     dtype: torch.dtype
     k_centroids: torch.Tensor
     v_centroids: torch.Tensor
-    rotary: RotaryTable | None
     k_order: torch.Tensor | None
+    rotary: RotaryTable | None
     sinks: SinkFlags | None
+    prefix: LayerPrefix | None
     recency_name: str
     recency: Any
     counters: Counters
@@ -131,24 +133,20 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         is_sink = None if sinks is None else sinks.of_step(num_tokens)
         if is_sink is not None and self._layer.counts_rows:
             self._layer.counters.count_sinks(is_sink)
+        if self.attachment.prefix is not None:
+            key, value = self.attachment.prefix.put_in(key, value)
         recency_metadata = get_forward_context().attn_metadata[self.attachment.recency_name]
         run(
             self._operations,
             self._layer,
-            self.ordered(query[:num_tokens]),
-            self.ordered(key[:num_tokens]),
+            query[:num_tokens],
+            key[:num_tokens],
             value[:num_tokens],
             is_sink,
             output[:num_tokens],
             attn_metadata.step(recency_metadata),
         )
         return output
-
-    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Q or K rows, (..., head_size), in the codebook's order of channels. Products of both stay the same."""
-        assert self.attachment is not None
-        order = self.attachment.k_order
-        return rows if order is None else rows.index_select(-1, order)
 
     def _take_pages(self, attachment: Attachment, kv_cache: torch.Tensor) -> None:
         self._pages = kv_cache
@@ -165,6 +163,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             k_centroids=attachment.k_centroids,
             v_centroids=attachment.v_centroids,
             preset=self.preset,
+            k_order=attachment.k_order,
             rotary=attachment.rotary,
             last_query=attachment.last_query,
             config=attachment.settings,

@@ -77,5 +77,5 @@ class Inspector:
         assert impl._layer is not None
         step = metadata.step(get_forward_context().attn_metadata[impl.attachment.recency_name])
         last = metadata.num_tokens - 1
-        shares = attention_shares(impl._layer, impl.ordered(query[last]), impl.ordered(key[last]), step, kv_head)
+        shares = attention_shares(impl._layer, query[last], key[last], step, kv_head)
         self._counters.count_attention(shares)

@@ -16,6 +16,7 @@ from vllm_antkv.presets import get_preset
 
 logger = logging.getLogger("vllm.antkv")
 
+_SETTINGS_KEY = "antkv"
 #: Where `complete` leaves the codebook it found for the workers; part of vLLM's compile cache key.
 _RESOLVED_KEY = "antkv_codebook"
 #: vLLM's default of 0 keeps only the end of each prompt, so that prompts that share a beginning hit nothing.
@@ -24,11 +25,12 @@ DEFAULT_RETENTION_INTERVAL = 512
 
 @dataclass(frozen=True)
 class ResolvedCodebook:
-    """The codebook file chosen at start-up, and the bytes of its centroids."""
+    """The codebook file chosen at start-up, the bytes of its centroids, and the token ids of its trained prefix."""
 
     path: str
     identity: str
     num_bytes: int
+    prefix: tuple[int, ...] = ()
 
 
 def complete(vllm_config: VllmConfig) -> None:
@@ -53,8 +55,16 @@ def complete(vllm_config: VllmConfig) -> None:
     get_preset(cache_config.cache_dtype).num_sub_vectors(identity.head_size)
     path = find_codebook(model_config.model, identity, cache_config.cache_dtype, settings.codebooks)
     codebook = Codebook.load(path, cache_config.cache_dtype, identity)
-    resolved = ResolvedCodebook(str(Path(path).resolve()), codebook.identity, codebook.num_bytes)
-    vllm_config.additional_config = {**vllm_config.additional_config, _RESOLVED_KEY: asdict(resolved)}
+    prefix = codebook.header.prefix or ()
+    resolved = ResolvedCodebook(str(Path(path).resolve()), codebook.identity, codebook.num_bytes, prefix)
+    settings = codebook.settings(settings)
+    vllm_config.additional_config = {
+        **vllm_config.additional_config,
+        _SETTINGS_KEY: settings.model_dump(),
+        _RESOLVED_KEY: asdict(resolved),
+    }
+    if prefix:
+        logger.info("Prompts that start with the codebook's trained prefix use it (%d tokens).", len(prefix))
     if settings.sinks and codebook.header.sinks is None:
         logger.info("This codebook knows no attention sinks (calibration found none in this model).")
     logger.info("antkv codebook %s (%s), %.1f MiB", path, codebook.identity, codebook.num_bytes / 2**20)

@@ -9,6 +9,8 @@ With `anchor_scope: prompt` anchors are those of the paper: chosen from full-pre
 window, serving all later blocks. There the future reaches the past, and the engine differs: it sees a prompt in steps,
 and blocks that close in a step serve nothing within it. The figures of that scope are the paper's, not the server's.
 
+In windows that start with the method's trained prefix, K and V of those tokens are the trained rows, in every layer.
+
 This file knows methods only by their interface, and nothing of perplexity or of files.
 """
 
@@ -29,7 +31,7 @@ from vllm_antkv.evaluate.retained import attend_retained
 from vllm_antkv.evaluate.rotary import rotary_table
 from vllm_antkv.ops.reference import anchor_score, causal_lse, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.select.anchors import SINK_SCORE, block_anchors
+from vllm_antkv.select.anchors import SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
 from vllm_antkv.select.recency import last_query_table
 
 #: Families whose layers hand `(query, key after RoPE, value)` to one attention function and rotate every layer alike.
@@ -51,7 +53,7 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
     check_family(model.config.get_text_config(), num_tokens)
     run = _Run(method, rotary_table(model, num_tokens))
     name, before = f"antkv_offline_{id(run)}", model.config._attn_implementation
-    hook = _watch_sinks(model, run)
+    hooks = _watch(model, run)
     ALL_ATTENTION_FUNCTIONS.register(name, run.attend)
     model.set_attn_implementation(name)
     try:
@@ -59,7 +61,7 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
     finally:
         model.set_attn_implementation(before)
         del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
-        if hook is not None:
+        for hook in hooks:
             hook.remove()
 
 
@@ -68,12 +70,14 @@ class _Run:
 
     is_sink: (num_windows, num_tokens) bool of the windows in hand, None until the emergence layer has run; with
         `num_sinks`, int64, the last query for which each token is one.
+    starts: (num_windows, 1, 1, 1) bool, whether the windows in hand start with the trained prefix; False before any.
     """
 
     def __init__(self, method: Method, rotary: RotaryTable) -> None:
         self.method = method
         self.rotary = rotary
         self.is_sink: torch.Tensor | None = None
+        self.starts = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
     def attend(
         self,
@@ -89,6 +93,9 @@ class _Run:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         # In bfloat16 the model hands over rows of the served precision; what is computed with them is float32.
         dtype = torch.promote_types(query.dtype, torch.float32)
+        prefix = self.method.trained_prefix
+        if prefix is not None:
+            key, value = (self._put_in(rows, trained[layer]) for rows, trained in ((key, prefix.k), (value, prefix.v)))
         q, k, v = (rows.transpose(1, 2).to(dtype) for rows in (query, key, value))
         rule = self.method.sinks
         is_sink = self.is_sink if rule is not None and layer > rule.layer else None
@@ -96,7 +103,26 @@ class _Run:
         attend = attend_retained if of_literature else attend_window
         return attend(q, k, v, scaling, layer, self.method, self.rotary, is_sink).to(query.dtype), None
 
-    def watch(self, module: nn.Module, args: Any, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    def _put_in(self, rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+        """K or V rows, (num_windows, num_kv_heads, num_tokens, head_size), with trained ones for the first tokens.
+
+        trained: (P, num_kv_heads, head_size).
+        """
+        if not self.starts.any():
+            return rows
+        first = torch.where(self.starts, trained.transpose(0, 1).to(rows), rows[:, :, : len(trained)])
+        return torch.cat((first, rows[:, :, len(trained) :]), dim=2)
+
+    def watch_tokens(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        """Forward pre-hook of the embeddings, which get the windows' token ids, (num_windows, num_tokens) int64."""
+        assert self.method.trained_prefix is not None
+        wanted = torch.tensor(self.method.trained_prefix.token_ids, device=args[0].device)
+        first = args[0][:, : len(wanted)]
+        long_enough = first.shape[1] == len(wanted)
+        starts = (first == wanted).all(1) if long_enough else first.new_zeros(len(first), dtype=torch.bool)
+        self.starts = starts[:, None, None, None]
+
+    def watch_sinks(self, module: nn.Module, args: Any, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         """Forward hook of decoder layer `rule.layer` (KVSink, algorithm 1, by threshold)."""
         rule = self.method.sinks
         assert rule is not None
@@ -138,7 +164,7 @@ def attend_window(
     last_query = last_query_table(config, num_tokens).to(key.device)
     # What queries of later blocks see: decoded rows, into which the anchors of closed blocks are put.
     seen_key, seen_value = method.quantiser.read_back(layer, key, value, rotary)
-    prompt_scores = _prompt_scores(query, key, value, scale) if config.anchor_scope == "prompt" else None
+    prompt_scores = _prompt_scores(query, key, value, last_query, scale) if config.anchor_scope == "prompt" else None
     outputs = []
     for start in range(0, num_tokens, VQ_BLOCK_SIZE):
         block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
@@ -163,7 +189,8 @@ def attend_window(
         if prompt_scores is None:
             own = causal[None, :, block]
             own_lse = causal_lse(query[:, block], key[:, block], own, scale)
-            scores = anchor_score(query[:, block], key[:, block], own_lse, own, scale)
+            weight = vote_weights(positions[block, None], positions[block], last_query, "block")
+            scores = anchor_score(query[:, block], key[:, block], own_lse, weight[None], scale, VOTE_POWER["block"])
         else:
             scores = (prompt_scores[0][..., block], prompt_scores[1][..., block])
         for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
@@ -174,9 +201,9 @@ def attend_window(
 
 
 def _prompt_scores(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last_query: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor Scores summed over all later queries of the window, from full-precision attention: the paper's definition.
+    """Anchor Scores summed over all later queries of the window, from full-precision attention, as in the paper.
 
     Returns scores of K and of V, each (num_windows, num_kv_heads, num_tokens).
     """
@@ -191,7 +218,8 @@ def _prompt_scores(
         _, lse = mixed_attention(
             query[:, block], nothing, nothing, causal[..., :0], key[:, past], value[:, past], causal, scale
         )
-        of_key, of_value = anchor_score(query[:, block], key[:, past], lse, causal, scale)
+        weight = vote_weights(positions[block, None], positions[past], last_query, "prompt")
+        of_key, of_value = anchor_score(query[:, block], key[:, past], lse, weight[None], scale, VOTE_POWER["prompt"])
         key_score[..., past] += of_key
         value_score[..., past] += of_value
     return key_score, value_score
@@ -238,7 +266,10 @@ def check_family(config: Any, num_tokens: int) -> None:
         )
 
 
-def _watch_sinks(model: PreTrainedModel, run: _Run) -> torch.utils.hooks.RemovableHandle | None:
-    if run.method.sinks is None:
-        return None
-    return model.get_decoder().layers[run.method.sinks.layer].register_forward_hook(run.watch)
+def _watch(model: PreTrainedModel, run: _Run) -> list[torch.utils.hooks.RemovableHandle]:
+    hooks = []
+    if run.method.trained_prefix is not None:
+        hooks.append(model.get_input_embeddings().register_forward_pre_hook(run.watch_tokens))
+    if run.method.sinks is not None:
+        hooks.append(model.get_decoder().layers[run.method.sinks.layer].register_forward_hook(run.watch_sinks))
+    return hooks

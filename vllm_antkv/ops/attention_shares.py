@@ -82,6 +82,7 @@ def _coded_rows(
     rows = decode(unpack_codes(packed, layer.preset, centroids.shape[1]), centroids)
     if layer.rotary is not None:
         rows = rotate(rows, positions.clamp(max=len(layer.rotary.cos) - 1), layer.rotary)
+    rows = layer.to_model_order(rows)
     offsets = vq.anchor_offsets[block_ids, kv_head].long()
     # Unused rows go to one slot more than a block has; choosing among them instead would wait for the device.
     used = (offsets >= 0) & (offsets < VQ_BLOCK_SIZE) & closed[:, None, None]

@@ -88,6 +88,11 @@ class Counters:
         self._rows_per_token = rows_per_token
         self._anchor_rows += num_rows
 
+    def anchor_rows(self, rows_per_token: int) -> torch.Tensor:
+        """Where kernels add what `count_anchor_rows` is given, () int64."""
+        self._rows_per_token = rows_per_token
+        return self._anchor_rows
+
     def count_attention(self, shares: torch.Tensor) -> None:
         """Add a sample: (3,) shares of the attention, in the order of ROW_CLASSES."""
         self._attention += shares

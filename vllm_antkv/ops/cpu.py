@@ -6,13 +6,22 @@ PyTorch's, whose threads vLLM has bound to cores. A second set of threads would 
 """
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.ops.arguments import (
+    RowsArgument,
+    StepArgument,
+    layer_fields,
+    plain_tables,
+    rows_argument,
+    section_offset,
+    step_argument,
+)
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
@@ -60,7 +69,8 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("recency_block_stride", "recency_head_stride")),
         *((name, ctypes.c_int64) for name in ("recency_v", "recency_scores")),
         *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "k_columns", "v_columns")),
-        *((name, ctypes.c_void_p) for name in ("k_half_norms", "v_half_norms", "cos", "sin", "last_query")),
+        *((name, ctypes.c_void_p) for name in ("k_half_norms", "v_half_norms", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("k_order", "last_query")),
         *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
         *((name, ctypes.c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "head_size")),
         *((name, ctypes.c_int32) for name in ("rotary_dim", "is_neox_style")),
@@ -70,32 +80,16 @@ class _Layer(ctypes.Structure):
     ]
 
 
-class _Step(ctypes.Structure):
-    """antkv_step."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "vq_block_table", "recency_block_table")),
-        *((name, ctypes.c_int64) for name in ("vq_table_stride", "recency_table_stride")),
-        ("num_reqs", ctypes.c_int32),
-    ]
-
-
-class _Rows(ctypes.Structure):
-    """antkv_rows."""
-
-    _fields_: ClassVar = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64)]
-
-
 @cache
 def _library() -> ctypes.CDLL:
     """The kernels. OSError when they do not load."""
     library = ctypes.CDLL(str(library_path()))
-    pointer, layer, step = ctypes.c_void_p, ctypes.POINTER(_Layer), ctypes.POINTER(_Step)
-    library.antkv_encode_store.argtypes = [layer, step, _Rows, _Rows]
+    pointer, layer, step = ctypes.c_void_p, ctypes.POINTER(_Layer), ctypes.POINTER(StepArgument)
+    library.antkv_encode_store.argtypes = [layer, step, RowsArgument, RowsArgument]
     library.antkv_encode_store.restype = None
-    library.antkv_anchor_score.argtypes = [layer, step, _Rows, _Rows, _Rows, pointer, pointer]
+    library.antkv_anchor_score.argtypes = [layer, step, RowsArgument, RowsArgument, RowsArgument, pointer, pointer]
     library.antkv_anchor_score.restype = ctypes.c_int64
-    library.antkv_attend.argtypes = [layer, step, _Rows, _Rows, _Rows, _Rows, pointer]
+    library.antkv_attend.argtypes = [layer, step, RowsArgument, RowsArgument, RowsArgument, RowsArgument, pointer]
     library.antkv_attend.restype = None
     return library
 
@@ -117,7 +111,7 @@ class CpuOperations:
 
     def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
-        self._library.antkv_encode_store(self._layer, _step(step), _rows(key), _rows(value))
+        self._library.antkv_encode_store(self._layer, step_argument(step), rows_argument(key), rows_argument(value))
 
     def anchor_score(
         self,
@@ -130,7 +124,13 @@ class CpuOperations:
     ) -> None:
         """See `LayerOperations`."""
         num_rows = self._library.antkv_anchor_score(
-            self._layer, _step(step), _rows(query), _rows(key), _rows(value), _address(is_sink), _address(lse)
+            self._layer,
+            step_argument(step),
+            rows_argument(query),
+            rows_argument(key),
+            rows_argument(value),
+            _address(is_sink),
+            _address(lse),
         )
         if self._state.counts_rows:
             self._state.counters.count_anchor_rows(num_rows, 2 * key.shape[1])
@@ -146,7 +146,13 @@ class CpuOperations:
     ) -> None:
         """See `LayerOperations`."""
         self._library.antkv_attend(
-            self._layer, _step(step), _rows(query), _rows(key), _rows(value), _rows(output), _address(lse)
+            self._layer,
+            step_argument(step),
+            rows_argument(query),
+            rows_argument(key),
+            rows_argument(value),
+            rows_argument(output),
+            _address(lse),
         )
 
 
@@ -166,48 +172,27 @@ def _check(layer: LayerState) -> None:
 
 def _tables(layer: LayerState) -> dict[str, torch.Tensor]:
     """What the kernels read beside the pages, in their layouts."""
-    tables = {"last_query": layer.last_query}
+    tables = plain_tables(layer)
     for name, centroids in (("k", layer.k_centroids), ("v", layer.v_centroids)):
         # Codebooks are float16: nothing is lost, and twice as much fits into a core's cache.
         tables[f"{name}_centroids"] = centroids.half()
         tables[f"{name}_columns"] = centroids.half().transpose(2, 3)
         tables[f"{name}_half_norms"] = centroids.square().sum(-1) / 2
-    if layer.rotary is not None:
-        tables |= {"cos": layer.rotary.cos, "sin": layer.rotary.sin}
     return tables
 
 
 def _layer(layer: LayerState, tables: dict[str, torch.Tensor]) -> _Layer:
-    vq, recency, config = layer.vq, layer.recency, layer.config
-    num_kv_heads, num_sub_vectors, num_centroids, size = layer.k_centroids.shape
-    rotary = layer.rotary
+    recency, config = layer.recency, layer.config
+    _, num_sub_vectors, num_centroids, size = layer.k_centroids.shape
     return _Layer(
-        vq=vq.k_codes.data_ptr(),
-        vq_block_stride=_stride(vq.k_codes, 0),
-        vq_head_stride=_stride(vq.k_codes, 1),
-        v_codes=_section(vq.k_codes, vq.v_codes),
-        k_anchors=_section(vq.k_codes, vq.k_anchors),
-        v_anchors=_section(vq.k_codes, vq.v_anchors),
-        anchor_offsets=_section(vq.k_codes, vq.anchor_offsets),
-        recency=recency.k.data_ptr(),
-        recency_block_stride=_stride(recency.k, 0),
-        recency_head_stride=_stride(recency.k, 1),
-        recency_v=_section(recency.k, recency.v),
-        recency_scores=_section(recency.k, recency.scores),
-        **{name: tensor.data_ptr() for name, tensor in tables.items()},
-        scale=layer.scale,
-        rotary_magnitude=1.0 if rotary is None else float(rotary.cos[0, 0]),
+        **layer_fields(layer, tables),
+        recency_scores=section_offset(recency.k, recency.scores),
         dtype=_DTYPES[recency.k.dtype],
         num_heads=layer.num_heads,
-        num_kv_heads=num_kv_heads,
         head_size=num_sub_vectors * size,
-        rotary_dim=0 if rotary is None else rotary.rotary_dim,
-        is_neox_style=rotary is None or rotary.is_neox_style,
         sub_vector_size=size,
         num_centroids=num_centroids,
-        code_bytes=vq.k_codes.shape[-1],
-        recency_block_size=recency.k.shape[2],
-        anchor_rows=vq.k_anchors.shape[2],
+        code_bytes=layer.vq.k_codes.shape[-1],
         prefix=config.prefix,
         has_anchors=config.anchor_share > 0,
         prompt_scope=config.anchor_scope == "prompt",
@@ -215,32 +200,5 @@ def _layer(layer: LayerState, tables: dict[str, torch.Tensor]) -> _Layer:
     )
 
 
-@lru_cache(maxsize=1)
-def _step(step: Step) -> _Step:
-    """All layers of a model and their operations are given the same step."""
-    return _Step(
-        step.query_start_loc.data_ptr(),
-        step.seq_lens.data_ptr(),
-        step.vq_block_table.data_ptr(),
-        step.recency_block_table.data_ptr(),
-        step.vq_block_table.stride(0),
-        step.recency_block_table.stride(0),
-        step.num_reqs,
-    )
-
-
-def _rows(rows: torch.Tensor) -> _Rows:
-    """(num_tokens, heads, head_size) whose heads lie side by side, as they come from one projection."""
-    return _Rows(rows.data_ptr(), rows.stride(0))
-
-
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _stride(pages: torch.Tensor, dim: int) -> int:
-    return pages.stride(dim) * pages.itemsize
-
-
-def _section(first: torch.Tensor, section: torch.Tensor) -> int:
-    return section.data_ptr() - first.data_ptr()

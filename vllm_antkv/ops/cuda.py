@@ -11,7 +11,8 @@ from functools import cache
 import torch
 
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.cuda_arguments import layer_argument, rows_argument, step_argument, tables_of
+from vllm_antkv.ops.arguments import rows_argument, step_argument
+from vllm_antkv.ops.cuda_arguments import layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
 from vllm_antkv.ops.layer import LayerOperations, LayerState

@@ -23,7 +23,10 @@ class LayerState:
     """One layer's pages, centroids and rotary table, and what a query sees exactly.
 
     k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float32.
-    rotary: None for a layer without RoPE.
+    k_order: (head_size,) int32, the channel of K that stands at each place of the rows that codes stand for; the pairs
+        of RoPE stay pairs (`rope.interleaved`). None: channels as the model has them. Rows in full precision, in hand
+        and in pages, are always in the model's order.
+    rotary: for rows in `k_order`; None for a layer without RoPE.
     last_query: (max_model_len,) int32, the last query that sees each token exactly (`select.recency`).
     num_heads: query heads.
     scale: multiplies the logits.
@@ -38,6 +41,7 @@ class LayerState:
     k_centroids: torch.Tensor
     v_centroids: torch.Tensor
     preset: Preset
+    k_order: torch.Tensor | None
     rotary: RotaryTable | None
     last_query: torch.Tensor
     config: AntKVConfig
@@ -52,6 +56,14 @@ class LayerState:
     def votes_on_prompt(self) -> bool:
         """Anchor Scores are the paper's: summed over the queries of the whole step, which must have attended before."""
         return self.config.anchor_scope == "prompt" and self.config.anchor_rows > 0
+
+    def to_code_order(self, key: torch.Tensor) -> torch.Tensor:
+        """K rows, (..., head_size), with their channels as sub-vectors take them."""
+        return key if self.k_order is None else key.index_select(-1, self.k_order)
+
+    def to_model_order(self, key: torch.Tensor) -> torch.Tensor:
+        """Inverse of `to_code_order`."""
+        return key if self.k_order is None else torch.empty_like(key).index_copy_(-1, self.k_order.long(), key)
 
 
 class LayerOperations(Protocol):

@@ -22,7 +22,7 @@ from vllm_antkv.ops.reference import (
 )
 from vllm_antkv.ops.rope import rotate, unrotate
 from vllm_antkv.ops.step import Step
-from vllm_antkv.select.anchors import SINK_SCORE, block_anchors
+from vllm_antkv.select.anchors import SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,10 @@ class ReferenceOperations:
                     statistics = causal_lse(wave_query, exact_key[None], causal[None], self._layer.scale)
                 else:
                     statistics = lse[None, voters].to(self._dtype)
-                votes = anchor_score(wave_query, exact_key[None], statistics, causal[None], self._layer.scale)
+                scope = self._layer.config.anchor_scope
+                weight = vote_weights(queries[:, None], positions, self._layer.last_query, scope)
+                power = VOTE_POWER[scope]
+                votes = anchor_score(wave_query, exact_key[None], statistics, weight[None], self._layer.scale, power)
                 scores += torch.cat(votes)
                 if is_sink is not None:
                     scores[:, :, begin - positions[0] :].masked_fill_(is_sink[request.rows(begin, end)], SINK_SCORE)
@@ -156,6 +159,7 @@ class ReferenceOperations:
         offsets = positions % VQ_BLOCK_SIZE
         # Blocks fill from their first token, so whoever had the block before left its anchors until here.
         layer.vq.anchor_offsets[block_ids[offsets == 0]] = NO_ANCHOR
+        key = layer.to_code_order(key)
         raw_key = key if layer.rotary is None else unrotate(key, positions, layer.rotary)
         layer.vq.k_codes[block_ids, :, offsets] = pack_codes(encode(raw_key, layer.k_centroids), layer.preset)
         layer.vq.v_codes[block_ids, :, offsets] = pack_codes(encode(value, layer.v_centroids), layer.preset)
@@ -203,7 +207,7 @@ class ReferenceOperations:
         if layer.rotary is not None:
             positions = first_position + torch.arange(len(rows[0]), device=block_ids.device)
             rows[0] = rotate(rows[0], positions.clamp(max=len(layer.rotary.cos) - 1), layer.rotary)
-        return rows[0], rows[1]
+        return layer.to_model_order(rows[0]), rows[1]
 
     def _put_anchors(
         self, key: torch.Tensor, value: torch.Tensor, block_ids: torch.Tensor, first: int, last: int

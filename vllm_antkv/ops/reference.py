@@ -127,12 +127,12 @@ def causal_lse(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, scale
     return _logits(query, key, scale).masked_fill(~mask[:, None], -torch.inf).logsumexp(-1).transpose(1, 2)
 
 
-def anchor_score(
-    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor, scale: float
+def anchor_votes(
+    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor Score of every key and value (AnTKV, equation 5), summed over the queries and heads of its group.
+    """How far a unit error of a key or a value moves the output of each query (the terms of AnTKV's equation 5).
 
-        AnS(K_j) = sum_i A_ij (1 - A_ij) ||Q_i||,    AnS(V_j) = sum_i A_ij
+        vote on K_j: A_ij (1 - A_ij) ||Q_i||,    vote on V_j: A_ij
 
     A is rebuilt from the exact keys and the log-sum-exp of the queries' logits: over all they attended to (the
     paper's), or over the keys of their block (`causal_lse`, what the engine does; `docs/design.md` compares the two).
@@ -141,20 +141,36 @@ def anchor_score(
         query: (S, num_queries, num_heads, head_size).
         key: (S, E, num_kv_heads, head_size), exact rows.
         lse: (S, num_queries, num_heads), from `mixed_attention` or `causal_lse`.
-        mask: (S, num_queries, E) bool, True where query i votes on key j (never before it).
 
     Returns:
-        scores of K and of V, each (S, num_kv_heads, E).
+        votes on K and on V, each (S, num_heads, num_queries, E); those of queries before the key mean nothing.
     """
     finite_lse = lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2)
     # A row that the query saw only through its code can come out above 1 here.
     probs = torch.exp(_logits(query, key, scale) - finite_lse[..., None]).clamp(max=1.0)
-    probs = probs * mask[:, None]
     norms = query.norm(dim=-1).transpose(1, 2)
+    return probs * (1 - probs) * norms[..., None], probs
+
+
+def anchor_score(
+    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, weight: torch.Tensor, scale: float, power: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor Score of every key and value: votes summed over the queries and heads of its group.
+
+    Args:
+        query, key, lse, scale: as in `anchor_votes`.
+        weight: (S, num_queries, E), what query i's vote on key j counts; 0 where j comes after it.
+        power: 1 adds votes (AnTKV, equation 5), 2 their squares.
+
+    Returns:
+        scores of K and of V, each (S, num_kv_heads, E).
+    """
     num_kv_heads = key.shape[2]
-    value_score = probs.sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
-    key_score = (probs * (1 - probs) * norms[..., None]).sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
-    return key_score, value_score
+    of_key, of_value = (
+        (votes**power * weight[:, None]).sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
+        for votes in anchor_votes(query, key, lse, scale)
+    )
+    return of_key, of_value
 
 
 def top_rows(scores: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -11,8 +11,8 @@ from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
-from vllm_antkv.select.anchors import VOTE_PRIOR
-from vllm_antkv.triton_kernels.anchor_score import anchor_score, blocks_of_step
+from vllm_antkv.select.anchors import RECENT_VOTE, VOTE_PRIOR
+from vllm_antkv.triton_kernels.anchor_score import anchor_score
 from vllm_antkv.triton_kernels.arguments import Batch, Pages, Policy, Rows, Shape, Tables
 from vllm_antkv.triton_kernels.decode import decode
 from vllm_antkv.triton_kernels.encode_store import encode_store
@@ -37,6 +37,7 @@ class TritonOperations:
             anchors=layer.config.anchor_share > 0,
             weighs_votes=layer.config.anchor_scope == "block",
             vote_prior=VOTE_PRIOR,
+            recent_vote=RECENT_VOTE,
         )
         self._reserve()
 
@@ -54,28 +55,20 @@ class TritonOperations:
         step: Step,
     ) -> None:
         """See `LayerOperations`."""
-        layer, shape = self._layer, self._shape
-        chosen = None
-        if layer.counts_rows:
-            num_blocks = blocks_of_step(len(key), step.num_reqs, shape)
-            size = (num_blocks, shape.num_kv_heads, 2, shape.anchor_rows)
-            chosen = torch.full(size, -1, dtype=torch.int16, device=key.device)
+        layer = self._layer
         anchor_score(
             _rows(query, key, value),
             is_sink,
             lse,
             layer.config.prefix,
-            chosen,
+            layer.counters.anchor_rows(2 * key.shape[1]) if layer.counts_rows else None,
             self._pages,
             self._tables,
             _batch(step),
-            shape,
+            self._shape,
             self._policy,
             layer.scale,
         )
-        if chosen is not None:
-            for kind in range(2):
-                layer.counters.count_anchors(chosen[:, :, kind])
 
     def attend(
         self,
@@ -134,6 +127,7 @@ def _shape(layer: LayerState) -> Shape:
         num_centroids=num_centroids,
         code_bits=layer.preset.code_bits,
         code_bytes=layer.vq.k_codes.shape[3],
+        ordered=layer.k_order is not None,
         rotary_half=rotary_half,
         is_neox=is_neox,
         aligned=is_neox and half % size == 0 and rotary_half % size == 0,
@@ -182,6 +176,7 @@ def _tables(layer: LayerState) -> Tables:
         v_centroids=centroids[1],
         k_half_norms=half_norms[0],
         v_half_norms=half_norms[1],
+        k_order=layer.last_query.new_empty(0) if layer.k_order is None else layer.k_order,
         cos=no_angles if layer.rotary is None else layer.rotary.cos.contiguous(),
         sin=no_angles if layer.rotary is None else layer.rotary.sin.contiguous(),
         last_query=layer.last_query,

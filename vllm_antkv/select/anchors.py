@@ -8,6 +8,30 @@ from vllm_antkv.ops.reference import top_rows
 SINK_SCORE = torch.inf
 #: Votes that every row of a block is credited with, so that the few votes for its last rows weigh less.
 VOTE_PRIOR = 32
+#: Votes and errors are raised to it. With the queries of the whole prompt squares are better, as errors of many rows
+#: add up in an output like independent ones; with those of a block alone they gain nothing.
+VOTE_POWER = {"block": 1, "prompt": 2}
+#: What a query's vote counts on a row that it sees exactly anyway, where others vote that see the code: enough to
+#: decide between rows that have no other votes.
+RECENT_VOTE = 1 / 1024
+
+
+def vote_weights(queries: torch.Tensor, keys: torch.Tensor, last_query: torch.Tensor, scope: str) -> torch.Tensor:
+    """What each query's vote on each key counts.
+
+    Args:
+        queries: (num_queries, 1) int64 positions.
+        keys: (num_keys,) int64 positions.
+        last_query: (max_model_len,) int32, what is seen exactly (`select.recency`).
+        scope: `block` or `prompt`, as in the settings. In a block, all see all rows exactly, or none but their own.
+
+    Returns:
+        (num_queries, num_keys) float32, 0 where the key comes after the query.
+    """
+    votes = (keys <= queries).float()
+    if scope == "block":
+        return votes
+    return votes * torch.where(queries <= last_query[keys], RECENT_VOTE, 1.0)
 
 
 def block_anchors(
@@ -21,9 +45,10 @@ def block_anchors(
 ) -> torch.Tensor:
     """Choose the rows of one block that stay in full precision for the queries past its end.
 
-    Equation 5 sums what a unit error of a row would cost. Here the sum is multiplied by the error its code really
-    makes, and in scope `block`, where early rows of a block have had more queries than late ones, divided by their
-    number; `docs/design.md` has the measurements. Tokens of the intact prefix are exact anyway and take no row.
+    Scores say what a unit error of a row would cost. Here they are multiplied by the error its code really makes (in
+    scope `prompt` squared, as the votes are), and in scope `block`, where early rows of a block have had more queries
+    than late ones, divided by their number; `docs/design.md` has the measurements. Tokens of the intact prefix take no
+    row.
 
     Args:
         scores: (..., num_kv_heads, block_size) sums over queries, SINK_SCORE for sinks.
@@ -39,7 +64,7 @@ def block_anchors(
     is_sink = scores == SINK_SCORE
     if anchors:
         error = (exact_rows - coded_rows).norm(dim=-1).transpose(-1, -2)
-        weighted = scores * error
+        weighted = scores * error ** VOTE_POWER[scope]
         if scope == "block":
             block_size = scores.shape[-1]
             weighted = weighted / (torch.arange(block_size, 0, -1, device=scores.device) + VOTE_PRIOR)

@@ -11,12 +11,12 @@ LAYERS = [
     (Shape("antkv-1bit", 128, 8, 2, BFLOAT16), False, 232448),
     (Shape("antkv-2bit", 64, 3, 1, FLOAT16), False, 232448),
     (Shape("antkv-1bit", 64, 2, 2, FLOAT16, rotary_dim=0), False, 166912),
-    (Shape("antkv-2bit", 128, 9, 1, FLOAT16, magnitude=1.3), False, 166912),
-    (Shape("antkv-1bit", 128, 2, 1, FLOAT16), True, 232448),
+    (Shape("antkv-2bit", 128, 9, 1, FLOAT16, magnitude=1.3, reorders=True), False, 166912),
+    (Shape("antkv-1bit", 128, 2, 1, FLOAT16, reorders=True), True, 232448),
     (Shape("antkv-0.75bit", 64, 3, 1, FLOAT16), False, 232448),
-    (Shape("antkv-0.75bit", 128, 4, 1, BFLOAT16, magnitude=1.3), False, 101376),
+    (Shape("antkv-0.75bit", 128, 4, 1, BFLOAT16, magnitude=1.3, reorders=True), False, 101376),
     (Shape("antkv-0.375bit", 64, 9, 1, BFLOAT16), False, 166912),
-    (Shape("antkv-0.375bit", 128, 2, 1, FLOAT16, rotary_dim=0), False, 232448),
+    (Shape("antkv-0.375bit", 128, 2, 1, FLOAT16, rotary_dim=0, reorders=True), False, 232448),
 ]
 
 #: Outputs are rounded to the dtype, and codes of float32 may be others than those of float64 where centroids are close.

@@ -81,7 +81,7 @@ def test_hidden_states_are_the_model_s(model) -> None:
 
 
 def test_anchor_score_by_its_equation(rows: LayerRows) -> None:
-    scores = equation_5(rows, "prompt")
+    scores = equation_5(rows)
     for head in range(2):
         of_key = of_value = torch.zeros(TOKENS)
         for query in rows.queries_of(head).unbind(1):

@@ -6,7 +6,7 @@ Anchors then serve every query that would see the code; with a recency these are
 in the engine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,9 @@ from vllm_antkv.evaluate.methods import Method
 from vllm_antkv.evaluate.methods.base import Quantiser
 from vllm_antkv.evaluate.perplexity import mean_nll
 from vllm_antkv.evaluate.report import perplexity_of
-from vllm_antkv.ops.reference import anchor_score, causal_lse, top_rows
+from vllm_antkv.ops.reference import anchor_score, anchor_votes, causal_lse, top_rows
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.select.anchors import block_anchors
+from vllm_antkv.select.anchors import VOTE_POWER, block_anchors, vote_weights
 from vllm_antkv.select.recency import last_query_table
 
 SHARES = (0.01, 0.02, 0.05, 0.10)
@@ -50,25 +50,43 @@ class Candidates:
 Chosen = tuple[torch.Tensor, torch.Tensor]
 
 
-def equation_5(rows: LayerRows, scope: str) -> RowScores:
-    """The Anchor Score of every row (AnTKV, equation 5).
+def equation_5(rows: LayerRows) -> RowScores:
+    """The paper's Anchor Score of every row: votes of all queries of the window, summed (AnTKV, equation 5)."""
+    votes = causal(len(rows.key), rows.key.device)
+    scores = []
+    for query, key, lse in _heads(rows, votes):
+        scores.append(torch.cat([(vote * votes).sum((1, 2)) for vote in anchor_votes(query, key, lse, rows.scale)]))
+    of_key, of_value = torch.stack(scores, dim=1)
+    return RowScores(of_key, of_value)
+
+
+def served_scores(rows: LayerRows, config: AntKVConfig, scope: str) -> RowScores:
+    """The engine's Anchor Score of every row, from full-precision attention.
 
     Args:
         rows: the layer.
+        config: says what is seen exactly.
         scope: queries that vote: `prompt`, all of the window, or `block`, those of the row's own VQ block.
     """
-    num_tokens, num_kv_heads, _ = rows.key.shape
-    votes = causal(num_tokens, rows.key.device)
+    num_tokens, device = len(rows.key), rows.key.device
+    positions = torch.arange(num_tokens, device=device)
+    last_query = last_query_table(config, num_tokens).to(device)
+    votes = causal(num_tokens, device)
     if scope == "block":
-        block = torch.arange(num_tokens, device=votes.device) // VQ_BLOCK_SIZE
-        votes = votes & (block == block[:, None])
+        votes = votes & (positions // VQ_BLOCK_SIZE == positions[:, None] // VQ_BLOCK_SIZE)
+    weight = vote_weights(positions[:, None], positions, last_query, scope) * votes
     scores = []
-    for head in range(num_kv_heads):
-        query, key = rows.queries_of(head)[None], rows.key[None, :, head : head + 1]
-        lse = causal_lse(query, key, votes[None], rows.scale)
-        scores.append(torch.cat(anchor_score(query, key, lse, votes[None], rows.scale)))
+    for query, key, lse in _heads(rows, votes):
+        scores.append(torch.cat(anchor_score(query, key, lse, weight[None], rows.scale, VOTE_POWER[scope])))
     of_key, of_value = torch.cat(scores, dim=1)
     return RowScores(of_key, of_value)
+
+
+def _heads(rows: LayerRows, votes: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Queries, key and log-sum-exp over the keys that each query votes on, for each KV head: a batch of one."""
+    for head in range(rows.key.shape[1]):
+        query, key = rows.queries_of(head)[None], rows.key[None, :, head : head + 1]
+        yield query, key, causal_lse(query, key, votes[None], rows.scale)
 
 
 def seen_through_code(config: AntKVConfig, num_tokens: int, device: torch.device) -> torch.Tensor:
@@ -85,7 +103,7 @@ def _by_anchor_score(scope: str) -> Choice:
     """The engine's own choice, with the votes of either scope."""
 
     def choose(candidates: Candidates, configs: Sequence[AntKVConfig]) -> list[Chosen]:
-        rows, scores = candidates.rows, equation_5(candidates.rows, scope)
+        rows, scores = candidates.rows, served_scores(candidates.rows, configs[0], scope)
 
         def kept(config: AntKVConfig, score: torch.Tensor, exact: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
             def of_block(block: slice) -> torch.Tensor:
@@ -146,7 +164,7 @@ def _oracle(candidates: Candidates) -> RowScores:
 
 
 def _attention_sum(candidates: Candidates) -> RowScores:
-    mass = equation_5(candidates.rows, "prompt").value
+    mass = equation_5(candidates.rows).value
     return RowScores(mass, mass)
 
 
@@ -166,7 +184,7 @@ CHOICES: dict[str, Choice] = {
     ORACLE: _by(_oracle),
     "Anchor Score times code error, all queries": _by_anchor_score("prompt"),
     SERVED: _by_anchor_score("block"),
-    "Anchor Score alone, all queries (AnTKV, eq. 5)": _by(lambda candidates: equation_5(candidates.rows, "prompt")),
+    "Anchor Score alone, all queries (AnTKV, eq. 5)": _by(lambda candidates: equation_5(candidates.rows)),
     "attention received, all queries": _by(_attention_sum),
     "last of the block": _by(_latest),
     "random": _by(_random),

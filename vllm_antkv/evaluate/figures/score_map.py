@@ -20,7 +20,7 @@ def numbers(scene: Scene) -> dict[str, Any]:
     value: list[torch.Tensor] = []
 
     def visit(rows: LayerRows) -> None:
-        scores = equation_5(rows, "prompt")
+        scores = equation_5(rows)
         key.append(_columns(scores.key))
         value.append(_columns(scores.value))
 

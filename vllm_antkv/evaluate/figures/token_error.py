@@ -29,7 +29,7 @@ def numbers(scene: Scene) -> dict[str, Any]:
     def visit(rows: LayerRows) -> None:
         coded = scene.coded(method, rows)
         errors.append(_both(row_errors(rows, *coded, causal(scene.context, rows.key.device))))
-        score = _both(equation_5(rows, "prompt"))
+        score = _both(equation_5(rows))
         made = torch.stack(
             [(code - row).norm(dim=-1).T for code, row in zip(coded, (rows.key, rows.value), strict=True)]
         )

@@ -1,0 +1,89 @@
+"""What the C++ and the CUDA kernels are handed alike: addresses of a layer's pages, of a step and of its rows."""
+
+import ctypes
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.step import Step
+
+
+class StepArgument(ctypes.Structure):
+    """antkv_step of csrc/cpu/antkv.h, Step of csrc/cuda/layer.cuh."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "vq_block_table", "recency_block_table")),
+        *((name, ctypes.c_int64) for name in ("vq_table_stride", "recency_table_stride", "num_reqs")),
+    ]
+
+
+class RowsArgument(ctypes.Structure):
+    """antkv_rows of csrc/cpu/antkv.h, Rows of csrc/cuda/layer.cuh."""
+
+    _fields_: ClassVar = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64)]
+
+
+def layer_fields(layer: LayerState, tables: dict[str, torch.Tensor]) -> dict[str, int | float]:
+    """What antkv_layer and Layer have in common, by name: pages and `tables`, which must live as long, and sizes."""
+    vq, recency, rotary = layer.vq, layer.recency, layer.rotary
+    fields: dict[str, int | float] = {name: tensor.data_ptr() for name, tensor in tables.items()}
+    return fields | {
+        "vq": vq.k_codes.data_ptr(),
+        "vq_block_stride": _stride(vq.k_codes, 0),
+        "vq_head_stride": _stride(vq.k_codes, 1),
+        "v_codes": section_offset(vq.k_codes, vq.v_codes),
+        "k_anchors": section_offset(vq.k_codes, vq.k_anchors),
+        "v_anchors": section_offset(vq.k_codes, vq.v_anchors),
+        "anchor_offsets": section_offset(vq.k_codes, vq.anchor_offsets),
+        "recency": recency.k.data_ptr(),
+        "recency_block_stride": _stride(recency.k, 0),
+        "recency_head_stride": _stride(recency.k, 1),
+        "recency_v": section_offset(recency.k, recency.v),
+        "scale": layer.scale,
+        "rotary_magnitude": 1.0 if rotary is None else float(rotary.cos[0, 0]),
+        "num_kv_heads": layer.k_centroids.shape[0],
+        "rotary_dim": 0 if rotary is None else rotary.rotary_dim,
+        "is_neox_style": rotary is None or rotary.is_neox_style,
+        "recency_block_size": recency.k.shape[2],
+        "anchor_rows": vq.k_anchors.shape[2],
+    }
+
+
+def plain_tables(layer: LayerState) -> dict[str, torch.Tensor]:
+    """The tables beside the centroids that both read as they are; a missing one is a null pointer."""
+    tables = {"last_query": layer.last_query}
+    if layer.rotary is not None:
+        tables |= {"cos": layer.rotary.cos, "sin": layer.rotary.sin}
+    if layer.k_order is not None:
+        tables["k_order"] = layer.k_order
+    return tables
+
+
+def section_offset(first: torch.Tensor, section: torch.Tensor) -> int:
+    """Bytes from the first section of a page to another."""
+    return section.data_ptr() - first.data_ptr()
+
+
+@lru_cache(maxsize=1)
+def step_argument(step: Step) -> StepArgument:
+    """All layers of a model and their operations are given the same step."""
+    return StepArgument(
+        step.query_start_loc.data_ptr(),
+        step.seq_lens.data_ptr(),
+        step.vq_block_table.data_ptr(),
+        step.recency_block_table.data_ptr(),
+        step.vq_block_table.stride(0),
+        step.recency_block_table.stride(0),
+        step.num_reqs,
+    )
+
+
+def rows_argument(rows: torch.Tensor) -> RowsArgument:
+    """(num_tokens, heads, head_size) whose heads lie side by side, as they come from one projection."""
+    return RowsArgument(rows.data_ptr(), rows.stride(0))
+
+
+def _stride(pages: torch.Tensor, dim: int) -> int:
+    return pages.stride(dim) * pages.itemsize
