@@ -122,6 +122,17 @@ def calibrate(
     refine: Annotated[
         int, typer.Option(min=0, help="Steps of training the centroids end to end after k-means; 0: none.")
     ] = 0,
+    train_prefix: Annotated[
+        bool,
+        typer.Option(
+            "--train-prefix",
+            help="Train K and V of the first tokens of prompts (IntactKV), 160 steps: of BOS, or of --prefix-text.",
+        ),
+    ] = False,
+    prefix_text: Annotated[
+        str | None,
+        typer.Option(help="Plain text file with the system prompt that --train-prefix trains, as prompts have it."),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="The same command and seed write the same file.")] = 0,
 ) -> None:
@@ -143,6 +154,8 @@ def calibrate(
         weights=weights,
         channels=channels,
         refine=refine,
+        train_prefix=train_prefix,
+        prefix_text=prefix_text,
         device=device,
         seed=seed,
     )
@@ -197,7 +210,7 @@ def compare(
     context: Context = 2048,
     max_windows: MaxWindows = None,
 ) -> None:
-    """Perplexity of several methods side by side, and how much of CQ's loss antkv-* closes.
+    """Perplexity of several methods side by side, how much of CQ's loss antkv-* closes, and how far each is from fp16.
 
     Example: `antkv eval compare MODEL --methods fp16,cq-1bit,antkv-1bit --codebooks DIR --text FILE --json OUT`
 
@@ -208,9 +221,10 @@ def compare(
     own = recency == _OWN
     config = _config(codebooks, anchors, sinks, prefix, _DEFAULTS.recency if own else recency, anchor_scope)
     names = methods.split(",")
-    reports = _evaluate(model, names, text, json, codebooks, config, own, calibration, context, max_windows)
+    reports = _evaluate(model, names, text, json, codebooks, config, own, calibration, context, max_windows, True)
     closed = gap_closed(reports)
-    _write(json, {"results": [report.model_dump() for report in reports], "gap_closed": closed})
+    fidelity = {report.method: report.fidelity.model_dump() for report in reports if report.fidelity}
+    _write(json, {"results": [report.model_dump() for report in reports], "gap_closed": closed, "fidelity": fidelity})
     Console().print(_table(reports, closed))
 
 
@@ -507,6 +521,7 @@ def _evaluate(
     calibration: Path | None,
     context: int,
     max_windows: int | None,
+    against_own: bool = False,
 ) -> "list[PerplexityReport]":
     """Everything that can be wrong is checked before the weights are loaded, but for methods that need a sample."""
     from vllm_antkv.evaluate.methods import check_method
@@ -523,7 +538,7 @@ def _evaluate(
     loaded, built = _load(card, names, codebooks, config, own_recency, calibration, context)
     with _progress() as start:
         return [
-            evaluate_perplexity(card, loaded, method, windows, text, start(method.name, len(windows)))
+            evaluate_perplexity(card, loaded, method, windows, text, start(method.name, len(windows)), against_own)
             for method in built
         ]
 
@@ -598,15 +613,18 @@ def _progress(unit: str = "windows") -> Iterator[Callable[[str, int], Callable[[
 
 
 def _table(reports: "list[PerplexityReport]", closed: dict[str, float]) -> Table:
-    table = Table("method", "perplexity", "nominal bits", "effective bits", "gap closed")
+    table = Table("method", "perplexity", "nominal bits", "effective bits", "gap closed", "KL from fp16", "top-1")
     for report in reports:
-        gap = closed.get(report.method)
+        gap, fidelity = closed.get(report.method), report.fidelity
+        assert fidelity is not None
         table.add_row(
             report.method,
             f"{report.perplexity:.4f}",
             f"{report.nominal_bits:g}",
             f"{report.effective_bits:.3f}",
             "" if gap is None else f"{gap:.1%}",
+            f"{fidelity.kl:.5f}",
+            f"{fidelity.top1_agreement:.2%}",
         )
     return table
 

@@ -1,4 +1,4 @@
-"""The codebook file: centroids and sinks of one (model, preset), and where such files are looked up.
+"""The codebook file: centroids, sinks and trained prefix of one (model, preset), and where such files are looked up.
 
 One safetensors file, never pickle. Its metadata holds a JSON header that is checked against the tensors and against the
 model before anything is served; see `docs/calibration.md` for the format.
@@ -13,7 +13,7 @@ import stat
 import struct
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +31,8 @@ from vllm_antkv.codebook_header import (
     differences,
     parse_header,
 )
+from vllm_antkv.codebook_prefix import TrainedPrefix
+from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import Preset, get_preset
 
@@ -48,9 +50,8 @@ __all__ = [
 ]
 
 _HEADER_KEY = "antkv"
-_TENSORS = ("k", "v")
 #: safetensors' names of dtypes.
-_FLOAT16 = "F16"
+_DTYPE_NAMES = {torch.float16: "F16", torch.float32: "F32"}
 #: A header is a few hundred bytes; more is not a header.
 _MAX_HEADER_BYTES = 1 << 20
 #: The largest models need 2 MiB for each of a few thousand KV heads; a file that claims more is read no further.
@@ -63,16 +64,38 @@ class Codebook:
     """Centroids of every (layer, KV head, sub-vector position), for K before RoPE and for V.
 
     k, v: (num_layers, num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16.
+    prefix_k, prefix_v: rows of the trained prefix, as in `TrainedPrefix`, where the header has one.
     """
 
     header: CodebookHeader
     k: torch.Tensor
     v: torch.Tensor
+    prefix_k: torch.Tensor | None = None
+    prefix_v: torch.Tensor | None = None
 
     @property
     def preset(self) -> Preset:
         """The preset these centroids belong to."""
         return get_preset(self.header.preset)
+
+    @property
+    def prefix(self) -> TrainedPrefix | None:
+        """The trained prefix, if there is one."""
+        if self.header.prefix is None:
+            return None
+        assert self.prefix_k is not None
+        assert self.prefix_v is not None
+        return TrainedPrefix(self.header.prefix, self.prefix_k, self.prefix_v)
+
+    def with_prefix(self, prefix: TrainedPrefix | None) -> Self:
+        """The same codebook with this trained prefix, or with none."""
+        header = self.header.model_copy(update={"prefix": None if prefix is None else prefix.token_ids})
+        rows = {"prefix_k": None, "prefix_v": None} if prefix is None else {"prefix_k": prefix.k, "prefix_v": prefix.v}
+        return replace(self, header=header, **rows)
+
+    def settings(self, config: AntKVConfig) -> AntKVConfig:
+        """`config` with at least the trained prefix exact: its rows were trained to be read as they are."""
+        return config.model_copy(update={"prefix": max(config.prefix, len(self.header.prefix or ()))})
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +112,8 @@ class Codebook:
 
         The header's checksum is computed here.
         """
-        tensors = {"k": self.k.contiguous(), "v": self.v.contiguous()}
+        named = {"k": self.k, "v": self.v, "prefix_k": self.prefix_k, "prefix_v": self.prefix_v}
+        tensors = {name: tensor.contiguous() for name, tensor in named.items() if tensor is not None}
         check_header(self.header, path)
         _check_forms(self.header, {name: _form_of(tensor) for name, tensor in tensors.items()}, path)
         _check_values(tensors, path)
@@ -123,7 +147,7 @@ class Codebook:
         _check_values(tensors, path)
         if header.checksum != _checksum(raw, tensors):
             raise CodebookError(f"{path} is damaged: its checksum does not match; run `antkv calibrate` again.")
-        return cls(header, tensors["k"], tensors["v"])
+        return cls(header, **tensors)
 
 
 def codebook_path(folder: Path, preset: str) -> Path:
@@ -178,7 +202,7 @@ class _Form:
 
 
 def _form_of(tensor: torch.Tensor) -> _Form:
-    return _Form(_FLOAT16 if tensor.dtype == torch.float16 else str(tensor.dtype), tuple(tensor.shape))
+    return _Form(_DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
 
 
 def _read(
@@ -200,7 +224,7 @@ def _read(
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             forms = {name: _Form(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
             _check_forms(header, forms, path)
-            return raw, header, {name: file.get_tensor(name) for name in _TENSORS}
+            return raw, header, {name: file.get_tensor(name) for name in forms}
     except OSError as error:
         raise CodebookError(f"{path} cannot be read ({error.strerror or error}).") from None
     except (SafetensorError, ValueError, RuntimeError) as error:
@@ -226,19 +250,30 @@ def _check_file(path: Path) -> None:
 
 def _check_forms(header: CodebookHeader, forms: Mapping[str, _Form], path: Path) -> None:
     """CodebookError unless there are exactly the tensors that the header tells of."""
-    if set(forms) != set(_TENSORS):
-        raise CodebookError(f"{path} is damaged: it holds tensors {reprlib.repr(sorted(forms))}, not k and v.")
+    wanted = _wanted_forms(header)
+    if set(forms) != set(wanted):
+        raise CodebookError(
+            f"{path} is damaged: it holds tensors {reprlib.repr(sorted(forms))}, not {' and '.join(wanted)}."
+        )
+    for name, form in wanted.items():
+        if forms[name] != form:
+            raise CodebookError(f"{path} is damaged: {name} is {forms[name]}, but must be {form}.")
+
+
+def _wanted_forms(header: CodebookHeader) -> dict[str, _Form]:
     model, preset = header.model, get_preset(header.preset)
     num_sub_vectors = preset.num_sub_vectors(model.head_size)
     shape = (model.num_layers, model.num_kv_heads, num_sub_vectors, preset.num_centroids, preset.sub_vector_size)
-    wanted = _Form(_FLOAT16, shape)
-    for name in _TENSORS:
-        if forms[name] != wanted:
-            raise CodebookError(f"{path} is damaged: {name} is {forms[name]}, but must be {wanted}.")
+    wanted = dict.fromkeys(("k", "v"), _Form("F16", shape))
+    if header.prefix is not None:
+        # Not F16: rows are those of models in bfloat16, too, and those of sinks may be large.
+        rows = _Form("F32", (model.num_layers, len(header.prefix), model.num_kv_heads, model.head_size))
+        wanted |= dict.fromkeys(("prefix_k", "prefix_v"), rows)
+    return wanted
 
 
 def _check_values(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """CodebookError when a centroid is not finite. Layer by layer: a mask over all would be half a codebook more."""
+    """CodebookError when a value is not finite. Layer by layer: a mask over all would be half a codebook more."""
     for name, tensor in tensors.items():
         if not all(layer.isfinite().all() for layer in tensor):
             raise CodebookError(f"{path} is damaged: {name} holds values that are not finite.")

@@ -16,6 +16,8 @@ from vllm_antkv.errors import CodebookError, UnsupportedModelError, first_proble
 from vllm_antkv.presets import PRESETS
 
 FORMAT_VERSION = 1
+#: The longest trained prefix, as many tokens as the setting `prefix` can keep exact.
+MAX_PREFIX = 4096
 
 #: A size of a model. No product of the few that are multiplied is then beyond what a message can show.
 Size = Annotated[int, Field(gt=0, lt=1 << 31)]
@@ -90,6 +92,8 @@ class CodebookHeader(BaseModel):
     sinks: SinkRule | None
     # Channels of K in the order in which sub-vectors take them (`ops.rope.interleaved`); None: as the model has them.
     k_order: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    # Token ids of the trained intact prefix (`codebook_prefix`); None: there is none.
+    prefix: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, max_length=MAX_PREFIX)] | None = None
     calibration: dict[str, Any]
     antkv_version: str = __version__
     checksum: str = ""
@@ -123,6 +127,10 @@ def check_header(header: CodebookHeader, path: Path) -> None:
         raise CodebookError(f"{path} is damaged: {header.preset} does not divide its head size {model.head_size}.")
     if header.k_order is not None and sorted(header.k_order) != list(range(model.head_size)):
         raise CodebookError(f"{path} is damaged: its k_order is no order of the {model.head_size} channels of a head.")
+    if header.prefix is not None and max(header.prefix) >= model.vocab_size:
+        raise CodebookError(
+            f"{path} is damaged: its prefix has the token {max(header.prefix)}, beyond its {model.vocab_size} tokens."
+        )
     if sinks is not None and (sinks.layer >= model.num_layers or max(sinks.channels) >= model.hidden_size):
         raise CodebookError(f"{path} is damaged: its sink layer or channel lies outside the model.")
 

@@ -106,13 +106,17 @@ def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, c
     args = flat(model_folder, {**perplexity_args, "--methods": "fp16, cq-1bit,antkv-1bit", "--recency": "sliding:16"})
     assert cli.run(["eval", "compare", *args]) == 0
     content = json.loads(perplexity_args["--json"].read_text())
-    assert set(content) == {"results", "gap_closed"}
+    assert set(content) == {"results", "gap_closed", "fidelity"}
+    assert content["fidelity"].keys() == {"fp16", "cq-1bit", "antkv-1bit"}
+    assert content["fidelity"]["fp16"] == {"kl": 0, "top1_agreement": 1}
     assert [result["method"] for result in content["results"]] == ["fp16", "cq-1bit", "antkv-1bit"]
     for result in content["results"]:
         jsonschema.validate(result, RESULT_SCHEMA)
     assert all(result["settings"]["recency"] == "sliding:16" for result in content["results"][1:])
     assert content["gap_closed"] == gap_closed([PerplexityReport.model_validate(r) for r in content["results"]])
-    assert "gap closed" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{content['gap_closed']['antkv-1bit']:.1%}" in shown
+    assert f"{content['fidelity']['cq-1bit']['kl']:.5f}" in shown
 
 
 def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
@@ -131,6 +135,8 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
                 "weights": "grad",
                 "channels": "interleaved",
                 "refine": 0,
+                "train_prefix": False,
+                "prefix_text": None,
                 "device": "auto",
                 "seed": 0,
             },

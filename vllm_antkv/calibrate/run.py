@@ -4,8 +4,9 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,6 +27,9 @@ from vllm_antkv.calibrate.capture import (
 from vllm_antkv.calibrate.kmeans import Backend, pick_backend
 from vllm_antkv.calibrate.layers import learn_layer
 from vllm_antkv.calibrate.models import capture_points, compute_dtype, load_config, load_model
+from vllm_antkv.calibrate.prefix import STEPS as PREFIX_STEPS
+from vllm_antkv.calibrate.prefix import PrefixTraining
+from vllm_antkv.calibrate.prefix import train_prefix as train_prefix_rows
 from vllm_antkv.calibrate.refine import Refined
 from vllm_antkv.calibrate.refine import refine as refine_centroids
 from vllm_antkv.calibrate.resources import check_disk, check_memory, needs_checkpointing, pick_device
@@ -36,9 +40,11 @@ from vllm_antkv.calibrate.sinks import (
     peak_ratios,
     sink_mask,
 )
-from vllm_antkv.calibrate.texts import read_text, text_hash, token_windows
+from vllm_antkv.calibrate.texts import prefix_ids, read_text, text_hash, token_windows, with_prefix
+from vllm_antkv.calibrate.training import Schedule
 from vllm_antkv.calibrate.workspace import Workspace, check_writable, fingerprint, open_workspace
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
+from vllm_antkv.codebook_header import MAX_PREFIX
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.evaluate.attention import check_family
@@ -68,6 +74,8 @@ def calibrate(
     weights: Weights = "grad",
     channels: Channels = "interleaved",
     refine: int = 0,
+    train_prefix: bool = False,
+    prefix_text: str | None = None,
     device: str = "auto",
     seed: int = 0,
 ) -> list[Path]:
@@ -87,6 +95,8 @@ def calibrate(
         weights: `grad` or `none`.
         channels: `interleaved` or `consecutive`, how sub-vectors take the channels of K.
         refine: steps of training the centroids end to end after k-means; 0 is none.
+        train_prefix: train K and V of the first tokens of prompts: BOS, or BOS and `prefix_text`.
+        prefix_text: a plain text file with a system prompt.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         seed: chooses the text windows and seeds k-means.
 
@@ -98,7 +108,9 @@ def calibrate(
         UnsupportedModelError: the model's architecture is not among the supported ones.
         CalibrationError: anything else that cannot be used, in one sentence.
     """
-    job = _prepare(model, presets, texts, out, samples, seq_len, weights, channels, refine, device, seed)
+    job = _prepare(
+        model, presets, texts, out, samples, seq_len, weights, channels, refine, train_prefix, prefix_text, device, seed
+    )
     try:
         return _run(job)
     except (torch.OutOfMemoryError, MemoryError):
@@ -112,6 +124,7 @@ class _Job:
     """A checked request.
 
     windows: (num_windows, seq_len) int64.
+    prefix: token ids of the prefix that is trained; none: none is.
     record: what the codebook's header says about the calibration.
     """
 
@@ -124,6 +137,7 @@ class _Job:
     weighted: bool
     interleaves: bool
     refine: int
+    prefix: tuple[int, ...]
     device: torch.device
     seed: int
     record: dict[str, Any]
@@ -139,6 +153,8 @@ def _prepare(
     weights: Weights,
     channels: Channels,
     refine: int,
+    train_prefix: bool,
+    prefix_text: str | None,
     device: str,
     seed: int,
 ) -> _Job:
@@ -153,6 +169,8 @@ def _prepare(
         raise CalibrationError(f"--weights '{weights}' is none of {', '.join(get_args(Weights))}.")
     if channels not in get_args(Channels):
         raise CalibrationError(f"--channels '{channels}' is none of {', '.join(get_args(Channels))}.")
+    if prefix_text is not None and not train_prefix:
+        raise CalibrationError("--prefix-text is the prefix that --train-prefix trains: give both.")
     if not texts or not presets:
         raise CalibrationError("Calibration needs at least one --preset and one --text.")
     chosen = list(PRESETS.values()) if "all" in presets else [get_preset(name) for name in dict.fromkeys(presets)]
@@ -163,18 +181,17 @@ def _prepare(
         preset.num_sub_vectors(identity.head_size)
     read = [read_text(source) for source in texts]
     seq_len = _clip(seq_len, config.get_text_config().max_position_embeddings)
-    windows = token_windows(read, read_tokenizer(model, CalibrationError), samples, seq_len, seed)
+    tokenizer = read_tokenizer(model, CalibrationError)
+    windows = token_windows(read, tokenizer, samples, seq_len, seed)
     check_token_ids(windows, model, identity.vocab_size, CalibrationError)
+    prefix = prefix_ids(tokenizer, prefix_text) if train_prefix else ()
+    if prefix:
+        check_token_ids(torch.tensor(prefix), model, identity.vocab_size, CalibrationError)
     _check_enough(chosen, windows.numel() - len(windows), seq_len)
     if refine:
-        check_family(config.get_text_config(), seq_len)
-        if seq_len < 2 * VQ_BLOCK_SIZE:
-            raise CalibrationError(
-                f"--refine learns from tokens that are read through their codes, of which windows of {seq_len} "
-                f"tokens have few: use --seq-len {2 * VQ_BLOCK_SIZE} or more."
-            )
-        if len(windows) < 2:
-            raise CalibrationError("--refine judges by windows that it does not train on: give more text or --samples.")
+        _check_trainable("--refine", config, len(windows), seq_len, 0)
+    if prefix:
+        _check_trainable("--train-prefix", config, len(windows), seq_len, len(prefix))
     check_memory(config, seq_len, on)
     # Last, since it makes the folder.
     check_writable(out)
@@ -198,6 +215,7 @@ def _prepare(
         weights == "grad",
         channels == "interleaved",
         refine,
+        prefix,
         on,
         seed,
         record,
@@ -212,6 +230,7 @@ def _run(job: _Job) -> list[Path]:
         "presets": sorted(preset.name for preset in job.presets),
         "model": fingerprint(model),
         "windows": hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
+        "prefix": job.prefix,
         "device": job.device.type,
         "backend": backend.name,
         "version": __version__,
@@ -305,9 +324,6 @@ def _learn_preset(
             layers.append(centroids)
     k, v = torch.from_numpy(np.stack(layers, axis=1))
     record = {**job.record, "tokens": int(kept.sum()), "kmeans": backend.name}
-    if job.refine:
-        refined = _refine_preset(job, preset, work, k, v, k_order)
-        k, v, record["divergence"] = refined.k, refined.v, refined.divergence
     header = CodebookHeader(
         format_version=FORMAT_VERSION,
         preset=preset.name,
@@ -316,38 +332,58 @@ def _learn_preset(
         k_order=None if k_order is None else tuple(k_order),
         calibration=record,
     )
+    codebook = Codebook(header, k, v)
+    if job.refine:
+        refined = _refine(job, codebook, work)
+        codebook, record["divergence"] = refined.codebook, refined.divergence
+    if job.prefix:
+        trained = _train_prefix(job, codebook, work)
+        record["prefix_loss"] = trained.loss
+        codebook = codebook.with_prefix(trained.prefix)
     path = codebook_path(job.out, preset.name)
     # Whatever a kill leaves of it is then removed with the work folder.
     written = codebook_path(work.folder, preset.name)
-    Codebook(header, k, v).save(written)
+    replace(codebook, header=codebook.header.model_copy(update={"calibration": record})).save(written)
     os.replace(written, path)
     return path
 
 
-def _refine_preset(
-    job: _Job, preset: Preset, work: Workspace, k: torch.Tensor, v: torch.Tensor, k_order: list[int] | None
-) -> Refined:
-    """Train the centroids of one preset with the model, which is loaded again."""
-    model = load_model(job.model, job.config, job.device)
-    recompute = needs_checkpointing(job.config, job.windows.shape[1], compute_dtype(job.config, job.device))
-    with checkpointed(model, recompute), _progress(f"Refining {preset.name}", job.refine) as progress:
-        refined = refine_centroids(
-            model,
-            preset,
-            k,
-            v,
-            k_order,
-            job.windows,
-            job.refine,
-            job.seed,
-            work.refining(preset.name),
-            partial(work.save_refining, preset.name),
-            progress.update,
-        )
+def _refine(job: _Job, codebook: Codebook, work: Workspace) -> Refined:
+    """Train the centroids of one preset."""
+    name = codebook.preset.name
+    with _trainable_model(job) as model, _progress(f"Refining {name}", job.refine) as progress:
+        schedule = _schedule(job, job.refine, work, f"{name}-centroids", progress)
+        refined = refine_centroids(model, codebook, job.windows, schedule)
     before, after = refined.divergence
     kept = "" if after < before else " (not better: the centroids of k-means are kept)"
-    logger.info("%s: divergence on held-out text %.4f -> %.4f nats per token%s", preset.name, before, after, kept)
+    _say(f"{name}: divergence on held-out text {before:.4f} -> {after:.4f} nats per token{kept}")
     return refined
+
+
+def _train_prefix(job: _Job, codebook: Codebook, work: Workspace) -> PrefixTraining:
+    """Train the prefix of one preset."""
+    name = codebook.preset.name
+    with _trainable_model(job) as model, _progress(f"Training the prefix for {name}", PREFIX_STEPS) as progress:
+        schedule = _schedule(job, PREFIX_STEPS, work, f"{name}-prefix", progress)
+        windows = with_prefix(job.windows, job.prefix)
+        trained = train_prefix_rows(model, codebook, job.prefix, windows, schedule)
+    before, after = trained.loss
+    kept = "" if trained.prefix else " (not better: no trained prefix is kept)"
+    _say(f"{name}: layer-wise error on held-out text {before:.5g} -> {after:.5g}{kept}")
+    return trained
+
+
+def _schedule(job: _Job, steps: int, work: Workspace, name: str, progress: tqdm) -> Schedule:
+    return Schedule(steps, job.seed, work.training(name), partial(work.save_training, name), progress.update)
+
+
+@contextmanager
+def _trainable_model(job: _Job) -> Iterator[Any]:
+    """The model, loaded again; it recomputes its layers where memory is short."""
+    model = load_model(job.model, job.config, job.device)
+    recompute = needs_checkpointing(job.config, job.windows.shape[1], compute_dtype(job.config, job.device))
+    with checkpointed(model, recompute):
+        yield model
 
 
 def _progress(what: str, total: int, done: int = 0) -> tqdm:
@@ -355,10 +391,30 @@ def _progress(what: str, total: int, done: int = 0) -> tqdm:
     return tqdm(total=total, initial=done, desc=what, mininterval=0.1 if sys.stderr.isatty() else 10)
 
 
+def _say(result: str) -> None:
+    """On standard error, as the progress bars."""
+    tqdm.write(result, file=sys.stderr)
+
+
 def _clip(seq_len: int, context: int) -> int:
     if seq_len > context:
         logger.warning("--seq-len %d is longer than the model's context: using %d.", seq_len, context)
     return min(seq_len, context)
+
+
+def _check_trainable(option: str, config: Any, num_windows: int, seq_len: int, prefix_len: int) -> None:
+    """CalibrationError or UnsupportedModelError when nothing can be trained through codes."""
+    check_family(config.get_text_config(), seq_len)
+    least = prefix_len + 2 * VQ_BLOCK_SIZE
+    if prefix_len > MAX_PREFIX:
+        raise CalibrationError(f"--prefix-text has {prefix_len} tokens with BOS: at most {MAX_PREFIX} can be trained.")
+    if seq_len < least:
+        raise CalibrationError(
+            f"{option} learns from tokens that are read through their codes, of which windows of {seq_len} tokens have "
+            f"few: use --seq-len {least} or more."
+        )
+    if num_windows < 2:
+        raise CalibrationError(f"{option} judges by windows that it does not train on: give more text or --samples.")
 
 
 def _check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> None:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from vllm_antkv.calibrate.refine import Progress
+from vllm_antkv.calibrate.training import Progress
 from vllm_antkv.errors import CalibrationError
 
 #: Values of each parameter that go into a model's fingerprint.
@@ -50,17 +50,17 @@ class Workspace:
             np.save(file, centroids, allow_pickle=False)
         os.replace(file.name, path)
 
-    def refining(self, preset: str) -> Progress:
-        """How far the training of a preset's centroids has come."""
-        path = self._refining_path(preset)
+    def training(self, name: str) -> Progress:
+        """How far the training of this name has come."""
+        path = self._training_path(name)
         if not path.exists():
             return Progress()
         with safe_open(path, "pt") as file:
             return Progress(int(file.metadata()["step"]), load_file(path))
 
-    def save_refining(self, preset: str, progress: Progress) -> None:
+    def save_training(self, name: str, progress: Progress) -> None:
         """Keep it, completely or not at all."""
-        path = self._refining_path(preset)
+        path = self._training_path(name)
         part = path.with_suffix(".part")
         save_file(progress.tensors, part, {"step": str(progress.step)})
         os.replace(part, path)
@@ -74,8 +74,8 @@ class Workspace:
     def _layer_path(self, preset: str, layer: int) -> Path:
         return self.folder / f"{preset}-{layer:03d}.npy"
 
-    def _refining_path(self, preset: str) -> Path:
-        return self.folder / f"{preset}-refining.safetensors"
+    def _training_path(self, name: str) -> Path:
+        return self.folder / f"{name}.training.safetensors"
 
     @staticmethod
     def _replace(path: Path, content: bytes) -> None:

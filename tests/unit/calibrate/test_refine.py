@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from vllm_antkv.calibrate import refine
-from vllm_antkv.calibrate.refine import Progress, Refined
+from vllm_antkv.calibrate import refine, training
+from vllm_antkv.calibrate.refine import Refined
 from vllm_antkv.calibrate.run import calibrate
-from vllm_antkv.codebook import Codebook
+from vllm_antkv.calibrate.training import Progress, Schedule
+from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
 from vllm_antkv.presets import get_preset
 
@@ -36,7 +37,7 @@ def windows() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def centroids(model: PreTrainedModel, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def codebook(model: PreTrainedModel, windows: torch.Tensor) -> Codebook:
     """Rows of the text itself, disturbed: far from the best that 256 centroids can do."""
     rows: dict[str, list[torch.Tensor]] = {"k_proj": [], "v_proj": []}
     hooks = [
@@ -58,53 +59,55 @@ def centroids(model: PreTrainedModel, windows: torch.Tensor) -> tuple[torch.Tens
         )
         noise = torch.randn(sub_vectors.shape, generator=generator)
         tables.append((sub_vectors + 0.5 * sub_vectors.std() * noise).half())
-    return tables[0], tables[1]
+    identity = ModelIdentity.from_hf_config(model.config)
+    header = CodebookHeader(
+        format_version=FORMAT_VERSION, preset=PRESET.name, model=identity, sinks=None, k_order=ORDER, calibration={}
+    )
+    return Codebook(header, *tables)
 
 
 def run(
     model: PreTrainedModel,
-    centroids: tuple[torch.Tensor, torch.Tensor],
+    codebook: Codebook,
     windows: torch.Tensor,
     progress: Progress | None = None,
     saved: list[Progress] | None = None,
 ) -> Refined:
     keep = (saved if saved is not None else []).append
-    return refine.refine(
-        model, PRESET, *centroids, ORDER, windows, STEPS, 0, progress or Progress(), keep, lambda done: None
-    )
+    schedule = Schedule(STEPS, 0, progress or Progress(), keep, lambda done: None)
+    return refine.refine(model, codebook, windows, schedule)
 
 
-def test_training_lowers_the_divergence_on_text_it_does_not_see(model, centroids, windows, monkeypatch) -> None:
+def test_training_lowers_the_divergence_on_text_it_does_not_see(model, codebook, windows, monkeypatch) -> None:
     monkeypatch.setattr(refine, "_STEP_SIZE", 0.05)
-    refined = run(model, centroids, windows)
+    refined = run(model, codebook, windows)
     before, after = refined.divergence
     assert after < 0.98 * before
-    assert refined.k.dtype == torch.float16
-    assert refined.k.shape == centroids[0].shape
-    assert not torch.equal(refined.v, centroids[1])
+    assert refined.codebook.k.dtype == torch.float16
+    assert refined.codebook.k.shape == codebook.k.shape
+    assert not torch.equal(refined.codebook.v, codebook.v)
 
 
-def test_centroids_that_training_does_not_help_are_kept(model, centroids, windows, monkeypatch) -> None:
+def test_centroids_that_training_does_not_help_are_kept(model, codebook, windows, monkeypatch) -> None:
     monkeypatch.setattr(refine, "_STEP_SIZE", 20.0)
-    refined = run(model, centroids, windows)
+    refined = run(model, codebook, windows)
     assert refined.divergence[0] == refined.divergence[1]
-    assert torch.equal(refined.k, centroids[0])
-    assert torch.equal(refined.v, centroids[1])
+    assert refined.codebook is codebook
 
 
-def test_a_run_that_was_killed_ends_as_if_it_had_not_been(model, centroids, windows, monkeypatch) -> None:
-    monkeypatch.setattr(refine, "_STEPS_PER_SAVE", 3)
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been(model, codebook, windows, monkeypatch) -> None:
+    monkeypatch.setattr(training, "_STEPS_PER_SAVE", 3)
     saved: list[Progress] = []
-    whole = run(model, centroids, windows, saved=saved)
+    whole = run(model, codebook, windows, saved=saved)
     assert [progress.step for progress in saved] == [3, 6, 8]
-    resumed = run(model, centroids, windows, progress=saved[0])
-    assert torch.equal(resumed.k, whole.k)
-    assert torch.equal(resumed.v, whole.v)
+    resumed = run(model, codebook, windows, progress=saved[0])
+    assert torch.equal(resumed.codebook.k, whole.codebook.k)
+    assert torch.equal(resumed.codebook.v, whole.codebook.v)
     assert resumed.divergence == whole.divergence
 
 
 def test_every_window_comes_once_before_any_comes_again() -> None:
-    drawn = torch.cat([refine._drawn(10, 512, 0, step) for step in range(5)])
+    drawn = torch.cat([training._drawn(10, 512, 0, step) for step in range(5)])
     assert sorted(drawn[:10].tolist()) == list(range(10))
     assert sorted(drawn[10:].tolist()) == list(range(10))
     assert drawn[:10].tolist() != drawn[10:].tolist()

@@ -55,11 +55,14 @@ def build_method(name: str, request: MethodRequest) -> Method:
     """
     base, *additions = check_method(name).split("+")
     method = METHODS[base](base, request)
-    if additions and method.retention is None:
-        raise SettingsError(f"Nothing can be laid on top of {base}: antkv-* have --prefix and --sinks of their own.")
     for addition in additions:
         match = _parse(addition)
         assert match is not None
+        if method.retention is None and (match[1] != intactkv.NAME or base not in antkv.NAMES):
+            raise SettingsError(
+                f"Nothing can be laid on top of {base}: antkv-* have --prefix and --sinks of their own, and take "
+                f"+{intactkv.NAME}-N alone."
+            )
         method = ADDITIONS[match[1]](method, int(match[2]), request)
     return method
 

@@ -9,7 +9,7 @@ NAMES = tuple(PRESETS)
 
 
 def build(name: str, request: MethodRequest) -> Method:
-    """Load the codebook that the server would load, with its sink rule."""
+    """Load the codebook that the server would load, with its sink rule and its trained prefix."""
     preset = get_preset(name)
     folder = None if request.codebooks is None else str(request.codebooks)
     path = find_codebook(request.model_name, request.identity, name, folder)
@@ -17,9 +17,10 @@ def build(name: str, request: MethodRequest) -> Method:
     return Method(
         name=name,
         nominal_bits=preset.nominal_bits,
-        config=request.config,
+        config=codebook.settings(request.config),
         quantiser=VectorQuantiser(codebook),
         preset=preset,
         sinks=codebook.header.sinks if request.config.sinks else None,
+        trained_prefix=codebook.prefix,
         provenance={"codebook": codebook.identity, "weights": codebook.header.calibration.get("weights")},
     )

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm_antkv.codebook import ModelIdentity, SinkRule
+from vllm_antkv.codebook_prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods.retention import Retention
 from vllm_antkv.ops.rope import RotaryTable
@@ -83,6 +84,7 @@ class Method:
     retention: of a method of the literature, the rows that stay exact instead of what `config` says.
     num_sinks: with a `retention`, how many sinks are kept: the strongest so far by `sinks`, whatever its threshold.
     eviction: rows are dropped instead of quantised.
+    trained_prefix: rows in place of the model's own in windows that start with its token ids.
     """
 
     name: str
@@ -95,13 +97,15 @@ class Method:
     retention: Retention | None = None
     num_sinks: int = 0
     eviction: Eviction | None = None
+    trained_prefix: TrainedPrefix | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that produced a figure, for its JSON."""
         of_config = self.quantiser is not None and self.retention is None
         chosen = self.config.model_dump(exclude={"codebooks", "prefill_reads_cache"}) if of_config else {}
-        return {**chosen, **(self.provenance or {})}
+        trained = {} if self.trained_prefix is None else {"trained_prefix": len(self.trained_prefix.token_ids)}
+        return {**chosen, **trained, **(self.provenance or {})}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,10 @@ from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
 
 @dataclass(frozen=True)
 class VectorQuantiser:
-    """Rows come back as their nearest centroids. A row depends on itself alone."""
+    """Rows come back as their nearest centroids. A row depends on itself alone.
+
+    A gradient reaches the centroids, but not the rows: which centroid is the nearest is a choice.
+    """
 
     codebook: Codebook
 
@@ -33,5 +36,5 @@ class VectorQuantiser:
 def _nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """(num_windows, num_tokens, num_kv_heads, head_size) -> same, every sub-vector replaced by its centroid."""
     centroids = centroids.to(rows)
-    codes = encode(rows.flatten(0, 1), centroids)
+    codes = encode(rows.detach().flatten(0, 1), centroids.detach())
     return decode(codes, centroids).unflatten(0, rows.shape[:2])

@@ -1,0 +1,138 @@
+"""Training the intact prefix: it lowers the error on text it does not see, or is not kept."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from vllm_antkv.calibrate import prefix
+from vllm_antkv.calibrate.prefix import PrefixTraining, train_prefix
+from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.calibrate.texts import prefix_ids, with_prefix
+from vllm_antkv.calibrate.training import Progress, Schedule
+from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import CalibrationError, UnsupportedModelError
+
+IDS = (0, 7, 42)
+SMALL = {"samples": 4, "seq_len": 288, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def long_llama(make_model: Callable[..., Path]) -> Path:
+    return make_model("llama", max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def model(long_llama: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(long_llama).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def codebook(model: PreTrainedModel) -> Codebook:
+    """Centroids of nothing: what is read through them is far from what it was."""
+    k, v = torch.zeros(2, 2, 2, 2, 256, 8).half()
+    identity = ModelIdentity.from_hf_config(model.config)
+    header = CodebookHeader(
+        format_version=FORMAT_VERSION, preset="antkv-1bit", model=identity, sinks=None, calibration={}
+    )
+    return Codebook(header, k, v)
+
+
+@pytest.fixture(scope="module")
+def windows() -> torch.Tensor:
+    windows = torch.randint(300, (20, 256), generator=torch.Generator().manual_seed(0))
+    windows[:, 0] = IDS[0]
+    return with_prefix(windows, IDS)
+
+
+def run(model: PreTrainedModel, codebook: Codebook, windows: torch.Tensor) -> PrefixTraining:
+    schedule = Schedule(10, 0, Progress(), lambda progress: None, lambda done: None)
+    return train_prefix(model, codebook, IDS, windows, schedule)
+
+
+def test_windows_start_with_the_prefix_and_go_on_with_their_text(windows: torch.Tensor) -> None:
+    text = torch.randint(300, (20, 256), generator=torch.Generator().manual_seed(0))
+    assert windows.shape == text.shape
+    assert windows[3, :3].tolist() == list(IDS)
+    assert torch.equal(windows[:, 3:], text[:, 1:-2])
+    assert torch.equal(with_prefix(text.clamp(min=1), (0,))[:, 1:], text.clamp(min=1)[:, :-1]), "no BOS, none lost"
+
+
+def test_the_first_error_is_that_of_the_plain_prefix_and_training_lowers_it(model, codebook, windows) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix, "_LEARNING_RATE", 0.0)
+        standing = run(model, codebook, windows)
+        patch.setattr(prefix, "_LEARNING_RATE", 0.002)
+        trained = run(model, codebook, windows)
+    assert standing.prefix is None, "rows that are not better are not kept"
+    assert trained.loss[0] == standing.loss[0] == standing.loss[1]
+    assert trained.loss[1] < trained.loss[0]
+    assert trained.prefix is not None
+    assert trained.prefix.token_ids == IDS
+    assert trained.prefix.k.shape == trained.prefix.v.shape == (2, 3, 2, 16)
+    # Untrained rows are the model's own, K after RoPE.
+    k, v = prefix._own_rows(model, IDS)
+    with torch.no_grad():
+        layers = model(windows[:1], use_cache=True).past_key_values.layers
+    assert torch.allclose(k[1], layers[1].keys[0, :, :3].transpose(0, 1), atol=1e-5)
+    assert torch.allclose(v[1], layers[1].values[0, :, :3].transpose(0, 1), atol=1e-5)
+
+
+def test_calibrate_writes_the_prefix_into_the_codebook(
+    long_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    # The text is soon known by heart: hardly anything is lost through codes that are read late.
+    monkeypatch.setattr(prefix, "TRAINING", AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0))
+    monkeypatch.setattr("vllm_antkv.calibrate.run.PREFIX_STEPS", 6)
+    system_prompt = tmp_path / "system.txt"
+    system_prompt.write_text("never asks why")
+    command = (str(long_llama), ["antkv-1bit"], [str(text_file)])
+    plain = Codebook.load(calibrate(*command, tmp_path / "plain", **SMALL)[0])
+    trained = Codebook.load(
+        calibrate(*command, tmp_path / "trained", train_prefix=True, prefix_text=str(system_prompt), **SMALL)[0]
+    )
+    assert plain.prefix is None
+    assert torch.equal(plain.k, trained.k)
+    before, after = trained.header.calibration["prefix_loss"]
+    assert after < before
+    assert f"held-out text {before:.5g} -> {after:.5g}\n" in capsys.readouterr().err
+    assert trained.prefix is not None
+    assert trained.prefix.token_ids[0] == 0
+    assert len(trained.prefix.token_ids) > 1
+
+
+def test_prompts_that_start_with_no_bos_need_a_text(tokenizer, tmp_path: Path) -> None:
+    text = tmp_path / "system.txt"
+    text.write_text("never asks")
+    without_bos = deepcopy(tokenizer)
+    without_bos.bos_token = None
+    with pytest.raises(CalibrationError, match="--prefix-text"):
+        prefix_ids(without_bos, None)
+    assert prefix_ids(tokenizer, str(text)) == (0, *prefix_ids(without_bos, str(text)))
+    assert prefix_ids(tokenizer, None) == (0,)
+
+
+def test_what_cannot_be_trained_is_refused_before_any_work(
+    make_model, long_llama: Path, text_file: Path, tmp_path: Path
+) -> None:
+    def refuse(model: Path, **settings) -> None:
+        settings = {"train_prefix": True, "device": "cpu", **settings}
+        calibrate(str(model), ["antkv-1bit"], [str(text_file)], tmp_path / "out", **settings)
+
+    with pytest.raises(UnsupportedModelError, match="gemma2"):
+        refuse(make_model("gemma2"), samples=8, seq_len=64)
+    with pytest.raises(CalibrationError, match="--train-prefix judges by windows"):
+        refuse(long_llama, samples=1, seq_len=512)
+    with pytest.raises(CalibrationError, match="--seq-len 257 or more"):
+        refuse(long_llama, samples=8, seq_len=256)
+    with pytest.raises(CalibrationError, match="4096"):
+        refuse(long_llama, samples=8, seq_len=512, prefix_text=str(text_file))
+    with pytest.raises(CalibrationError, match="give both"):
+        refuse(long_llama, train_prefix=False, prefix_text=str(text_file))
+    with pytest.raises(CalibrationError, match="no text file"):
+        refuse(long_llama, prefix_text="missing.txt")
+    assert not (tmp_path / "out").exists()
