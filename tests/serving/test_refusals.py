@@ -112,6 +112,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "DCP on one GPU": ({"decode_context_parallel_size": 2}, "decode context parallelism (DCP)"),
     "PCP": ({"prefill_context_parallel_size": 2}, "prefill context parallelism (PCP)"),
     "pipeline": ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+    "dual batch overlap": ({"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "dual batch overlap"),
     "pooling": ({"runner": "pooling"}, "pooling models"),
     "skip layers": ({"kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
     "one kind of page": ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),

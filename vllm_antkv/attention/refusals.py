@@ -103,6 +103,8 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         "KV connectors": vllm_config.kv_transfer_config is not None,
         "LoRA adapters": vllm_config.lora_config is not None,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        # What is said of a step's tokens would be taken for those of each half.
+        "dual batch overlap (--enable-dbo, --ubatch-size)": vllm_config.parallel_config.use_ubatching,
         "--kv-cache-dtype-skip-layers": bool(cache_config.kv_cache_dtype_skip_layers),
         "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is True,
         "--attention-backend": backend is not None and backend.name != BACKEND_NAME,
