@@ -33,7 +33,7 @@ demo: $(VENV)
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 audit: $(VENV)
 	$(BIN)/python scripts/audit.py $(ARGS)

@@ -18,7 +18,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 #: Memory of the cache; ratios do not depend on it as long as it is large.
 MEMORY = 40 << 30
 #: The shape of Llama-3-8B.
-MODEL = {
+LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 4096,
@@ -37,16 +37,16 @@ def measure() -> dict[str, list[float]]:
     from vllm_antkv.presets import PRESETS
 
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(MODEL))
-        auto = [_capacity(folder, None, length) for length in LENGTHS]
+        Path(folder, "config.json").write_text(json.dumps(LLAMA_3_8B))
+        auto = [capacity(folder, None, length) for length in LENGTHS]
         return {
-            name: [round(_capacity(folder, name, length) / base, 2) for length, base in zip(LENGTHS, auto, strict=True)]
+            name: [round(capacity(folder, name, length) / base, 2) for length, base in zip(LENGTHS, auto, strict=True)]
             for name in PRESETS
         }
 
 
-def _capacity(model: str, preset: str | None, max_model_len: int) -> int:
-    """KV tokens in MEMORY for requests of at most this length, as vLLM reports them at start-up."""
+def capacity(model: str, preset: str | None, max_model_len: int) -> int:
+    """KV tokens in MEMORY for requests of at most this length, as vLLM reports them at start-up; of `auto` for None."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.backends.utils import record_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_config_from_groups, get_kv_cache_groups

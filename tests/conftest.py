@@ -37,8 +37,7 @@ def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Servers first, so that no process is left with them in the end; skip what needs a GPU where there is none."""
-    items.sort(key=lambda item: item.get_closest_marker("serving") is None)
+    """Skip what needs a GPU where there is none."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
