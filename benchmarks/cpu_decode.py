@@ -252,7 +252,26 @@ def _table(report: dict[str, Any]) -> str:
         shares = (f"{side['share_of_bandwidth']:.0%}" for side in sides)
         cells = [row["context"], row["batch"], *steps, f"{row['speedup']:.2f}", *bytes_read, *shares]
         lines.append(f"| {' | '.join(map(str, cells))} | {row['prefill_ratio']:.2f} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_growth(report["rows"])])
+
+
+def _growth(rows: list[dict[str, Any]]) -> list[str]:
+    """For every batch, what a token more in the context adds to a step: the cost of attention without all the rest."""
+    lines = []
+    for batch in sorted({row["batch"] for row in rows}):
+        same = sorted((row for row in rows if row["batch"] == batch), key=lambda row: row["context"])
+        first, last = same[0], same[-1]
+        if first is last:
+            continue
+        tokens = batch * (last["context"] - first["context"]) * NUM_LAYERS * NUM_KV_HEADS
+        seconds = {side: last[side]["step_seconds"] - first[side]["step_seconds"] for side in ("auto", "antkv")}
+        ns = {side: grown / tokens * 1e9 for side, grown in seconds.items()}
+        lines.append(
+            f"Batch {batch}, from {first['context']} to {last['context']} tokens: a step grows by "
+            f"{ns['auto']:.1f} ns (auto) and {ns['antkv']:.1f} ns (antkv) per token, layer and KV head: "
+            f"{ns['auto'] / ns['antkv']:.2f} times."
+        )
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
 // The attention of a step: single queries through `Decode`, runs of queries through `Prefill`.
+#include <omp.h>
+
+#include <atomic>
 #include <vector>
 
 #include "decode.h"
@@ -10,6 +13,27 @@ namespace {
 
 struct Task {
     int request, head, index;  // split of a decode, or first query of a run
+};
+
+// Tasks dealt out to threads in runs of neighbours, which share centroids: a thread does its own run, then helps others.
+class Runs {
+  public:
+    explicit Runs(int64_t count) : count_(count), taken_(omp_get_max_threads()) {}
+
+    // Called by every thread of a parallel region.
+    template <typename Task>
+    void work(Task task) {
+        const int64_t num_runs = taken_.size();
+        for (int64_t i = 0; i < num_runs; ++i) {
+            const int64_t run = (omp_get_thread_num() + i) % num_runs;
+            const int64_t begin = run * count_ / num_runs, end = (run + 1) * count_ / num_runs;
+            for (int64_t at; (at = begin + taken_[run]++) < end;) task(at);
+        }
+    }
+
+  private:
+    const int64_t count_;
+    std::vector<std::atomic<int64_t>> taken_;
 };
 
 }  // namespace
@@ -30,13 +54,14 @@ static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_r
     if (merges.empty()) return;
     const int64_t stride = Decode::partial_size(layer);
     const Buffer partials = floats(splits.size() * stride);
+    Runs runs(splits.size());
 #pragma omp parallel
     {
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < splits.size(); ++i) {
+        runs.work([&](int64_t i) {
             const Sequence sequence(layer, step, splits[i].request, splits[i].head);
             Decode::split(sequence, query, key, value, splits[i].index, &partials[i * stride]);
-        }
+        });
+#pragma omp barrier
 #pragma omp for schedule(static)
         for (size_t i = 0; i < merges.size(); ++i) {
             const Sequence sequence(layer, step, merges[i].request, merges[i].head);

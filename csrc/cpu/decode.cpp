@@ -29,6 +29,7 @@ class Split {
     void run(const float* queries, float* output, float* max, float* total) {
         alignas(64) float of_codes[kMaxGroup * kMaxHead];
         std::copy_n(queries, group_ * size_, of_codes);
+        prefetch_exact();
         for (int h = 0; h < group_; ++h) to_code_order(layer_, of_codes + h * size_);
         for (int first = 0; first < count_; first += kBlockSize) {
             coded_logits(of_codes, first);
@@ -66,6 +67,18 @@ class Split {
         };
         ask(page_of(first).codes(true, 0));
         if (first + kBlockSize < count_) ask(page_of(first + kBlockSize).codes(false, 0));
+    }
+
+    // Rows in full precision are read last.
+    void prefetch_exact() const {
+        const int bytes = size_ * element_size(layer_);
+        for (int i = 0; i < num_exact_; ++i) {
+            for (const bool of_values : {false, true}) {
+                const antkv_rows in_hand = of_values ? value_ : key_;
+                const auto* row = (const uint8_t*)sequence_.exact_row(in_hand, of_values, begin_ + exact_[i]);
+                for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+            }
+        }
     }
 
     // Logits of the tokens of a block through their codes; the queries are in the order of codes.

@@ -17,6 +17,8 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_antkv.cache.specs import RecencySpec
 
+#: Most decode steps stay in the page of the step before, and must not cost the scheduler an array operation.
+_NO_PAGES = np.zeros(0, dtype=bool)
 #: Dead pages are looked for when a request crosses its next death; this one never comes.
 _NEVER = 1 << 62
 #: Pages for prefix-cache hits are stored only while 1/8 of the pool stays free: they must not push out a request.
@@ -165,6 +167,8 @@ class RecencyManager(SingleTypeKVCacheManager):
 
     def _pages_to_store(self, first_page: int, num_tokens: int) -> np.ndarray:
         """The pages the request needs and, while the pool has room to spare, those that prefix-cache hits need."""
+        if num_tokens <= first_page * self.block_size:
+            return _NO_PAGES
         needed = self.retention.pages_of_step(first_page, num_tokens)
         if not self.enable_caching:
             return needed
