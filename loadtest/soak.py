@@ -37,9 +37,10 @@ _PROBE_SECONDS = 5.0
 _SAMPLE_SECONDS = 1.0
 #: The first part of a run fills caches and pools, here and in the allocator; the slope is taken over the rest.
 _WARM_UP = 0.5
-#: On a CPU, oneDNN keeps the kernels of the last 1024 shapes of a product: half a GiB that fills up over many minutes,
-#: with any cache dtype, and would hide a leak.
-ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+#: What would hide a leak on a CPU, with any cache dtype. oneDNN keeps the kernels of the last 1024 shapes of a product:
+#: half a GiB that fills up over many minutes. glibc raises the size from which it maps memory of its own to that of the
+#: largest tensor freed so far, and then keeps freed tensors in heaps with holes: steps of tens of MiB, up and down.
+ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "MALLOC_MMAP_THRESHOLD_": "131072"}
 _IDLE_SECONDS = 60
 _TIMEOUT = 300.0
 _KEPT_ERRORS = 20

@@ -3,6 +3,7 @@
 Whatever a codebook file or a setting holds, it is either refused with one readable sentence or understood completely.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
@@ -18,11 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.spoilt import MODEL, good_codebook, head
 from vllm_antkv.codebook import Codebook
+from vllm_antkv.codebook_prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig, Recency
 from vllm_antkv.errors import AntKVError, CodebookError, SettingsError
 from vllm_antkv.presets import PRESETS
 
 _MAX_SENTENCE = 600
+_TENSOR_NAMES = ("k", "v", "prefix_k", "prefix_v")
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,20 @@ def _reads_well(error: AntKVError, path: Path) -> None:
     assert len(sentence) < _MAX_SENTENCE, sentence
 
 
+def _whole_codebook() -> Codebook:
+    """A good one with everything that a codebook may hold."""
+    seeded = torch.Generator().manual_seed(0)
+    rows = torch.randn((2, MODEL.num_layers, 2, MODEL.num_kv_heads, MODEL.head_size), generator=seeded)
+    codebook = good_codebook().with_prefix(TrainedPrefix((5, 6), *rows))
+    order = tuple(reversed(range(MODEL.head_size)))
+    return dataclasses.replace(codebook, header=codebook.header.model_copy(update={"k_order": order}))
+
+
 # A file: the bytes of a good one with a few of them changed.
 
 
 def _good_bytes(path: Path) -> bytes:
-    good_codebook().save(path)
+    _whole_codebook().save(path)
     return path.read_bytes()
 
 
@@ -89,9 +101,8 @@ def _check_bytes(edits: list[tuple[str, float, bool, bytes]], path: Path) -> Non
         _reads_well(error, path)
     else:
         # What came through is the same codebook, written another way: 1e-05 is 1E-05, and blanks mean nothing.
-        expected = good_codebook()
-        assert torch.equal(loaded.k, expected.k)
-        assert torch.equal(loaded.v, expected.v)
+        expected = _whole_codebook()
+        assert all(torch.equal(getattr(loaded, name), getattr(expected, name)) for name in _TENSOR_NAMES)
         assert loaded.header.model_copy(update={"checksum": ""}) == expected.header
 
 
@@ -123,6 +134,8 @@ _HEADER_CHANGES = st.fixed_dictionaries(
         "preset": st.sampled_from(sorted(PRESETS)) | _JSON,
         "model": _FIELDS.map(lambda changes: {**MODEL.model_dump(), **changes}) | _JSON,
         "sinks": _SINKS | _JSON,
+        "k_order": st.permutations(range(MODEL.head_size)) | st.lists(st.integers(-1, MODEL.head_size)) | _JSON,
+        "prefix": st.lists(st.integers(-1, MODEL.vocab_size), min_size=1, max_size=3) | _JSON,
         "calibration": st.dictionaries(_TEXTS, _JSON, max_size=3) | _JSON,
         "antkv_version": _TEXTS | _JSON,
         "unknown": _JSON,
@@ -131,7 +144,7 @@ _HEADER_CHANGES = st.fixed_dictionaries(
 
 
 def _check_header(changes: dict[str, Any], path: Path) -> None:
-    good_codebook().save(path)
+    _whole_codebook().save(path)
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         header = {**json.loads(file.metadata()["antkv"]), **changes}
@@ -170,6 +183,12 @@ def _is_whole(codebook: Codebook, path: Path) -> None:
         assert sinks.channels
         assert all(0 <= channel < model.hidden_size for channel in sinks.channels)
         assert 0 < sinks.threshold < float("inf")
+    if codebook.header.k_order is not None:
+        assert sorted(codebook.header.k_order) == list(range(model.head_size))
+    if codebook.prefix is not None:
+        rows = (model.num_layers, len(codebook.prefix.token_ids), model.num_kv_heads, model.head_size)
+        assert codebook.prefix.k.shape == codebook.prefix.v.shape == rows
+        assert all(0 <= token < model.vocab_size for token in codebook.prefix.token_ids)
     codebook.save(path)
     assert Codebook.load(path, preset.name, model).header == codebook.header.model_copy(
         update={"checksum": Codebook.load(path).header.checksum}
@@ -186,12 +205,12 @@ _TENSOR = st.fixed_dictionaries(
         "data_offsets": st.lists(_SIZES, max_size=3) | st.sampled_from([[0, 32768], [32768, 65536], [0, 4]]),
     }
 )
-_TENSORS = st.dictionaries(st.sampled_from(["k", "v", "w", "../k", ""]) | _TEXTS, _TENSOR | _JSON, max_size=3)
+_TENSORS = st.dictionaries(st.sampled_from([*_TENSOR_NAMES, "w", "../k", ""]) | _TEXTS, _TENSOR | _JSON, max_size=3)
 
 
 def _check_tensors(example: tuple[dict[str, Any], bytes, int], path: Path) -> None:
     tensors, body, length_error = example
-    good_codebook().save(path)
+    _whole_codebook().save(path)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     text = json.dumps({"__metadata__": metadata, **tensors}).encode()

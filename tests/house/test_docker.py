@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.house.test_dashboard import known_metrics
+
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 CHART = DOCKER / "helm" / "vllm-antkv"
@@ -43,6 +45,11 @@ def render(values):
 
 def server(objects):
     return objects["Deployment"]["spec"]["template"]["spec"]
+
+
+def secrets(container):
+    """Names of the environment variables whose values come from secrets; the others are in the open."""
+    return {entry["name"] for entry in container["env"] if "secretKeyRef" in entry.get("valueFrom", {})}
 
 
 def pin(file, name):
@@ -87,6 +94,12 @@ def test_everything_that_is_copied_exists_and_is_sent_to_the_build(path):
         for source in line.split()[:-1]:
             assert (ROOT / source).exists()
             assert source in sent or source.split("/")[0] in sent
+
+
+def test_the_wheel_for_cpus_is_built_with_a_compiler():
+    """Without one it would lack the C++ kernels, and nothing would say so."""
+    before, _, _ = (DOCKER / "Dockerfile.cpu").read_text().partition("pip wheel")
+    assert "apt-get install --yes --no-install-recommends g++" in before
 
 
 def test_constraints_keep_what_is_installed_and_take_the_rest_from_the_lock(tmp_path):
@@ -196,8 +209,8 @@ def test_containers_run_without_privileges_and_with_a_read_only_root(path):
         assert not container["securityContext"]["allowPrivilegeEscalation"]
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["limits"]["nvidia.com/gpu"]
-        secrets = [entry for entry in container.get("env", []) if entry["name"] in ("HF_TOKEN", "VLLM_API_KEY")]
-        assert all("secretKeyRef" in entry["valueFrom"] for entry in secrets)
+        assert "HF_TOKEN" in secrets(container)
+    assert secrets(pod["containers"][0]) == {"HF_TOKEN", "VLLM_API_KEY"}
 
 
 @pytest.mark.parametrize(
@@ -242,6 +255,14 @@ def test_probes_wait_for_the_start():
     assert {"livenessProbe", "readinessProbe"} <= container.keys()
 
 
+def test_requests_that_run_may_end_before_their_pod_does():
+    pod = server(render({"shutdownSeconds": 600}))
+    (container,) = pod["containers"]
+    assert "--shutdown-timeout=600" in container["args"]
+    _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert int(seconds) + 600 < pod["terminationGracePeriodSeconds"]
+
+
 def test_several_gpus_are_tensor_parallelism():
     (container,) = server(render({"gpus": 8}))["containers"]
     assert "--tensor-parallel-size=8" in container["args"]
@@ -252,6 +273,32 @@ def test_autoscaling_leaves_the_number_of_replicas_alone():
     objects = render({"autoscaling": {"enabled": True}})
     assert "replicas" not in objects["Deployment"]["spec"]
     assert objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "vllm-antkv"
+
+
+def test_autoscaling_goes_by_a_metric_of_vllm():
+    (metric,) = render({"autoscaling": {"enabled": True}})["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    rules = re.search(r"```yaml\n(rules:.*?)```", (ROOT / "docs" / "deployment.md").read_text(), re.DOTALL)
+    (rule,) = yaml.safe_load(rules[1])["rules"]["custom"]
+    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
+    name, _, _ = rule["seriesQuery"].partition("{")
+    assert name in known_metrics()
+
+
+def test_pods_are_evicted_one_at_a_time():
+    objects = render({"replicas": 3})
+    budget = objects["PodDisruptionBudget"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["selector"] == objects["Deployment"]["spec"]["selector"]
+
+
+def test_the_network_policy_opens_one_port_to_the_namespace():
+    objects = render({})
+    policy = objects["NetworkPolicy"]["spec"]
+    assert policy["podSelector"] == objects["Deployment"]["spec"]["selector"]
+    assert policy["ingress"] == [
+        {"ports": [{"protocol": "TCP", "port": "http"}], "from": [{"podSelector": {}}]},
+    ]
+    assert [[port["port"] for port in rule["ports"]] for rule in policy["egress"]] == [[53, 53], [443]]
 
 
 @pytest.mark.parametrize(

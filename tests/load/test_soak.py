@@ -1,19 +1,25 @@
-"""A short soak and a short load test of a real server of the embedded model, and what its metrics are called.
+"""A short soak and a short load test of a real server of the embedded model, its metrics, and how it stops.
 
 The long ones: docs/load-testing.md.
 """
 
 import importlib.util
 import json
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 
+from loadtest.api import completion
 from loadtest.run import run
 from loadtest.scenario import Scenario
 from loadtest.server import EMBEDDED, running_server
 from loadtest.soak import ENVIRONMENT, soak
+from loadtest.stream import StreamReader
 from loadtest.watch import metrics
 
 pytestmark = pytest.mark.serving
@@ -22,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "vllm-antkv.json"
 PRESET = "antkv-1bit"
 MAX_MODEL_LEN = 1024
-SOAK_MINUTES = 0.75
-#: After seconds instead of minutes caches still fill up; a leaked request's pages would be far more.
+SOAK_MINUTES = 2
+#: In the first minutes caches still fill up; a leaked request's pages would be far more.
 MAX_SLOPE = 150.0
 
 
@@ -35,6 +41,7 @@ def server(tmp_path_factory):
         "--max-model-len": str(MAX_MODEL_LEN),
         "--kv-cache-memory-bytes": str(1 << 24),
         "--served-model-name": "embedded",
+        "--shutdown-timeout": "60",
     }
     small = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **ENVIRONMENT}
     arguments = ["--enforce-eager", *(part for pair in options.items() for part in pair)]
@@ -67,3 +74,16 @@ def test_a_load_test_writes_its_reports(server, tmp_path):
 
 def test_everything_that_the_dashboard_shows_is_published(server):
     assert set(re.findall(r"vllm:\w+", DASHBOARD.read_text())) <= metrics(server.url).keys()
+
+
+def test_a_server_that_is_asked_to_stop_ends_its_answers(server):
+    """As a pod of the Helm chart is. The last test of this server."""
+    request = completion("embedded", "Once upon a time", 400)
+    reader = StreamReader(time.perf_counter())
+    with httpx.stream("POST", server.url + request.path, json=request.body, timeout=60) as response:
+        lines = response.iter_lines()
+        reader.feed(next(lines), time.perf_counter())
+        os.kill(server.pid, signal.SIGTERM)
+        for line in lines:
+            reader.feed(line, time.perf_counter())
+    reader.finish(time.perf_counter(), request.max_tokens)
