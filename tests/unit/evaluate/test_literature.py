@@ -23,7 +23,7 @@ from vllm_antkv.evaluate.methods.turboquant import TurboQuant, normal_levels, ro
 from vllm_antkv.evaluate.methods.uniform import group_size, per_channel, per_token, round_to_grid
 from vllm_antkv.evaluate.rotary import rotary_table
 from vllm_antkv.evaluate.sample import take_sample
-from vllm_antkv.ops.rope import RotaryTable, rotate
+from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
 from vllm_antkv.select.recency import ALWAYS, last_query_table
 
 ENGINE = ("fp16", "cq-", "antkv-")
@@ -295,14 +295,16 @@ def test_kvquant_works_before_rope(sample, rotary) -> None:
 
 
 def test_skvq_reorders_and_clips(rotary) -> None:
-    """With quiet and loud channels mixed, sorting them pays; so does clipping a heavy tail."""
+    """Sorting quiet and loud channels pays, for K before RoPE turns them into one another; so does clipping."""
     generator = torch.Generator().manual_seed(3)
+    positions = torch.arange(200)
     rows = torch.randn(1, 200, 4, HEAD_SIZE, generator=generator)
-    rows[..., 1::2] *= 50
-    quiet = slice(0, None, 2)
-    coded, _ = Skvq(2, None).read_back(0, rows, rows, rotary)
+    quiet = slice(HEAD_SIZE // 2, None)
+    rows[..., : HEAD_SIZE // 2] *= 50
+    coded_key, coded_value = Skvq(2, None).read_back(0, rotate(rows, positions, rotary), rows, rotary)
     plain = per_token(rows, 2, 64)
-    assert (coded - rows)[..., quiet].norm() < 0.1 * (plain - rows)[..., quiet].norm()
+    for coded in (unrotate(coded_key, positions, rotary), coded_value):
+        assert (coded - rows)[..., quiet].norm() < 0.1 * (plain - rows)[..., quiet].norm()
     tailed = torch.distributions.StudentT(3).sample((1, 200, KV_HEADS, HEAD_SIZE))
     coded, _ = Skvq(2, None).read_back(0, tailed, tailed, rotary)
     assert (coded - tailed).norm() < (per_token(tailed, 2, 64) - tailed).norm()

@@ -14,26 +14,25 @@ FIRST_TOKENS = 128
 
 
 def learning_rows(
-    sample: Sample | None, layer: int, key: torch.Tensor, value: torch.Tensor, rotary: RotaryTable | None = None
+    sample: Sample | None, layer: int, key: torch.Tensor, value: torch.Tensor, rotary: RotaryTable
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V rows to learn from, heads side by side.
+    """K before RoPE and V rows to learn from, heads side by side.
 
     Args:
         sample: a calibration text, or None.
         layer: index of the attention layer.
         key, value: (num_windows, num_tokens, num_kv_heads, head_size), the windows in hand, keys after RoPE.
-        rotary: where it is given, keys come before RoPE.
+        rotary: the table the keys were rotated with.
 
     Returns:
         Two of (num_windows, num_rows, num_kv_heads * head_size); 1 window, for all, where there is a sample.
     """
     if sample is None:
         keys, values = key[:, :FIRST_TOKENS], value[:, :FIRST_TOKENS]
-        if rotary is not None:
-            keys = unrotate(keys, torch.arange(keys.shape[1], device=keys.device), rotary)
+        keys = unrotate(keys, torch.arange(keys.shape[1], device=keys.device), rotary)
         return keys.flatten(-2), values.flatten(-2)
-    keys = (sample.key if rotary is None else sample.plain_key)[layer]
-    return keys.to(key).flatten(0, 1).flatten(-2)[None], sample.value[layer].to(value).flatten(0, 1).flatten(-2)[None]
+    keys, values = sample.plain_key[layer].to(key), sample.value[layer].to(value)
+    return keys.flatten(0, 1).flatten(-2)[None], values.flatten(0, 1).flatten(-2)[None]
 
 
 def learned_from(sample: Sample | None) -> str:

@@ -1,7 +1,7 @@
 """`skvq-Xbit`: channels reordered, groups clipped, a window and sinks exact (SKVQ, section 3).
 
-Channels of a token (K after RoPE, V; heads side by side) are sorted by the range they have in the rows learned from, so
-that a group of 64 holds channels alike; the paper clusters them by k-means, which makes groups of unequal size. Each
+Channels of a token (K before RoPE, V; heads side by side) are sorted by the range they have in the rows learned from,
+so that a group of 64 holds channels alike; the paper clusters them by k-means, which makes groups of unequal size. Each
 group is rounded to nearest between its ends times a clipping factor, the one with the least squared error on the rows
 learned from. Scale and zero point are kept as FP8 (E4M3). Exact by the paper: 5 sinks and the last 32 tokens.
 """
@@ -15,7 +15,7 @@ from vllm_antkv.evaluate.methods import uniform
 from vllm_antkv.evaluate.methods.base import Method, MethodRequest, Sample
 from vllm_antkv.evaluate.methods.learn import FIRST_TOKENS, learned_from, learning_rows
 from vllm_antkv.evaluate.methods.retention import Retention, shared, sliding
-from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
 
 NAMES = ("skvq-1bit", "skvq-2bit", "skvq-4bit")
 
@@ -39,8 +39,10 @@ class Skvq:
         self, layer: int, key: torch.Tensor, value: torch.Tensor, rotary: RotaryTable
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Quantiser.read_back`."""
-        known_keys, known_values = learning_rows(self.sample, layer, key, value)
-        return self._round(key, known_keys), self._round(value, known_values)
+        positions = torch.arange(key.shape[1], device=key.device)
+        known_keys, known_values = learning_rows(self.sample, layer, key, value, rotary)
+        coded_key = self._round(unrotate(key, positions, rotary), known_keys)
+        return rotate(coded_key, positions, rotary), self._round(value, known_values)
 
     def _round(self, rows: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
         """Rows (num_windows, num_tokens, num_kv_heads, head_size); known (num_windows or 1, num_rows, channels)."""
