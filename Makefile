@@ -63,10 +63,7 @@ docs: $(VENV)
 lock: $(VENV)
 	$(BIN)/python scripts/lock.py cpu
 	$(BIN)/python scripts/lock.py gpu
-	$(BIN)/python scripts/lock.py loadtest
-	$(BIN)/python scripts/lock.py deploy
-	$(BIN)/python scripts/lock.py browser
-	$(BIN)/python scripts/lock.py tasks
+	for tool in audit browser deploy kernels loadtest tasks; do $(BIN)/python scripts/lock.py $$tool || exit 1; done
 
 clean:
 	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,9 +1,9 @@
 """`make gpu-check`: everything that has to be seen on a GPU, in one command.
 
 Correctness of the kernels, exactness through real vLLM, and the benchmarks, each step in a process of its own. After
-every step its outcome is in results.json: a run that was cut off goes on where it was, and one that runs out of its
-minutes says so and is simply started again. A step that fails is recorded, and the next one runs. Changed sources make
-earlier results count no more.
+every step its outcome is in results.json, and all that steps print is in log.txt as they print it: a run that was cut
+off goes on where it was, and one that runs out of its minutes says so and is simply started again. A step that fails is
+recorded, and the next one runs. Changed sources make earlier results count no more.
 
     python -m benchmarks.gpu_check                       # at most ten minutes; run it until nothing is left
     python -m benchmarks.gpu_check --list
@@ -45,14 +45,14 @@ def main() -> int:
     deadline = time.monotonic() + 60 * arguments.minutes
     source = source_digest()
     left = [step for step in steps if arguments.again or not records.is_done(step.name, source)]
-    while left and fits(left[0], deadline - time.monotonic()):
-        step = left.pop(0)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    while (step := first_that_fits(left, deadline - time.monotonic())) is not None:
         print(f"== {step.name}", flush=True)
-        record = run(step, source, min(step.limit_s, deadline - time.monotonic()))
+        record = run(step, source, min(step.limit_s, deadline - time.monotonic()), arguments.out / "log.txt")
         if record.status == "timeout" and record.seconds < step.limit_s:
             # Our time was up, not the step's: nothing is known about it.
-            left.insert(0, step)
             break
+        left.remove(step)
         records.add(record)
         (arguments.out / "results.md").write_text(markdown(records))
         print(f"== {step.name}: {record.status} after {record.seconds:.0f} s", flush=True)
@@ -74,20 +74,31 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def fits(step: Step, seconds_left: float) -> bool:
-    """There is time for what the step is expected to take."""
-    return step.expected_s <= seconds_left
+def first_that_fits(steps: list[Step], seconds_left: float) -> Step | None:
+    """The first step for which there is the time that it is expected to take."""
+    return next((step for step in steps if step.expected_s <= seconds_left), None)
 
 
-def run(step: Step, source: str, limit_s: float) -> Record:
-    """Run a step in a process group of its own, which is ended after `limit_s`; its output is shown and recorded."""
+def run(step: Step, source: str, limit_s: float, log: Path) -> Record:
+    """Run a step in a process group of its own, which is ended after `limit_s`.
+
+    Its output is added to the log while it runs, and its end is shown and recorded.
+    """
     started, begin = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder, "result.json"), Path(folder, "log")
+        result = Path(folder, "result.json")
         command = [sys.executable, *(word.replace(RESULT, str(result)) for word in step.command)]
-        with log.open("w") as output:
+        with log.open("a") as output:
+            print(f"== {step.name}, {started}", file=output, flush=True)
+            length = output.tell()
             process = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **step.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
             )
             try:
                 status = "passed" if process.wait(limit_s) == 0 else "failed"
@@ -98,7 +109,7 @@ def run(step: Step, source: str, limit_s: float) -> Record:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        text = log.read_text(errors="replace")
+        text = log.read_bytes()[length:].decode(errors="replace")
         print(text[-4000:], flush=True)
         return Record.of(
             text,
@@ -113,4 +124,6 @@ def run(step: Step, source: str, limit_s: float) -> Record:
 
 
 if __name__ == "__main__":
+    # Whoever cuts this off must not leave a step behind that holds the GPU.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

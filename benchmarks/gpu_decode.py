@@ -9,7 +9,6 @@ cache is part of no side; ours is timed by gpu_encode_store.py.
 """
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +21,7 @@ from benchmarks.gpu.tables import decode_table
 #: What the others are measured against.
 BASELINE = "FlashAttention 3, bfloat16"
 PRESET = "antkv-1bit"
+CONTEXTS = (1024, 8192, 32768, 131072)
 #: A bfloat16 cache beyond this is not built: it takes longer to fill than to measure, and shows nothing new.
 MAX_CACHE_BYTES = 20 << 30
 #: Fills a side's cache; returns what runs one step, and the bytes of the cache that it reads.
@@ -31,21 +31,23 @@ Prepare = Callable[[], tuple[Callable[[], Any], int]]
 def main() -> int:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     arguments = parser.parse_args()
     from benchmarks.gpu.device import require_gpu, write_report
-    from benchmarks.gpu.timing import memory_bandwidth
+    from benchmarks.gpu.timing import failed, memory_bandwidth
 
     require_gpu()
     bandwidth = memory_bandwidth()
-    rows = [row(context, batch, bandwidth) for context, batch in settings(arguments.contexts, arguments.batches)]
+    rows: list[dict[str, Any]] = []
     report = {"baseline": BASELINE, "preset": PRESET, "bandwidth": bandwidth, "rows": rows}
+    for context, batch in settings(arguments.contexts, arguments.batches):
+        rows.append(row(context, batch, bandwidth))
+        write_report(arguments.json, report)
     print(decode_table(report))
-    write_report(arguments.json, report)
     # A side that could not run is in the table; the exit status says so too.
-    return int(any("error" in side for row in rows for side in row["sides"].values()))
+    return int(any(failed(row["sides"]) for row in rows))
 
 
 def settings(contexts: list[int], batches: list[int]) -> list[tuple[int, int]]:
@@ -55,9 +57,8 @@ def settings(contexts: list[int], batches: list[int]) -> list[tuple[int, int]]:
 
 def row(context: int, batch: int, bandwidth: float) -> dict[str, Any]:
     """All sides on one setting."""
-    import torch
-
     from benchmarks.gpu import flash_attention, turboquant
+    from benchmarks.gpu.timing import attempt
 
     sides: dict[str, Prepare] = {
         BASELINE: partial(flash_attention.decode, batch, context, fp8=False),
@@ -70,13 +71,7 @@ def row(context: int, batch: int, bandwidth: float) -> dict[str, Any]:
     measured: dict[str, Any] = {}
     for name, prepare in sides.items():
         print(f"{context} tokens, batch {batch}: {name}", file=sys.stderr, flush=True)
-        try:
-            measured[name] = _measured(prepare, bandwidth)
-        except Exception as error:
-            # The other sides are still worth measuring.
-            measured[name] = {"error": f"{type(error).__name__}: {error}"}
-        gc.collect()
-        torch.cuda.empty_cache()
+        measured[name] = attempt(partial(_measured, prepare, bandwidth))
     return {"context": context, "batch": batch, "sides": measured}
 
 

@@ -5,7 +5,7 @@ side has the same KV memory, and as many requests at a time as vLLM says fit int
 turns. The time of prefill alone is measured in a run of its own and taken off.
 
     python -m benchmarks.gpu_end_to_end                 # a minute or two per side and round
-    python -m benchmarks.gpu_end_to_end --sides auto antkv-1bit --rounds 3
+    python -m benchmarks.gpu_end_to_end --sides auto antkv-1bit/triton --rounds 3
 """
 
 import argparse
@@ -21,7 +21,8 @@ from typing import Any
 
 from benchmarks.gpu.tables import end_to_end_table
 
-SIDES = ("auto", "antkv-1bit", "fp8", "turboquant_4bit_nc", "turboquant_3bit_nc")
+#: Values of --kv-cache-dtype; after a slash, of our setting `kernels`.
+SIDES = ("auto", "antkv-1bit/triton", "antkv-1bit/cuda", "fp8", "turboquant_4bit_nc", "turboquant_3bit_nc")
 PROMPT, OUTPUT = 896, 128
 #: Beyond this many requests at a time, the model's own matrices are what takes the time.
 MAX_BATCH = 1024
@@ -41,8 +42,8 @@ def main() -> int:
     require_gpu()
     rounds: dict[str, list[dict[str, Any]]] = {side: [] for side in arguments.sides}
     with tempfile.TemporaryDirectory() as folder:
-        presets = [side for side in arguments.sides if side.startswith("antkv-")]
-        model = make_model(Path(folder), presets, PROMPT + OUTPUT)
+        presets = {side.partition("/")[0] for side in arguments.sides if side.startswith("antkv-")}
+        model = make_model(Path(folder), sorted(presets), PROMPT + OUTPUT)
         for number in range(arguments.rounds):
             for side in arguments.sides:
                 print(f"round {number + 1} of {arguments.rounds}: {side}", file=sys.stderr, flush=True)
@@ -56,7 +57,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sides", nargs="+", default=list(SIDES), help="values of --kv-cache-dtype")
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), help=f"of {', '.join(SIDES)}")
     parser.add_argument("--rounds", type=int, default=1, help="processes per side")
     parser.add_argument("--kv-gib", type=float, default=8, help="KV memory of every side (default: 8)")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
@@ -79,11 +80,13 @@ def work(model: Path, side: str, kv_gib: float) -> dict[str, Any]:
     start = time.perf_counter()
     from vllm import LLM, SamplingParams
 
+    kv_cache_dtype, _, kernels = side.partition("/")
     llm = LLM(
         str(model),
         load_format="dummy",
         skip_tokenizer_init=True,
-        kv_cache_dtype=side,
+        kv_cache_dtype=kv_cache_dtype,
+        additional_config={"antkv": {"kernels": kernels}} if kernels else {},
         kv_cache_memory_bytes=int(kv_gib * 2**30),
         max_model_len=PROMPT + OUTPUT,
         max_num_seqs=MAX_BATCH,

@@ -1,7 +1,7 @@
 """Licences of what is installed here, and known vulnerabilities of what is in our locks: `python scripts/audit.py`.
 
-Licences come from the metadata of the installed distributions, without the network. Vulnerabilities come from pip-audit
-(`pip install pip-audit`), which asks pypi.org; where it cannot, this says so, and with --online that is a failure.
+Licences come from the metadata of the installed distributions, without the network. Vulnerabilities come from
+pip-audit, which asks pypi.org; where it cannot, this says so, and with --online that is a failure.
 The exit code is 1 for a licence that is not allowed, and for a known vulnerability.
 """
 
@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements"
-LOCKS = ("cpu", "gpu", "loadtest", "deploy", "browser", "tasks")
+LOCKS = ("cpu", "gpu", "audit", "browser", "deploy", "kernels", "loadtest", "tasks")
 
 #: SPDX identifiers of licences that ask for no more than notices, and of MPL-2.0, which covers its own files alone.
 ALLOWED = {
@@ -122,7 +122,7 @@ def is_allowed(expression: str) -> bool:
 def report_vulnerabilities() -> tuple[int, int]:
     """Print what pip-audit knows of our locks; returns the numbers of vulnerabilities and of pins not looked up."""
     if importlib.util.find_spec("pip_audit") is None:
-        print("Vulnerabilities: not looked up, since pip-audit is not installed.")
+        print("Vulnerabilities: not looked up, since pip-audit is not installed: pip install pip-audit.")
         return 0, 1
     vulnerable = skipped = 0
     for lock in LOCKS:

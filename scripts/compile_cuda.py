@@ -8,8 +8,10 @@ python scripts/compile_cuda.py --check FILE       compare with a record; exit st
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -87,11 +89,17 @@ def measure(architectures: Iterable[str], builds: Iterable[Build]) -> dict[str, 
     return table
 
 
+def nvcc() -> str | None:
+    """The compiler on the PATH, else the one of the packages nvidia-*; None where there is none."""
+    installed = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "nvcc")
+    return shutil.which("nvcc") or shutil.which(installed)
+
+
 def compile_source(source: str, build: Build, architecture: str) -> dict[str, Resources]:
     """The kernels of csrc/cuda/<source>.cu."""
     definitions = [f"-D{name}={value}" for name, value in build.definitions.items()]
     with tempfile.TemporaryDirectory() as folder:
-        command = ["nvcc", "-cubin", f"-arch=sm_{architecture}", "-std=c++17", "-Xptxas", "-v", *definitions]
+        command = [nvcc() or "nvcc", "-cubin", f"-arch=sm_{architecture}", "-std=c++17", "-Xptxas", "-v", *definitions]
         command += [str(SOURCES / f"{source}.cu"), "-o", f"{folder}/kernels.cubin"]
         report = subprocess.run(command, capture_output=True, text=True)
     if report.returncode or "warning" in report.stderr:

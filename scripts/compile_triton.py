@@ -130,7 +130,8 @@ def main() -> int:
         arguments.write.write_text(json.dumps(record, indent=1) + "\n")
     if arguments.check:
         complaints = compare(table, json.loads(arguments.check.read_text()))
-        print("\n".join(complaints) or f"{len(table)} kernels agree with {arguments.check}")
+        agreement = f"{len(table)} kernels agree with {arguments.check} (Triton {triton.__version__})"
+        print("\n".join(complaints) or agreement)
         return int(bool(complaints))
     return 0
 

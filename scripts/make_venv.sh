@@ -53,8 +53,11 @@ else
     pip_install --requirement requirements/cpu.lock
     install_cpu_torch
     pip_install --no-build-isolation ./packaging/vllm-cpu-shim
+    # Kernels for GPUs are checked here without one: nvcc, and the oldest Triton that they support beside the newest.
+    pip_install --requirement requirements/kernels.lock
+    [ -d .venv/triton-3.6 ] || pip_install --target .venv/triton-3.6 triton==3.6.0
 fi
-for tool in loadtest deploy browser tasks; do
+for tool in audit browser deploy loadtest tasks; do
     pip_install --requirement "requirements/$tool.lock"
 done
 pip_install --no-build-isolation --editable .

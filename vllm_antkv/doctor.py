@@ -212,7 +212,7 @@ def check_kernels() -> Iterator[Finding]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for kernels in KERNELS:
-        reason = kernels.missing(device)
+        reason = kernels.missing(device, ())
         yield Finding(kernels.title, "ok" if reason is None else "note", reason or "can run here")
 
 

@@ -21,14 +21,12 @@ def require_gpu() -> None:
 def machine() -> dict[str, Any]:
     """The GPU, its driver, and the versions of what runs on it."""
     properties = torch.cuda.get_device_properties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     return {
         "gpu": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "multiprocessors": properties.multi_processor_count,
-        "driver": driver,
+        "driver": _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "cuda": torch.version.cuda,
         "versions": versions("torch", "triton", "vllm", "transformers", "cupy-cuda13x"),
     }
@@ -42,8 +40,12 @@ def write_report(path: Path | None, report: dict[str, Any]) -> None:
 
 def commit() -> str | None:
     """The commit of the checkout, with a mark where files differ from it; None where there is no git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    return _said(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"])
+
+
+def _said(command: list[str]) -> str | None:
+    """The first line that a program prints; None where it is missing or fails, for which no result should be lost."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (FileNotFoundError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (FileNotFoundError, subprocess.CalledProcessError, IndexError):
         return None

@@ -25,7 +25,7 @@ _TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 
 
 def markdown(records: Iterable[Record]) -> str:
-    """Machine, outcome of every step, and the tables of the benchmarks that ran."""
+    """Machine, outcome of every step, and the tables of the benchmarks that ran, if only in part."""
     kept = list(records)
     machines = [record.result["machine"] for record in kept if record.result]
     # Several machines, if short runs on different ones were added up: the reader must see it.
@@ -50,6 +50,6 @@ def _outcomes(records: list[Record]) -> str:
     for record in records:
         # What a step prints last is its summary, or the error that ended it.
         last = record.output.strip().splitlines()[-1:] or [""]
-        said = "" if record.result and record.status == "passed" else first_line(last[0])
+        said = "" if record.result and record.status == "passed" else first_line(last[0].strip("= "))
         rows.append([record.step, record.status, f"{record.seconds:.0f}", record.commit or record.source, said])
     return table(["step", "outcome", "seconds", "commit", "last line"], rows)

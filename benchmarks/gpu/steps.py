@@ -1,13 +1,14 @@
 """What the GPU check does, in its order: first what everything else needs, last what takes longest."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from benchmarks.gpu_capacity import SIDES as CAPACITY_SIDES
+from benchmarks.gpu_decode import CONTEXTS
 from benchmarks.gpu_end_to_end import SIDES as END_TO_END_SIDES
 
 #: Where a step's command names its JSON.
 RESULT = "{result}"
-_PYTEST = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
 
 
 @dataclass(frozen=True)
@@ -18,32 +19,46 @@ class Step:
     command: arguments of the Python interpreter; RESULT stands for a file that it writes.
     expected_s: what it is expected to take; none is started with less time left.
     limit_s: after that it is ended.
+    environment: variables that it has beside ours.
     """
 
     name: str
     command: tuple[str, ...]
     expected_s: int
     limit_s: int
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def _benchmark(module: str, *options: str) -> tuple[str, ...]:
     return ("-m", f"benchmarks.{module}", *options, "--json", RESULT)
 
 
+def _tests(file: str, timeout_s: int, *options: str) -> tuple[str, ...]:
+    # Only a thread can end a test that waits for a kernel that never ends.
+    timeout = ("--timeout", str(timeout_s), "--timeout-method", "thread")
+    return ("-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", *timeout, *options, f"tests/gpu/{file}.py")
+
+
 STEPS = (
     Step("environment", _benchmark("gpu.environment"), 45, 180),
     Step("doctor", ("-c", "from vllm_antkv.cli import main; main()", "doctor"), 45, 120),
-    # Triton compiles every shape of the tests anew, in all configurations: processes side by side.
-    Step("kernels-triton", (*_PYTEST, "tests/gpu/test_triton_gpu.py", "-n", "8"), 120, 420),
-    Step("kernels-cuda", (*_PYTEST, "tests/gpu/test_cuda_gpu.py"), 45, 240),
-    Step("graphs", (*_PYTEST, "tests/gpu/test_graphs_gpu.py"), 30, 240),
-    Step("exactness", (*_PYTEST, "tests/gpu/test_exactness_gpu.py"), 180, 480),
+    # Kernels are compiled anew for every shape, in all configurations: processes side by side. A kernel that accesses
+    # what it must not makes the other tests of its process fail too, and no others.
+    Step("kernels-triton", _tests("test_triton_gpu", 240, "-n", "8"), 120, 420),
+    Step("kernels-cuda", _tests("test_cuda_gpu", 120, "-n", "4"), 45, 240),
+    Step("graphs", _tests("test_graphs_gpu", 120), 30, 240),
+    Step("exactness", _tests("test_exactness_gpu", 240), 90, 360),
+    Step("compiled", _tests("test_compiled_gpu", 240), 120, 420),
+    Step("llama", _tests("test_llama_gpu", 240), 90, 360),
     Step("serve", ("scripts/demo.py", "--once"), 60, 240),
-    Step("decode", _benchmark("gpu_decode"), 120, 420),
+    # A context in each: where a kernel breaks one process, the other contexts are still measured.
+    *(Step(f"decode {context}", _benchmark("gpu_decode", "--contexts", str(context)), 40, 240) for context in CONTEXTS),
     Step("prefill", _benchmark("gpu_prefill"), 30, 240),
     Step("encode-store", _benchmark("gpu_encode_store"), 20, 180),
-    *(Step(f"end-to-end {side}", _benchmark("gpu_end_to_end", "--sides", side), 100, 420) for side in END_TO_END_SIDES),
     *(Step(f"capacity {side}", _benchmark("gpu_capacity", "--sides", side), 45, 240) for side in CAPACITY_SIDES),
+    *(Step(f"end-to-end {side}", _benchmark("gpu_end_to_end", "--sides", side), 100, 420) for side in END_TO_END_SIDES),
+    # Everything above runs on what vLLM takes by itself, which is model runner V2.
+    Step("compiled-v1", _tests("test_compiled_gpu", 240), 120, 420, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
 )
 
 

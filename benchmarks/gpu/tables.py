@@ -33,10 +33,9 @@ def prefill_table(report: Row) -> str:
     lines = []
     for row in report["rows"]:
         timings, baseline = row["timings"], row["timings"][report["baseline"]]
-        attention = timings["anchor_score"]["median_ms"] + timings["attend"]["median_ms"]
         cells = [_time(baseline), *(_time(timings[name]) for name in operations)]
-        ratios = (attention, timings["encode_store"]["median_ms"])
-        lines.append([f"{row['tokens']:,}", *cells, *(f"{value / baseline['median_ms']:.2f}" for value in ratios)])
+        ratios = (_over(baseline, timings["anchor_score"], timings["attend"]), _over(baseline, timings["encode_store"]))
+        lines.append([f"{row['tokens']:,}", *cells, *ratios])
     header = ["prompt", "FA3 bfloat16, ms", *operations, "anchor_score + attend over FA3", "encode_store over FA3"]
     return table(header, lines)
 
@@ -46,7 +45,8 @@ def encode_store_table(report: Row) -> str:
     lines = []
     for row in report["rows"]:
         sides = row["sides"].values()
-        lines.append([f"{row['tokens']:,}", *map(_time, sides), *(f"{side['roofline']:.0%}" for side in sides)])
+        shares = ("" if "error" in side else f"{side['roofline']:.0%}" for side in sides)
+        lines.append([f"{row['tokens']:,}", *map(_time, sides), *shares])
     return table(["tokens", "Triton, ms", "CUDA, ms", "Triton, of bandwidth", "CUDA, of bandwidth"], lines)
 
 
@@ -85,5 +85,14 @@ def first_line(text: str) -> str:
     return lines[0].replace("|", "\\|")[:120]
 
 
+def _over(baseline: Row, *parts: Row) -> str:
+    """The parts' time over the baseline's; empty where one of them could not run."""
+    if any("error" in timing for timing in (baseline, *parts)):
+        return ""
+    return f"{sum(part['median_ms'] for part in parts) / baseline['median_ms']:.2f}"
+
+
 def _time(timing: Row) -> str:
+    if "error" in timing:
+        return first_line(timing["error"])
     return f"{timing['median_ms']:.4f} ± {timing['spread_ms'] / 2:.4f}"

@@ -1,5 +1,7 @@
 """Times of GPU kernels, and the memory bandwidth to hold them against."""
 
+import contextlib
+import gc
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -43,6 +45,24 @@ def measure(run: Callable[[], object], graph: bool) -> Timing:
             run()
         run = captured.replay
     return Timing.of(do_bench(run, warmup=25, rep=100, return_mode="all"))
+
+
+def attempt(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `measured` returns, or its error: the other sides are still worth measuring. Its memory is free again."""
+    try:
+        return measured()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        gc.collect()
+        # After an invalid access in a kernel, every call of CUDA's fails in this process.
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+def failed(sides: dict[str, dict[str, Any]]) -> bool:
+    """Some side could not run."""
+    return any("error" in side for side in sides.values())
 
 
 def memory_bandwidth() -> float:

@@ -6,8 +6,9 @@ from tests.gpu.on_device import DEVICE, OnDevice
 from tests.kernels.cuda_emulation.cases import FLOAT16, LAYERS, assert_decoded, decode_from
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.ops import cuda
+from vllm_antkv.ops import cuda, cuda_backend
 from vllm_antkv.ops.cuda import CudaOperations
+from vllm_antkv.ops.cuda_build import Build
 from vllm_antkv.ops.paged import ReferenceOperations
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +42,17 @@ def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape, 
     sequences = [draw_sequence(seed, prompt + 4, shape) for seed, prompt in enumerate(prompts)]
     decode_from(engine, sequences, prompts, 4)
     assert_decoded(engine, sequences, prompts, 4)
+
+
+def test_machine_code_is_compiled_once_for_a_source_and_an_architecture(monkeypatch, tmp_path):
+    monkeypatch.setattr(cuda_backend, "user_cache_path", lambda name: tmp_path)
+    layer = Build(64, 3, 4, 256, bfloat16=False, fp8=False)
+    first = cuda_backend.cubin("encode_store", layer, "sm_90")
+    written = first.stat().st_mtime_ns
+    assert cuda_backend.cubin("encode_store", layer, "sm_90") == first
+    assert first.stat().st_mtime_ns == written
+    assert cuda_backend.cubin("encode_store", layer, "sm_80") != first
+    assert cuda_backend.cubin("encode_store", Build(64, 3, 8, 256, bfloat16=False, fp8=False), "sm_90") != first
 
 
 def test_fp8_centroids_answer_as_float16_ones_do():

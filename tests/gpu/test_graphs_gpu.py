@@ -37,8 +37,11 @@ def test_a_graph_replays_with_other_requests(name):
     output = torch.empty_like(rows[0])
     captured = steps[0]
 
+    is_sink = torch.zeros(len(rows[0]), dtype=torch.bool, device=DEVICE)
+
     def decode():
         operations.encode_store(*rows[1:], captured)
+        operations.anchor_score(*rows, is_sink, None, captured)
         operations.attend(*rows, output, None, captured)
 
     # Compiles, tunes, and gives scratch memory its size.

@@ -45,7 +45,7 @@ def test_settings(config):
     assert_offline(engine, serve(engine, [(130, 5), (1, 1), (1, 128)]))
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(
     config=st.builds(
         AntKVConfig,

@@ -3,8 +3,11 @@
 import ast
 import importlib
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from benchmarks import gpu_check, gpu_decode, gpu_end_to_end
 from benchmarks.gpu import records, tables
 from benchmarks.gpu.report import markdown
 from benchmarks.gpu.steps import RESULT, STEPS, Step, chosen
-from benchmarks.gpu.timing import Timing
+from benchmarks.gpu.timing import Timing, attempt, failed
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"gpu": "NVIDIA Y", "memory_gib": 80.0, "driver": "1.2", "versions": {"torch": "2.11"}}
@@ -22,7 +25,8 @@ OK = Step("one", ("-c", "print('fine')"), 1, 60)
 BROKEN = Step("two", ("-c", "raise SystemExit('this is why')"), 1, 60)
 SLOW = Step("three", ("-c", "import time; print('begun', flush=True); time.sleep(60)"), 1, 4)
 REPORT = {"machine": MACHINE, "rows": []}
-WRITES = Step("four words", ("-c", f"import json; json.dump({REPORT}, open('{RESULT}', 'w'))"), 1, 60)
+CUT = "; time.sleep(60)"
+WRITES = Step("four words", ("-c", f"import json; print(json.dumps({REPORT}), file=open('{RESULT}', 'w'))"), 1, 60)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -46,8 +50,14 @@ def test_every_step_names_something_that_exists():
     assert len({step.name for step in STEPS}) == len(STEPS)
 
 
+def test_every_test_for_gpus_is_in_a_step():
+    files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert files == {word for step in STEPS for word in step.command if word.startswith("tests/gpu/")}
+
+
 def test_steps_are_chosen_by_name_or_first_word():
-    assert [step.name for step in chosen(["end-to-end auto", "decode"])] == ["decode", "end-to-end auto"]
+    assert [step.name for step in chosen(["end-to-end auto", "decode 1024"])] == ["decode 1024", "end-to-end auto"]
+    assert [step.name for step in chosen(["decode"])] == [f"decode {context}" for context in gpu_decode.CONTEXTS]
     assert len(chosen(["capacity"])) == 3
     with pytest.raises(ValueError, match="environment"):
         chosen(["nonsense"])
@@ -97,9 +107,9 @@ def test_finished_steps_run_again_when_asked_or_when_the_sources_have_changed(ch
     assert len(set(stamps)) == 3
 
 
-def test_what_does_not_fit_into_the_minutes_is_left(check, capsys):
+def test_what_does_not_fit_into_the_minutes_is_left_for_what_does(check, capsys):
     long = Step("long", ("-c", "print('never')"), 120, 200)
-    status, found = check(OK, long, arguments=["--minutes", "1"])
+    status, found = check(long, OK, arguments=["--minutes", "1"])
     assert status == gpu_check.UNFINISHED
     assert list(found) == ["one"]
     assert "Still to be run: long." in capsys.readouterr().out
@@ -110,6 +120,45 @@ def test_a_step_that_the_end_of_the_minutes_cut_off_has_no_result(check):
     status, found = check(slow, OK, arguments=["--minutes", "0.05"])
     assert status == gpu_check.UNFINISHED
     assert not found
+
+
+def test_the_log_holds_what_every_step_printed(check, tmp_path):
+    check(BROKEN, OK)
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["== two", "this is why", "== one", "fine"]
+
+
+def test_what_a_step_had_measured_before_it_was_ended_is_kept(check):
+    step = Step("four words", ("-c", WRITES.command[1].replace("import json", "import json, time") + CUT), 1, 4)
+    _, found = check(step)
+    assert found["four words"].status == "timeout"
+    assert found["four words"].result == REPORT
+
+
+def test_a_step_has_its_own_variables(check):
+    _, found = check(Step("five", ("-c", "import os; print(os.environ['NEW'])"), 1, 60, {"NEW": "here"}))
+    assert found["five"].output == "here\n"
+
+
+def test_cutting_the_check_off_ends_the_step_that_runs(tmp_path):
+    """It would hold the GPU."""
+    code = f"""
+import runpy, sys
+from benchmarks.gpu import device, steps
+device.require_gpu = lambda: None
+steps.STEPS = (steps.Step("slow", ("-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"), 1, 60),)
+sys.argv = ["gpu_check", "--out", {str(tmp_path)!r}]
+runpy.run_module("benchmarks.gpu_check", run_name="__main__")
+"""
+    check = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    log, deadline = tmp_path / "log.txt", time.monotonic() + 60
+    while not (log.exists() and len(lines := log.read_text().split("\n")) > 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    check.terminate()
+    assert check.wait(20) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(lines[1]), 0)
 
 
 def test_results_that_are_none_are_refused(tmp_path):
@@ -207,6 +256,23 @@ def test_prefill_table_adds_up_what_attention_needs():
     timings = {"FA3": timing(2.0), "encode_store": timing(0.1), "anchor_score": timing(0.2), "attend": timing(2.0)}
     table = tables.prefill_table({"baseline": "FA3", "rows": [{"tokens": 8192, "timings": timings}]})
     assert table.splitlines()[-1].endswith("| 1.10 | 0.05 |")
+    timings["attend"] = {"error": "RuntimeError: why"}
+    line = tables.prefill_table({"baseline": "FA3", "rows": [{"tokens": 8192, "timings": timings}]}).splitlines()[-1]
+    assert line.endswith("| RuntimeError: why |  | 0.05 |")
+
+
+def test_encode_store_table_names_a_kernel_that_could_not_run():
+    sides = {"triton": {"median_ms": 0.5, "spread_ms": 0.0, "roofline": 0.25}, "cuda": {"error": "ImportError: cupy"}}
+    line = tables.encode_store_table({"rows": [{"tokens": 64, "sides": sides}]}).splitlines()[-1]
+    assert line == "| 64 | 0.5000 ± 0.0000 | ImportError: cupy | 25% |  |"
+
+
+def test_an_attempt_gives_what_was_measured_or_why_not():
+    good = attempt(lambda: {"median_ms": 1.0})
+    bad = attempt(lambda: {"median_ms": 1 / 0})
+    assert (good, bad) == ({"median_ms": 1.0}, {"error": "ZeroDivisionError: division by zero"})
+    assert failed({"ours": good, "theirs": bad})
+    assert not failed({"ours": good})
 
 
 def record(step, result, status="passed", output="noise\nthe end"):

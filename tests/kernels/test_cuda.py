@@ -219,7 +219,7 @@ def test_equal_distances_take_the_lower_code(monkeypatch, shape):
 )
 def test_lanes_that_are_served_together_read_other_banks(shape, fp8, lanes):
     """So many lanes read at once: 16 of 8 bytes or 32 of 4 bytes fill the 32 banks of 4 bytes."""
-    build = Build.of(Engine(AntKVConfig(), shape, operations(fp8)).state, fp8, 232448)
+    build = Build.of(Engine(AntKVConfig(), shape, operations(fp8)).state.kind, fp8, 232448)
     at_once = 32 if fp8 else 16
     for name, together in lanes.items():
         steps = build.head_size // 32 * (2 if name == "key_quad" else 1)
@@ -233,7 +233,7 @@ def test_lanes_that_are_served_together_read_other_banks(shape, fp8, lanes):
 def test_lanes_read_whole_sectors_of_l2_together(case):
     """A sector is 32 bytes: 4 quads of 8. A lane reads two quads at a time."""
     shape, fp8, shared_bytes = case
-    build = Build.of(Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state, fp8, shared_bytes)
+    build = Build.of(Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state.kind, fp8, shared_bytes)
     pairs = build.head_size // 32
     # Steps of K are (pair, half).
     for name, first_steps, next_step, same_token in (
@@ -249,7 +249,7 @@ def test_lanes_read_whole_sectors_of_l2_together(case):
 
 def test_every_lane_reads_its_part_of_a_row_once():
     for shape, fp8, shared_bytes in LAYERS:
-        build = Build.of(Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state, fp8, shared_bytes)
+        build = Build.of(Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state.kind, fp8, shared_bytes)
         quads = set(range(build.head_size // 4))
         for row in range(8):
             lanes = range(4 * row, 4 * row + 4)

@@ -1,17 +1,18 @@
 """Every CUDA kernel compiles without a GPU, and takes no more registers, shared memory and spills than recorded."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from scripts.compile_cuda import nvcc
+
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("cuda_resources.json")
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
 def test_resources_are_as_recorded():
     command = [sys.executable, "scripts/compile_cuda.py", "--check", str(RECORD)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -1,6 +1,7 @@
 """Which kernels run: the fastest that can, the one insisted on, or a loud warning."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from pydantic import ValidationError
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.ops import cpu
+from vllm_antkv.ops import cpu, cuda, dispatch
 from vllm_antkv.ops.dispatch import KERNELS, choose
+from vllm_antkv.ops.layer import LayerKind
+from vllm_antkv.presets import PRESETS
 
 CPU = torch.device("cpu")
 
@@ -57,8 +60,26 @@ def test_kernels_for_cpus_do_not_run_on_a_gpu_nor_those_for_gpus_on_a_cpu():
         choose("cuda", CPU)
 
 
-def test_a_gpu_runs_the_triton_kernels():
+def test_a_gpu_without_cupy_runs_the_triton_kernels(monkeypatch):
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None if name == "cupy" else name)
     assert choose("auto", torch.device("cuda")).name == "triton"
+
+
+def test_a_gpu_runs_the_cuda_kernels_where_they_have_code_for_every_layer(monkeypatch):
+    """As on an H100: 227 KiB of shared memory. It is only the GPU that is left out here."""
+
+    def missing(device, layers):
+        return next(filter(None, (cuda.unsupported(layer, False, 232448) for layer in layers)), None)
+
+    on_h100 = [replace(kernels, missing=missing) if kernels.name == "cuda" else kernels for kernels in KERNELS]
+    monkeypatch.setattr(dispatch, "KERNELS", on_h100)
+    llama = LayerKind(PRESETS["antkv-1bit"], 128, 4, torch.bfloat16, None)
+    gpu = torch.device("cuda")
+    assert choose("auto", gpu, [llama, llama]).name == "cuda"
+    assert choose("auto", gpu, [llama, replace(llama, head_size=96)]).name == "triton"
+    assert choose("triton", gpu, [llama]).name == "triton"
+    with pytest.raises(SettingsError, match=r"'kernels' is 'cuda', but the CUDA kernels have head sizes 64 and 128"):
+        choose("cuda", gpu, [replace(llama, head_size=96)])
 
 
 def test_a_damaged_library_is_named(monkeypatch, tmp_path):

@@ -28,6 +28,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels, choose
+from vllm_antkv.ops.layer import LayerKind
 from vllm_antkv.ops.rope import RotaryTable, reordered
 from vllm_antkv.select.recency import last_query_table
 
@@ -50,15 +51,18 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
         raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
     context = vllm_config.compilation_config.static_forward_context
     flags = _watch_sinks(model, codebook, settings, vllm_config, device, context)
-    rotaries: dict[int, RotaryTable] = {}
-    shared = _Shared.of(settings, codebook, vllm_config, device)
+    layers = _attention_layers(model)
+    rotaries = _rotaries(layers, codebook, device)
+    dtype = vllm_config.model_config.dtype
+    kinds = [
+        LayerKind(codebook.preset, layer.head_size, layer.num_heads // layer.num_kv_heads, dtype, rotaries[id(rotary)])
+        for layer, rotary in layers
+    ]
+    shared = _Shared.of(settings, codebook, vllm_config, device, choose(settings.kernels, device, kinds))
     if shared.prefix_tokens is not None:
         set_prefix_tokens(context, shared.prefix_tokens)
-    layers = _attention_layers(model)
     for layer, rotary_module in layers:
         index = extract_layer_index(layer.layer_name)
-        if id(rotary_module) not in rotaries:
-            rotaries[id(rotary_module)] = _rotary(rotary_module, layer.layer_name, codebook).to(device)
         rotary = rotaries[id(rotary_module)]
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
         # The last layer counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
@@ -84,9 +88,15 @@ class _Shared:
     prefix_tokens: PrefixTokens | None
 
     @classmethod
-    def of(cls, settings: AntKVConfig, codebook: Codebook, vllm_config: VllmConfig, device: torch.device) -> "_Shared":
-        """Choose the kernels, and say which."""
-        kernels = choose(settings.kernels, device)
+    def of(
+        cls,
+        settings: AntKVConfig,
+        codebook: Codebook,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> "_Shared":
+        """Make what is shared, and say which kernels run."""
         logger.info("antkv kernels: %s", kernels.title)
         last_query = last_query_table(settings, vllm_config.model_config.max_model_len).to(device)
         ids = codebook.header.prefix
@@ -151,6 +161,17 @@ def _layer_prefix(codebook: Codebook, index: int, heads: slice, shared: _Shared)
     dtype = shared.vllm_config.model_config.dtype
     k, v = (rows[index, :, heads].to(shared.device, dtype) for rows in (prefix.k, prefix.v))
     return LayerPrefix(tokens, k, v)
+
+
+def _rotaries(
+    layers: list[tuple[Attention, nn.Module]], codebook: Codebook, device: torch.device
+) -> dict[int, RotaryTable]:
+    """By the identity of the rotary module: layers of a kind share one."""
+    tables: dict[int, RotaryTable] = {}
+    for layer, module in layers:
+        if id(module) not in tables:
+            tables[id(module)] = _rotary(module, layer.layer_name, codebook).to(device)
+    return tables
 
 
 def _rotary(module: nn.Module, layer_name: str, codebook: Codebook) -> RotaryTable:

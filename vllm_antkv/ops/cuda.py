@@ -6,6 +6,7 @@ it.
 
 import ctypes
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -15,7 +16,7 @@ from vllm_antkv.ops.arguments import rows_argument, step_argument
 from vllm_antkv.ops.cuda_arguments import layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
-from vllm_antkv.ops.layer import LayerOperations, LayerState
+from vllm_antkv.ops.layer import LayerKind, LayerOperations, LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 
@@ -35,34 +36,42 @@ _SPAN = 256
 _ENCODE_TILE = 16
 
 
-def missing(device: torch.device, layer: LayerState | None = None) -> str | None:
-    """Why the kernels cannot run on a device (and this layer), or None."""
+def missing(device: torch.device, layers: Sequence[LayerKind] = ()) -> str | None:
+    """Why the kernels cannot run on a device, or have no code for one of the layers; None where all is well."""
     if device.type != "cuda":
         return "the CUDA kernels run on NVIDIA GPUs only"
     if importlib.util.find_spec("cupy") is None:
-        return "the CUDA kernels need CuPy, which is not installed (pip install 'cupy-cuda13x>=14')"
+        return "the CUDA kernels need CuPy, which is not installed (pip install 'vllm-antkv[cuda]')"
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
         return f"the CUDA kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
-    return None if layer is None else unsupported(layer)
+    try:
+        shared_bytes = _backend(device).shared_bytes
+    except ImportError as error:
+        return f"CuPy, which the CUDA kernels need, cannot be loaded ({error})"
+    return next((reason for layer in layers if (reason := unsupported(layer, False, shared_bytes)) is not None), None)
 
 
-def unsupported(layer: LayerState) -> str | None:
-    """What the kernels have no code for in this layer, or None."""
-    num_kv_heads, num_sub_vectors, num_centroids, size = layer.k_centroids.shape
-    head_size, group = num_sub_vectors * size, layer.num_heads // num_kv_heads
-    if (size, num_centroids) not in FORMATS:
-        return f"the CUDA kernels have no code for {layer.preset.name}"
-    if head_size not in HEAD_SIZES:
-        return f"the CUDA kernels have head sizes 64 and 128, not {head_size}"
-    if group > MAX_GROUP:
-        return f"the CUDA kernels have room for {MAX_GROUP} query heads per KV head, not {group}"
-    if layer.recency.k.dtype not in (torch.float16, torch.bfloat16):
-        return f"the CUDA kernels take float16 and bfloat16 models, not {layer.recency.k.dtype}"
-    if layer.rotary is not None and not (layer.rotary.is_neox_style and layer.rotary.rotary_dim == head_size):
+def unsupported(layer: LayerKind, fp8: bool, shared_bytes: int) -> str | None:
+    """What the kernels have no code for in this layer, on a GPU whose CTAs have `shared_bytes`; or None."""
+    preset = layer.preset
+    if (preset.sub_vector_size, preset.num_centroids) not in FORMATS:
+        return f"the CUDA kernels have no code for {preset.name}"
+    if layer.head_size not in HEAD_SIZES:
+        return f"the CUDA kernels have head sizes 64 and 128, not {layer.head_size}"
+    if fp8 and (preset.num_centroids != 256 or layer.head_size != 128):
+        return "the CUDA kernels have FP8 centroids for antkv-1bit and antkv-2bit at head size 128 only"
+    if layer.group > MAX_GROUP:
+        return f"the CUDA kernels have room for {MAX_GROUP} query heads per KV head, not {layer.group}"
+    if layer.dtype not in (torch.float16, torch.bfloat16):
+        return f"the CUDA kernels take float16 and bfloat16 models, not {layer.dtype}"
+    if layer.rotary is not None and not (layer.rotary.is_neox_style and layer.rotary.rotary_dim == layer.head_size):
         return "the CUDA kernels turn whole heads as Llama does, and this model's RoPE is partial or interleaved"
     if layer.rotary is not None and not angles_are_linear(layer.rotary):
         return "the CUDA kernels need angles that are linear in the position, and this model's RoPE is not"
+    needed = Build.of(layer, fp8, shared_bytes).decode_shared_bytes
+    if needed > shared_bytes:
+        return f"the CUDA kernels need {needed} bytes of shared memory for this model, and this GPU has {shared_bytes}"
     return None
 
 
@@ -88,16 +97,12 @@ class CudaOperations:
         backend: Backend | None = None,
         others: LayerOperations | None = None,
     ) -> None:
-        reason = unsupported(layer)
-        num_sub_vectors, num_centroids, size = layer.k_centroids.shape[1:]
-        if fp8 and (num_centroids != 256 or num_sub_vectors * size != 128):
-            reason = "the CUDA kernels have FP8 centroids for antkv-1bit and antkv-2bit at head size 128 only"
+        self._backend = _backend(layer.recency.k.device) if backend is None else backend
+        reason = unsupported(layer.kind, fp8, self._backend.shared_bytes)
         if reason is not None:
             raise UnsupportedModelError(f"This model cannot run here: {reason}: use the antkv setting kernels=triton.")
-        device = layer.recency.k.device
-        self._backend = _backend(device) if backend is None else backend
         self._others = _triton(layer) if others is None else others
-        self._build = Build.of(layer, fp8, self._backend.shared_bytes)
+        self._build = Build.of(layer.kind, fp8, self._backend.shared_bytes)
         self._backend.load(self._build)
         self._scratch = layer.scratch
         # The structure holds addresses: these tensors must live as long.

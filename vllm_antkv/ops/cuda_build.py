@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.layer import LayerKind
 
 #: Bytes of a staged table: 256 codes in rows of 256 bytes.
 _TABLE = 256 * 256
@@ -26,29 +25,22 @@ class Build:
     warps: int = 8
 
     @classmethod
-    def of(cls, layer: LayerState, fp8: bool, shared_bytes: int) -> "Build":
+    def of(cls, layer: LayerKind, fp8: bool, shared_bytes: int) -> "Build":
         """For a layer on a GPU whose CTAs have `shared_bytes`."""
-        num_kv_heads, num_sub_vectors, num_centroids, size = layer.k_centroids.shape
         build = cls(
-            head_size=num_sub_vectors * size,
-            group=layer.num_heads // num_kv_heads,
-            sub_vector_size=size,
-            num_centroids=num_centroids,
-            bfloat16=layer.recency.k.dtype == torch.bfloat16,
+            head_size=layer.head_size,
+            group=layer.group,
+            sub_vector_size=layer.preset.sub_vector_size,
+            num_centroids=layer.preset.num_centroids,
+            bfloat16=layer.dtype == torch.bfloat16,
             fp8=fp8,
         )
         return build.fitted(shared_bytes)
 
     def fitted(self, shared_bytes: int) -> "Build":
-        """With as many warps per CTA as there is shared memory for."""
-        builds = [replace(self, warps=warps) for warps in (8, 4)]
-        for build in builds:
-            if build.decode_shared_bytes <= shared_bytes:
-                return build
-        raise UnsupportedModelError(
-            f"The CUDA kernels need {builds[-1].decode_shared_bytes} bytes of shared memory for this layer, and "
-            f"this GPU has {shared_bytes}: serve this model with the antkv setting kernels=triton."
-        )
+        """With as many warps per CTA as there is shared memory for; with the fewest, where even they do not fit."""
+        most, fewest = (replace(self, warps=warps) for warps in (8, 4))
+        return most if most.decode_shared_bytes <= shared_bytes else fewest
 
     @property
     def threads(self) -> int:

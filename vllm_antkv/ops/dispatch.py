@@ -2,14 +2,14 @@
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.ops import cpu, cuda
-from vllm_antkv.ops.layer import LayerOperations, LayerState
+from vllm_antkv.ops.layer import LayerKind, LayerOperations, LayerState
 from vllm_antkv.ops.paged import ReferenceOperations
 
 logger = logging.getLogger("vllm.antkv")
@@ -21,23 +21,23 @@ class Kernels:
 
     name: what the setting `kernels` calls it.
     title: what people call it.
-    missing: why it cannot run on a device, or None.
+    missing: why it cannot run on a device, or not with these layers; or None.
     build: makes a layer's operations.
     on_gpu: calls only launch kernels, which compile at their first launch and can be replayed from CUDA graphs.
     """
 
     name: str
     title: str
-    missing: Callable[[torch.device], str | None]
+    missing: Callable[[torch.device, Sequence[LayerKind]], str | None]
     build: Callable[[LayerState], LayerOperations]
     on_gpu: bool
 
 
-def _cpu_missing(device: torch.device) -> str | None:
+def _cpu_missing(device: torch.device, layers: Sequence[LayerKind]) -> str | None:
     return cpu.missing() if device.type == "cpu" else "the C++ kernels run on CPUs only"
 
 
-def _triton_missing(device: torch.device) -> str | None:
+def _triton_missing(device: torch.device, layers: Sequence[LayerKind]) -> str | None:
     if device.type != "cuda":
         return "the Triton kernels run on GPUs only"
     return None if importlib.util.find_spec("triton") else "triton is not installed"
@@ -50,23 +50,23 @@ def _triton(layer: LayerState) -> LayerOperations:
     return TritonOperations(layer)
 
 
-REFERENCE = Kernels("reference", "reference (PyTorch)", lambda device: None, ReferenceOperations, on_gpu=False)
-#: In the order in which `auto` takes them. The CUDA kernels must be asked for until they have run on a GPU.
+REFERENCE = Kernels("reference", "reference (PyTorch)", lambda device, layers: None, ReferenceOperations, on_gpu=False)
+#: In the order in which `auto` takes them.
 KERNELS = (
     Kernels("cpu", f"C++ ({cpu.instruction_set()})", _cpu_missing, cpu.CpuOperations, on_gpu=False),
-    Kernels("triton", "Triton", _triton_missing, _triton, on_gpu=True),
     Kernels("cuda", "CUDA", cuda.missing, cuda.CudaOperations, on_gpu=True),
+    Kernels("triton", "Triton", _triton_missing, _triton, on_gpu=True),
     REFERENCE,
 )
 
 
-def choose(setting: str, device: torch.device) -> Kernels:
-    """The kernels for `setting` (`auto` or the name of one set) on this device.
+def choose(setting: str, device: torch.device, layers: Sequence[LayerKind] = ()) -> Kernels:
+    """The kernels for `setting` (`auto` or the name of one set) on this device, for all of these layers.
 
     Raises:
         SettingsError: the set that was asked for cannot run here.
     """
-    reasons = {kernels.name: kernels.missing(device) for kernels in KERNELS}
+    reasons = {kernels.name: kernels.missing(device, layers) for kernels in KERNELS}
     if setting != "auto" and reasons[setting] is not None:
         raise SettingsError(
             f"--additional-config: antkv setting 'kernels' is '{setting}', but {reasons[setting]}: leave it out."

@@ -19,6 +19,21 @@ Scratch = Callable[..., list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """What decides which kernels have code for a layer.
+
+    group: query heads per KV head.
+    rotary: None for a layer without RoPE.
+    """
+
+    preset: Preset
+    head_size: int
+    group: int
+    dtype: torch.dtype
+    rotary: RotaryTable | None
+
+
+@dataclass(frozen=True)
 class LayerState:
     """One layer's pages, centroids and rotary table, and what a query sees exactly.
 
@@ -51,6 +66,13 @@ class LayerState:
     counts_rows: bool
     max_num_reqs: int
     scratch: Scratch
+
+    @property
+    def kind(self) -> LayerKind:
+        """What decides which kernels have code for this layer."""
+        num_kv_heads, num_sub_vectors, _, size = self.k_centroids.shape
+        group = self.num_heads // num_kv_heads
+        return LayerKind(self.preset, num_sub_vectors * size, group, self.recency.k.dtype, self.rotary)
 
     @property
     def votes_on_prompt(self) -> bool:
