@@ -9,6 +9,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from vllm_antkv import doctor
 from vllm_antkv.codebook import Codebook, CodebookHeader, ModelIdentity, codebook_path
+from vllm_antkv.ops import cpu
 from vllm_antkv.presets import PRESETS, get_preset
 
 
@@ -121,6 +122,15 @@ def test_vllm_that_cannot_be_imported_is_one_problem(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm_antkv.hooks", None)
     (finding,) = doctor.check_hooks()
     assert finding.state == "problem"
+
+
+def test_kernels_that_were_not_built_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu, "library_path", lambda: tmp_path / "absent.so")
+    if cpu.instruction_set() == "none":
+        pytest.skip("no kernels for this processor")
+    (ours,) = (finding for finding in doctor.check_kernels() if finding.what.startswith("C++"))
+    assert ours.state == "note"
+    assert "no C++ compiler was found" in ours.detail
 
 
 def test_the_version_is_the_one_the_hooks_are_for():

@@ -172,10 +172,14 @@ def test_every_figure_is_drawn_from_its_numbers(drawn: Path, name: str) -> None:
 
 def test_choices_are_compared_at_equal_counts(drawn: Path) -> None:
     numbers = json.loads((drawn / "anchor-choice.json").read_text())["numbers"]
-    assert numbers["perplexity"].keys() == CHOICES.keys()
     assert numbers["rows_per_block"] == [1, 3, 6, 13]
-    gain = [numbers["no_anchors"] - value for value in numbers["perplexity"][ORACLE]]
-    assert numbers["share_of_oracle_gain"][ORACLE] == [1.0 if value > 0 else None for value in gain]
+    for lost, without, shares in (
+        ("perplexity", "no_anchors", "share_of_oracle_gain"),
+        ("divergence", "no_anchors_divergence", "share_of_oracle_gain_in_divergence"),
+    ):
+        assert numbers[lost].keys() == CHOICES.keys()
+        gain = [numbers[without] - value for value in numbers[lost][ORACLE]]
+        assert numbers[shares][ORACLE] == [1.0 if value > 0 else None for value in gain]
 
 
 def test_the_bits_of_the_tiny_model_cover_the_registry(drawn: Path) -> None:

@@ -1,4 +1,4 @@
-"""Perplexity gained by anchors that are chosen in different ways, at the same count, against an oracle.
+"""What anchors gain that are chosen in different ways, at the same count, against an oracle.
 
 The oracle knows what no server can: by how much each row's code will change the attention outputs of the queries that
 see it (`row_error`). Choices are made from a full-precision run of the same window, so that they all see the same rows.
@@ -8,6 +8,7 @@ in the engine.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import canvas, label, legend_beside, lines
 from vllm_antkv.evaluate.methods import Method
 from vllm_antkv.evaluate.methods.base import Quantiser
-from vllm_antkv.evaluate.perplexity import mean_nll
+from vllm_antkv.evaluate.perplexity import Scores, score
 from vllm_antkv.evaluate.report import perplexity_of
 from vllm_antkv.ops.reference import anchor_score, anchor_votes, causal_lse, top_rows
 from vllm_antkv.ops.rope import RotaryTable
@@ -208,36 +209,51 @@ class _WithRows:
 
 
 def numbers(scene: Scene) -> dict[str, Any]:
-    """Perplexity for each choice and share, and the share of the oracle's gain."""
+    """Perplexity and divergence for each choice and share, and what share of the oracle's gain that is, in either."""
     bare = scene.method(scene.preset, anchor_share=0.0, sinks=False)
     configs = [scene.config(anchor_share=share, sinks=False) for share in SHARES]
-    totals = {name: [0.0] * len(SHARES) for name in CHOICES}
+    scores: dict[str, list[list[Scores]]] = {name: [[] for _ in SHARES] for name in CHOICES}
     steps = [(window, name) for window in range(len(scene.windows)) for name in CHOICES]
     layers: list[Candidates] = []
     for window, name in track(steps, "anchor-choice"):
         if name == ORACLE:
             layers = _candidates(scene, bare, window)
         chosen = zip(*(CHOICES[name](candidates, configs) for candidates in layers), strict=True)
-        for index, of_layers in enumerate(chosen):
+        for of_share, of_layers in zip(scores[name], chosen, strict=True):
             assert bare.quantiser is not None
             method = replace(bare, quantiser=_WithRows(bare.quantiser, list(of_layers)))
-            totals[name][index] += mean_nll(scene.model, method, scene.windows[window : window + 1])
+            of_share.append(score(scene.model, method, scene.windows[window : window + 1], against_own=True))
+    without = score(scene.model, bare, scene.windows, against_own=True)
+    nothing = perplexity_of(without.nll)
     perplexity = {
-        name: [perplexity_of(total / len(scene.windows)) for total in of_name] for name, of_name in totals.items()
+        name: [perplexity_of(fmean(found.nll for found in of_share)) for of_share in of_name]
+        for name, of_name in scores.items()
     }
-    without = scene.perplexity(bare)
-    gains = {name: [without - value for value in values] for name, values in perplexity.items()}
+    divergence = {name: [fmean(map(_kl, of_share)) for of_share in of_name] for name, of_name in scores.items()}
     return {
         "preset": scene.preset,
         "shares": SHARES,
         "rows_per_block": [config.anchor_rows for config in configs],
         "fp16": scene.full_perplexity,
-        "no_anchors": without,
+        "no_anchors": nothing,
+        "no_anchors_divergence": _kl(without),
         "perplexity": perplexity,
-        "share_of_oracle_gain": {
-            name: [gain / best if best > 0 else None for gain, best in zip(of_name, gains[ORACLE], strict=True)]
-            for name, of_name in gains.items()
-        },
+        "divergence": divergence,
+        "share_of_oracle_gain": _shares_of_oracle(nothing, perplexity),
+        "share_of_oracle_gain_in_divergence": _shares_of_oracle(_kl(without), divergence),
+    }
+
+
+def _kl(found: Scores) -> float:
+    assert found.fidelity is not None
+    return found.fidelity.kl
+
+
+def _shares_of_oracle(without: float, lost: dict[str, list[float]]) -> dict[str, list[float | None]]:
+    gains = {name: [without - value for value in values] for name, values in lost.items()}
+    return {
+        name: [gain / best if best > 0 else None for gain, best in zip(of_name, gains[ORACLE], strict=True)]
+        for name, of_name in gains.items()
     }
 
 
@@ -249,12 +265,15 @@ def _candidates(scene: Scene, method: Method, window: int) -> list[Candidates]:
 
 
 def draw(numbers: dict[str, Any]) -> Canvas:
-    """Perplexity against the share of anchors, one line for each choice."""
-    figure, (panel,) = canvas(f"Who chooses the anchors ({numbers['preset']})")
+    """Perplexity and divergence against the share of anchors, one line for each choice."""
+    figure, (perplexity, divergence) = canvas(f"Who chooses the anchors ({numbers['preset']})", 2)
     shares = [100 * share for share in numbers["shares"]]
-    lines(panel, shares, numbers["perplexity"])
-    panel.axhline(numbers["no_anchors"], color="black", linestyle=":", label="no anchors")
-    panel.axhline(numbers["fp16"], color="black", linestyle="--", label="full precision")
-    label(panel, "All choices keep the same number of rows", "anchors (% of tokens)", "perplexity")
-    legend_beside(figure, panel, 9.5)
+    lines(perplexity, shares, numbers["perplexity"])
+    perplexity.axhline(numbers["no_anchors"], color="black", linestyle=":", label="no anchors")
+    perplexity.axhline(numbers["fp16"], color="black", linestyle="--", label="full precision")
+    lines(divergence, shares, numbers["divergence"])
+    divergence.axhline(numbers["no_anchors_divergence"], color="black", linestyle=":")
+    label(perplexity, "All choices keep the same number of rows", "anchors (% of tokens)", "perplexity")
+    label(divergence, "0: as in full precision", "anchors (% of tokens)", "KL divergence (nats)", legend=False)
+    legend_beside(figure, perplexity, 14)
     return figure
