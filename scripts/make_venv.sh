@@ -55,7 +55,7 @@ else
     pip_install --no-build-isolation ./packaging/vllm-cpu-shim
     # Kernels for GPUs are checked here without one: nvcc, and the oldest Triton that they support beside the newest.
     pip_install --requirement requirements/kernels.lock
-    [ -d .venv/triton-3.6 ] || pip_install --target .venv/triton-3.6 triton==3.6.0
+    [ -d .venv/triton-3.6/triton ] || pip_install --target .venv/triton-3.6 triton==3.6.0
 fi
 for tool in audit browser deploy loadtest tasks; do
     pip_install --requirement "requirements/$tool.lock"
