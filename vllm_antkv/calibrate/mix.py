@@ -41,8 +41,6 @@ class Mixed:
 def parts_of_mix(presets: Sequence[Preset], head_size: int, num_tokens: int) -> list[Preset]:
     """The presets whose centroids a mix for one of `presets` may take; empty where none can be mixed.
 
-    To be mixed, a preset needs cheaper ones to save with and dearer ones to spend on.
-
     Args:
         presets: those asked for.
         head_size: sub-vectors must divide it.
@@ -53,8 +51,13 @@ def parts_of_mix(presets: Sequence[Preset], head_size: int, num_tokens: int) -> 
         for preset in PRESETS.values()
         if head_size % preset.sub_vector_size == 0 and preset.num_centroids <= num_tokens
     ]
-    bits = [preset.nominal_bits for preset in parts]
-    return parts if any(min(bits) < preset.nominal_bits < max(bits) for preset in presets) else []
+    return parts if any(can_be_mixed(preset, parts) for preset in presets) else []
+
+
+def can_be_mixed(preset: Preset, parts: Sequence[Preset]) -> bool:
+    """Whether there are cheaper presets to save with and dearer ones to spend on."""
+    bits = [part.nominal_bits for part in parts]
+    return min(bits) < preset.nominal_bits < max(bits)
 
 
 def layer_divergences(

@@ -26,7 +26,7 @@ from vllm_antkv.calibrate.capture import (
 )
 from vllm_antkv.calibrate.kmeans import Backend, pick_backend
 from vllm_antkv.calibrate.layers import learn_layer
-from vllm_antkv.calibrate.mix import layer_divergences, mix, parts_of_mix
+from vllm_antkv.calibrate.mix import can_be_mixed, layer_divergences, mix, parts_of_mix
 from vllm_antkv.calibrate.models import capture_points, compute_dtype, load_config, load_model
 from vllm_antkv.calibrate.prefix import STEPS as PREFIX_STEPS
 from vllm_antkv.calibrate.prefix import PrefixTraining
@@ -383,12 +383,23 @@ def _mixed(job: _Job, learned: Mapping[str, Codebook], work: Workspace) -> list[
         with _progress("Measuring layers", num_places) as progress:
             known = work.measured()
             divergences = layer_divergences(model, books, held_out, known, work.set_measured, progress.update)
-        mixes = [mix(model, preset, learned, divergences, held_out) for preset in job.presets]
-    for found in mixes:
-        name, (before, after) = found.codebook.preset.name, found.divergence
-        layers = "not better: all layers keep the preset" if after >= before else found.codebook.header.mix
-        _say(f"{name}: divergence on held-out text {before:.3g} -> {after:.3g} nats per token ({layers})")
-    return [_recorded(found.codebook, divergence_of_mix=found.divergence) for found in mixes]
+        return [
+            _mix(model, preset, learned, divergences, held_out)
+            if can_be_mixed(preset, job.parts)
+            else learned[preset.name]
+            for preset in job.presets
+        ]
+
+
+def _mix(
+    model: Any, preset: Preset, learned: Mapping[str, Codebook], divergences: np.ndarray, held_out: torch.Tensor
+) -> Codebook:
+    """The best mix for one preset."""
+    mixed = mix(model, preset, learned, divergences, held_out)
+    before, after = mixed.divergence
+    layers = "not better: all layers keep the preset" if after >= before else mixed.codebook.header.mix
+    _say(f"{preset.name}: divergence on held-out text {before:.3g} -> {after:.3g} nats per token ({layers})")
+    return _recorded(mixed.codebook, divergence_of_mix=mixed.divergence)
 
 
 def _recorded(codebook: Codebook, **values: Any) -> Codebook:

@@ -90,7 +90,7 @@ def _hard() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def learned(long_llama: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("learned")
-    calibrate(str(long_llama), [PRESET], [str(text_file)], out / "mixed", bits="mixed", **SMALL)
+    calibrate(str(long_llama), [PRESET, "antkv-4bit"], [str(text_file)], out / "mixed", bits="mixed", **SMALL)
     parts = ["antkv-4bit", "antkv-2bit", "antkv-1bit"]
     calibrate(str(long_llama), parts, [str(text_file)], out / "uniform", **SMALL)
     return out
@@ -121,7 +121,16 @@ def test_bits_go_where_they_are_needed(learned: Path) -> None:
     before, after = book.header.calibration["divergence_of_mix"]
     assert after < before
     assert book.header.calibration["bits"] == "mixed"
-    assert [path.name for path in (learned / "mixed").iterdir()] == [f"{PRESET}.safetensors"]
+    assert sorted(path.name for path in (learned / "mixed").iterdir()) == [
+        "antkv-2bit.safetensors",
+        "antkv-4bit.safetensors",
+    ]
+
+
+def test_a_preset_without_a_dearer_one_stays_as_it_is(learned: Path) -> None:
+    book = load(learned / "mixed", "antkv-4bit")
+    assert book.header.layers is None
+    assert "divergence_of_mix" not in book.header.calibration
 
 
 def test_a_mixed_codebook_quantises_each_layer_with_its_own_preset(books) -> None:
