@@ -56,7 +56,7 @@ class Requests:
         raw = torch.randint(
             0, 256, (tables.num_blocks, NUM_KV_HEADS, 1, layout.pool_block_bytes), dtype=torch.uint8, device="cuda"
         )
-        vq = VQPages.view(raw[..., : layout.vq_page_bytes], layout, DTYPE)
+        vq = VQPages.view(raw[..., : layout.vq_page_bytes], layout)
         recency = RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, DTYPE)
         _fill(vq, recency, tables)
         rotary = _rotary(length)

@@ -34,7 +34,7 @@ def footprint(layout: PageLayout, settings: AntKVConfig, length: int) -> Footpri
     retention = page_retention(settings, max(length, 1), layout.recency_block_size, 0)
     pages = len(retention.pages_at(length))
     code_bytes = 2 * layout.preset.code_bytes(layout.head_size) * length
-    anchor_bytes = blocks * 2 * layout.anchor_rows * (layout.row_bytes + 2)
+    anchor_bytes = blocks * 2 * layout.anchor_rows * (layout.head_size + 2)
     row_bytes = 2 * layout.row_bytes + 2 * 4
     recency_bytes = pages * layout.recency_block_size * row_bytes
     # A recency page occupies a whole pool block, which is as large as the larger of the two pages.
