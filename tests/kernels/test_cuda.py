@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import engine as engine_module
+from tests.kernels.anchor_bytes import assert_reads_every_byte
 from tests.kernels.cuda_emulation.backend import EmulatedBackend, library
 from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, assert_decoded, decode_from
 from tests.kernels.engine import Engine, Shape, draw_sequence
@@ -96,6 +97,11 @@ def test_every_row_an_anchor(shape):
     sequence.query *= 8
     decode_from(engine, [sequence], [640], 1)
     assert_decoded(engine, [sequence], [640], 1)
+
+
+@pytest.mark.parametrize("shape", [SMALL, LAYERS[0][0], LOW_BITS[0]], ids=str)
+def test_every_byte_of_an_anchor_is_read(shape):
+    assert_reads_every_byte(operations(), shape, 2e-3 if shape.dtype == FLOAT16 else 2e-2)
 
 
 def test_who_else_is_served_changes_no_bit():
