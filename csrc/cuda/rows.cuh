@@ -87,7 +87,7 @@ ANTKV_DEVICE uint4 load16(const u8* row, int offset) {
 }
 
 // Four channels of a correction in the model dtype.
-ANTKV_DEVICE Quad load_correction(u32 word) {
+ANTKV_DEVICE Quad widen_correction(u32 word) {
     constexpr u32 kUnit = 0x5c005c00u;  // 256, twice
     static_assert(kFp8Unit == 256);
     Quad quad = widen_e4m3(word);
@@ -101,7 +101,7 @@ ANTKV_DEVICE Quad load_correction(u32 word) {
 ANTKV_DEVICE uint4 load_kept(const u8* row, bool corrects, int channel) {
     if (!corrects) return load16(row, channel * 2);
     const uint2 words = *(const uint2*)(row + channel);
-    const Quad first = load_correction(words.x), second = load_correction(words.y);
+    const Quad first = widen_correction(words.x), second = widen_correction(words.y);
     return {first.low, first.high, second.low, second.high};
 }
 
