@@ -104,14 +104,14 @@ def _make_model(folder: Path, preset_name: str, group: int) -> Path:
         preset=preset_name,
         model=identity,
         sinks=None,
-        k_order=tuple(order),
+        k_orders={preset_name: tuple(order)},
         calibration={},
     )
     path = codebook_path(folder / "antkv", preset_name)
     path.parent.mkdir()
     # As spread out as the keys and values of these weights, so that all codes are used.
     k, v = (0.3 * torch.randn(shape) for _ in "kv")
-    Codebook(header, k.half(), v.half()).save(path)
+    Codebook(header, tuple(k.half()), tuple(v.half())).save(path)
     return folder
 
 
@@ -206,7 +206,7 @@ def _kv_bytes(dtype: str, setting: Setting) -> float:
         return heads * setting.context * HEAD_SIZE * 2 * 2
     config = AntKVConfig()
     layout = PageLayout.of(config, get_preset(dtype), HEAD_SIZE, torch.bfloat16)
-    parts = footprint(layout, config, setting.context)
+    parts = footprint([layout], config, setting.context)
     return heads * (parts.codes + parts.anchors + parts.recency)
 
 

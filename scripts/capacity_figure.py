@@ -7,9 +7,17 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_antkv.evaluate.figures import style
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_antkv.presets import Preset
 
 FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "capacity.svg"
 NUMBERS = FIGURE.with_suffix(".json")
@@ -47,33 +55,49 @@ def measure() -> dict[str, list[float]]:
 
 def capacity(model: str, preset: str | None, max_model_len: int) -> int:
     """KV tokens in MEMORY for requests of at most this length, as vLLM reports them at start-up; of `auto` for None."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.attention.backends.utils import record_kv_cache_layout
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_config_from_groups, get_kv_cache_groups
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
-    from vllm_antkv.cache.pages import PageLayout
-    from vllm_antkv.cache.specs import recency_spec, vq_spec
-    from vllm_antkv.config import AntKVConfig
     from vllm_antkv.presets import PRESETS
 
-    config = EngineArgs(
+    config = engine_config(model, max_model_len)
+    num_layers = config.model_config.get_num_layers(config.parallel_config)
+    presets = None if preset is None else [PRESETS[preset]] * num_layers
+    return int(get_kv_cache_capacity(config, cache_config(config, presets))[0])
+
+
+def engine_config(model: str, max_model_len: int) -> "VllmConfig":
+    """VLLM's configuration of a model without weights."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
         model=model, skip_tokenizer_init=True, max_model_len=max_model_len, prefix_cache_retention_interval=1024
     ).create_engine_config()
+
+
+def cache_config(config: "VllmConfig", presets: "Sequence[Preset] | None") -> "KVCacheConfig":
+    """How vLLM divides MEMORY among layers of these presets, or of `auto`."""
+    from vllm.v1.attention.backends.utils import record_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+    from vllm_antkv.cache.pages import page_layouts
+    from vllm_antkv.cache.specs import recency_spec, vq_spec
+    from vllm_antkv.config import AntKVConfig
+
     model_config, settings = config.model_config, AntKVConfig()
     num_kv_heads, head_size = model_config.get_num_kv_heads(config.parallel_config), model_config.get_head_size()
-    full = FullAttentionSpec(block_size=128, num_kv_heads=num_kv_heads, head_size=head_size, dtype=model_config.dtype)
     specs: dict[str, KVCacheSpec] = {}
-    for layer in range(model_config.get_num_layers(config.parallel_config)):
-        if preset is None:
-            specs[f"layers.{layer}"] = full
-            continue
-        layout = PageLayout.of(settings, PRESETS[preset], head_size, model_config.dtype)
-        specs[f"layers.{layer}"] = vq_spec(layout, num_kv_heads)
-        specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, num_kv_heads, settings, config)
-    record_kv_cache_layout(config.cache_config, "LBHNC" if preset is None else "BLHNC")
-    groups = get_kv_cache_groups(config, specs)
-    return int(get_kv_cache_capacity(config, get_kv_cache_config_from_groups(config, groups, MEMORY))[0])
+    if presets is None:
+        full = FullAttentionSpec(
+            block_size=128, num_kv_heads=num_kv_heads, head_size=head_size, dtype=model_config.dtype
+        )
+        specs = {f"layers.{layer}": full for layer in range(model_config.get_num_layers(config.parallel_config))}
+    else:
+        for layer, layout in enumerate(page_layouts(settings, presets, head_size, model_config.dtype)):
+            specs[f"layers.{layer}"] = vq_spec(layout, num_kv_heads)
+            specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, num_kv_heads, settings, config)
+    record_kv_cache_layout(config.cache_config, "LBHNC" if presets is None else "BLHNC")
+    return get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), MEMORY)
 
 
 def draw(ratios: dict[str, list[float]]) -> None:

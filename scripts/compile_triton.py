@@ -28,7 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from vllm_antkv.triton_kernels import anchor_score, decode, encode_store, prefill
 
-from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
+from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerState
@@ -273,7 +273,7 @@ def _launch_all(case: Case) -> None:
 def _layer(case: Case, config: AntKVConfig) -> LayerState:
     preset = PRESETS[case.preset]
     layout = PageLayout.of(config, preset, case.head_size, case.dtype)
-    raw = torch.zeros(4, case.num_kv_heads, 1, layout.pool_block_bytes, dtype=torch.uint8)
+    raw = torch.zeros(4, case.num_kv_heads, 1, pool_block_bytes([layout]), dtype=torch.uint8)
     tables = (preset.num_sub_vectors(case.head_size), preset.num_centroids, preset.sub_vector_size)
     centroids = torch.zeros(case.num_kv_heads, *tables)
     rotary_dim = case.head_size if case.rotary_dim is None else case.rotary_dim

@@ -119,6 +119,13 @@ def calibrate(
         Literal["interleaved", "consecutive"],
         typer.Option(help="How sub-vectors take the channels of K; consecutive is CQ's way."),
     ] = "interleaved",
+    bits: Annotated[
+        Literal["uniform", "mixed"],
+        typer.Option(
+            help="uniform: all layers get --preset. mixed: each gets what it needs, all together no more bytes: closer "
+            "to full precision, but slower to learn and, with tables of 4,096 centroids, to decode."
+        ),
+    ] = "uniform",
     refine: Annotated[
         int, typer.Option(min=0, help="Steps of training the centroids end to end after k-means; 0: none.")
     ] = 0,
@@ -153,6 +160,7 @@ def calibrate(
         seq_len=seq_len,
         weights=weights,
         channels=channels,
+        bits=bits,
         refine=refine,
         train_prefix=train_prefix,
         prefix_text=prefix_text,

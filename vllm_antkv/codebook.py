@@ -63,19 +63,19 @@ _MAX_REASON = 200
 class Codebook:
     """Centroids of every (layer, KV head, sub-vector position), for K before RoPE and for V.
 
-    k, v: (num_layers, num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16.
+    k, v: for every layer (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16, as its preset has it.
     prefix_k, prefix_v: rows of the trained prefix, as in `TrainedPrefix`, where the header has one.
     """
 
     header: CodebookHeader
-    k: torch.Tensor
-    v: torch.Tensor
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
     prefix_k: torch.Tensor | None = None
     prefix_v: torch.Tensor | None = None
 
     @property
     def preset(self) -> Preset:
-        """The preset these centroids belong to."""
+        """The preset that is served; a layer's own may differ (`CodebookHeader.layer_presets`)."""
         return get_preset(self.header.preset)
 
     @property
@@ -100,7 +100,7 @@ class Codebook:
     @property
     def num_bytes(self) -> int:
         """Bytes of all centroids."""
-        return self.k.nbytes + self.v.nbytes
+        return sum(layer.nbytes for layer in (*self.k, *self.v))
 
     @property
     def identity(self) -> str:
@@ -112,9 +112,8 @@ class Codebook:
 
         The header's checksum is computed here.
         """
-        named = {"k": self.k, "v": self.v, "prefix_k": self.prefix_k, "prefix_v": self.prefix_v}
-        tensors = {name: tensor.contiguous() for name, tensor in named.items() if tensor is not None}
         check_header(self.header, path)
+        tensors = self._tensors()
         _check_forms(self.header, {name: _form_of(tensor) for name, tensor in tensors.items()}, path)
         _check_values(tensors, path)
         checksum = _checksum(json.loads(self.header.model_dump_json()), tensors)
@@ -147,7 +146,18 @@ class Codebook:
         _check_values(tensors, path)
         if header.checksum != _checksum(raw, tensors):
             raise CodebookError(f"{path} is damaged: its checksum does not match; run `antkv calibrate` again.")
-        return cls(header, **tensors)
+        k, v = (_by_layer(header, kind, tensors) for kind in ("k", "v"))
+        return cls(header, k, v, tensors.get("prefix_k"), tensors.get("prefix_v"))
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """As they are in the file: the layers of a preset are stacked."""
+        tensors = {
+            kind + suffix: torch.stack([layers[index] for index in indices])
+            for suffix, indices in _stacks(self.header).items()
+            for kind, layers in (("k", self.k), ("v", self.v))
+        }
+        prefix = {"prefix_k": self.prefix_k, "prefix_v": self.prefix_v}
+        return tensors | {name: rows.contiguous() for name, rows in prefix.items() if rows is not None}
 
 
 def codebook_path(folder: Path, preset: str) -> Path:
@@ -261,15 +271,36 @@ def _check_forms(header: CodebookHeader, forms: Mapping[str, _Form], path: Path)
 
 
 def _wanted_forms(header: CodebookHeader) -> dict[str, _Form]:
-    model, preset = header.model, get_preset(header.preset)
-    num_sub_vectors = preset.num_sub_vectors(model.head_size)
-    shape = (model.num_layers, model.num_kv_heads, num_sub_vectors, preset.num_centroids, preset.sub_vector_size)
-    wanted = dict.fromkeys(("k", "v"), _Form("F16", shape))
+    model, wanted = header.model, dict[str, _Form]()
+    for suffix, indices in _stacks(header).items():
+        preset = header.layer_presets[indices[0]]
+        num_sub_vectors = preset.num_sub_vectors(model.head_size)
+        shape = (len(indices), model.num_kv_heads, num_sub_vectors, preset.num_centroids, preset.sub_vector_size)
+        wanted |= dict.fromkeys(("k" + suffix, "v" + suffix), _Form("F16", shape))
     if header.prefix is not None:
         # Not F16: rows are those of models in bfloat16, too, and those of sinks may be large.
         rows = _Form("F32", (model.num_layers, len(header.prefix), model.num_kv_heads, model.head_size))
         wanted |= dict.fromkeys(("prefix_k", "prefix_v"), rows)
     return wanted
+
+
+def _stacks(header: CodebookHeader) -> dict[str, list[int]]:
+    """Which layers stand in one tensor, by what its name ends with: those of the header's own preset in `k` and `v`."""
+    stacks: dict[str, list[int]] = {}
+    for index, preset in enumerate(header.layer_presets):
+        suffix = "" if preset.name == header.preset else f".{preset.name}"
+        stacks.setdefault(suffix, []).append(index)
+    return stacks
+
+
+def _by_layer(header: CodebookHeader, kind: str, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Every layer's centroids, from the tensors in which those of a preset are stacked."""
+    layers = {
+        index: layer
+        for suffix, indices in _stacks(header).items()
+        for index, layer in zip(indices, tensors[kind + suffix], strict=True)
+    }
+    return tuple(layers[index] for index in range(header.model.num_layers))
 
 
 def _check_values(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -268,6 +268,8 @@ def _codebook(model: str, identity: Any, preset: str, codebooks: str | None) -> 
         return Finding(preset, "problem", str(error), f"Remove {path} or calibrate again.")
     sinks = codebook.header.sinks
     described = "no sink rule" if sinks is None else f"sinks from layer {sinks.layer}, channels {list(sinks.channels)}"
+    if codebook.header.layers is not None:
+        described += f", {codebook.header.mix}"
     if codebook.header.prefix is not None:
         described += f", a trained prefix of {len(codebook.header.prefix)} tokens"
     return Finding(preset, "ok", f"{path} ({codebook.identity}, {codebook.num_bytes / 2**20:.1f} MiB, {described})")

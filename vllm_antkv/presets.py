@@ -4,6 +4,7 @@ A preset `dNcM` cuts a K or V row into sub-vectors of N channels and replaces ea
 (AnTKV, section 4.1). Codes of 8 bits take a byte; codes of 12 bits are packed, two in three bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_antkv.errors import SettingsError
@@ -59,6 +60,11 @@ PRESETS: dict[str, Preset] = {
         Preset("antkv-0.375bit", 32, 4096),
     )
 }
+
+
+def nominal_bits(layers: Sequence[Preset]) -> float:
+    """Bits per K or V element of a model whose layers have these presets, codes alone."""
+    return sum(preset.nominal_bits for preset in layers) / len(layers)
 
 
 def get_preset(name: str) -> Preset:

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu.llama import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, ROPE_THETA, SCALE
 from vllm_antkv.cache.footprint import footprint
-from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
+from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerState
@@ -55,7 +55,7 @@ class Requests:
         layout = PageLayout.of(config, get_preset(preset), HEAD_SIZE, DTYPE)
         tables = _BlockTables(config, layout, batch, length, new)
         raw = torch.randint(
-            0, 256, (tables.num_blocks, NUM_KV_HEADS, 1, layout.pool_block_bytes), dtype=torch.uint8, device="cuda"
+            0, 256, (tables.num_blocks, NUM_KV_HEADS, 1, pool_block_bytes([layout])), dtype=torch.uint8, device="cuda"
         )
         vq = VQPages.view(raw[..., : layout.vq_page_bytes], layout)
         recency = RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, DTYPE)
@@ -87,7 +87,7 @@ class Requests:
             max_query_len=new,
             max_seq_len=length,
         )
-        parts = footprint(layout, config, length)
+        parts = footprint([layout], config, length)
         self.kv_bytes = batch * NUM_KV_HEADS * (parts.codes + parts.anchors + parts.recency)
 
 

@@ -42,5 +42,5 @@ def make_model(folder: Path, presets: Sequence[str], max_len: int) -> Path:
         path = codebook_path(folder / "antkv", name)
         path.parent.mkdir(exist_ok=True)
         k, v = (torch.randn(shape, generator=generator).half() for _ in "kv")
-        Codebook(header, k, v).save(path)
+        Codebook(header, tuple(k), tuple(v)).save(path)
     return folder

@@ -17,7 +17,7 @@ from hypothesis.strategies import SearchStrategy
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.unit.spoilt import MODEL, good_codebook, head
+from tests.unit.spoilt import MODEL, PRESET, good_codebook, head
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.codebook_prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig, Recency
@@ -46,13 +46,17 @@ def _reads_well(error: AntKVError, path: Path) -> None:
     assert len(sentence) < _MAX_SENTENCE, sentence
 
 
+def _tensors(codebook: Codebook) -> tuple[torch.Tensor, ...]:
+    return (*codebook.k, *codebook.v, codebook.prefix_k, codebook.prefix_v)
+
+
 def _whole_codebook() -> Codebook:
     """A good one with everything that a codebook may hold."""
     seeded = torch.Generator().manual_seed(0)
     rows = torch.randn((2, MODEL.num_layers, 2, MODEL.num_kv_heads, MODEL.head_size), generator=seeded)
     codebook = good_codebook().with_prefix(TrainedPrefix((5, 6), *rows))
-    order = tuple(reversed(range(MODEL.head_size)))
-    return dataclasses.replace(codebook, header=codebook.header.model_copy(update={"k_order": order}))
+    orders = {PRESET: tuple(reversed(range(MODEL.head_size)))}
+    return dataclasses.replace(codebook, header=codebook.header.model_copy(update={"k_orders": orders}))
 
 
 # A file: the bytes of a good one with a few of them changed.
@@ -102,7 +106,7 @@ def _check_bytes(edits: list[tuple[str, float, bool, bytes]], path: Path) -> Non
     else:
         # What came through is the same codebook, written another way: 1e-05 is 1E-05, and blanks mean nothing.
         expected = _whole_codebook()
-        assert all(torch.equal(getattr(loaded, name), getattr(expected, name)) for name in _TENSOR_NAMES)
+        assert all(map(torch.equal, _tensors(loaded), _tensors(expected)))
         assert loaded.header.model_copy(update={"checksum": ""}) == expected.header
 
 
@@ -127,14 +131,17 @@ _SINKS = st.fixed_dictionaries(
     }
 )
 _FIELDS = st.dictionaries(st.sampled_from([*MODEL.model_dump(), "depth"]), _JSON, min_size=1, max_size=2)
+_PRESET_NAMES = st.sampled_from(sorted(PRESETS))
+_ORDERS = st.permutations(range(MODEL.head_size)) | st.lists(st.integers(-1, MODEL.head_size))
 _HEADER_CHANGES = st.fixed_dictionaries(
     {},
     optional={
         "format_version": st.sampled_from([1, 1.0, True]) | _JSON,
-        "preset": st.sampled_from(sorted(PRESETS)) | _JSON,
+        "preset": _PRESET_NAMES | _JSON,
         "model": _FIELDS.map(lambda changes: {**MODEL.model_dump(), **changes}) | _JSON,
         "sinks": _SINKS | _JSON,
-        "k_order": st.permutations(range(MODEL.head_size)) | st.lists(st.integers(-1, MODEL.head_size)) | _JSON,
+        "layers": st.lists(_PRESET_NAMES | _JSON, min_size=1, max_size=3) | _JSON,
+        "k_orders": st.dictionaries(_PRESET_NAMES | _TEXTS, _ORDERS | _JSON, max_size=2) | _JSON,
         "prefix": st.lists(st.integers(-1, MODEL.vocab_size), min_size=1, max_size=3) | _JSON,
         "calibration": st.dictionaries(_TEXTS, _JSON, max_size=3) | _JSON,
         "antkv_version": _TEXTS | _JSON,
@@ -170,21 +177,18 @@ def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
 def _is_whole(codebook: Codebook, path: Path) -> None:
     """Everything that serving relies on."""
     model, preset, sinks = codebook.header.model, codebook.preset, codebook.header.sinks
-    shape = (
-        model.num_layers,
-        model.num_kv_heads,
-        model.head_size // preset.sub_vector_size,
-        preset.num_centroids,
-        preset.sub_vector_size,
-    )
-    assert codebook.k.shape == codebook.v.shape == shape
+    assert len(codebook.k) == len(codebook.v) == len(codebook.header.layer_presets) == model.num_layers
+    for k, v, of_layer in zip(codebook.k, codebook.v, codebook.header.layer_presets, strict=True):
+        num_sub_vectors = model.head_size // of_layer.sub_vector_size
+        shape = (model.num_kv_heads, num_sub_vectors, of_layer.num_centroids, of_layer.sub_vector_size)
+        assert k.shape == v.shape == shape
     if sinks is not None:
         assert 0 <= sinks.layer < model.num_layers
         assert sinks.channels
         assert all(0 <= channel < model.hidden_size for channel in sinks.channels)
         assert 0 < sinks.threshold < float("inf")
-    if codebook.header.k_order is not None:
-        assert sorted(codebook.header.k_order) == list(range(model.head_size))
+    for order in codebook.header.k_orders.values():
+        assert sorted(order) == list(range(model.head_size))
     if codebook.prefix is not None:
         rows = (model.num_layers, len(codebook.prefix.token_ids), model.num_kv_heads, model.head_size)
         assert codebook.prefix.k.shape == codebook.prefix.v.shape == rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
+from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.evaluate.attention import attend_window
@@ -91,10 +91,10 @@ def codebook(shape: Shape) -> Codebook:
         preset=shape.preset,
         model=identity,
         sinks=None,
-        k_order=k_order(shape),
+        k_orders={} if (order := k_order(shape)) is None else {shape.preset: tuple(order)},
         calibration={},
     )
-    return Codebook(header, k, v)
+    return Codebook(header, tuple(k), tuple(v))
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ class Engine:
         self.free = list(range(1, NUM_BLOCKS))
         workspace = Workspace()
         table, order = rotary(shape), k_order(shape)
-        raw = torch.full((NUM_BLOCKS, shape.num_kv_heads, 1, self.layout.pool_block_bytes), 0xFF, dtype=torch.uint8)
+        raw = torch.full((NUM_BLOCKS, shape.num_kv_heads, 1, pool_block_bytes([self.layout])), 0xFF, dtype=torch.uint8)
         self.raw = raw
         self.state = LayerState(
             vq=VQPages.view(raw[..., : self.layout.vq_page_bytes], self.layout),

@@ -54,7 +54,8 @@ def codebook_that_fits_fp8(monkeypatch):
 
     def rounded(shape: Shape) -> Codebook:
         book = original(shape)
-        return Codebook(book.header, *(table.to(torch.float8_e4m3fn).half() for table in (book.k, book.v)))
+        k, v = (tuple(table.to(torch.float8_e4m3fn).half() for table in tables) for tables in (book.k, book.v))
+        return Codebook(book.header, k, v)
 
     monkeypatch.setattr(engine_module, "codebook", rounded)
 
@@ -196,8 +197,9 @@ def test_equal_distances_take_the_lower_code(monkeypatch, shape):
 
     def doubled(shape: Shape) -> Codebook:
         book = original(shape)
-        lower = (table.unflatten(-2, (2, -1))[..., :1, :, :] for table in (book.k, book.v))
-        return Codebook(book.header, *(table.expand(-1, -1, -1, 2, -1, -1).flatten(-3, -2) for table in lower))
+        halves = ([table.unflatten(-2, (2, -1))[..., :1, :, :] for table in tables] for tables in (book.k, book.v))
+        k, v = (tuple(half.expand(-1, -1, 2, -1, -1).flatten(-3, -2) for half in tables) for tables in halves)
+        return Codebook(book.header, k, v)
 
     monkeypatch.setattr(engine_module, "codebook", doubled)
     engine = Engine(AntKVConfig(), shape, operations())

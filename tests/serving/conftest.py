@@ -171,6 +171,6 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("codebooks")
     pairs = torch.zeros(1, identity.head_size // 2)
     order = tuple(interleaved(RotaryTable(pairs, pairs), identity.head_size, codebook.preset.sub_vector_size))
-    header = codebook.header.model_copy(update={"sinks": rule, "k_order": order})
+    header = codebook.header.model_copy(update={"sinks": rule, "k_orders": {"antkv-1bit": order}})
     Codebook(header, codebook.k, codebook.v).save(codebook_path(folder, "antkv-1bit"))
     return str(folder)

@@ -1,15 +1,16 @@
 """What vLLM's own code says of capacity: at least 12 times as many tokens as `auto` at 1 bit, everything counted."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.capacity_figure import LLAMA_3_8B, capacity
+from scripts.capacity_figure import LLAMA_3_8B, MEMORY, cache_config, capacity, engine_config
 from tests.serving.conftest import EMBEDDED
 from vllm_antkv.cache.footprint import footprint
-from vllm_antkv.cache.pages import PageLayout
+from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.presets import PRESETS
 
@@ -37,10 +38,28 @@ def test_every_preset_holds_more_than_the_one_with_more_bits(model_folder: Path)
     assert len(set(capacities)) == len(capacities)
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [(3, 0, 29, 0, 0), (0, 8, 0, 4, 20), (0, 16, 0, 0, 16), (0, 8, 8, 8, 8), (1, 1, 1, 1, 28)],
+    ids=str,
+)
+def test_mixed_layers_share_one_block_table_for_either_class_of_pages(model_folder: Path, counts) -> None:
+    """Also where layers of several presets are there equally often, which vLLM would take for a pattern."""
+    config = engine_config(str(model_folder), MAX_MODEL_LEN)
+    num_layers = config.model_config.get_num_layers(config.parallel_config)
+    ordered = [preset for preset, count in zip(PRESETS.values(), counts, strict=True) for _ in range(count)]
+    presets = random.Random(0).sample(ordered, num_layers)
+    found = cache_config(config, presets)
+    assert [len(group.layer_names) for group in found.kv_cache_groups] == [num_layers, num_layers]
+    layouts = page_layouts(AntKVConfig(), presets, config.model_config.get_head_size(), config.model_config.dtype)
+    num_kv_heads = config.model_config.get_num_kv_heads(config.parallel_config)
+    assert found.num_blocks == MEMORY // (num_kv_heads * pool_block_bytes(layouts))
+
+
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS.keys())
 def test_effective_bits_are_the_sum_of_their_parts(preset) -> None:
     layout = PageLayout.of(AntKVConfig(), preset, 128, torch.bfloat16)
-    cost = footprint(layout, AntKVConfig(), 8192)
+    cost = footprint([layout], AntKVConfig(), 8192)
     assert cost.bits(cost.codes) == preset.nominal_bits
     assert cost.padding >= 0
     assert cost.total == cost.codes + cost.anchors + cost.recency + cost.padding
@@ -49,5 +68,5 @@ def test_effective_bits_are_the_sum_of_their_parts(preset) -> None:
 def test_one_bit_costs_at_most_one_and_a_half_effective_bits_at_8192_tokens() -> None:
     for head_size in (64, 128):
         layout = PageLayout.of(AntKVConfig(), PRESETS["antkv-1bit"], head_size, torch.bfloat16)
-        cost = footprint(layout, AntKVConfig(), 8192)
+        cost = footprint([layout], AntKVConfig(), 8192)
         assert cost.bits(cost.total) <= 1.5

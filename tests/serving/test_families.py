@@ -87,7 +87,7 @@ def make_codebook(folder: Path, model: Path, preset: str, sinks: SinkRule | None
     header = CodebookHeader(
         format_version=FORMAT_VERSION, preset=preset, model=identity, sinks=sinks, calibration={"text": "random"}
     )
-    Codebook(header, k, v).save(codebook_path(folder, preset))
+    Codebook(header, tuple(k), tuple(v)).save(codebook_path(folder, preset))
 
 
 PROMPTS = [[0, *range(3 + i, 3 + i + length)] for i, length in enumerate((5, 126, 127, 200, 300))]

@@ -18,10 +18,13 @@ from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.served import evaluate_served
 from vllm_antkv.evaluate.windows import load_windows
 from vllm_antkv.ops.rope import RotaryTable, interleaved
+from vllm_antkv.presets import get_preset
 
 pytestmark = pytest.mark.serving
 
 CONTEXT, NUM_WINDOWS = 500, 2
+#: Of the embedded model, no more bytes than 1 bit for all.
+LAYERS = ("antkv-0.375bit", "antkv-2bit", "antkv-1bit", "antkv-0.75bit", "antkv-0.375bit")
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
@@ -37,13 +40,17 @@ def windows(card: ModelCard) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def codebooks(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random centroids for interleaved channels: they lose so much that any difference in what is seen shows."""
+    """Random centroids for interleaved channels: they lose so much that any difference in what is seen shows.
+
+    Each layer has another preset.
+    """
     folder = tmp_path_factory.mktemp("codebooks")
     rule = SinkRule(layer=0, channels=(0, 1), threshold=1.0)
-    codebook = random_codebook(card.identity, sinks=rule)
-    pairs = torch.zeros(1, card.identity.head_size // 2)
-    order = interleaved(RotaryTable(pairs, pairs), card.identity.head_size, codebook.preset.sub_vector_size)
-    header = codebook.header.model_copy(update={"k_order": tuple(order)})
+    codebook = random_codebook(card.identity, sinks=rule, layers=LAYERS)
+    head_size = card.identity.head_size
+    pairs = RotaryTable(*2 * [torch.zeros(1, head_size // 2)])
+    orders = {name: tuple(interleaved(pairs, head_size, get_preset(name).sub_vector_size)) for name in LAYERS}
+    header = codebook.header.model_copy(update={"k_orders": orders})
     replace(codebook, header=header).save(codebook_path(folder, "antkv-1bit"))
     return folder
 
@@ -75,6 +82,7 @@ def test_served_agrees_with_offline(
     served = evaluate_served(card, "antkv-1bit", config, windows, TEXT)
     assert served.perplexity == pytest.approx(offline(card, "antkv-1bit", config, windows), rel=0.005)
     assert served.settings["kv_cache_dtype"] == "antkv-1bit"
+    assert served.nominal_bits == sum(get_preset(name).nominal_bits for name in LAYERS) / len(LAYERS)
 
 
 def test_a_dtype_that_there_is_not(

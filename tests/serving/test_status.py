@@ -82,7 +82,8 @@ def test_status_says_how_the_cache_is_set_up(server: Server) -> None:
     assert answer["pages"]["vq"]["block_size"] == VQ_BLOCK_SIZE
     assert answer["pages"]["recency"]["block_size"] < VQ_BLOCK_SIZE
     largest = max(page["bytes"] for page in answer["pages"].values())
-    assert answer["pool_page_bytes"] == NUM_LAYERS * NUM_KV_HEADS * largest
+    assert answer["pool_page_bytes"] == NUM_KV_HEADS * largest
+    assert answer["layers"] == NUM_LAYERS * [PRESET]
     assert {"vllm", "vllm_antkv", "torch"} == answer["versions"].keys()
 
 

@@ -39,7 +39,7 @@ def good_codebook(model: ModelIdentity = MODEL) -> Codebook:
     header = CodebookHeader(
         format_version=FORMAT_VERSION, preset=PRESET, model=model, sinks=None, calibration={"samples": 1}
     )
-    return Codebook(header, k, v)
+    return Codebook(header, tuple(k), tuple(v))
 
 
 def nothing(path: Path) -> None:
@@ -97,7 +97,7 @@ def sparse(size: int) -> Spoil:
         good = good_codebook()
         per_layer = good.num_bytes // MODEL.num_layers
         model = {**MODEL.model_dump(), "num_layers": size // per_layer}
-        shape = [model["num_layers"], *good.k.shape[1:]]
+        shape = [model["num_layers"], *good.k[0].shape]
         half = per_layer // 2 * model["num_layers"]
         header = {
             "__metadata__": {"antkv": json.dumps({**_header(good), "model": model})},

@@ -134,6 +134,7 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
                 "seq_len": 2048,
                 "weights": "grad",
                 "channels": "interleaved",
+                "bits": "uniform",
                 "refine": 0,
                 "train_prefix": False,
                 "prefix_text": None,
@@ -143,8 +144,9 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
         )
     ]
     assert capsys.readouterr().out == "a.file\n"
-    assert cli.run(["calibrate", *args, "--weights", "none", "--refine", "50", "--seed", "3"]) == 0
-    assert (calls[1][1]["weights"], calls[1][1]["refine"], calls[1][1]["seed"]) == ("none", 50, 3)
+    assert cli.run(["calibrate", *args, "--weights", "none", "--bits", "mixed", "--refine", "50", "--seed", "3"]) == 0
+    passed = [calls[1][1][name] for name in ("weights", "bits", "refine", "seed")]
+    assert passed == ["none", "mixed", 50, 3]
 
 
 @pytest.mark.parametrize("code", [0, 1])

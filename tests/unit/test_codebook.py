@@ -41,18 +41,24 @@ SINKS = SinkRule(layer=1, channels=(3, 17), threshold=12.5)
 same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def make(preset="antkv-4bit", model=MODEL, sinks=None, seed=0):
-    chosen = get_preset(preset)
-    shape = (
-        model.num_layers,
-        model.num_kv_heads,
-        chosen.num_sub_vectors(model.head_size),
-        chosen.num_centroids,
-        chosen.sub_vector_size,
+def make(preset="antkv-4bit", model=MODEL, sinks=None, seed=0, layers=None):
+    header = CodebookHeader(
+        format_version=1, preset=preset, model=model, layers=layers, sinks=sinks, calibration={"samples": 1}
     )
     generator = torch.Generator().manual_seed(seed)
-    k, v = (torch.randn(shape, generator=generator).half() for _ in range(2))
-    header = CodebookHeader(format_version=1, preset=preset, model=model, sinks=sinks, calibration={"samples": 1})
+    k, v = (
+        tuple(
+            torch.randn(
+                model.num_kv_heads,
+                chosen.num_sub_vectors(model.head_size),
+                chosen.num_centroids,
+                chosen.sub_vector_size,
+                generator=generator,
+            ).half()
+            for chosen in header.layer_presets
+        )
+        for _ in range(2)
+    )
     return Codebook(header, k, v)
 
 
@@ -91,15 +97,19 @@ sink_rules = st.none() | st.builds(
 )
 
 
-@given(preset=st.sampled_from(sorted(PRESETS)), sinks=sink_rules, seed=st.integers(0, 100))
-@settings(parent=same_file, max_examples=10)
-def test_what_is_saved_is_loaded(tmp_path, preset, sinks, seed):
-    saved = make(preset, sinks=sinks, seed=seed)
+layer_presets = st.tuples(*2 * [st.sampled_from(sorted(PRESETS))])
+
+
+@given(preset=st.sampled_from(sorted(PRESETS)), layers=st.none() | layer_presets, sinks=sink_rules)
+@settings(parent=same_file, max_examples=15)
+def test_what_is_saved_is_loaded(tmp_path, preset, layers, sinks):
+    if layers is not None and sum(map(cost, layers)) > MODEL.num_layers * cost(preset):
+        layers = (preset, preset)
+    saved = make(preset, sinks=sinks, layers=layers)
     path = tmp_path / "codebook.safetensors"
     saved.save(path)
     loaded = Codebook.load(path, preset, MODEL)
-    assert torch.equal(loaded.k, saved.k)
-    assert torch.equal(loaded.v, saved.v)
+    assert all(map(torch.equal, (*loaded.k, *loaded.v), (*saved.k, *saved.v)))
     assert loaded.header.model_copy(update={"checksum": ""}) == saved.header
     assert loaded.preset == get_preset(preset)
     assert loaded.num_bytes == saved.num_bytes
@@ -143,6 +153,39 @@ def test_the_same_codebook_gives_the_same_bytes(tmp_path, good_bytes):
     assert (tmp_path / "again").read_bytes() == good_bytes
 
 
+def cost(preset):
+    return get_preset(preset).code_bytes(MODEL.head_size)
+
+
+def test_layers_of_a_preset_stand_together_and_come_back_in_order(tmp_path):
+    model = MODEL.model_copy(update={"num_layers": 4})
+    layers = ("antkv-0.375bit", "antkv-2bit", "antkv-1bit", "antkv-0.375bit")
+    saved = make("antkv-1bit", model, layers=layers)
+    saved.save(tmp_path / "c")
+    shapes = {name: tensor.shape[:1] for name, tensor in load_file(tmp_path / "c").items()}
+    counts = {"": 1, ".antkv-2bit": 1, ".antkv-0.375bit": 2}
+    assert shapes == {kind + suffix: (count,) for kind in "kv" for suffix, count in counts.items()}
+    loaded = Codebook.load(tmp_path / "c", "antkv-1bit", model)
+    assert all(map(torch.equal, (*loaded.k, *loaded.v), (*saved.k, *saved.v)))
+    assert [preset.name for preset in loaded.header.layer_presets] == list(layers)
+    assert loaded.header.mix == "antkv-2bit in layers 1; antkv-1bit in layers 2; antkv-0.375bit in layers 0, 3"
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (("antkv-2bit", "antkv-1bit"), "take more bytes"),
+        (("antkv-1bit",), "one preset for each"),
+        (("antkv-1bit", "antkv-3bit"), "one preset for each"),
+        ((), "one preset for each"),
+    ],
+    ids=["expensive", "few", "unknown", "none"],
+)
+def test_layers_that_do_not_fit_are_refused(tmp_path, reads_well, layers, said):
+    rewrite(tmp_path / "c", header={"preset": "antkv-1bit", "layers": layers})
+    assert said in refusal(tmp_path / "c", reads_well)
+
+
 @given(data=st.data())
 @same_file
 def test_a_truncated_file_is_refused(tmp_path, good_bytes, reads_well, data):
@@ -167,8 +210,7 @@ def test_a_flipped_bit_is_refused_or_harmless(tmp_path, good_bytes, reads_well, 
     else:
         # 1e-05 and 1E-05 are one bit apart and the same number.
         good = make(sinks=SINKS)
-        assert torch.equal(loaded.k, good.k)
-        assert torch.equal(loaded.v, good.v)
+        assert all(map(torch.equal, (*loaded.k, *loaded.v), (*good.k, *good.v)))
         assert loaded.header.model_copy(update={"checksum": ""}) == good.header
 
 
@@ -205,7 +247,7 @@ def test_the_wrong_model_is_refused_and_the_difference_named(tmp_path, reads_wel
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_values_that_are_not_finite_are_refused(tmp_path, reads_well, bad, name):
-    tensor = getattr(make(), name).clone()
+    tensor = torch.stack(getattr(make(), name))
     tensor[1, 1, 3, 5, 0] = bad
     rewrite(tmp_path / "c", tensors={name: tensor})
     assert "finite" in refusal(tmp_path / "c", reads_well)
@@ -215,8 +257,8 @@ def test_values_that_are_not_finite_are_refused(tmp_path, reads_well, bad, name)
     "tensors",
     [
         {"k": torch.zeros(1)},
-        {"k": make().k.float()},
-        {"v": make().v[:1]},
+        {"k": torch.stack(make().k).float()},
+        {"v": torch.stack(make().v[:1])},
         {"v": None},
         {"extra": torch.zeros(1)},
     ],
@@ -302,7 +344,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
 def test_a_codebook_that_could_not_be_loaded_is_not_saved(tmp_path):
     good = make()
     with pytest.raises(CodebookError):
-        Codebook(good.header, good.k.float(), good.v).save(tmp_path / "c")
+        Codebook(good.header, tuple(layer.float() for layer in good.k), good.v).save(tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 

@@ -40,7 +40,7 @@ def write_codebook(folder, identity, preset="antkv-1bit"):
     sub_vectors = chosen.num_sub_vectors(identity.head_size)
     shape = (identity.num_layers, identity.num_kv_heads, sub_vectors, chosen.num_centroids, chosen.sub_vector_size)
     header = CodebookHeader(format_version=1, preset=preset, model=identity, sinks=None, calibration={})
-    Codebook(header, torch.zeros(shape).half(), torch.zeros(shape).half()).save(codebook_path(folder, preset))
+    Codebook(header, *2 * (tuple(torch.zeros(shape).half()),)).save(codebook_path(folder, preset))
 
 
 def by_name(findings):

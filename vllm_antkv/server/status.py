@@ -10,8 +10,10 @@ from vllm.config import VllmConfig
 from vllm_antkv import __version__
 from vllm_antkv.attention.footprint import served_footprint
 from vllm_antkv.attention.startup import resolved_codebook
+from vllm_antkv.cache.pages import pool_block_bytes
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import ROW_CLASSES, Report
+from vllm_antkv.presets import nominal_bits
 
 PageClass = Literal["vq", "recency"]
 Part = Literal["codes", "anchors", "recency", "padding"]
@@ -54,7 +56,7 @@ class Page(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     block_size: int = Field(description="Tokens per page.")
-    bytes: int = Field(description="Per layer and KV head.")
+    bytes: int = Field(description="Per KV head, all layers.")
 
 
 class Setup(BaseModel):
@@ -64,6 +66,7 @@ class Setup(BaseModel):
 
     active: Literal[True] = True
     preset: str
+    layers: tuple[str, ...] = Field(description="The preset of every layer.")
     bits: Bits
     kv_bytes_per_token: dict[Part, float] = Field(description="Of all layers and KV heads, at `bits.at_tokens`.")
     settings: AntKVConfig
@@ -77,7 +80,8 @@ class Setup(BaseModel):
     def of(cls, vllm_config: VllmConfig) -> Self:
         """Read it from the configuration of a server with an antkv cache."""
         settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
-        layout, cost = served_footprint(vllm_config, settings)
+        codebook = resolved_codebook(vllm_config)
+        layouts, cost = served_footprint(vllm_config, settings, codebook.presets)
         model_config = vllm_config.model_config
         parts: dict[Part, int] = {
             "codes": cost.codes,
@@ -85,12 +89,12 @@ class Setup(BaseModel):
             "recency": cost.recency,
             "padding": cost.padding,
         }
-        heads = model_config.get_total_num_kv_heads() * model_config.get_total_num_hidden_layers()
-        codebook = resolved_codebook(vllm_config)
+        heads = model_config.get_total_num_kv_heads()
         return cls(
-            preset=layout.preset.name,
+            preset=vllm_config.cache_config.cache_dtype,
+            layers=codebook.layers,
             bits=Bits(
-                nominal=layout.preset.nominal_bits,
+                nominal=nominal_bits(codebook.presets),
                 effective=cost.bits(cost.total),
                 parts={part: cost.bits(num_bytes) for part, num_bytes in parts.items()},
                 at_tokens=cost.length,
@@ -99,12 +103,14 @@ class Setup(BaseModel):
             settings=settings,
             codebook=CodebookInfo(identity=codebook.identity, path=codebook.path, bytes=codebook.num_bytes),
             pages={
-                "vq": Page(block_size=VQ_BLOCK_SIZE, bytes=layout.vq_page_bytes),
-                "recency": Page(block_size=layout.recency_block_size, bytes=layout.recency_page_bytes),
+                "vq": Page(block_size=VQ_BLOCK_SIZE, bytes=sum(layout.vq_page_bytes for layout in layouts)),
+                "recency": Page(
+                    block_size=layouts[0].recency_block_size, bytes=sum(layout.recency_page_bytes for layout in layouts)
+                ),
             },
-            pool_page_bytes=heads * layout.pool_block_bytes,
+            pool_page_bytes=heads * pool_block_bytes(layouts),
             # K and V of 2 bytes per channel.
-            bf16_bytes_per_token=heads * 2 * 2 * layout.head_size,
+            bf16_bytes_per_token=heads * len(layouts) * 2 * 2 * layouts[0].head_size,
             versions={"vllm_antkv": __version__, "vllm": vllm.__version__, "torch": torch.__version__},
         )
 

@@ -84,8 +84,9 @@ def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama:
         for kind, centroids in ((0, book.k[layer].float()), (1, book.v[layer].float())):
             own = rows[layer, kind][1:]
             if kind == 0:
-                assert book.header.k_order is not None
-                own = own[..., list(book.header.k_order)]
+                order = book.header.k_order(layer)
+                assert order is not None
+                own = own[..., list(order)]
             right = error(own, centroids)
             assert right < 0.05 * float(own.square().mean())
             assert right < error(own, centroids.flip(0))
@@ -98,7 +99,7 @@ def test_weights_change_the_centroids_and_lower_the_weighted_error(
     (plain,) = calibrate_small(tiny_llama, text_file, tmp_path, weights="none")
     weighted = Codebook.load(codebook_path(learned, "antkv-1bit"))
     assert plain.header.calibration["weights"] == "none"
-    assert not torch.equal(plain.k, weighted.k)
+    assert not any(map(torch.equal, plain.k, weighted.k))
 
 
 def test_same_command_same_bytes_and_other_seed_other_bytes(
@@ -197,7 +198,7 @@ def test_the_work_folder_of_another_model_is_not_taken_up(
     shutil.copytree(other, folder)
     (resumed,) = calibrate_small(folder, text_file, tmp_path / "out")
     (fresh,) = calibrate_small(other, text_file, tmp_path / "fresh")
-    assert torch.equal(resumed.k, fresh.k)
+    assert all(map(torch.equal, resumed.k, fresh.k))
 
 
 def test_sinks_are_found_and_left_out(make_model: Callable[..., Path], text_file: Path, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from vllm_antkv.codebook import (
     SinkRule,
     codebook_path,
 )
-from vllm_antkv.presets import get_preset
 
 VOCAB = 64
 HEAD_SIZE = 32
@@ -54,21 +53,34 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrain
 
 
 def random_codebook(
-    identity: ModelIdentity, preset: str = "antkv-1bit", sinks: SinkRule | None = None, weights: str = "none"
+    identity: ModelIdentity,
+    preset: str = "antkv-1bit",
+    sinks: SinkRule | None = None,
+    weights: str = "none",
+    layers: tuple[str, ...] | None = None,
 ) -> Codebook:
     """Centroids drawn at random: far from the rows, so that what is seen exactly and what is not differ clearly."""
-    form = get_preset(preset)
-    shape = (
-        identity.num_layers,
-        identity.num_kv_heads,
-        form.num_sub_vectors(identity.head_size),
-        form.num_centroids,
-        form.sub_vector_size,
+    header = CodebookHeader(
+        format_version=FORMAT_VERSION,
+        preset=preset,
+        model=identity,
+        layers=layers,
+        sinks=sinks,
+        calibration={"weights": weights},
     )
     generator = torch.Generator().manual_seed(7)
-    k, v = (torch.randn(shape, generator=generator).half() for _ in range(2))
-    header = CodebookHeader(
-        format_version=FORMAT_VERSION, preset=preset, model=identity, sinks=sinks, calibration={"weights": weights}
+    k, v = (
+        tuple(
+            torch.randn(
+                identity.num_kv_heads,
+                form.num_sub_vectors(identity.head_size),
+                form.num_centroids,
+                form.sub_vector_size,
+                generator=generator,
+            ).half()
+            for form in header.layer_presets
+        )
+        for _ in range(2)
     )
     return Codebook(header, k, v)
 

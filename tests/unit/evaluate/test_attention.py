@@ -66,12 +66,12 @@ class Naive:
     def coded_key(self, token: int, head: int) -> torch.Tensor:
         half = HEAD_SIZE // 2
         row = torch.complex(self.key[token, head, :half], self.key[token, head, half:]) / self.turns[token]
-        plain = self._nearest(torch.cat((row.real, row.imag)), self.codebook.k[0, head])
+        plain = self._nearest(torch.cat((row.real, row.imag)), self.codebook.k[0][head])
         row = torch.complex(plain[:half], plain[half:]) * self.turns[token]
         return torch.cat((row.real, row.imag))
 
     def coded_value(self, token: int, head: int) -> torch.Tensor:
-        return self._nearest(self.value[token, head], self.codebook.v[0, head])
+        return self._nearest(self.value[token, head], self.codebook.v[0][head])
 
     @staticmethod
     def _nearest(row: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def codebook(card: ModelCard, model, windows: torch.Tensor) -> Codebook:
     header = CodebookHeader(
         format_version=FORMAT_VERSION, preset=PRESET.name, model=card.identity, sinks=None, calibration={}
     )
-    return Codebook(header, *(torch.stack(parts) for parts in zip(*sampling.centroids, strict=True)))
+    return Codebook(header, *zip(*sampling.centroids, strict=True))
 
 
 @torch.inference_mode()

@@ -101,9 +101,9 @@ def test_cq_prefers_its_own_folder(request_for, identity, tmp_path) -> None:
     plain.save(codebook_path(tmp_path, "antkv-1bit"))
     assert build_method("cq-1bit", request_for(tmp_path)).settings["weights"] == "none"
     other = random_codebook(identity, preset="antkv-1bit")
-    object.__setattr__(other, "k", other.k + 1)
+    object.__setattr__(other, "k", tuple(layer + 1 for layer in other.k))
     other.save(codebook_path(tmp_path / "cq", "antkv-1bit"))
-    assert (build_method("cq-1bit", request_for(tmp_path)).quantiser.codebook.k == other.k).all()
+    assert all(map(torch.equal, build_method("cq-1bit", request_for(tmp_path)).quantiser.codebook.k, other.k))
 
 
 def test_unknown_methods_and_missing_codebooks(request_for, tmp_path, reads_well) -> None:

@@ -14,6 +14,7 @@ from vllm_antkv.server.status import Bits, CodebookInfo, EngineStatus, Page, Set
 
 SETUP = Setup(
     preset="antkv-1bit",
+    layers=("antkv-1bit", "antkv-1bit"),
     bits=Bits(
         nominal=1,
         effective=1.5,

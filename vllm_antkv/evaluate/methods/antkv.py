@@ -3,24 +3,27 @@
 from vllm_antkv.codebook import Codebook, find_codebook
 from vllm_antkv.evaluate.methods.base import Method, MethodRequest
 from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
-from vllm_antkv.presets import PRESETS, get_preset
+from vllm_antkv.presets import PRESETS, nominal_bits
 
 NAMES = tuple(PRESETS)
 
 
 def build(name: str, request: MethodRequest) -> Method:
     """Load the codebook that the server would load, with its sink rule and its trained prefix."""
-    preset = get_preset(name)
     folder = None if request.codebooks is None else str(request.codebooks)
     path = find_codebook(request.model_name, request.identity, name, folder)
     codebook = Codebook.load(path, name, request.identity)
     return Method(
         name=name,
-        nominal_bits=preset.nominal_bits,
+        nominal_bits=nominal_bits(codebook.header.layer_presets),
         config=codebook.settings(request.config),
         quantiser=VectorQuantiser(codebook),
-        preset=preset,
+        layers=codebook.header.layer_presets,
         sinks=codebook.header.sinks if request.config.sinks else None,
         trained_prefix=codebook.prefix,
-        provenance={"codebook": codebook.identity, "weights": codebook.header.calibration.get("weights")},
+        provenance={
+            "codebook": codebook.identity,
+            "weights": codebook.header.calibration.get("weights"),
+            "layers": codebook.header.layers,
+        },
     )

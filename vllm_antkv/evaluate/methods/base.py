@@ -78,7 +78,7 @@ class Method:
     nominal_bits: bits per K or V element, codes alone.
     config: which rows stay in full precision beside their code (recency, prefix, anchors, sinks).
     quantiser: None leaves rows as they are; the model's own attention is untouched where there is no eviction either.
-    preset: the format in which the serving engine pages it; None for a method that is only evaluated offline.
+    layers: the formats in which the serving engine pages the layers; empty for a method that is only evaluated offline.
     sinks: how attention sinks are recognised, when `config` keeps them and the model has any.
     provenance: what else the figures depend on (which codebook), for the `settings` of the JSON.
     retention: of a method of the literature, the rows that stay exact instead of what `config` says.
@@ -91,7 +91,7 @@ class Method:
     nominal_bits: float
     config: AntKVConfig
     quantiser: Quantiser | None = None
-    preset: Preset | None = None
+    layers: tuple[Preset, ...] = ()
     sinks: SinkRule | None = None
     provenance: dict[str, Any] | None = None
     retention: Retention | None = None

@@ -28,7 +28,7 @@ def build(name: str, request: MethodRequest) -> Method:
         nominal_bits=preset.nominal_bits,
         config=config,
         quantiser=VectorQuantiser(codebook),
-        preset=preset,
+        layers=codebook.header.layer_presets,
         provenance={"codebook": codebook.identity, "weights": "none"},
     )
 
@@ -41,7 +41,8 @@ def _plain_codebook(name: str, preset: str, request: MethodRequest) -> Codebook:
     for candidate in (codebook_path(folder / PLAIN_FOLDER, preset), codebook_path(folder, preset)):
         if candidate.is_file():
             codebook = Codebook.load(candidate, preset, request.identity)
-            if codebook.header.calibration.get("weights") == "none" and codebook.header.k_order is None:
+            header = codebook.header
+            if header.calibration.get("weights") == "none" and not header.k_orders and header.layers is None:
                 return codebook
     raise CodebookError(_how_to_make_one(name, preset, request, folder))
 

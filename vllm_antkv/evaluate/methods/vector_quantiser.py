@@ -24,7 +24,7 @@ class VectorQuantiser:
         """See `Quantiser.read_back`. Computes in the dtype of `key`, as the serving engine does in float32."""
         positions = torch.arange(key.shape[1], device=key.device)
         plain_key = unrotate(key, positions, rotary)
-        order = self.codebook.header.k_order
+        order = self.codebook.header.k_order(layer)
         if order is None:
             coded_key = _nearest(plain_key, self.codebook.k[layer])
         else:

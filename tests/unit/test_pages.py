@@ -1,0 +1,69 @@
+"""Pages of a model's layers: what is in them, and that both kinds fit side by side into a block of the pool."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_antkv.cache.footprint import footprint
+from vllm_antkv.cache.pages import ALIGNMENT, PageLayout, RecencyPages, VQPages, page_layouts, pool_block_bytes
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import SettingsError
+from vllm_antkv.presets import PRESETS, get_preset, nominal_bits
+
+configs = st.builds(AntKVConfig, anchor_share=st.sampled_from([0.0, 0.01, 0.05, 0.2]))
+presets = st.sampled_from(list(PRESETS.values()))
+head_sizes = st.sampled_from([32, 64, 96, 128, 256])
+dtypes = st.sampled_from([torch.bfloat16, torch.float32])
+
+
+@given(config=configs, layers=st.lists(presets, min_size=1, max_size=40), head_size=head_sizes, dtype=dtypes)
+def test_recency_pages_of_all_layers_fit_into_the_block_of_the_vq_pages(config, layers, head_size, dtype) -> None:
+    layouts = page_layouts(config, layers, head_size, dtype)
+    assert [layout.preset for layout in layouts] == layers
+    assert len({(layout.recency_block_size, layout.recency_page_bytes) for layout in layouts}) == 1
+    of_vq, of_recency = (
+        sum(sizes) for sizes in zip(*((x.vq_page_bytes, x.recency_page_bytes) for x in layouts), strict=True)
+    )
+    assert of_recency < of_vq or layouts[0].recency_block_size == 1
+    # 2% make room for recency pages; one page may differ so that sizes are not there equally often.
+    content = of_vq - sum(layout.padding for layout in layouts)
+    assert of_vq <= content * 1.02 + ALIGNMENT * (len(layouts) + 1)
+    assert all(layout.vq_page_bytes % ALIGNMENT == 0 for layout in layouts)
+    counts = Counter(layout.vq_page_bytes for layout in layouts)
+    assert len(counts) == 1 or len(set(counts.values())) > 1 or set(counts.values()) == {1}
+
+
+@given(config=configs, preset=presets, num_layers=st.integers(1, 40), head_size=head_sizes, dtype=dtypes)
+def test_layers_of_one_preset_have_the_same_pages(config, preset, num_layers, head_size, dtype) -> None:
+    one = PageLayout.of(config, preset, head_size, dtype)
+    assert page_layouts(config, [preset] * num_layers, head_size, dtype) == [one] * num_layers
+
+
+@given(config=configs, layers=st.lists(presets, min_size=1, max_size=40), length=st.integers(1, 20000))
+def test_bits_are_those_of_the_layers_together(config, layers, length) -> None:
+    layouts = page_layouts(config, layers, 128, torch.bfloat16)
+    cost = footprint(layouts, config, length)
+    assert cost.bits(cost.codes) == pytest.approx(nominal_bits(layers))
+    assert cost.padding >= 0
+    assert cost.total % pool_block_bytes(layouts) == 0
+
+
+@given(config=configs, preset=presets, head_size=head_sizes, dtype=dtypes)
+def test_views_share_no_byte_and_leave_the_padding(config, preset, head_size, dtype) -> None:
+    layout = PageLayout.of(config, preset, head_size, dtype)
+    for pages, num_bytes in ((VQPages, layout.vq_page_bytes), (RecencyPages, layout.recency_page_bytes)):
+        raw = torch.zeros(2, 3, 1, num_bytes, dtype=torch.uint8)
+        views = vars(pages.view(raw, layout, dtype)).values()
+        for view in views:
+            view.view(torch.uint8).add_(1)
+        assert raw.max() <= 1, "no byte is in two views"
+        taken = sum(view.nbytes for view in views)
+        assert int(raw.sum()) == taken
+
+
+def test_a_preset_that_does_not_divide_the_head_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"antkv-0\.375bit"):
+        page_layouts(AntKVConfig(), [get_preset("antkv-1bit"), get_preset("antkv-0.375bit")], 80, torch.bfloat16)
