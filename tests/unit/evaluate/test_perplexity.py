@@ -96,7 +96,7 @@ def bits(context: int, **settings: object) -> float:
         vocab_size=100,
     )
     config = AntKVConfig.model_validate({"anchor_share": 0, "sinks": False, "prefix": 0, "recency": "none", **settings})
-    method = Method("antkv-1bit", 1.0, config, preset=PRESETS["antkv-1bit"])
+    method = Method("antkv-1bit", 1.0, config, layers=(PRESETS["antkv-1bit"],) * identity.num_layers)
     return effective_bits(method, identity, torch.bfloat16, context)
 
 
