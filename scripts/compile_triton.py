@@ -279,7 +279,7 @@ def _layer(case: Case, config: AntKVConfig) -> LayerState:
     rotary_dim = case.head_size if case.rotary_dim is None else case.rotary_dim
     angles = torch.arange(MAX_LEN)[:, None] * torch.logspace(0, -3, rotary_dim // 2)
     return LayerState(
-        vq=VQPages.view(raw[..., : layout.vq_page_bytes], layout, case.dtype),
+        vq=VQPages.view(raw[..., : layout.vq_page_bytes], layout),
         recency=RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, case.dtype),
         k_centroids=centroids,
         v_centroids=centroids,

@@ -29,7 +29,7 @@ def render() -> str:
     lines += [
         "",
         f"A VQ block has {VQ_BLOCK_SIZE} tokens. With the defaults, {AntKVConfig().anchor_rows} of its K rows and",
-        "as many V rows stay in full precision as anchors, per KV head.",
+        "as many V rows are anchors, per KV head.",
         "",
         "## JSON schema",
         "",

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, ExactRows, Pages, Policy, Rows, Shape, Tables
-from .choose import choose, key_error, value_error
+from .choose import choose, key_error, store_keys, store_values, value_error
 from .common import LOG2E, exact_rows, find_request, first_tile, in_recency_page, load_exact, load_rows
 
 
@@ -119,6 +119,7 @@ def _anchor_score_kernel(
     if stop % shape.block_size > 0:
         keep_scores(k_scores, v_scores, keys, keys < stop, request, head, pages, batch, shape)
     else:
+        origin = block * shape.block_size
         block_id = tl.load(batch.vq_table + request * batch.vq_table_stride + block).to(tl.int64)
         v_rows = exact_rows(
             pages.recent_v, rows.value, rows.value_stride, keys, keys < stop, start, first_row, request, head, pages,
@@ -127,10 +128,20 @@ def _anchor_score_kernel(
         k_error = k_scores
         v_error = v_scores
         if policy.anchors:
-            k_error = key_error(k_rows, keys, block_id, head, pages, tables, shape)
-            v_error = value_error(v_rows, keys, block_id, head, pages, tables, shape)
-        choose(k_scores, k_error, k_rows, 0, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
-        choose(v_scores, v_error, v_rows, 1, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
+            k_error = key_error(k_rows, keys - origin, origin, block_id, head, pages, tables, shape)
+            v_error = value_error(v_rows, keys - origin, block_id, head, pages, tables, shape)
+        held = choose(k_scores, k_error, 0, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
+        k_held = exact_rows(
+            pages.recent_k, rows.key, rows.key_stride, origin + held, held >= 0, start, first_row, request, head,
+            pages, batch, shape,
+        )  # fmt: skip
+        store_keys(k_held, held, origin, block_id, head, pages, tables, shape)
+        held = choose(v_scores, v_error, 1, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
+        v_held = exact_rows(
+            pages.recent_v, rows.value, rows.value_stride, origin + held, held >= 0, start, first_row, request, head,
+            pages, batch, shape,
+        )  # fmt: skip
+        store_values(v_held, held, block_id, head, pages, tables, shape)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ class Pages(NamedTuple):
     """A layer's pages. All but the block and head dimensions are contiguous.
 
     k_codes, v_codes: (num_blocks, num_kv_heads, block_size, code_bytes) uint8.
-    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, head_size) model dtype.
+    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, head_size) uint8, corrections in e4m3.
     anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V, negative where unused.
     recent_k, recent_v: (num_blocks, num_kv_heads, page_size, head_size) model dtype, K after RoPE.
     scores: (num_blocks, num_kv_heads, 2, page_size) float32.

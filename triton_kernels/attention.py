@@ -15,6 +15,7 @@ from .common import (
     decode_key_halves,
     decode_values,
     exact_rows,
+    from_e4m3,
     head_centroids,
     in_vq_page,
     load_exact,
@@ -112,7 +113,7 @@ def attend_coded(
     batch: Batch,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the online softmax over what the codes of `keys` stand for, anchors put in."""
+    """One step of the online softmax over what the codes of `keys` stand for, anchors corrected."""
     block = tile // shape.block_size
     block_id = tl.load(batch.vq_table + request * batch.vq_table_stride + block).to(tl.int64)
     offsets = keys % shape.block_size
@@ -124,10 +125,10 @@ def attend_coded(
     key_first, key_second = turn(
         raw_first, raw_second, tables, block * shape.block_size, offsets, present, tl.arange(0, shape.half_pad), shape
     )
+    if anchored:
+        key_first, key_second = correct_keys(key_first, key_second, offsets, block_id, head, pages, tables, shape)
     key_first = key_first.to(query_first.dtype)
     key_second = key_second.to(query_first.dtype)
-    if anchored:
-        key_first, key_second = put_key_anchors(key_first, key_second, offsets, block_id, head, pages, tables, shape)
     probs, decay, maximum, total = softmax_step(
         query_first, query_second, key_first, key_second, visible, scale, maximum, total
     )
@@ -136,12 +137,12 @@ def attend_coded(
     value = decode_values(v_codes, head_centroids(tables.v_centroids, head, shape), shape)
     value = value.to(query_first.dtype)
     if anchored:
-        value = put_value_anchors(value, offsets, block_id, head, pages, shape)
+        value = correct_values(value, offsets, block_id, head, pages, shape)
     return maximum, total, accumulate(probs, decay, value, weighted)
 
 
 @triton.jit
-def put_key_anchors(
+def correct_keys(
     key_first: tl.tensor,
     key_second: tl.tensor,
     offsets: tl.tensor,
@@ -151,19 +152,19 @@ def put_key_anchors(
     tables: Tables,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Replace the K rows of tokens that are anchors of the block."""
+    """Add what the K codes of anchors of the block lose."""
     row = anchor_row(offsets, 0, block_id, head, pages, shape)
     held = row >= 0
     if tl.max(held.to(tl.int32), 0) > 0:
         pointers = in_vq_page(pages.k_anchors, block_id, head, pages) + row * shape.head_size
-        anchor_first, anchor_second = load_halves(pointers, held, tables, True, shape)
-        key_first = tl.where(held[:, None], anchor_first, key_first)
-        key_second = tl.where(held[:, None], anchor_second, key_second)
+        first, second = load_halves(pointers, held, tables, True, shape)
+        key_first += from_e4m3(first)
+        key_second += from_e4m3(second)
     return key_first, key_second
 
 
 @triton.jit
-def put_value_anchors(
+def correct_values(
     value: tl.tensor,
     offsets: tl.tensor,
     block_id: tl.tensor,
@@ -171,13 +172,14 @@ def put_value_anchors(
     pages: Pages,
     shape: tl.constexpr,
 ) -> tl.tensor:
-    """Replace the V rows of tokens that are anchors of the block."""
+    """Add what the V codes of anchors of the block lose."""
     row = anchor_row(offsets, 1, block_id, head, pages, shape)
     held = row >= 0
     if tl.max(held.to(tl.int32), 0) > 0:
         pointers = in_vq_page(pages.v_anchors, block_id, head, pages) + row * shape.head_size
         channels = tl.arange(0, shape.head_pad)
-        value = tl.where(held[:, None], load_rows(pointers, held, channels, channels < shape.head_size), value)
+        correction = from_e4m3(load_rows(pointers, held, channels, channels < shape.head_size))
+        value = (value.to(tl.float32) + correction).to(value.dtype)
     return value
 
 

@@ -1,19 +1,74 @@
-"""The second half of `anchor_score`: which rows of a VQ block that closes become its anchors."""
+"""The second half of `anchor_score`: which rows of a VQ block that closes become its anchors, and what they store."""
 
 import triton
 import triton.language as tl
 
 from .arguments import ExactRows, Pages, Tables
-from .common import channels_in_rows, channels_of_pairs, decode_channels, head_centroids, in_vq_page, load_exact, turn
+from .common import (
+    channels_in_rows,
+    channels_of_pairs,
+    decode_channels,
+    head_centroids,
+    in_vq_page,
+    load_exact,
+    to_e4m3,
+    turn,
+)
 
 #: Channels at a time where all rows of a block are read: 32 bytes of a row are one sector of memory, and few registers.
 _CHUNK = tl.constexpr(16)
 
 
 @triton.jit
+def key_errors(
+    k_rows: ExactRows,
+    offsets: tl.tensor,
+    pairs: tl.tensor,
+    origin: tl.tensor,
+    block_id: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    shape: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """What the codes of K rows lose in the first and the second channels of `pairs`, (N, P) float32 each.
+
+    k_rows, offsets: of N tokens of the block that starts at position `origin`.
+    """
+    codes = in_vq_page(pages.k_codes, block_id, head, pages) + offsets * shape.code_bytes
+    centroids = head_centroids(tables.k_centroids, head, shape)
+    first_channel, second_channel = channels_of_pairs(pairs, shape)
+    first = decode_channels(codes, centroids, first_channel, shape)
+    second = decode_channels(codes, centroids, second_channel, shape)
+    first, second = turn(first, second, tables, origin, offsets, offsets >= 0, pairs, shape)
+    known = pairs < shape.head_size // 2
+    first = load_exact(k_rows, channels_in_rows(first_channel, tables, shape), known).to(tl.float32) - first
+    second = load_exact(k_rows, channels_in_rows(second_channel, tables, shape), known).to(tl.float32) - second
+    return first, second
+
+
+@triton.jit
+def value_errors(
+    v_rows: ExactRows,
+    offsets: tl.tensor,
+    channels: tl.tensor,
+    block_id: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    shape: tl.constexpr,
+) -> tl.tensor:
+    """What the codes of V rows lose in `channels`, (N, C) float32; v_rows, offsets: of N tokens of a block."""
+    codes = in_vq_page(pages.v_codes, block_id, head, pages) + offsets * shape.code_bytes
+    coded = decode_channels(codes, head_centroids(tables.v_centroids, head, shape), channels, shape)
+    return load_exact(v_rows, channels, channels < shape.head_size).to(tl.float32) - coded.to(tl.float32)
+
+
+@triton.jit
 def key_error(
     k_rows: ExactRows,
-    keys: tl.tensor,
+    offsets: tl.tensor,
+    origin: tl.tensor,
     block_id: tl.tensor,
     head: tl.tensor,
     pages: Pages,
@@ -21,19 +76,11 @@ def key_error(
     shape: tl.constexpr,
 ) -> tl.tensor:
     """(block_size,) float32, distance of the K rows of a full block from what their codes stand for."""
-    offsets = keys % shape.block_size
-    codes = in_vq_page(pages.k_codes, block_id, head, pages) + offsets * shape.code_bytes
-    centroids = head_centroids(tables.k_centroids, head, shape)
     total = tl.full((shape.block_size,), 0, tl.float32)
     for begin in range(0, shape.head_size // 2, _CHUNK):
         pairs = begin + tl.arange(0, _CHUNK)
-        first_channel, second_channel = channels_of_pairs(pairs, shape)
-        first = decode_channels(codes, centroids, first_channel, shape)
-        second = decode_channels(codes, centroids, second_channel, shape)
-        first, second = turn(first, second, tables, tl.min(keys, 0), offsets, offsets >= 0, pairs, shape)
+        first, second = key_errors(k_rows, offsets, pairs, origin, block_id, head, pages, tables, shape)
         known = pairs < shape.head_size // 2
-        first = load_exact(k_rows, channels_in_rows(first_channel, tables, shape), known).to(tl.float32) - first
-        second = load_exact(k_rows, channels_in_rows(second_channel, tables, shape), known).to(tl.float32) - second
         total += tl.sum(tl.where(known[None, :], first * first + second * second, 0.0), 1)
     return tl.sqrt(total)
 
@@ -41,7 +88,7 @@ def key_error(
 @triton.jit
 def value_error(
     v_rows: ExactRows,
-    keys: tl.tensor,
+    offsets: tl.tensor,
     block_id: tl.tensor,
     head: tl.tensor,
     pages: Pages,
@@ -49,15 +96,11 @@ def value_error(
     shape: tl.constexpr,
 ) -> tl.tensor:
     """(block_size,) float32, distance of the V rows of a full block from what their codes stand for."""
-    codes = in_vq_page(pages.v_codes, block_id, head, pages) + keys % shape.block_size * shape.code_bytes
-    centroids = head_centroids(tables.v_centroids, head, shape)
     total = tl.full((shape.block_size,), 0, tl.float32)
     for begin in range(0, shape.head_size, _CHUNK):
         channels = begin + tl.arange(0, _CHUNK)
-        known = channels < shape.head_size
-        coded = decode_channels(codes, centroids, channels, shape).to(tl.float32)
-        difference = load_exact(v_rows, channels, known).to(tl.float32) - coded
-        total += tl.sum(tl.where(known[None, :], difference * difference, 0.0), 1)
+        errors = value_errors(v_rows, offsets, channels, block_id, head, pages, tables, shape)
+        total += tl.sum(tl.where((channels < shape.head_size)[None, :], errors * errors, 0.0), 1)
     return tl.sqrt(total)
 
 
@@ -65,7 +108,6 @@ def value_error(
 def choose(
     scores: tl.tensor,
     error: tl.tensor,
-    exact: ExactRows,
     kind: tl.constexpr,
     keys: tl.tensor,
     prefix: tl.tensor,
@@ -76,33 +118,68 @@ def choose(
     shape: tl.constexpr,
     policy: tl.constexpr,
     COUNTS: tl.constexpr,
-) -> None:
-    """Write the rows with the highest scores, and their offsets, to the anchors of a block. kind: 0 for K, 1 for V."""
+) -> tl.tensor:
+    """Write the offsets of the rows with the highest scores to the anchors of a block. kind: 0 for K, 1 for V.
+
+    Returns them, (anchor_pad,) int32, negative where there are fewer.
+    """
     offsets = keys % shape.block_size
     ranked = rank_scores(scores, error, offsets, keys < prefix, shape, policy)
     num_candidates = tl.sum((ranked > float("-inf")).to(tl.int32), 0)
-    place = offsets * 0 + shape.anchor_rows
+    row = tl.arange(0, shape.anchor_pad)
+    held = row * 0
     for rank in range(shape.anchor_rows):
         # Equal scores take the lower offset, on every device.
         at = tl.argmax(ranked, 0, tie_break_left=True)
-        place = tl.where((offsets == at) & (ranked > float("-inf")), rank, place)
+        held = tl.where(row == rank, at, held)
         ranked = tl.where(offsets == at, float("-inf"), ranked)
-    taken = place < shape.anchor_rows
-
-    row = tl.arange(0, shape.anchor_pad)
-    unused = (row < shape.anchor_rows) & (row >= num_candidates)
+    held = tl.where((row < shape.anchor_rows) & (row < num_candidates), held, -1)
     target = in_vq_page(pages.anchor_offsets, block_id, head, pages) + kind * shape.anchor_rows
-    tl.store(target + row, tl.full((shape.anchor_pad,), -1, tl.int16), mask=unused)
-    tl.store(target + place, offsets.to(tl.int16), mask=taken)
+    tl.store(target + row, held.to(tl.int16), mask=row < shape.anchor_rows)
     if COUNTS:
-        tl.atomic_add(count, tl.sum(taken.to(tl.int64), 0))
+        tl.atomic_add(count, tl.sum((held >= 0).to(tl.int64), 0))
+    return held
 
-    anchors = in_vq_page(pages.k_anchors if kind == 0 else pages.v_anchors, block_id, head, pages)
+
+@triton.jit
+def store_keys(
+    k_rows: ExactRows,
+    held: tl.tensor,
+    origin: tl.tensor,
+    block_id: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    shape: tl.constexpr,
+) -> None:
+    """Write what the codes of K anchors lose. k_rows, held: (anchor_pad,), of the tokens that `choose` returned."""
+    rows = in_vq_page(pages.k_anchors, block_id, head, pages) + tl.arange(0, shape.anchor_pad) * shape.head_size
+    for begin in range(0, shape.head_size // 2, _CHUNK):
+        pairs = begin + tl.arange(0, _CHUNK)
+        first, second = key_errors(k_rows, tl.maximum(held, 0), pairs, origin, block_id, head, pages, tables, shape)
+        first_channel, second_channel = channels_of_pairs(pairs, shape)
+        mask = (held >= 0)[:, None] & (pairs < shape.head_size // 2)[None, :]
+        tl.store(rows[:, None] + channels_in_rows(first_channel, tables, shape)[None, :], to_e4m3(first), mask=mask)
+        tl.store(rows[:, None] + channels_in_rows(second_channel, tables, shape)[None, :], to_e4m3(second), mask=mask)
+
+
+@triton.jit
+def store_values(
+    v_rows: ExactRows,
+    held: tl.tensor,
+    block_id: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    shape: tl.constexpr,
+) -> None:
+    """Write what the codes of V anchors lose; arguments as of `store_keys`."""
+    rows = in_vq_page(pages.v_anchors, block_id, head, pages) + tl.arange(0, shape.anchor_pad) * shape.head_size
     for begin in range(0, shape.head_size, _CHUNK):
         channels = begin + tl.arange(0, _CHUNK)
-        in_head = channels < shape.head_size
-        where = anchors + place[:, None] * shape.head_size + channels[None, :]
-        tl.store(where, load_exact(exact, channels, in_head), mask=taken[:, None] & in_head[None, :])
+        errors = value_errors(v_rows, tl.maximum(held, 0), channels, block_id, head, pages, tables, shape)
+        mask = (held >= 0)[:, None] & (channels < shape.head_size)[None, :]
+        tl.store(rows[:, None] + channels[None, :], to_e4m3(errors), mask=mask)
 
 
 @triton.jit

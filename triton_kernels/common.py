@@ -81,7 +81,31 @@ def load_halves(
 @triton.jit
 def load_rows(pointers: tl.tensor, mask: tl.tensor, channels: tl.tensor, channel_mask: tl.tensor) -> tl.tensor:
     """(N, C) channels of the rows that start at `pointers` (N,); 0 where masked."""
-    return tl.load(pointers[:, None] + channels[None, :], mask=mask[:, None] & channel_mask[None, :], other=0.0)
+    return tl.load(pointers[:, None] + channels[None, :], mask=mask[:, None] & channel_mask[None, :], other=0)
+
+
+@triton.jit
+def from_e4m3(bytes: tl.tensor) -> tl.tensor:
+    """The numbers that bytes (uint8) stand for, float32; they are none that is not finite.
+
+    In integers, as Triton casts e4m3 from compute capability 8.9 on only: float16 has the same bits, but for a larger
+    bias of the exponent.
+    """
+    wide = bytes.to(tl.uint16)
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def to_e4m3(numbers: tl.tensor) -> tl.tensor:
+    """The nearest e4m3 numbers to float32 ones as bytes, uint8; ties go to the even one, what is too large to 448."""
+    sign = (numbers.to(tl.uint32, bitcast=True) >> 31) << 7
+    size = tl.minimum(tl.abs(numbers), 448.0)
+    bits = size.to(tl.uint32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 the numbers are multiples of 2^-9: a sum with 2^14 is rounded to one.
+    tiny = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    return (tl.where(size < 0.015625, tiny, normal) | sign).to(tl.uint8)
 
 
 @triton.jit

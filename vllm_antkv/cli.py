@@ -70,7 +70,7 @@ Sinks = Annotated[
     int,
     typer.Option(
         min=0,
-        help="0: no attention sinks. Anything else: sinks stay in full precision; how many there are is found by the "
+        help="0: no attention sinks. Anything else: sinks are the first anchors; how many there are is found by the "
         "calibrated threshold, not by this number.",
     ),
 ]

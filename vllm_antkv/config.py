@@ -55,11 +55,11 @@ class AntKVConfig(BaseModel):
         "the codebooks shipped with vllm-antkv, then in the user's cache.",
     )
     anchor_share: float = Field(
-        default=0.01,
+        default=0.015,
         ge=0.0,
         le=1.0,
-        description="Share of the tokens of a VQ block whose K and V rows with the highest Anchor Score stay in full "
-        "precision, per KV head. 0 switches anchors off.",
+        description="Share of the tokens of a VQ block that are anchors: K and V rows with the highest Anchor Score, "
+        "chosen per KV head, of which what their codes lose is kept in 8 bits. 0 switches anchors off.",
     )
     anchor_scope: Literal["block", "prompt"] = Field(
         default="block",
@@ -69,8 +69,8 @@ class AntKVConfig(BaseModel):
     )
     sinks: bool = Field(
         default=True,
-        description="Keep attention sinks (KVSink: tokens whose hidden state is extreme in a calibrated channel) in "
-        "full precision, ahead of other anchors.",
+        description="Make attention sinks (KVSink: tokens whose hidden state is extreme in a calibrated channel) "
+        "anchors, ahead of all other tokens.",
     )
     prefix: int = Field(
         default=8,
@@ -139,7 +139,7 @@ class AntKVConfig(BaseModel):
 
     @property
     def anchor_rows(self) -> int:
-        """K rows (and V rows) in full precision per VQ block and KV head; sinks have a row even without anchors."""
+        """K rows (and V rows) that are anchors per VQ block and KV head; sinks have a row even without anchors."""
         rows = round(self.anchor_share * VQ_BLOCK_SIZE)
         if self.anchor_share > 0 or self.sinks:
             rows = max(rows, 1)

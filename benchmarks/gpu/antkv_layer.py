@@ -11,6 +11,7 @@ from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.reference import correction
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
 from vllm_antkv.ops.step import Step
 from vllm_antkv.presets import get_preset
@@ -56,7 +57,7 @@ class Requests:
         raw = torch.randint(
             0, 256, (tables.num_blocks, NUM_KV_HEADS, 1, pool_block_bytes([layout])), dtype=torch.uint8, device="cuda"
         )
-        vq = VQPages.view(raw[..., : layout.vq_page_bytes], layout, DTYPE)
+        vq = VQPages.view(raw[..., : layout.vq_page_bytes], layout)
         recency = RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, DTYPE)
         _fill(vq, recency, tables)
         rotary = _rotary(length)
@@ -116,8 +117,11 @@ class _BlockTables:
 def _fill(vq: VQPages, recency: RecencyPages, tables: _BlockTables) -> None:
     """Numbers where random bytes would be none."""
     blocks, pages = tables.vq.flatten().long().cuda(), tables.recency.flatten().unique().long().cuda()
-    for rows, used in ((vq.k_anchors, blocks), (vq.v_anchors, blocks), (recency.k, pages), (recency.v, pages)):
-        rows[used] = torch.randn(len(used), *rows.shape[1:], dtype=rows.dtype, device="cuda")
+    for rows in (vq.k_anchors, vq.v_anchors):
+        errors = torch.randn(len(blocks), *rows.shape[1:], device="cuda")
+        rows[blocks] = correction(errors, torch.zeros_like(errors))
+    for rows in (recency.k, recency.v):
+        rows[pages] = torch.randn(len(pages), *rows.shape[1:], dtype=rows.dtype, device="cuda")
     recency.scores[pages] = torch.rand(len(pages), *recency.scores.shape[1:], device="cuda")
     anchors = vq.anchor_offsets.shape[3]
     offsets = torch.rand(len(blocks), NUM_KV_HEADS, 2, VQ_BLOCK_SIZE, device="cuda").topk(anchors).indices

@@ -42,9 +42,9 @@ class Block {
         }
         // Only votes need them as the queries are; what follows compares them with decoded rows.
         for (int offset = 0; offset < kBlockSize; ++offset) to_code_order(layer_, row(offset));
-        const int num_keys = choose(key_, false);
+        const int num_keys = choose(false);
         exact_rows(value_, true);
-        return num_keys + choose(value_, true);
+        return num_keys + choose(true);
     }
 
   private:
@@ -123,8 +123,9 @@ class Block {
         return result;
     }
 
-    // Keep the rows that matter most; `keys_` holds the block's exact rows of this kind. Returns how many.
-    int choose(antkv_rows in_hand, bool of_values) {
+    // Keep what the codes of the rows that matter most lose; `keys_` holds the block's exact rows of this kind. Returns
+    // how many.
+    int choose(bool of_values) {
         const VQPage page = sequence_.vq_page(block_);
         float ranks[kBlockSize];
         rank(page, of_values, ranks);
@@ -138,13 +139,14 @@ class Block {
             }
             offsets[anchor] = (int16_t)best;
             ranks[best] = -kInfinity;
-            std::memcpy(page.anchor(of_values, anchor), sequence_.exact_row(in_hand, of_values, first_ + best),
-                        (size_t)size_ * element_size(layer_));
+            float* error = row(best);
+            if (!of_values) to_model_order(layer_, error);
+            for (int c = 0; c < size_; c += W) E4M3::store(page.anchor(of_values, anchor) + c, load(error + c));
             ++chosen;
         }
         return chosen;
     }
-    // See `block_anchors` in vllm_antkv/select/anchors.py.
+    // See `block_anchors` in vllm_antkv/select/anchors.py. Leaves the errors of the codes in `keys_`.
     void rank(VQPage page, bool of_values, float* ranks) {
         alignas(64) float coded[kTile * kMaxHead];
         for (int first = 0; first < kBlockSize; first += kTile) {
@@ -157,6 +159,7 @@ class Block {
                 for (int c = 0; c < size_; c += W) {
                     const Vec error = load(row(offset) + c) - load(coded + (offset - first) * size_ + c);
                     squares += error * error;
+                    store(row(offset) + c, error);
                 }
                 ranks[offset] = rank(offset, scores_[of_values][offset], std::sqrt(sum(squares)));
             }

@@ -89,6 +89,14 @@ inline void to_code_order(const antkv_layer& layer, float* row) {
     for (int c = 0; c < layer.head_size; ++c) row[c] = as_it_is[layer.k_order[c]];
 }
 
+// Inverse of `to_code_order`.
+inline void to_model_order(const antkv_layer& layer, float* row) {
+    if (!layer.k_order) return;
+    float as_it_is[256];
+    std::copy_n(row, layer.head_size, as_it_is);
+    for (int c = 0; c < layer.head_size; ++c) row[layer.k_order[c]] = as_it_is[c];
+}
+
 // Turn a row by the angles whose cosines and sines are given; `sign` -1 turns back.
 inline void rotate(const antkv_layer& layer, float* __restrict row, const float* __restrict cos,
                    const float* __restrict sin, float sign) {

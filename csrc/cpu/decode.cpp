@@ -31,14 +31,13 @@ class Split {
         std::copy_n(queries, group_ * size_, of_codes);
         prefetch_exact();
         for (int h = 0; h < group_; ++h) to_code_order(layer_, of_codes + h * size_);
-        for (int first = 0; first < count_; first += kBlockSize) {
-            coded_logits(of_codes, first);
-            anchor_logits(queries, first);
-        }
+        for (int first = 0; first < count_; first += kBlockSize) coded_logits(of_codes, first);
+        anchor_logits(queries);
         exact_logits(queries);
         softmax(max, total);
         std::fill_n(output, group_ * size_, 0.0f);
         exact_values(output);
+        anchor_values(output);
         if (layer_.num_centroids == 256 && count_ - num_exact_ >= kByCode)
             values_by_code(output);
         else
@@ -48,15 +47,22 @@ class Split {
   private:
     bool any_coded(int first, int count) const { return std::memchr(coded_ + first, 1, count); }
     VQPage page_of(int first) const { return sequence_.vq_page((begin_ + first) / kBlockSize); }
-    // Calls row(offset, anchor row) for the anchors of a block that the query sees.
-    template <typename Row>
-    void for_anchors(int first, bool of_values, Row row) {
-        if ((begin_ + first) / kBlockSize >= own_block_) return;
-        const VQPage page = page_of(first);
-        for (int anchor = 0; anchor < layer_.anchor_rows; ++anchor) {
-            const int offset = page.anchor_offsets(of_values)[anchor];
-            if (offset >= 0 && coded_[first + offset]) row(first + offset, page.anchor(of_values, anchor));
+    // Calls use(corrections, tokens, count) for the anchors that the query sees, at most kTile at a time.
+    template <typename Use>
+    void for_anchors(bool of_values, Use use) {
+        alignas(64) float rows[kTile * kMaxHead];
+        int tokens[kTile], count = 0;
+        for (int first = 0; first < count_ && (begin_ + first) / kBlockSize < own_block_; first += kBlockSize) {
+            const VQPage page = page_of(first);
+            for (int anchor = 0; anchor < layer_.anchor_rows; ++anchor) {
+                const int offset = page.anchor_offsets(of_values)[anchor];
+                if (offset < 0 || !coded_[first + offset]) continue;
+                widen<E4M3>(page.anchor(of_values, anchor), size_, rows + count * size_);
+                tokens[count++] = first + offset;
+                if (count == kTile) use(rows, tokens, std::exchange(count, 0));
+            }
         }
+        if (count) use(rows, tokens, count);
     }
 
     // Ask for what comes next while this block is computed: the hardware does not see across pages.
@@ -95,11 +101,10 @@ class Split {
                       logits_ + tile, kSplit, rows);
         }
     }
-    void anchor_logits(const float* queries, int first) {
-        alignas(64) float rows[kMaxHead];
-        for_anchors(first, false, [&](int token, const void* row) {
-            widen(layer_, row, size_, rows);
-            scatter_logits(queries, rows, &token, 1);
+    // What anchors add to the logits of their codes.
+    void anchor_logits(const float* queries) {
+        for_anchors(false, [&](const float* rows, const int* tokens, int count) {
+            for_products(queries, rows, tokens, count, [](float& logit, float product) { logit += product; });
         });
     }
     void exact_logits(const float* queries) {
@@ -107,18 +112,20 @@ class Split {
         for (int first = 0; first < num_exact_; first += kTile) {
             const int count = std::min(kTile, num_exact_ - first);
             widen_exact(key_, false, exact_ + first, count, rows);
-            scatter_logits(queries, rows, exact_ + first, count);
+            for_products(queries, rows, exact_ + first, count, [](float& logit, float product) { logit = product; });
         }
     }
     void widen_exact(antkv_rows in_hand, bool of_values, const int* tokens, int count, float* rows) {
         for (int i = 0; i < count; ++i)
             widen(layer_, sequence_.exact_row(in_hand, of_values, begin_ + tokens[i]), size_, rows + i * size_);
     }
-    void scatter_logits(const float* queries, const float* rows, const int* tokens, int count) {
+    // Calls use(logit, product with the row) for all heads and tokens.
+    template <typename Use>
+    void for_products(const float* queries, const float* rows, const int* tokens, int count, Use use) {
         alignas(64) float products[kMaxGroup * kTile];
         dot_rows(group_, queries, rows, size_, count, products, kTile);
         for (int h = 0; h < group_; ++h)
-            for (int i = 0; i < count; ++i) logits_[h * kSplit + tokens[i]] = products[h * kTile + i];
+            for (int i = 0; i < count; ++i) use(logits_[h * kSplit + tokens[i]], products[h * kTile + i]);
     }
 
     // Turn logits into weights.
@@ -146,19 +153,21 @@ class Split {
         for (int first = 0; first < num_exact_; first += kTile) {
             const int count = std::min(kTile, num_exact_ - first);
             widen_exact(value_, true, exact_ + first, count, rows);
-            take_values(rows, exact_ + first, count, output);
-        }
-        for (int first = 0; first < count_; first += kBlockSize) {
-            for_anchors(first, true, [&](int token, const void* row) {
-                widen(layer_, row, size_, rows);
-                take_values(rows, &token, 1, output);
-            });
+            add_values(rows, exact_ + first, count, output);
+            for (int h = 0; h < group_; ++h)
+                for (int i = 0; i < count; ++i) logits_[h * kSplit + exact_[first + i]] = 0;
         }
     }
-    void take_values(const float* rows, const int* tokens, int count, float* output) {
+    // What anchors add to the values of their codes.
+    void anchor_values(float* output) {
+        for_anchors(true, [&](const float* rows, const int* tokens, int count) {
+            add_values(rows, tokens, count, output);
+        });
+    }
+    void add_values(const float* rows, const int* tokens, int count, float* output) {
         float weights[kMaxGroup * kTile];
         for (int h = 0; h < group_; ++h)
-            for (int i = 0; i < count; ++i) weights[h * kTile + i] = std::exchange(logits_[h * kSplit + tokens[i]], 0);
+            for (int i = 0; i < count; ++i) weights[h * kTile + i] = logits_[h * kSplit + tokens[i]];
         add_rows(group_, weights, kTile, rows, size_, count, output);
     }
 

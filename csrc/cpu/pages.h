@@ -45,9 +45,9 @@ struct VQPage {
     uint8_t* codes(bool of_values, int offset) const {
         return data + (of_values ? layer.v_codes : 0) + (int64_t)offset * layer.code_bytes;
     }
+    // E4M3: what the code of the anchor loses.
     uint8_t* anchor(bool of_values, int row) const {
-        const int64_t section = of_values ? layer.v_anchors : layer.k_anchors;
-        return data + section + (int64_t)row * layer.head_size * element_size(layer);
+        return data + (of_values ? layer.v_anchors : layer.k_anchors) + (int64_t)row * layer.head_size;
     }
     int16_t* anchor_offsets(bool of_values) const {
         return (int16_t*)(data + layer.anchor_offsets) + (of_values ? layer.anchor_rows : 0);

@@ -57,17 +57,22 @@ void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
         turned_keys(layer_, sequence.head, page.codes(false, 0), first, count, keys_.get());
         decode_rows(layer_, sequence.head, true, page.codes(true, 0), count, values_.get());
         for (int row = 0; block < own && row < layer_.anchor_rows; ++row) {
-            const int key_offset = page.anchor_offsets(false)[row], value_offset = page.anchor_offsets(true)[row];
-            if (key_offset >= 0) {
-                widen(layer_, page.anchor(false, row), size_, &keys_[(int64_t)key_offset * size_]);
-                to_code_order(layer_, &keys_[(int64_t)key_offset * size_]);
-            }
-            if (value_offset >= 0) widen(layer_, page.anchor(true, row), size_, &values_[(int64_t)value_offset * size_]);
+            correct(page, row, false, keys_.get());
+            correct(page, row, true, values_.get());
         }
         add_tile(begin, count, all, [&](int query, int column) {
             return first + column <= query && !sequence.sees_exactly(query, first + column);
         });
     }
+}
+
+void Prefill::correct(VQPage page, int anchor, bool of_values, float* rows) const {
+    const int offset = page.anchor_offsets(of_values)[anchor];
+    if (offset < 0) return;
+    alignas(64) float correction[256];
+    widen<E4M3>(page.anchor(of_values, anchor), size_, correction);
+    if (!of_values) to_code_order(layer_, correction);
+    for (int c = 0; c < size_; ++c) rows[(int64_t)offset * size_ + c] += correction[c];
 }
 
 void Prefill::exact_tiles(const Sequence& sequence, int begin, int end, antkv_rows key, antkv_rows value) {

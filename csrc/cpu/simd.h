@@ -19,6 +19,7 @@ typedef float Vec __attribute__((vector_size(4 * W)));
 typedef int32_t IntVec __attribute__((vector_size(4 * W)));
 typedef uint32_t UintVec __attribute__((vector_size(4 * W)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * W)));
+typedef uint8_t ByteVec __attribute__((vector_size(W)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -101,6 +102,33 @@ struct Float16 {
         _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
     }
 #endif
+};
+
+// What anchors store (`correction` in vllm_antkv/ops/reference.py): sign, 4 bits of exponent, 3 of mantissa.
+struct E4M3 {
+    using Storage = uint8_t;
+    static Vec load(const Storage* from) {
+        // Bits of float16, whose exponent is biased by 8 more.
+#if defined(__AVX512F__)
+        const HalfVec byte = (HalfVec)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from));
+#else
+        const HalfVec byte = (HalfVec)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)from));
+#endif
+        const HalfVec half = (byte & 0x80) << 8 | (byte & 0x7F) << 7;
+        return Float16::load((const uint16_t*)&half) * 256.0f;
+    }
+    // Rounds to nearest, ties to even; saturates.
+    static void store(Storage* to, Vec v) {
+        const UintVec sign = (UintVec)v >> 31 << 7;
+        Vec size = (Vec)((UintVec)v << 1 >> 1);
+        size = size < 448.0f ? size : broadcast(448.0f);
+        const UintVec bits = (UintVec)size;
+        const UintVec normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+        // Below 2^-6 the numbers are multiples of 2^-9: a sum with 2^14 is rounded to one.
+        const UintVec tiny = (UintVec)(size + 0x1p14f) - (UintVec)broadcast(0x1p14f);
+        const ByteVec bytes = __builtin_convertvector((size < 0x1p-6f ? tiny : normal) | sign, ByteVec);
+        std::memcpy(to, &bytes, sizeof bytes);
+    }
 };
 
 template <typename Element>

@@ -13,17 +13,19 @@ namespace {
 ANTKV_DEVICE void attend(const Split& split, const Rotation& rotation, const Ahead& ahead, int token, int buffer,
                          Sums& sums) {
     coded_logits(split, rotation, buffer);
-    const ExactRows own = exact_rows(split, ahead, token);
-    const u32 exact_keys = ballot_warp(own.key), exact_values_of = ballot_warp(own.value);
+    const KeptRows own = kept_rows(split, ahead, token);
+    const u32 keys = ballot_warp(own.key), corrected_keys = ballot_warp(own.corrects_key);
+    const u32 values = ballot_warp(own.value), corrected_values = ballot_warp(own.corrects_value);
     sync_warp();
     for (int tile = 0; tile < kTiles; ++tile)
-        if (exact_keys >> tile * 16 & 0xffff) exact_logits(split, own.key, tile);
+        if (keys >> tile * 16 & 0xffff) kept_logits(split, own.key, corrected_keys, tile);
     sync_warp();
-    write_weights(split, token + split.lane.index < split.end, own.value, exact_values_of, sums);
+    const bool visible = token + split.lane.index < split.end, exact = own.value && !own.corrects_value;
+    write_weights(split, visible, exact, own.value, values, sums);
     sync_warp();
     for (int tile = 0; tile < kTiles; ++tile) {
         coded_values(split, buffer, tile, sums);
-        if (exact_values_of >> tile * 16 & 0xffff) exact_values(split, own.value, tile, sums);
+        if (values >> tile * 16 & 0xffff) kept_values(split, own.value, corrected_values, tile, sums);
     }
     // The next tile writes what this one has read.
     sync_warp();

@@ -1,4 +1,4 @@
-// Products of the queries with the K rows of a warp's 32 tokens, from codes and from rows in full precision.
+// Products of the queries with the K rows of a warp's 32 tokens, from codes and from what is kept beside them.
 #pragma once
 
 #include "rows.cuh"
@@ -66,17 +66,23 @@ ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, int
     }
 }
 
-ANTKV_DEVICE void exact_logits(const Split& split, const u8* own_row, int tile) {
+// corrections: of which lanes `own_row` is one.
+ANTKV_DEVICE void kept_logits(const Split& split, const u8* own_row, u32 corrections, int tile) {
     const Lane lane = split.lane;
     const u8* rows[2];
-    for (int i = 0; i < 2; ++i) rows[i] = (const u8*)from_lane((i64)own_row, tile * 16 + i * 8 + lane.row);
+    bool corrects[2];
+    for (int i = 0; i < 2; ++i) {
+        const int token = tile * 16 + i * 8 + lane.row;
+        rows[i] = (const u8*)from_lane((i64)own_row, token);
+        corrects[i] = corrections >> token & 1;
+    }
     float logits[kExactGroups][4] = {};
     for (int channel = 0; channel < kHeadSize; channel += 32) {
-        const int offset = (channel + lane.column * 8) * 2;
-        const uint4 upper = load16(rows[0], offset), lower = load16(rows[1], offset);
+        const int own = channel + lane.column * 8;
+        const uint4 upper = load_kept(rows[0], corrects[0], own), lower = load_kept(rows[1], corrects[1], own);
         const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
         for (int group = 0; group < kExactGroups; ++group) {
-            const uint4 b = load16((const u8*)query_row(split, group * 8 + lane.row), offset);
+            const uint4 b = load16((const u8*)query_row(split, group * 8 + lane.row), own * 2);
             multiply<kBFloat16>(logits[group], first, b.x, b.y);
             multiply<kBFloat16>(logits[group], second, b.z, b.w);
         }
@@ -85,8 +91,8 @@ ANTKV_DEVICE void exact_logits(const Split& split, const u8* own_row, int tile) 
         for (int i = 0; i < 4; ++i) {
             const int q = group * 8 + lane.column * 2 + i % 2;
             if (q >= kGroup || !rows[i / 2]) continue;
-            split.shared.logits[split.warp][q][tile * 16 + i / 2 * 8 + lane.row] =
-                logits[group][i] * (split.layer.scale * kLog2E);
+            float& logit = split.shared.logits[split.warp][q][tile * 16 + i / 2 * 8 + lane.row];
+            logit = logits[group][i] * (split.layer.scale * kLog2E) + (corrects[i / 2] ? logit : 0);
         }
     }
 }

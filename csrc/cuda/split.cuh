@@ -28,7 +28,7 @@ struct Merging {
 struct Shared {
     uint2 query[2][kGroup][kQuads];        // turned back, float16; one buffer per span
     float logits[kWarps][kGroup][kTokens];
-    u16 weights[kWarps][2][kGroup][kTokens];  // [coded, exact], tokens in the order of mma's B
+    u16 weights[kWarps][2][kGroup][kTokens];  // [coded, kept], tokens in the order of mma's B
     float statistics[kWarps][kGroup][2];   // maximum and sum of each warp
     alignas(16) u8 staging[larger(sizeof(Staging), sizeof(Merging))];
 };
@@ -45,9 +45,11 @@ struct Sums {
     float maximum[kGroup], total[kGroup];  // `total` is of the lane's own tokens
 };
 
-// The full-precision rows of a lane's token, null where the query sees its code.
-struct ExactRows {
+// What is kept of a lane's token beside its codes: rows in full precision, which take their place, or corrections (e4m3),
+// which are added to them. Null where the query sees the code alone.
+struct KeptRows {
     const u8 *key, *value;
+    bool corrects_key, corrects_value;
 };
 
 // What was loaded ahead of a tile's turn.

@@ -7,13 +7,6 @@
 
 #include "lanes.cuh"
 
-// Four e4m3 numbers as float16 of 2^-8 their value: the exponent is moved, not rebiased.
-ANTKV_DEVICE Quad widen_e4m3(u32 word) {
-    const u32 low = permute_bytes(word, 0, 0x1404), high = permute_bytes(word, 0, 0x3424);
-    return {(low & 0x80008000u) | (low & 0x7f007f00u) >> 1, (high & 0x80008000u) | (high & 0x7f007f00u) >> 1};
-}
-constexpr float kFp8Unit = 256.0f;
-
 // Codes of `kCount` neighbouring sub-vectors in the lower bytes of a word.
 template <int kCount>
 ANTKV_DEVICE u32 load_codes(const u8* codes) {

@@ -29,7 +29,8 @@ ANTKV_DEVICE void raise_maxima(const float (&logits)[kGroup], Lane lane, Sums& s
     }
 }
 
-ANTKV_DEVICE void write_weights(const Split& split, bool visible, bool exact, bool any_exact, Sums& sums) {
+// exact: the token's row takes the place of its code. kept: its row or correction counts; `any_kept` for the warp.
+ANTKV_DEVICE void write_weights(const Split& split, bool visible, bool exact, bool kept, bool any_kept, Sums& sums) {
     const Lane lane = split.lane;
     float logits[kGroup];
     bool above = false;
@@ -44,7 +45,7 @@ ANTKV_DEVICE void write_weights(const Split& split, bool visible, bool exact, bo
         const float weight = exp2_fast(logits[q] - sums.maximum[q]);
         sums.total[q] += weight;
         split.shared.weights[split.warp][0][q][at] = (u16)pack_f16(exact ? 0 : weight, 0);
-        if (any_exact) split.shared.weights[split.warp][1][q][at] = (u16)pack(exact ? weight : 0, 0);
+        if (any_kept) split.shared.weights[split.warp][1][q][at] = (u16)pack(kept ? weight : 0, 0);
     }
 }
 
@@ -98,17 +99,23 @@ ANTKV_DEVICE void coded_values(const Split& split, int buffer, int tile, Sums& s
     }
 }
 
-ANTKV_DEVICE void exact_values(const Split& split, const u8* own_row, int tile, Sums& sums) {
+// corrections: of which lanes `own_row` is one.
+ANTKV_DEVICE void kept_values(const Split& split, const u8* own_row, u32 corrections, int tile, Sums& sums) {
     const Lane lane = split.lane;
     uint2 weights[kValueGroups];
     load_weights(split, 1, tile, weights);
     const u8* rows[4];
-    for (int i = 0; i < 4; ++i) rows[i] = (const u8*)from_lane((i64)own_row, tile * 16 + lane.column + 4 * i);
+    bool corrects[4];
+    for (int i = 0; i < 4; ++i) {
+        const int token = tile * 16 + lane.column + 4 * i;
+        rows[i] = (const u8*)from_lane((i64)own_row, token);
+        corrects[i] = corrections >> token & 1;
+    }
 #pragma unroll
     for (int set = 0; set < kSets; set += 2) {
         Quad first[4], second[4];
         for (int i = 0; i < 4; ++i) {
-            const uint4 words = load16(rows[i], Tables::value_quad(lane.row, set) * 8);
+            const uint4 words = load_kept(rows[i], corrects[i], Tables::value_quad(lane.row, set) * 4);
             first[i] = {words.x, words.y};
             second[i] = {words.z, words.w};
         }

@@ -21,7 +21,7 @@ def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
         return engine.complete(prompts)
 
 
-@pytest.mark.parametrize("settings", [{"prefix": 1024}, {"anchor_share": 1.0, "recency": "sliding:1"}], ids=str)
+@pytest.mark.parametrize("settings", [{"prefix": 1024}, {"recency": "sliding:1024"}], ids=str)
 def test_equals_auto_where_every_token_is_exact(
     start_engine: Start,
     default: dict[str, Any],

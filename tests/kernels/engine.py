@@ -160,7 +160,7 @@ class Engine:
         raw = torch.full((NUM_BLOCKS, shape.num_kv_heads, 1, pool_block_bytes([self.layout])), 0xFF, dtype=torch.uint8)
         self.raw = raw
         self.state = LayerState(
-            vq=VQPages.view(raw[..., : self.layout.vq_page_bytes], self.layout, shape.dtype),
+            vq=VQPages.view(raw[..., : self.layout.vq_page_bytes], self.layout),
             recency=RecencyPages.view(raw[..., : self.layout.recency_page_bytes], self.layout, shape.dtype),
             k_centroids=self.codebook.k[0].to(compute_dtype),
             v_centroids=self.codebook.v[0].to(compute_dtype),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.test_operations import CONFIGS
 from vllm_antkv.config import AntKVConfig
@@ -126,6 +127,20 @@ def test_the_papers_votes_choose_the_same_anchors_as_the_reference(kernels):
     torch.testing.assert_close(sequences[0].output, sequences[1].output, rtol=1e-3, atol=1e-3)
     ours, reference = (engine.state.vq.anchor_offsets[sequences[0].vq_blocks[:2]] for engine in engines)
     assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(head_size=64, reorders=True), Shape(head_size=64, dtype=torch.bfloat16)], ids=str
+)
+def test_anchors_are_stored_as_the_reference_stores_them(kernels, shape):
+    assert_stores_what_the_reference_stores(kernels, shape)
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(head_size=64, reorders=True), Shape("antkv-2bit", 128, magnitude=1.3)], ids=str
+)
+def test_every_byte_of_an_anchor_is_read(kernels, shape):
+    assert_reads_every_byte(kernels, shape, 1e-4)
 
 
 def test_codes_are_those_of_the_reference(kernels):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import engine as engine_module
+from tests.kernels.anchor_bytes import assert_reads_every_byte
 from tests.kernels.cuda_emulation.backend import EmulatedBackend, library
 from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, assert_decoded, decode_from
 from tests.kernels.engine import Engine, Shape, draw_sequence
@@ -88,7 +89,7 @@ def test_more_splits_than_ctas_and_more_requests_than_a_warp_looks_at(monkeypatc
 
 
 @pytest.mark.parametrize("shape", [SMALL, LAYERS[0][0], LOW_BITS[1]], ids=str)
-def test_with_every_row_an_anchor_the_codes_do_not_matter(shape):
+def test_every_row_an_anchor(shape):
     """With large logits, so that the maxima of the warps move while they add up."""
     shape = replace(shape, max_len=700)
     config = AntKVConfig(anchor_share=1.0, recency="none", prefix=0)
@@ -96,12 +97,12 @@ def test_with_every_row_an_anchor_the_codes_do_not_matter(shape):
     sequence = draw_sequence(0, 641, shape)
     sequence.query *= 8
     decode_from(engine, [sequence], [640], 1)
-    query, key, value = (getattr(sequence, name).double() for name in ("query", "key", "value"))
-    group = shape.num_heads // shape.num_kv_heads
-    logits = torch.einsum("hd,khd->hk", query[640], key.repeat_interleave(group, 1)) * shape.scale
-    expected = torch.einsum("hk,khd->hd", logits.softmax(-1), value.repeat_interleave(group, 1))
-    tolerance = 2e-3 if shape.dtype == FLOAT16 else 2e-2
-    torch.testing.assert_close(sequence.output[640].double(), expected, rtol=tolerance, atol=tolerance)
+    assert_decoded(engine, [sequence], [640], 1)
+
+
+@pytest.mark.parametrize("shape", [SMALL, LAYERS[0][0], LOW_BITS[0]], ids=str)
+def test_every_byte_of_an_anchor_is_read(shape):
+    assert_reads_every_byte(operations(), shape, 2e-3 if shape.dtype == FLOAT16 else 2e-2)
 
 
 def test_who_else_is_served_changes_no_bit():

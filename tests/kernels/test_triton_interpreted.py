@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from vllm_antkv.triton_kernels import encode_store
 
+from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.triton_cases import CONFIGS, ONE_HEAD, SHAPES, assert_offline, serve
 from vllm_antkv.config import AntKVConfig
@@ -121,6 +122,14 @@ def test_pages_are_those_of_the_reference(shape):
         pages = [getattr(state.recency, name) for state in (ours, theirs)]
         torch.testing.assert_close(*pages, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert ours.counters.report()["anchors_chosen"] == theirs.counters.report()["anchors_chosen"] > 0
+
+
+def test_anchors_are_stored_as_the_reference_stores_them():
+    assert_stores_what_the_reference_stores(TritonOperations, Shape(num_heads=2, head_size=48, reorders=True))
+
+
+def test_every_byte_of_an_anchor_is_read():
+    assert_reads_every_byte(TritonOperations, Shape(num_heads=2, head_size=64, reorders=True), 1e-4)
 
 
 def test_default_tiles_of_encoding(monkeypatch):

@@ -60,12 +60,7 @@ def alone(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"recency": "sliding:1024"},
-        {"recency": "log:1024"},
-        {"prefix": 1024},
-        {"anchor_share": 1.0, "recency": "sliding:1"},
-    ],
+    [{"recency": "sliding:1024"}, {"recency": "log:1024"}, {"prefix": 1024}],
     ids=str,
 )
 def test_equals_auto_where_every_token_is_exact(

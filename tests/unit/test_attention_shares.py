@@ -11,6 +11,7 @@ from vllm_antkv.ops import attention_shares as module
 from vllm_antkv.ops.attention_shares import attention_shares
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.paged import ReferenceOperations
+from vllm_antkv.ops.reference import correction
 from vllm_antkv.ops.step import Step
 
 LENGTHS = (300, 389)
@@ -48,7 +49,8 @@ def with_values(layer: LayerState, recent: float, anchors: float) -> LayerState:
     """The layer with these V rows, and V anchors where the K anchors are."""
     offsets = layer.vq.anchor_offsets.clone()
     offsets[:, :, 1] = offsets[:, :, 0]
-    vq = replace(layer.vq, anchor_offsets=offsets, v_anchors=torch.full_like(layer.vq.v_anchors, anchors))
+    of_zero = correction(torch.tensor(anchors), torch.tensor(0.0))
+    vq = replace(layer.vq, anchor_offsets=offsets, v_anchors=of_zero.expand_as(layer.vq.v_anchors))
     recency = replace(layer.recency, v=torch.full_like(layer.recency.v, recent))
     return replace(layer, vq=vq, recency=recency, v_centroids=torch.zeros_like(layer.v_centroids))
 

@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from vllm_antkv.ops.reference import (
     anchor_score,
+    corrected,
+    correction,
     decode,
     encode,
     mixed_attention,
@@ -218,6 +220,24 @@ def test_votes_on_rows_that_are_seen_exactly_count_little_in_scope_prompt():
     expected = [[some, 0, 0, 0], [1, some, 0, 0], [1, some, some, 0], [1, 1, 1, some]]
     assert vote_weights(queries, keys, last_query, "prompt").tolist() == expected
     assert vote_weights(queries, keys, last_query, "block").tolist() == torch.ones(4, 4).tril().tolist()
+
+
+@given(st.lists(st.floats(-1000, 1000, width=32), min_size=1), st.lists(st.floats(-1000, 1000, width=32), min_size=1))
+def test_a_correction_is_the_nearest_e4m3_number_and_never_makes_things_worse(exact, coded):
+    rows = torch.tensor(exact, dtype=torch.float64)[:, None] * torch.logspace(-6, 0, 7, dtype=torch.float64)
+    rows, codes = torch.broadcast_tensors(rows[:, None], torch.tensor(coded, dtype=torch.float64)[:, None])
+    stored = correction(rows, codes)
+    numbers = torch.cat([torch.arange(127), torch.arange(128, 255)]).to(torch.uint8).view(torch.float8_e4m3fn).double()
+    left = (corrected(codes, stored) - rows).abs()
+    nearest = ((rows - codes)[..., None] - numbers).abs().amin(-1)
+    torch.testing.assert_close(left, nearest, rtol=1e-9, atol=1e-9)
+    assert (left <= (codes - rows).abs()).all()
+
+
+def test_corrections_of_corrections_are_the_same_bytes():
+    every = torch.cat([torch.arange(127), torch.arange(129, 255)]).to(torch.uint8)
+    zero = torch.zeros(len(every))
+    assert torch.equal(correction(corrected(zero, every), zero), every)
 
 
 def choose(scores, num_rows, prefix, scope="prompt", anchors=True, errors=None):

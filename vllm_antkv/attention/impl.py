@@ -156,7 +156,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
     def _state(self, attachment: Attachment, kv_cache: torch.Tensor) -> LayerState:
         recency: RecencyPages = attachment.recency.pages
         return LayerState(
-            vq=VQPages.view(kv_cache, attachment.layout, attachment.dtype),
+            vq=VQPages.view(kv_cache, attachment.layout),
             recency=recency,
             k_centroids=attachment.k_centroids,
             v_centroids=attachment.v_centroids,

@@ -45,7 +45,7 @@ class Inspector:
 
     def _anchor_offsets_of(self, layer: Any, block_ids: list[int]) -> list[list[list[list[int]]]]:
         attachment = layer.impl.attachment
-        pages = VQPages.view(layer.kv_cache, attachment.layout, attachment.dtype)
+        pages = VQPages.view(layer.kv_cache, attachment.layout)
         return pages.anchor_offsets[torch.tensor(block_ids, device=layer.kv_cache.device)].tolist()
 
     def _sample(self, kv_head: int, impl: AntKVImpl) -> None:

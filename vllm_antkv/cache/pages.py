@@ -3,13 +3,14 @@
 Two allocations come from vLLM's block pool for every attention layer:
 
 * a **VQ page** per 128 tokens: the codes of every token, and after them the block's few anchor rows (K, V and their
-  offsets in the block). Codes and anchors share a block table, so they share a page.
+  offsets in the block). An anchor row is what its code loses, in FP8 (e4m3): the two add up to the row. Codes and
+  anchors share a block table, so they share a page.
 * a **recency page** per few tokens: full-precision rows of the tokens that are still needed exactly, and the Anchor
   Scores they have collected so far.
 
 Layout of one (block, KV head), with B tokens per block, R anchor rows, D channels:
 
-    VQ page       K codes [B, kb] | V codes [B, vb] | anchor K [R, D] | anchor V [R, D] | offsets int16 [2, R]
+    VQ page       K codes [B, kb] | V codes [B, vb] | anchor K e4m3 [R, D] | anchor V e4m3 [R, D] | offsets int16 [2, R]
     recency page  K [T, D] | V [T, D] | scores float32 [2, T]
 
 K rows are stored as attention uses them (after RoPE), codes stand for K before RoPE. This module imports no vLLM.
@@ -74,7 +75,7 @@ class PageLayout:
     @property
     def anchor_section_bytes(self) -> int:
         """Bytes of the K (or V) anchor rows of a block."""
-        return _align(self.anchor_rows * self.row_bytes)
+        return _align(self.anchor_rows * self.head_size)
 
     @property
     def offset_section_bytes(self) -> int:
@@ -147,7 +148,7 @@ class VQPages:
     """Typed views of a layer's VQ pages; writing to them writes the cache.
 
     k_codes, v_codes: (num_blocks, num_kv_heads, VQ_BLOCK_SIZE, code_bytes) uint8.
-    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, head_size) model dtype.
+    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, head_size) uint8, e4m3 (`ops.reference.correction`).
     anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V, NO_ANCHOR where unused.
     """
 
@@ -158,7 +159,7 @@ class VQPages:
     anchor_offsets: torch.Tensor
 
     @classmethod
-    def view(cls, raw: torch.Tensor, layout: PageLayout, dtype: torch.dtype) -> "VQPages":
+    def view(cls, raw: torch.Tensor, layout: PageLayout) -> "VQPages":
         """View raw pages, (num_blocks, num_kv_heads, 1, vq_page_bytes) uint8 or int8."""
         sections = _Sections(raw)
         code_bytes = layout.preset.code_bytes(layout.head_size)
@@ -167,8 +168,8 @@ class VQPages:
         return cls(
             sections.take(codes, torch.uint8, layout.code_section_bytes),
             sections.take(codes, torch.uint8, layout.code_section_bytes),
-            sections.take(rows, dtype, layout.anchor_section_bytes),
-            sections.take(rows, dtype, layout.anchor_section_bytes),
+            sections.take(rows, torch.uint8, layout.anchor_section_bytes),
+            sections.take(rows, torch.uint8, layout.anchor_section_bytes),
             sections.take((2, layout.anchor_rows), torch.int16, layout.offset_section_bytes),
         )
 

@@ -1,9 +1,9 @@
 """Attention of a whole window through a quantised past: what the serving engine computes, on a Hugging Face model.
 
 The query at position i sees row j exactly (K after RoPE and V, full precision) iff i <= last_query[j] (recency, the
-intact prefix, itself; `select.recency`), and otherwise as it comes back from the cache, unless row j is an anchor of a
-block that closed before i's block began. Blocks are taken in order, because the anchors of one decide what the next
-sees.
+intact prefix, itself; `select.recency`), and otherwise as it comes back from the cache: from its code, and if it is an
+anchor of a block that closed before i's block began, with the correction that is stored for it. Blocks are taken in
+order, because the anchors of one decide what the next sees.
 
 With `anchor_scope: prompt` anchors are those of the paper: chosen from full-precision attention of all queries of the
 window, serving all later blocks. There the future reaches the past, and the engine differs: it sees a prompt in steps,
@@ -29,7 +29,7 @@ from vllm_antkv.evaluate.methods import Method
 from vllm_antkv.evaluate.methods.kvsink import strongest_so_far
 from vllm_antkv.evaluate.retained import attend_retained
 from vllm_antkv.evaluate.rotary import rotary_table
-from vllm_antkv.ops.reference import anchor_score, causal_lse, mixed_attention
+from vllm_antkv.ops.reference import anchor_score, causal_lse, corrected, correction, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.anchors import SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
 from vllm_antkv.select.recency import last_query_table
@@ -162,7 +162,7 @@ def attend_window(
     num_tokens, config = key.shape[1], method.config
     positions = torch.arange(num_tokens, device=key.device)
     last_query = last_query_table(config, num_tokens).to(key.device)
-    # What queries of later blocks see: decoded rows, into which the anchors of closed blocks are put.
+    # What queries of later blocks see: decoded rows, of which the anchors of closed blocks are corrected.
     seen_key, seen_value = method.quantiser.read_back(layer, key, value, rotary)
     prompt_scores = _prompt_scores(query, key, value, last_query, scale) if config.anchor_scope == "prompt" else None
     outputs = []
@@ -196,7 +196,7 @@ def attend_window(
         for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
             if is_sink is not None:
                 score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
-            _put_anchors_in(seen[:, block], full[:, block], score, positions[block] < config.prefix, config)
+            _correct_anchors(seen[:, block], full[:, block], score, positions[block] < config.prefix, config)
     return torch.cat(outputs, dim=1)
 
 
@@ -225,10 +225,10 @@ def _prompt_scores(
     return key_score, value_score
 
 
-def _put_anchors_in(
+def _correct_anchors(
     seen: torch.Tensor, full: torch.Tensor, score: torch.Tensor, already_exact: torch.Tensor, config: AntKVConfig
 ) -> None:
-    """Choose the anchors of one block and write their full-precision rows over the decoded ones.
+    """Choose the anchors of one block and correct their decoded rows as the cache would.
 
     Args:
         seen: (num_windows, block_size, num_kv_heads, head_size) decoded rows, written.
@@ -243,7 +243,7 @@ def _put_anchors_in(
     offsets = torch.arange(seen.shape[1], device=seen.device)
     # An unused row is -1 and matches no offset.
     chosen = (rows[..., None] == offsets).any(-2)
-    seen.copy_(torch.where(chosen.transpose(1, 2)[..., None], full, seen))
+    seen.copy_(torch.where(chosen.transpose(1, 2)[..., None], corrected(seen, correction(full, seen)), seen))
 
 
 def check_family(config: Any, num_tokens: int) -> None:

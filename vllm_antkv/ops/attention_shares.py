@@ -8,7 +8,7 @@ import torch
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerState
-from vllm_antkv.ops.reference import decode, unpack_codes
+from vllm_antkv.ops.reference import corrected, decode, unpack_codes
 from vllm_antkv.ops.rope import rotate
 from vllm_antkv.ops.step import Step
 
@@ -76,7 +76,7 @@ def _chunk(
 def _coded_rows(
     layer: LayerState, positions: torch.Tensor, block_ids: torch.Tensor, closed: torch.Tensor, kv_head: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decoded K rows with the anchors of `closed` blocks put in, (T, D); how much of an anchor each is, (T,)."""
+    """Decoded K rows, the anchors of `closed` blocks corrected, (T, D); how much of an anchor each is, (T,)."""
     vq, centroids = layer.vq, layer.k_centroids[kv_head, None]
     packed = vq.k_codes[block_ids, kv_head].flatten(0, 1)[:, None]
     rows = decode(unpack_codes(packed, layer.preset, centroids.shape[1]), centroids)
@@ -90,7 +90,7 @@ def _coded_rows(
     flags = rows.new_zeros(*slots.shape[:-1], VQ_BLOCK_SIZE + 1).scatter_(-1, slots, 1.0)[..., :VQ_BLOCK_SIZE]
     blocks = torch.nn.functional.pad(rows.view(len(block_ids), VQ_BLOCK_SIZE, -1), (0, 0, 0, 1))
     index = slots[:, 0, :, None].expand(-1, -1, blocks.shape[-1])
-    blocks.scatter_(1, index, vq.k_anchors[block_ids, kv_head].to(rows.dtype))
+    blocks.scatter_(1, index, corrected(blocks.gather(1, index), vq.k_anchors[block_ids, kv_head]))
     return blocks[:, :VQ_BLOCK_SIZE].flatten(0, 1), flags.mean(1).flatten()
 
 

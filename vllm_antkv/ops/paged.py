@@ -14,6 +14,8 @@ from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.reference import (
     anchor_score,
     causal_lse,
+    corrected,
+    correction,
     decode,
     encode,
     mixed_attention,
@@ -122,11 +124,11 @@ class ReferenceOperations:
             num_blocks = -(-request.end // VQ_BLOCK_SIZE)
             block_ids = step.vq_block_table[request.row, :num_blocks].long()
             coded_key, coded_value = self._decoded(block_ids, 0)
-            num_patched = 0
+            num_corrected = 0
             for block, begin, end in request.segments():
                 # A query sees the anchors of the blocks before its own.
-                self._put_anchors(coded_key, coded_value, block_ids, num_patched, block)
-                num_patched = block
+                self._correct_anchors(coded_key, coded_value, block_ids, num_corrected, block)
+                num_corrected = block
                 past = torch.arange(end, device=key.device)
                 queries = torch.arange(begin, end, device=key.device)[:, None]
                 causal = past <= queries
@@ -209,17 +211,17 @@ class ReferenceOperations:
             rows[0] = rotate(rows[0], positions.clamp(max=len(layer.rotary.cos) - 1), layer.rotary)
         return layer.to_model_order(rows[0]), rows[1]
 
-    def _put_anchors(
+    def _correct_anchors(
         self, key: torch.Tensor, value: torch.Tensor, block_ids: torch.Tensor, first: int, last: int
     ) -> None:
-        """Write the anchor rows of blocks `first .. last` over the decoded rows."""
+        """Correct the decoded rows that are anchors of blocks `first .. last`."""
         vq = self._layer.vq
         ids = block_ids[first:last]
         for kind, (rows, anchors) in enumerate(((key, vq.k_anchors), (value, vq.v_anchors))):
             offsets = vq.anchor_offsets[ids][:, :, kind].long()
             block, head, row = torch.nonzero(offsets != NO_ANCHOR, as_tuple=True)
             token = (first + block) * VQ_BLOCK_SIZE + offsets[block, head, row]
-            rows[token, head] = anchors[ids[block], head, row].to(rows.dtype)
+            rows[token, head] = corrected(rows[token, head], anchors[ids[block], head, row])
 
     def _choose(
         self, scores: torch.Tensor, exact: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor, block_id: int
@@ -241,4 +243,5 @@ class ReferenceOperations:
             if layer.counts_rows:
                 layer.counters.count_anchors(offsets)
             index = offsets.clamp(min=0)[..., None].expand(-1, -1, exact[kind].shape[-1])
-            anchors[block_id] = exact[kind].transpose(0, 1).gather(1, index).to(anchors.dtype)
+            corrections = correction(exact[kind], coded[kind]).transpose(0, 1)
+            anchors[block_id] = corrections.gather(1, index)

@@ -9,6 +9,8 @@ import torch
 
 from vllm_antkv.presets import Preset
 
+#: Largest e4m3 number.
+E4M3_MAX = 448.0
 #: Rows encoded at a time, which bounds the distance matrix to a few hundred MB at 4096 centroids.
 _ENCODE_CHUNK = 512
 
@@ -83,7 +85,7 @@ def mixed_attention(
     exact_mask: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One softmax over two kinds of rows: those decoded from codes (anchors put in) and those kept exactly.
+    """One softmax over two kinds of rows: those decoded from codes (anchors corrected) and those kept exactly.
 
     Args:
         query: (S, num_queries, num_heads, head_size).
@@ -185,6 +187,28 @@ def top_rows(scores: torch.Tensor, num_rows: int) -> torch.Tensor:
     num_rows = min(num_rows, scores.shape[-1])
     values, offsets = scores.sort(dim=-1, descending=True, stable=True)
     return offsets[..., :num_rows].masked_fill(values[..., :num_rows] == -torch.inf, -1)
+
+
+def correction(exact_rows: torch.Tensor, coded_rows: torch.Tensor) -> torch.Tensor:
+    """What an anchor stores: the error of its code in FP8 (e4m3), rounded to nearest, ties to even, saturating at 448.
+
+    Not the row itself: e4m3 has three bits of mantissa, which is too few for K channels that are large in every token
+    (Qwen2.5 has biases of several hundred). Their codes have them exactly enough. And however the error is rounded, a
+    channel with its correction is never further from the truth than without: an anchor cannot be worse than its code.
+
+    Args:
+        exact_rows, coded_rows: same shape and floating dtype, K after RoPE.
+
+    Returns:
+        the bytes, uint8, same shape.
+    """
+    error = (exact_rows - coded_rows).clamp(-E4M3_MAX, E4M3_MAX)
+    return error.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def corrected(coded_rows: torch.Tensor, corrections: torch.Tensor) -> torch.Tensor:
+    """Anchor rows as attention sees them: decoded rows with the `correction` that was stored for them, uint8, added."""
+    return coded_rows + corrections.view(torch.float8_e4m3fn).to(coded_rows.dtype)
 
 
 def _logits(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:

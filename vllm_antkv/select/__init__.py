@@ -1,1 +1,1 @@
-"""Which tokens stay in full precision: anchors, sinks, recency."""
+"""Which tokens are kept beside their codes: anchors, sinks, recency."""

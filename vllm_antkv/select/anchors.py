@@ -43,7 +43,7 @@ def block_anchors(
     anchors: bool,
     scope: str,
 ) -> torch.Tensor:
-    """Choose the rows of one block that stay in full precision for the queries past its end.
+    """Choose the rows of one block whose codes are corrected for the queries past its end.
 
     Scores say what a unit error of a row would cost. Here they are multiplied by the error its code really makes (in
     scope `prompt` squared, as the votes are), and in scope `block`, where early rows of a block have had more queries

@@ -19,7 +19,7 @@ class Config(BaseModel):
     kv_cache_dtype: str
     settings: AntKVConfig
     block_size: int = Field(description="Tokens per VQ block.")
-    anchor_rows: int = Field(description="K rows, and V rows, in full precision per VQ block and KV head.")
+    anchor_rows: int = Field(description="K rows, and V rows, that are anchors per VQ block and KV head.")
     codebook: str = Field(description="The file that is served.")
     engine: dict[str, Any] = Field(description="Options of vLLM that the cache depends on.")
 

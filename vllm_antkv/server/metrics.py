@@ -39,9 +39,7 @@ class Metrics:
         self._bf16_bytes = _gauge("bf16_kv_bytes", "KV cache bytes that the same tokens would take in BF16.")
         self._held_tokens = _gauge("tokens_in_use", "Tokens in the KV cache that requests hold.")
         self._tokens = _counter("tokens_stored", "Tokens written to the KV cache, recomputed ones included.")
-        self._anchors = _counter(
-            "anchors_chosen", "Tokens kept in full precision as anchors, the mean over KV heads, K and V."
-        )
+        self._anchors = _counter("anchors_chosen", "Tokens kept as anchors, the mean over KV heads, K and V.")
         self._sinks = _counter("sinks_found", "Tokens that KVSink flagged as attention sinks.")
         self._attention = _counter(
             "sampled_attention", "Sampled queries, divided by the rows that their attention went to.", "rows"

@@ -110,7 +110,7 @@ class Naive:
                         free = [j for j in inside if j >= prefix]
                         free.sort(key=lambda j: (j not in sinks, -cost[j]))
                         for j in free[:rows]:
-                            coded[j][h] = full[j, h]
+                            coded[j][h] += (full[j, h] - coded[j][h]).to(torch.float8_e4m3fn).double()
         return output
 
     def _vote(self, scores: dict, i: int, head: int, inside: range) -> None:
@@ -140,7 +140,7 @@ def test_recency_and_the_open_block_are_seen_exactly(codebook: Codebook) -> None
     torch.testing.assert_close(run(naive, vq_method(codebook, recency="sliding:32")), expected)
 
 
-def test_anchors_and_sinks_of_closed_blocks_and_the_prefix_are_seen_exactly(codebook: Codebook) -> None:
+def test_anchors_and_sinks_of_closed_blocks_are_corrected_and_the_prefix_is_seen_exactly(codebook: Codebook) -> None:
     naive = Naive(140, codebook)
     method = vq_method(codebook, SinkRule(layer=0, channels=(0,), threshold=1.0), anchor_share=0.03, prefix=3)
     is_sink = torch.zeros(1, 140, dtype=torch.bool)
@@ -153,10 +153,15 @@ def test_anchors_and_sinks_of_closed_blocks_and_the_prefix_are_seen_exactly(code
 
 
 @pytest.mark.parametrize("recency", ["sliding:1", "sliding:32", "log:2"])
-def test_with_every_token_an_anchor_nothing_is_lost(model: PreTrainedModel, codebook: Codebook, recency: str) -> None:
+def test_with_every_token_an_anchor_little_is_lost(model: PreTrainedModel, codebook: Codebook, recency: str) -> None:
+    """Three bits of mantissa leave at most a sixteenth of each channel's error, and half of that is typical."""
     windows = random_windows(2, 300)
-    method = vq_method(codebook, anchor_share=1.0, recency=recency)
-    torch.testing.assert_close(logits_of(model, windows, method), logits_of(model, windows), rtol=1e-3, atol=1e-3)
+    exact = logits_of(model, windows)
+    none, all_of_them = (
+        (logits_of(model, windows, vq_method(codebook, anchor_share=share, recency=recency)) - exact).norm()
+        for share in (0.0, 1.0)
+    )
+    assert 0 < all_of_them < none / 16
 
 
 @pytest.mark.parametrize("changes", [{"recency": "sliding:300"}, {"recency": "log:100"}, {"prefix": 300}])
@@ -177,7 +182,7 @@ def test_without_full_precision_rows_something_is_lost(model: PreTrainedModel, c
 
 
 def test_anchors_bring_the_output_closer(codebook: Codebook) -> None:
-    """Keys that draw much attention are found, and keeping them exact pays."""
+    """Keys that draw much attention are found, and correcting them pays."""
     naive = Naive(400, codebook)
     heavy = torch.randperm(256, generator=torch.Generator().manual_seed(3))[:6]
     naive.key[heavy] = 2.5 * naive.query[:, 0].mean(0) / naive.query[:, 0].mean(0).norm()
@@ -189,7 +194,7 @@ def test_anchors_bring_the_output_closer(codebook: Codebook) -> None:
     ]
     assert errors[1] < 0.9 * errors[0]
     assert errors[2] < errors[1]
-    assert errors[3] < 1e-3 * errors[0]
+    assert errors[3] < errors[0] / 16
 
 
 # --- causality -------------------------------------------------------------------------------------------------------

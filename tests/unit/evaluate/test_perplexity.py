@@ -96,7 +96,7 @@ def bits(context: int, **settings: object) -> float:
         vocab_size=100,
     )
     config = AntKVConfig.model_validate({"anchor_share": 0, "sinks": False, "prefix": 0, "recency": "none", **settings})
-    method = Method("antkv-1bit", 1.0, config, preset=PRESETS["antkv-1bit"])
+    method = Method("antkv-1bit", 1.0, config, layers=(PRESETS["antkv-1bit"],) * identity.num_layers)
     return effective_bits(method, identity, torch.bfloat16, context)
 
 
@@ -104,9 +104,9 @@ def test_codes_alone_cost_the_nominal_bits() -> None:
     assert bits(2048) == pytest.approx(1.0, rel=0.03)
 
 
-def test_every_row_in_full_precision_is_counted() -> None:
-    """One anchor row of K and of V per block of 128 tokens at 16 bits, and 16 tokens of recency."""
-    assert bits(2048, anchor_share=0.01) >= 1 + 16 / 128
+def test_every_row_that_is_kept_is_counted() -> None:
+    """Two anchor rows of K and of V per block of 128 tokens at 8 bits, and 16 tokens of recency at 16."""
+    assert bits(2048, anchor_share=0.015) >= 1 + 2 * 8 / 128
     assert bits(2048, recency="sliding:16") >= 1 + 16 * 15 / 2048
     assert bits(2048, prefix=64) >= 1 + 16 * 64 / 2048
     assert bits(65536, recency="sliding:16") < 1.05

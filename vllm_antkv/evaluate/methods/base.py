@@ -76,7 +76,7 @@ class Method:
 
     name: as given to `--method`.
     nominal_bits: bits per K or V element, codes alone.
-    config: which rows stay in full precision beside their code (recency, prefix, anchors, sinks).
+    config: what is kept beside the codes (recency, prefix, anchors, sinks).
     quantiser: None leaves rows as they are; the model's own attention is untouched where there is no eviction either.
     layers: the formats in which the serving engine pages the layers; empty for a method that is only evaluated offline.
     sinks: how attention sinks are recognised, when `config` keeps them and the model has any.
