@@ -1,0 +1,35 @@
+"""How much each layer minds each preset: what `antkv calibrate --bits mixed` decides by (`calibrate.mix`)."""
+
+from typing import Any
+
+from matplotlib.figure import Figure as Canvas
+
+from vllm_antkv.calibrate.mix import layer_divergences
+from vllm_antkv.codebook import Codebook, find_codebook
+from vllm_antkv.errors import CodebookError
+from vllm_antkv.evaluate.figures.scene import Scene, track
+from vllm_antkv.evaluate.figures.style import canvas, label, lines
+
+
+def numbers(scene: Scene) -> dict[str, Any]:
+    """Divergence when one layer alone goes through the codes of a preset, for every preset with one for all layers."""
+    folder = None if scene.request.codebooks is None else str(scene.request.codebooks)
+    paths = [find_codebook(scene.card.name, scene.card.identity, preset, folder) for preset in scene.presets]
+    books = [book for book in map(Codebook.load, paths) if book.header.layers is None]
+    if not books:
+        raise CodebookError("All codebooks here mix presets: layer-divergence needs one made with --bits uniform.")
+    steps = iter(track(range(scene.card.identity.num_layers * len(books)), "layer-divergence"))
+    found = layer_divergences(scene.model, books, scene.windows, {}, lambda values: None, lambda: next(steps, None))
+    return {"divergence": {book.preset.name: found[:, number].tolist() for number, book in enumerate(books)}}
+
+
+def draw(numbers: dict[str, Any]) -> Canvas:
+    """One line for each preset."""
+    figure, (panel,) = canvas("How much each layer minds its codes")
+    divergence = numbers["divergence"]
+    layers = range(len(next(iter(divergence.values()))))
+    lines(panel, layers, divergence)
+    panel.set_yscale("log")
+    panel.set_xticks(layers)
+    label(panel, "One layer through codes, all others exact", "layer", "KL from the model's own predictions, nats")
+    return figure
