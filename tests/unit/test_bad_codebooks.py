@@ -82,7 +82,8 @@ TABLE: dict[str, tuple[Spoil, str]] = {
     "offsets that go backwards": (claiming([2], offsets=[4, 0]), "not a readable codebook"),
     "offsets that overlap": (claiming([2], offsets=[0, 4], both=True), "not a readable codebook"),
     "a sparse file of 8 TB": (sparse(8 << 40), "more than the codebooks of any model"),
-    "a sparse file of 16 GB and a header that fits it": (sparse(16 << 30), "another model"),
+    "a sparse file of 16 GB and a header that fits it": (sparse(16 << 30), "num_layers"),
+    "a sparse file of 100 MB and a header that fits it": (sparse(100 << 20), "another model"),
     "metadata nested 100,000 deep": (header_text("[" * 100_000), "not a readable codebook"),
     "a number of 10,000 digits": (header_text('{"format_version": ' + "9" * 10_000 + "}"), "not a readable codebook"),
     # The header as JSON.

@@ -359,7 +359,7 @@ def test_the_models_own_attention_comes_back(model: PreTrainedModel, codebook: C
     with pytest.raises(ZeroDivisionError), quantised_past(model, vq_method(codebook, SINK_RULE, sinks=True), 20):
         raise ZeroDivisionError
     assert model.config._attn_implementation == implementation
-    assert set(attention.ALL_ATTENTION_FUNCTIONS) == known
+    assert set(attention.ALL_ATTENTION_FUNCTIONS) <= known
     assert not model.get_decoder().layers[0]._forward_hooks
     assert torch.equal(logits_of(model, windows), before)
 
