@@ -54,9 +54,12 @@ def test_bits_are_those_of_the_layers_together(config, layers, length) -> None:
 @given(config=configs, preset=presets, head_size=head_sizes, dtype=dtypes)
 def test_views_share_no_byte_and_leave_the_padding(config, preset, head_size, dtype) -> None:
     layout = PageLayout.of(config, preset, head_size, dtype)
-    for pages, num_bytes in ((VQPages, layout.vq_page_bytes), (RecencyPages, layout.recency_page_bytes)):
-        raw = torch.zeros(2, 3, 1, num_bytes, dtype=torch.uint8)
-        views = vars(pages.view(raw, layout, dtype)).values()
+    vq, recency = (
+        torch.zeros(2, 3, 1, n, dtype=torch.uint8) for n in (layout.vq_page_bytes, layout.recency_page_bytes)
+    )
+    both = ((vq, VQPages.view(vq, layout)), (recency, RecencyPages.view(recency, layout, dtype)))
+    for raw, pages in both:
+        views = vars(pages).values()
         for view in views:
             view.view(torch.uint8).add_(1)
         assert raw.max() <= 1, "no byte is in two views"
