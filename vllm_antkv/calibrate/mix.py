@@ -57,7 +57,7 @@ def parts_of_mix(presets: Sequence[Preset], head_size: int, num_tokens: int) -> 
 def can_be_mixed(preset: Preset, parts: Sequence[Preset]) -> bool:
     """Whether there are cheaper presets to save with and dearer ones to spend on."""
     bits = [part.nominal_bits for part in parts]
-    return min(bits) < preset.nominal_bits < max(bits)
+    return bool(bits) and min(bits) < preset.nominal_bits < max(bits)
 
 
 def layer_divergences(

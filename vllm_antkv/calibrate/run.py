@@ -215,6 +215,11 @@ def _prepare(
     parts = parts_of_mix(chosen, identity.head_size, num_tokens) if bits == "mixed" else []
     if parts:
         _check_trainable("--bits mixed", config, len(windows), seq_len, 0)
+    for preset in chosen:
+        if bits == "mixed" and not can_be_mixed(preset, parts):
+            logger.warning(
+                "%s is not mixed: no cheaper, or no dearer, preset fits this model and has tokens enough.", preset.name
+            )
     if refine:
         _check_trainable("--refine", config, len(windows), seq_len, 0)
     if prefix:

@@ -171,6 +171,13 @@ def test_a_mix_that_does_not_help_is_not_kept(books, model, windows) -> None:
     assert mixed.divergence[0] == mixed.divergence[1]
 
 
+def test_a_preset_that_cannot_be_mixed_is_named(long_llama: Path, text_file: Path, tmp_path: Path, caplog) -> None:
+    """Tables of 4,096 centroids need more tokens than there are, and 1 bit then has no cheaper preset."""
+    (path,) = calibrate(str(long_llama), ["antkv-1bit"], [str(text_file)], tmp_path, bits="mixed", **SMALL)
+    assert Codebook.load(path).header.layers is None
+    assert "antkv-1bit is not mixed" in caplog.text
+
+
 def test_what_cannot_be_mixed_is_refused_before_any_work(make_model, long_llama, text_file, tmp_path: Path) -> None:
     def refuse(model: Path, **settings) -> None:
         settings = {"bits": "mixed", "device": "cpu", **settings}
