@@ -40,15 +40,19 @@ def test_every_preset_holds_more_than_the_one_with_more_bits(model_folder: Path)
 
 @pytest.mark.parametrize(
     "counts",
-    [(3, 0, 29, 0, 0), (0, 8, 0, 4, 20), (0, 16, 0, 0, 16), (0, 8, 8, 8, 8), (1, 1, 1, 1, 28)],
+    [(3, 0, 29, 0, 0), (0, 8, 0, 4, 20), (0, 16, 0, 0, 16), (0, 8, 8, 8, 8), (1, 1, 1, 1, 28), None],
     ids=str,
 )
 def test_mixed_layers_share_one_block_table_for_either_class_of_pages(model_folder: Path, counts) -> None:
     """Also where layers of several presets are there equally often, which vLLM would take for a pattern."""
     config = engine_config(str(model_folder), MAX_MODEL_LEN)
     num_layers = config.model_config.get_num_layers(config.parallel_config)
-    ordered = [preset for preset, count in zip(PRESETS.values(), counts, strict=True) for _ in range(count)]
-    presets = random.Random(0).sample(ordered, num_layers)
+    if counts is None:
+        # Every size once, as far as there are presets.
+        presets = (list(PRESETS.values()) * num_layers)[:num_layers]
+    else:
+        ordered = [preset for preset, count in zip(PRESETS.values(), counts, strict=True) for _ in range(count)]
+        presets = random.Random(0).sample(ordered, num_layers)
     found = cache_config(config, presets)
     assert [len(group.layer_names) for group in found.kv_cache_groups] == [num_layers, num_layers]
     layouts = page_layouts(AntKVConfig(), presets, config.model_config.get_head_size(), config.model_config.dtype)

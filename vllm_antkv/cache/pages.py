@@ -133,14 +133,19 @@ def pool_block_bytes(layers: Sequence[PageLayout]) -> int:
 
 
 def _unbalanced(layers: list[PageLayout]) -> list[PageLayout]:
-    """With one page a little larger, where each of several sizes of VQ pages would be there equally often.
+    """With one page larger, where each of several sizes of VQ pages would be there equally often.
 
-    vLLM takes that for a pattern of layers, and cuts the recency pages into as many groups as it repeats.
+    vLLM takes that for a pattern of layers, and cuts the recency pages into as many groups as it repeats. Two layers
+    stay as they are: to make their pages equal would cost more than a group each.
     """
     counts = Counter(layer.vq_page_bytes for layer in layers)
-    if len(counts) == 1 or len(set(counts.values())) > 1:
+    if len(counts) == 1 or len(set(counts.values())) > 1 or len(layers) == 2:
         return layers
-    return [replace(layers[0], padding=layers[0].padding + ALIGNMENT), *layers[1:]]
+    smallest, next_size = sorted(counts)[:2]
+    # Where there is one page of each size, one more of the same size makes the difference; else one of a new size.
+    growth = next_size - smallest if counts[smallest] == 1 else ALIGNMENT
+    grown = min(range(len(layers)), key=lambda index: layers[index].vq_page_bytes)
+    return [replace(layer, padding=layer.padding + growth * (index == grown)) for index, layer in enumerate(layers)]
 
 
 @dataclass(frozen=True)

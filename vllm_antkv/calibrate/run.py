@@ -281,12 +281,11 @@ def _run(job: _Job) -> list[Path]:
             # What judges the mix must be new to the centroids: large tables know their text better than small ones.
             kept[: num_held_out(len(job.windows))] = False
         _check_enough(job.presets, int(kept.sum()), files.shape.seq_len)
+        needed = [preset for preset in dict.fromkeys((*job.presets, *job.parts)) if preset.num_centroids <= kept.sum()]
         learned = {
-            preset.name: _learn_preset(job, preset, work, files, rotary, rule, kept, backend)
-            for preset in {preset.name: preset for preset in (*job.presets, *job.parts)}.values()
-            if preset.num_centroids <= kept.sum()
+            preset.name: _learn_preset(job, preset, work, files, rotary, rule, kept, backend) for preset in needed
         }
-        paths = [_finish(job, codebook, work) for codebook in _mixed(job, learned, work)]
+        paths = [_finish(job, codebook, work) for codebook in _with_layers_mixed(job, learned, work)]
         work.remove()
     return paths
 
@@ -377,7 +376,7 @@ def _learn_preset(
     return Codebook(header, tuple(k), tuple(v))
 
 
-def _mixed(job: _Job, learned: Mapping[str, Codebook], work: Workspace) -> list[Codebook]:
+def _with_layers_mixed(job: _Job, learned: Mapping[str, Codebook], work: Workspace) -> list[Codebook]:
     """The codebooks asked for: mixes of the layers of all that were learned, where bits are mixed."""
     if not job.parts:
         return [learned[preset.name] for preset in job.presets]
@@ -389,14 +388,14 @@ def _mixed(job: _Job, learned: Mapping[str, Codebook], work: Workspace) -> list[
             known = work.measured()
             divergences = layer_divergences(model, books, held_out, known, work.set_measured, progress.update)
         return [
-            _mix(model, preset, learned, divergences, held_out)
-            if can_be_mixed(preset, job.parts)
+            _mixed_for(model, preset, learned, divergences, held_out)
+            if can_be_mixed(preset, [book.preset for book in books])
             else learned[preset.name]
             for preset in job.presets
         ]
 
 
-def _mix(
+def _mixed_for(
     model: Any, preset: Preset, learned: Mapping[str, Codebook], divergences: np.ndarray, held_out: torch.Tensor
 ) -> Codebook:
     """The best mix for one preset."""

@@ -13,7 +13,7 @@ import torch
 
 #: Names of what is timed, in the order of a step.
 OPERATIONS = ("encode_store", "anchor_score", "attend")
-#: Classes of rows that attention goes to: exact by position, exact as anchors, decoded from codes.
+#: Classes of rows that attention goes to: exact by position, corrected as anchors, decoded from codes.
 ROW_CLASSES = ("recent", "anchors", "codes")
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from vllm_antkv.calibrate import mix
+from vllm_antkv.calibrate import mix, run
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.codebook import Codebook, codebook_path
 from vllm_antkv.config import AntKVConfig
@@ -121,6 +121,8 @@ def test_bits_go_where_they_are_needed(learned: Path) -> None:
     before, after = book.header.calibration["divergence_of_mix"]
     assert after < before
     assert book.header.calibration["bits"] == "mixed"
+    # One window of six judges, and the first token of each is left to the prefix.
+    assert book.header.calibration["tokens"] == 5 * 255
     assert sorted(path.name for path in (learned / "mixed").iterdir()) == [
         "antkv-2bit.safetensors",
         "antkv-4bit.safetensors",
@@ -169,6 +171,26 @@ def test_a_mix_that_does_not_help_is_not_kept(books, model, windows) -> None:
     mixed = mix.mix(model, get_preset(PRESET), by_name, misleading, windows)
     assert mixed.codebook is by_name[PRESET]
     assert mixed.divergence[0] == mixed.divergence[1]
+
+
+def test_a_run_stopped_after_measuring_does_not_measure_again(
+    long_llama: Path, text_file: Path, learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = (str(long_llama), [PRESET, "antkv-4bit"], [str(text_file)], tmp_path)
+
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "mix", stop)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(*command, bits="mixed", **SMALL)
+    measured: list[object] = []
+    original = mix._divergence
+    monkeypatch.setattr(mix, "_divergence", lambda *args: measured.append(args) or original(*args))
+    (path, _) = calibrate(*command, bits="mixed", **SMALL)
+    assert len(measured) == 2, "the whole model before and after"
+    assert path.read_bytes() == codebook_path(learned / "mixed", PRESET).read_bytes()
 
 
 def test_a_preset_that_cannot_be_mixed_is_named(long_llama: Path, text_file: Path, tmp_path: Path, caplog) -> None:
