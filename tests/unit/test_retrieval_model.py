@@ -86,10 +86,10 @@ def share_right(card: ModelCard, name: str, config: AntKVConfig, depths: list[fl
     return sum(right) / len(right)
 
 
-def test_one_bit_cannot_tell_keys_apart_beyond_recency(card: ModelCard) -> None:
-    """What perplexity does not show: the model answers in full precision, 2 bit keep it, 1 bit does not."""
+def test_one_bit_tells_keys_apart_beyond_recency(card: ModelCard) -> None:
+    """With interleaved channels, in the shipped codebooks; with neighbouring ones half of the answers are wrong."""
     middle = [0.25, 0.5, 0.75]
     right = {name: share_right(card, name, AntKVConfig(), middle) for name in ("fp16", "antkv-2bit", "antkv-1bit")}
     assert right["fp16"] >= 0.9
-    assert right["antkv-1bit"] < right["fp16"] - 0.2
-    assert right["antkv-1bit"] < right["antkv-2bit"]
+    assert right["antkv-2bit"] >= right["fp16"] - 0.1
+    assert right["antkv-1bit"] >= right["fp16"] - 0.2
