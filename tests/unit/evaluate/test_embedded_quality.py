@@ -154,7 +154,7 @@ def test_antkv_is_ahead_of_cq_and_cq_of_kvquant_at_one_bit(name: str, text, tmp_
     sample = take_sample(model, learned[:8], "text")
 
     def divergence(method: str) -> float:
-        config = AntKVConfig(recency="none", prefix=0, sinks=False)
+        config = AntKVConfig(anchor_share=0.01, recency="none", prefix=0, sinks=False)
         built = build_method(method, MethodRequest(card.name, card.identity, tmp_path, config, sample=sample))
         fidelity = score(model, built, seen, against_own=True).fidelity
         assert fidelity is not None
