@@ -66,7 +66,7 @@ def capacity(model: str, preset: str | None, max_model_len: int) -> int:
 
 
 def engine_config(model: str, max_model_len: int) -> "VllmConfig":
-    """VLLM's configuration of a model without weights."""
+    """The configuration of vLLM for a model without weights."""
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(

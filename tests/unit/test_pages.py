@@ -13,12 +13,6 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.presets import PRESETS, get_preset, nominal_bits
 
-
-def content(layouts: list[PageLayout]) -> int:
-    """Bytes of VQ pages without padding."""
-    return sum(layout.vq_page_bytes - layout.padding for layout in layouts)
-
-
 configs = st.builds(AntKVConfig, anchor_share=st.sampled_from([0.0, 0.01, 0.05, 0.2]))
 presets = st.sampled_from(list(PRESETS.values()))
 head_sizes = st.sampled_from([32, 64, 96, 128, 256])
@@ -34,8 +28,11 @@ def test_recency_pages_of_all_layers_fit_into_the_block_of_the_vq_pages(config, 
         sum(sizes) for sizes in zip(*((x.vq_page_bytes, x.recency_page_bytes) for x in layouts), strict=True)
     )
     assert of_recency < of_vq or layouts[0].recency_block_size == 1
-    # 2% make room for recency pages; one page may differ so that sizes are not there equally often.
-    assert of_vq - max(layout.padding for layout in layouts) <= 1.02 * content(layouts) + ALIGNMENT * len(layouts)
+    # 2% make room for recency pages; one page may grow so that sizes are not there equally often.
+    sizes = sorted(layout.vq_page_bytes - layout.padding for layout in layouts)
+    each_once = len(sizes) > 2 and len(set(sizes)) == len(sizes)
+    grown = sizes[1] - sizes[0] if each_once else ALIGNMENT
+    assert of_vq <= 1.02 * sum(sizes) + ALIGNMENT * len(sizes) + grown
     assert all(layout.vq_page_bytes % ALIGNMENT == 0 for layout in layouts)
     counts = Counter(layout.vq_page_bytes for layout in layouts)
     assert len(counts) == 1 or len(set(counts.values())) > 1 or len(layouts) == 2

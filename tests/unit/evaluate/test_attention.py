@@ -1,5 +1,6 @@
 """The offline attention against a naive one written as loops, and the properties that the serving engine shares."""
 
+import gc
 import math
 
 import pytest
@@ -355,11 +356,13 @@ def test_sinks_are_pinned_in_the_layers_after_the_one_that_reveals_them(
 def test_the_models_own_attention_comes_back(model: PreTrainedModel, codebook: Codebook) -> None:
     windows = random_windows(1, 20)
     before, implementation = logits_of(model, windows), model.config._attn_implementation
+    # What another test left open is closed when it is collected, which must not happen in between.
+    gc.collect()
     known = set(attention.ALL_ATTENTION_FUNCTIONS)
     with pytest.raises(ZeroDivisionError), quantised_past(model, vq_method(codebook, SINK_RULE, sinks=True), 20):
         raise ZeroDivisionError
     assert model.config._attn_implementation == implementation
-    assert set(attention.ALL_ATTENTION_FUNCTIONS) <= known
+    assert set(attention.ALL_ATTENTION_FUNCTIONS) == known
     assert not model.get_decoder().layers[0]._forward_hooks
     assert torch.equal(logits_of(model, windows), before)
 
