@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.families import EVALUATED_TYPES
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.retained import attend_retained
@@ -34,9 +35,6 @@ from vllm_antkv.ops.reference import SeenRows, anchor_score, causal_lse, correct
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.anchors import SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
 from vllm_antkv.select.recency import last_query_table
-
-#: Families whose layers hand `(query, key after RoPE, value)` to one attention function and rotate every layer alike.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
 
 @contextmanager
@@ -240,9 +238,9 @@ def check_family(config: Any, num_tokens: int) -> None:
         config: the text config of a Hugging Face model.
         num_tokens: length of the windows.
     """
-    if config.model_type not in FAMILIES:
+    if config.model_type not in EVALUATED_TYPES:
         raise UnsupportedModelError(
-            f"Models of type '{config.model_type}' cannot be evaluated offline: known are {', '.join(FAMILIES)}."
+            f"Models of type '{config.model_type}' cannot be evaluated offline: known are {', '.join(EVALUATED_TYPES)}."
         )
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
