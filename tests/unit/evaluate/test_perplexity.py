@@ -10,7 +10,6 @@ from tests.unit.evaluate.conftest import VOCAB
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.evaluate import perplexity
 from vllm_antkv.evaluate.compare import gap_closed
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.methods import build_method
@@ -18,6 +17,7 @@ from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.report import PerplexityReport
 from vllm_antkv.evaluate.windows import TextWindows
 from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline import score as score_module
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
@@ -54,7 +54,7 @@ def test_the_figure_does_not_depend_on_batches(card, loaded, windows, codebook_f
         "antkv-1bit", MethodRequest("tiny", card.identity, codebook_folder, AntKVConfig(anchor_share=0.05))
     )
     together = mean_nll(loaded, method, windows)
-    monkeypatch.setattr(perplexity, "_TOKENS_PER_PASS", 1)
+    monkeypatch.setattr(score_module, "_TOKENS_PER_PASS", 1)
     done = []
     assert score(loaded, method, windows, done.append).nll == pytest.approx(together, rel=1e-5)
     assert done == [1] * 5
