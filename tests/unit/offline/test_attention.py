@@ -13,6 +13,7 @@ from tests.unit.evaluate.conftest import HEAD_SIZE, LAYERS, VOCAB, random_codebo
 from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.families import EVALUATED_TYPES
 from vllm_antkv.offline import attention
 from vllm_antkv.offline.attention import attend_window, quantised_past
 from vllm_antkv.offline.layer_window import LayerWindow
@@ -282,6 +283,10 @@ MODELS = {
     "phi3": ("phi3", {"hidden_size": 4 * HEAD_SIZE}),
     "phi3 partial rope": ("phi3", {"hidden_size": 4 * HEAD_SIZE, "rope_parameters": PARTIAL}),
 }
+
+
+def test_every_evaluated_family_is_among_them() -> None:
+    assert {model_type for model_type, _ in MODELS.values()} == set(EVALUATED_TYPES)
 
 
 class Recording:
