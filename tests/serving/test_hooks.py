@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import vllm
+from vllm.config import VllmConfig
 from vllm.config.cache import CacheConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -234,7 +235,8 @@ def test_cpus_keep_our_block_size_when_vllm_asks_the_backends() -> None:
     choose = getattr(current_platform, "_preferred_block_size_for_backends", None)
     assert (choose is None) == (minor_release(vllm.__version__) == "0.32")
     if choose is not None:
-        assert choose([AntKVBackend, RecencyBackend], 128, None) == VQ_BLOCK_SIZE
+        for default in (16, 128):
+            assert choose([AntKVBackend, RecencyBackend], default, VllmConfig()) == VQ_BLOCK_SIZE
     assert AntKVBackend.get_preferred_block_size(16) == VQ_BLOCK_SIZE
 
 
