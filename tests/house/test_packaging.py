@@ -17,7 +17,7 @@ import vllm_antkv
 ROOT = Path(__file__).parents[2]
 TAKEN = ("vllm_antkv", "triton_kernels", "centroids", "configs", "csrc")
 #: Kinds of entry points that the wheel has one of.
-GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins", "vllm.stat_logger_plugins", "console_scripts")
+GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins", "console_scripts")
 RESOURCES = ("centroids", "configs", "csrc", "triton_kernels")
 
 
