@@ -178,14 +178,11 @@ def check_hooks() -> Iterator[Finding]:
 
 
 def _presets_are_known() -> Finding:
-    from vllm_antkv.hooks.dtype import known_dtypes
-    from vllm_antkv.plugin import register
+    from vllm_antkv.hooks.activation import activate
 
-    register()
-    missing = set(PRESETS) - set(known_dtypes())
-    if missing:
+    if reason := activate():
         remedy = "Report this, with the output of `antkv doctor`."
-        return Finding("--kv-cache-dtype", "problem", f"does not accept {', '.join(sorted(missing))}", remedy)
+        return Finding("--kv-cache-dtype", "problem", f"does not accept the presets: {reason}", remedy)
     return Finding("--kv-cache-dtype", "ok", f"accepts {', '.join(PRESETS)}")
 
 
