@@ -30,11 +30,10 @@ def main() -> int:
     except UnavailableError as error:
         print(error, file=sys.stderr)
         return 2
+    record = observe(release)
     if arguments.record:
-        console.print(
-            f"Wrote {observe(release).save()}: now look at each difference, and say in `notes` what it means."
-        )
-    findings = compare(release)
+        console.print(f"Wrote {record.save()}: now look at each difference, and say in `notes` what it means.")
+    findings = compare(release, record)
     shown = [each for each in findings if arguments.all or each.state is not State.SAME or each.broken]
     title = f"vLLM {release.version} against {base_of(release.version) or 'itself'}"
     console.print(_details(f"{title}: what is not the same", shown))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from scripts.vllm_contract.consumers import sites
 from scripts.vllm_contract.entries import ENTRIES, ROOMS, WATCHED
-from scripts.vllm_contract.reliance import How, Reliance
 from scripts.vllm_contract.releases import Release
-from scripts.vllm_contract.sources import Sources, digest
+from scripts.vllm_contract.reliance import How, Reliance
+from scripts.vllm_contract.sources import digest, sources_below
 
 REVIEWED = Path(__file__).parent / "reviewed"
 #: The room of the places where vLLM asks for a class that ours derive from.
@@ -89,7 +89,7 @@ def base_of(version: str) -> str | None:
 
 def observe(release: Release) -> Record:
     """What a release has, without notes but those that were made on the same sources before."""
-    sources = Sources(release.root)
+    sources = sources_below(release.root)
     items: dict[str, str] = {}
     for entry in _entries(release):
         for item, found in entry.items(sources).items():
@@ -104,9 +104,12 @@ def observe(release: Release) -> Record:
     return record
 
 
-def compare(release: Release) -> list[Finding]:
-    """Every item of the contract, and every new question, in a release against the reviewed one before it."""
-    record = observe(release)
+def compare(release: Release, record: Record | None = None) -> list[Finding]:
+    """Every item of the contract, and every question, in a release against the reviewed one before it.
+
+    record: what was observed of it already.
+    """
+    record = record or observe(release)
     if record.base is None and release.version not in reviewed_versions():
         raise ValueError(f"vLLM {release.version} is older than every release that was reviewed.")
     # The first one has nothing before it, and was looked at as it is.
@@ -115,7 +118,7 @@ def compare(release: Release) -> list[Finding]:
 
 
 def _items(release: Release, base: Record, record: Record) -> list[Finding]:
-    sources, found = Sources(release.root), []
+    sources, found = sources_below(release.root), []
     seen: set[str] = set()
     rooms = {entry.where: room for room, entries in ROOMS.items() for entry in entries}
     for entry in _entries(release):

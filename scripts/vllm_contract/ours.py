@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.vllm_contract.reliance import parameters
 from scripts.vllm_contract.sources import Definition, Function, Module, Sources, annotated_class, imported_module
 
 ROOT = Path(__file__).parents[2]
@@ -21,14 +22,16 @@ class Use:
 
     definition: `path::Name` in vLLM; `path::` is a module.
     member: attribute of it, or "".
-    overridden: the member is defined again in a class of ours.
     where: `file:line` of ours.
+    overrides: the member is defined again in a class of ours.
+    parameters: of a method that does so, as in `Reliance.expects`.
     """
 
     definition: str
     member: str
-    overridden: bool
     where: str
+    overrides: bool = False
+    parameters: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -104,9 +107,15 @@ class _File:
                     assert definition is not None
                     self.imported[alias.asname or "vllm"] = _Thing(definition)
 
-    def _use(self, definition: Definition, member: str, node: ast.AST, overridden: bool = False) -> None:
-        where = f"{self.path}:{getattr(node, 'lineno', 0)}"
-        self.found.add(Use(str(definition), member, overridden, where))
+    def _use(self, definition: Definition, member: str, node: ast.AST) -> None:
+        self.found.add(Use(str(definition), member, self._where(node)))
+
+    def _override(self, definition: Definition, member: str, node: ast.stmt) -> None:
+        own = parameters(node) if isinstance(node, Function) else ""
+        self.found.add(Use(str(definition), member, self._where(node), True, own))
+
+    def _where(self, node: ast.AST) -> str:
+        return f"{self.path}:{getattr(node, 'lineno', 0)}"
 
     def _scope(self, body: list[ast.stmt], names: dict[str, _Thing], owner: _Thing | None) -> None:
         """Statements of a module, class or function, in order, with what their names stand for."""
@@ -126,8 +135,10 @@ class _File:
         if owner is not None:
             for each in node.body:
                 for name in _members(each):
-                    if not name.startswith("__") and self.sources.member(owner.definition, name):
-                        self._use(owner.definition, name, each, overridden=True)
+                    # Tests make objects without what a constructor would want of a device.
+                    left_out = name == "__init__" and self.path.startswith("tests/")
+                    if not left_out and self.sources.member(owner.definition, name):
+                        self._override(owner.definition, name, each)
         outer, self.attributes = self.attributes, {}
         self._scope(node.body, dict(names), owner)
         self.attributes = outer

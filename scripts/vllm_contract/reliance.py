@@ -13,7 +13,7 @@ class How(enum.Enum):
     NAME = "name"  # imported, compared or annotated with: it exists
     CALL = "call"  # called with these arguments
     FIELDS = "fields"  # these attributes are read or set
-    WRAP = "wrap"  # replaced by a function that calls it: the same parameters
+    WRAP = "wrap"  # replaced, or provided, by a function of ours: the same parameters
     OVERRIDE = "override"  # defined again in a class of ours: the same parameters, which vLLM passes
     SUBCLASS = "subclass"  # a class of ours derives from it: every member it has is a decision about ours
     BEHAVIOUR = "behaviour"  # not named in our code, but what it does is relied on: its text

@@ -8,7 +8,7 @@ import ast
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -175,6 +175,12 @@ class Sources:
             file = self.root / path
             self._modules[path] = Module(self, path, file.read_text()) if file.is_file() else None
         return self._modules[path]
+
+
+@cache
+def sources_below(root: Path) -> Sources:
+    """The sources there, parsed once."""
+    return Sources(root)
 
 
 def digest(module: Module, statements: list[ast.stmt]) -> str:

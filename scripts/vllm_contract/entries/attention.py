@@ -106,7 +106,7 @@ _LAYERS = (
     ),
     Reliance(
         "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
-        How.OVERRIDE,
+        How.WRAP,
         "self, vllm_config",
         "attach: replaced on each layer, which alone knows its page's bytes",
     ),

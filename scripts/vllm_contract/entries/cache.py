@@ -40,8 +40,8 @@ _PAGES = (
     Reliance(
         f"{_SPECS}:SlidingWindowSpec",
         How.FIELDS,
-        "block_size num_kv_heads head_size dtype state_content_bytes tokens_per_state sliding_window dcp_sharded "
-        "extra_retained_tokens",
+        "__post_init__ block_size num_kv_heads head_size dtype state_content_bytes tokens_per_state sliding_window "
+        "dcp_sharded extra_retained_tokens",
         "specs: what a recency page is",
     ),
     Reliance(f"{_SPECS}:FullAttentionSpec", How.SUBCLASS, "", "specs: VQ pages are one"),
@@ -52,6 +52,12 @@ _PAGES = (
         "specs: what a VQ page is",
     ),
     Reliance(f"{_SPECS}:KVCacheSpec", How.FIELDS, "block_size page_size_bytes", "managers: tokens and bytes of a page"),
+    Reliance(
+        f"{_SPECS}:get_kv_cache_spec_sliding_window",
+        How.CALL,
+        "kv_cache_spec",
+        "specs: the window that metadata builders are told; the longest sequence",
+    ),
     Reliance(f"{_SPECS}:KVCacheConfig", How.NAME, "", "scripts: how memory was divided"),
 )
 
