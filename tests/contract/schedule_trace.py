@@ -1,6 +1,6 @@
 """What vLLM's scheduler does with antkv pages under random schedules, step by step, with no model and no worker.
 
-Run as `python -m tests.contract.schedule_trace FILE`, which gets one JSON line per step, to be compared between releases.
+Run as `python -m tests.contract.schedule_trace FILE`, which gets one JSON line per step, to compare releases by.
 Nothing in a trace depends on time: the tokens that a model would give are a function of their positions.
 """
 
