@@ -219,7 +219,7 @@ def check_kernels() -> Iterator[Finding]:
 def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
     """Whether the model is supported, and which presets have a codebook that fits it."""
     from vllm_antkv.codebook import ModelIdentity
-    from vllm_antkv.pretrained import read_config
+    from vllm_antkv.offline.pretrained import read_config
 
     try:
         identity = ModelIdentity.from_hf_config(read_config(model, SettingsError))

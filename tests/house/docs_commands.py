@@ -161,7 +161,7 @@ def check_antkv(arguments: list[str]) -> None:
         command, arguments = command.commands[arguments[0]], arguments[1:]
     try:
         given = command.make_context("antkv", arguments).params
-    except cli._UsageError as error:
+    except cli.UsageError as error:
         raise WrongCommand(error.format_message()) from None
     _check_names(given)
 
