@@ -117,6 +117,20 @@ def compare(release: Release, record: Record | None = None) -> list[Finding]:
     return [*_items(release, base, record), *_questions(base, record)]
 
 
+def differences(version: str) -> Counter[State]:
+    """How many items and questions of a reviewed release are the same as in the one before, changed, gone or new."""
+    record = Record.load(version)
+    base = Record.load(record.base) if record.base else record
+    items = record.items.keys() | {item for item in base.items if _is_unbounded(item)}
+    found = Counter(_state(base.items.get(item), record.items.get(item)) for item in items)
+    return found + Counter(each.state for each in _questions(base, record))
+
+
+def _is_unbounded(item: str) -> bool:
+    owner = _entry_of(item)
+    return owner is not None and not owner.until
+
+
 def _items(release: Release, base: Record, record: Record) -> list[Finding]:
     sources, found = sources_below(release.root), []
     seen: set[str] = set()
