@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from scripts.vllm_contract.releases import Release, UnavailableError, fetch, installed
+from scripts.vllm_contract.releases import CACHE, Release, UnavailableError, fetch, installed
 from vllm_antkv.releases import SUPPORTED
 
 ROOT = Path(__file__).parents[1]
@@ -52,12 +52,13 @@ def chimera(version: str) -> Release:
 
 
 def environment(minor: str) -> dict[str, str]:
-    """Variables with which a Python process has a supported release: none but PYTHONPATH differs."""
-    version = SUPPORTED[minor]
+    """Variables with which a Python process has a supported release: those of this one where it is installed."""
     if installed().minor == minor:
         return dict(os.environ)
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(chimera(version).root), *filter(None, inherited)])}
+    search = os.pathsep.join([str(chimera(SUPPORTED[minor]).root), *filter(None, inherited)])
+    # What one release compiled or looked up is not for another.
+    return {**os.environ, "PYTHONPATH": search, "VLLM_CACHE_ROOT": str(CACHE / "cache" / minor)}
 
 
 def main() -> int:

@@ -13,7 +13,8 @@ from scripts.vllm_contract.releases import UnavailableError
 from scripts.vllm_lane import environment
 from vllm_antkv.releases import SUPPORTED
 
-pytestmark = pytest.mark.serving
+# Two processes of a minute each on a machine of one's own.
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,13 +27,20 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         environments = {minor: environment(minor) for minor in SUPPORTED}
     except UnavailableError as error:
         pytest.skip(str(error))
-    for minor, variables in environments.items():
-        command = [sys.executable, "-m", "tests.contract.schedule_trace", str(folder / minor)]
-        # Hashes of blocks start from it.
-        variables["PYTHONHASHSEED"] = "0"
-        done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"vLLM {minor}: {done.stderr[-2000:]}"
+    running = {minor: _start(folder / minor, variables) for minor, variables in environments.items()}
+    for minor, process in running.items():
+        said = process.communicate()[0]
+        assert process.returncode == 0, f"vLLM {minor}: {said[-2000:]}"
     return {minor: [json.loads(line) for line in (folder / minor).read_text().splitlines()] for minor in SUPPORTED}
+
+
+def _start(output: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.contract.schedule_trace", str(output)]
+    # Hashes of blocks start from the seed.
+    variables = {**variables, "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return subprocess.Popen(
+        command, env=variables, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def test_every_step_is_the_same(traces: dict[str, list[Any]]) -> None:
