@@ -6,7 +6,7 @@ Each cell is derived from what vouches for it: a lock that installs the release,
 
 from pathlib import Path
 
-from scripts.vllm_contract.check import State, differences
+from scripts.vllm_contract.check import State, base_of, differences
 from scripts.vllm_lane import PARTS
 from vllm_antkv.releases import SUPPORTED
 
@@ -54,6 +54,8 @@ def _part(minor: str) -> str:
 
 def _compared(minor: str) -> str:
     counts = differences(SUPPORTED[minor])
+    if base_of(SUPPORTED[minor]) is None:
+        return f"{counts.total()} items, the first that was looked at"
     parts = [f"{counts[state]} {state.value}" for state in State if counts[state]]
     return ", ".join(parts) + ", all looked at"
 

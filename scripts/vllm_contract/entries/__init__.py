@@ -1,6 +1,6 @@
 """The contract: every statement of what is relied on in vLLM, in the rooms of our code that rely on it."""
 
-from scripts.vllm_contract.entries import attention, benchmarks, cache, config, engine, hooks, server
+from scripts.vllm_contract.entries import attention, benchmarks, cache, config, engine, hooks, schedules, server
 from scripts.vllm_contract.reliance import Reliance
 
 #: Room of our code -> statements.
@@ -12,6 +12,7 @@ ROOMS: dict[str, tuple[Reliance, ...]] = {
     "server": server.ENTRIES,
     "engine, evaluation, tests": engine.ENTRIES,
     "benchmarks on GPUs": benchmarks.ENTRIES,
+    "tests of schedules": schedules.ENTRIES,
 }
 ENTRIES: tuple[Reliance, ...] = tuple(entry for entries in ROOMS.values() for entry in entries)
 

@@ -32,6 +32,13 @@ _DTYPE = (
         "dtype: the values of --kv-cache-dtype, to which registering adds",
         since="0.33",
     ),
+    Reliance(
+        f"{_CACHE}:_KV_CACHE_DTYPE_HANDLERS",
+        How.NAME,
+        "",
+        "dtype: handlers by name, from which ours go where the plugin stays inactive",
+        since="0.33",
+    ),
     Reliance("vllm.engine:arg_utils", How.NAME, "", "dtype: the module that makes the parser's arguments"),
     Reliance(
         "vllm.engine.arg_utils:_compute_kwargs",
@@ -114,6 +121,12 @@ _BACKEND = (
 )
 
 _SPECS = (
+    Reliance(
+        "vllm.v1.kv_cache_spec_registry:_REGISTRY_KVCACHESPEC_LIST",
+        How.NAME,
+        "",
+        "specs: what is registered, from which ours goes where the plugin stays inactive",
+    ),
     Reliance(
         "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered",
         How.CALL,
