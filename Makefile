@@ -65,6 +65,7 @@ format: $(VENV)
 
 docs: $(VENV)
 	$(BIN)/python scripts/settings_page.py
+	$(BIN)/python scripts/families_table.py
 	$(BIN)/python -m scripts.compatibility_page
 	$(BIN)/mkdocs build --strict
 
