@@ -37,9 +37,10 @@ def _install(patches: Patches) -> None:
 
 def _forget(member: AttentionBackendEnum) -> None:
     """Take a member out of the enumeration, which has no method for that."""
-    delattr(AttentionBackendEnum, member.name)
     del AttentionBackendEnum._member_map_[member.name], AttentionBackendEnum._value2member_map_[member.value]
     AttentionBackendEnum._member_names_.remove(member.name)
+    # Only what is no member any more can be deleted.
+    delattr(AttentionBackendEnum, member.name)
 
 
 def _validate(selector: Any) -> None:
