@@ -108,7 +108,7 @@ BREAKS = {
     "m.setattr(hooks.dtype, 'get_kv_quant_mode', lambda kv_cache_dtype: list(KVQuantMode)[-1])": (
         "its hook dtype does not work with this vLLM (antkv-4bit has the quantisation mode"
     ),
-    "m.setattr(cache.CacheConfig, '__init__', lambda self, cache_dtype: 1 / 0)": (
+    "m.setattr(hooks.dtype, 'cache_module', SimpleNamespace(CacheConfig=lambda cache_dtype: 1 / 0))": (
         "its hook dtype does not work with this vLLM (ZeroDivisionError"
     ),
     "m.setattr(KVCacheSpecRegistry, 'get_manager_class', lambda kvcache_spec, role=None: BlockPool)": (
@@ -125,6 +125,7 @@ BREAKS = {
 #: Run where the plugin has not been installed; what it prints is compared. `state` is all that a hook may touch.
 BREAKING = f"""
 import logging
+from types import SimpleNamespace
 import pytest
 from vllm.config import cache
 from vllm.engine.arg_utils import EngineArgs
