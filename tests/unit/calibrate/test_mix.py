@@ -153,17 +153,21 @@ def test_a_mixed_codebook_quantises_each_layer_with_its_own_preset(books) -> Non
 
 def test_layers_are_measured_alone_and_go_on_where_a_run_stopped(books, model, windows) -> None:
     kept: list[dict[str, float]] = []
-    found = mix.layer_divergences(model, books, windows, {}, lambda values: kept.append(dict(values)), lambda: None)
+    found = divergences_module.layer_divergences(
+        model, books, windows, {}, lambda values: kept.append(dict(values)), lambda: None
+    )
     assert found.shape == (3, 3)
     assert (found[0] > 10 * found[1:]).all(), "the other layers hardly count"
     assert (np.diff(found[0]) > 0).all(), "fewer bits, more divergence"
     assert [len(values) for values in kept] == list(range(1, 10))
-    again = mix.layer_divergences(
+    again = divergences_module.layer_divergences(
         model, books, windows, kept[6], lambda values: kept.append(dict(values)), lambda: None
     )
     assert np.array_equal(again, found)
     assert len(kept) == 9 + 2, "two places were left"
-    whole = score(model, Method("x", 2.0, mix._SERVED, VectorQuantiser(books[1])), windows, against_own=True)
+    whole = score(
+        model, Method("x", 2.0, divergences_module._SERVED, VectorQuantiser(books[1])), windows, against_own=True
+    )
     assert whole.fidelity is not None
     assert whole.fidelity.kl == pytest.approx(found[:, 1].sum(), rel=0.1)
 
@@ -191,7 +195,8 @@ def test_a_run_stopped_after_measuring_does_not_measure_again(
             calibrate(settings)
     measured: list[object] = []
     original = mix.divergence
-    monkeypatch.setattr(mix, "divergence", lambda *args: measured.append(args) or original(*args))
+    for module in (mix, divergences_module):
+        monkeypatch.setattr(module, "divergence", lambda *args: measured.append(args) or original(*args))
     (path, _) = calibrate(settings)
     assert len(measured) == 2, "the whole model before and after"
     assert path.read_bytes() == codebook_path(learned / "mixed", PRESET).read_bytes()

@@ -194,7 +194,7 @@ def test_the_work_folder_of_another_model_is_not_taken_up(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "learn_layer", fail)
+        patch.setattr(learn, "learn_layer", fail)
         with pytest.raises(KeyboardInterrupt):
             calibrate_small(folder, text_file, tmp_path / "out")
 
