@@ -132,19 +132,25 @@ def _is_unbounded(item: str) -> bool:
 
 
 def _items(release: Release, base: Record, record: Record) -> list[Finding]:
-    sources, found = sources_below(release.root), []
-    seen: set[str] = set()
+    sources = sources_below(release.root)
     rooms = {entry.where: room for room, entries in ROOMS.items() for entry in entries}
+    # An item may be in several statements; a reason of any of them is one.
+    owners: dict[str, Reliance] = {}
+    reasons: dict[str, str] = {}
     for entry in _entries(release):
-        broken = entry.broken(sources)
-        for item in entry.items(sources):
-            if item not in seen:
-                seen.add(item)
-                state = _state(base.items.get(item), record.items.get(item))
-                found.append(Finding(rooms[entry.where], item, state, entry.why, record.notes.get(item, ""), broken))
-                broken = None
+        items = entry.items(sources)
+        for item in items:
+            owners.setdefault(item, entry)
+        if broken := entry.broken(sources):
+            gone = (item for item, place in items.items() if place is None)
+            reasons.setdefault(next(gone, next(iter(items))), broken)
+    found = []
+    for item, entry in owners.items():
+        state = _state(base.items.get(item), record.items.get(item))
+        note = record.notes.get(item, "")
+        found.append(Finding(rooms[entry.where], item, state, entry.why, note, reasons.get(item)))
     # Members that a class had, and statements that are only for older releases.
-    for item in sorted(base.items.keys() - seen):
+    for item in sorted(base.items.keys() - owners.keys()):
         owner = _entry_of(item)
         if owner is not None and not owner.until:
             found.append(Finding(rooms[owner.where], item, State.GONE, owner.why, record.notes.get(item, "")))
