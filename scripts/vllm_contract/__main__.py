@@ -1,8 +1,8 @@
 """How much work a release of vLLM is: `python -m scripts.vllm_contract [VERSION] [--record] [--all]`.
 
 Without VERSION: the newest on the package index. Ends with 1 where something was not looked at or would break, with 2
-where the release cannot be had. `--record` writes what the release has to `reviewed/`; the notes in it are then filled
-in by whoever looked. `--all` shows what is the same, too.
+where the release cannot be had or compared. `--record` writes what the release has to `reviewed/`; the notes in it are
+then filled in by whoever looked. `--all` shows what is the same, too.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from scripts.vllm_contract.check import Finding, State, base_of, compare, observe
+from scripts.vllm_contract.check import Finding, State, base_of, compare, observe, reviewed_versions
 from scripts.vllm_contract.releases import UnavailableError, newest, sources_of
 
 _STYLES = {State.SAME: "dim", State.CHANGED: "yellow", State.GONE: "red", State.NEW: "cyan"}
@@ -29,6 +29,11 @@ def main() -> int:
         release = sources_of(arguments.version or newest())
     except UnavailableError as error:
         print(error, file=sys.stderr)
+        return 2
+    if base_of(release.version) is None and release.version not in reviewed_versions():
+        print(
+            f"vLLM {release.version} is older than every release that was reviewed: name a newer one.", file=sys.stderr
+        )
         return 2
     record = observe(release)
     if arguments.record:

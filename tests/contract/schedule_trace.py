@@ -52,7 +52,7 @@ class Case:
 
 CASES = (
     Case("sliding:32", 8, 400, 512, 9, 512),
-    Case("sliding:32", 8, 70, 256, 9, 512),
+    Case("sliding:32", 8, 90, 256, 14, 512),
     Case("log:42", 8, 200, 384, 8, 384),
     Case("none", 0, 120, 512, 8, None),
     Case("sliding:512", 16, 300, 512, 8, 256),
