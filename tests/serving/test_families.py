@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tests.serving.conftest import EMBEDDED
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.attention import quantised_past
-from vllm_antkv.evaluate.methods import MethodRequest, build_method
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.presets import PRESETS
 
 pytestmark = pytest.mark.serving

@@ -1,16 +1,15 @@
 """The hooks fit this vLLM, are still needed, change nothing twice, and leave other cache dtypes alone."""
 
-from typing import get_args
-
 import pytest
+import torch
 import vllm
-from vllm.config import cache as cache_module
 from vllm.config.cache import CacheConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec, get_kv_quant_mode
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -18,6 +17,7 @@ from vllm_antkv import plugin
 from vllm_antkv.cache.managers import RecencyManager
 from vllm_antkv.cache.specs import RecencySpec
 from vllm_antkv.hooks import HOOKS
+from vllm_antkv.hooks.dtype import known_dtypes
 from vllm_antkv.presets import PRESETS
 
 
@@ -39,22 +39,22 @@ def test_hook_is_still_needed(hook) -> None:
 
 
 def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
     plugin.register()
     assert "not active" in caplog.text
-    assert "0.33.0" in caplog.text
+    assert "0.34.0" in caplog.text
 
 
 def test_registering_twice_changes_nothing() -> None:
     before = (
-        get_args(cache_module.CacheDType),
+        known_dtypes(),
         type(current_platform).get_attn_backend_cls.__func__,
         EngineArgs.create_engine_config,
         vars(WorkerWrapperBase)["load_model"],
     )
     plugin.register()
     after = (
-        get_args(cache_module.CacheDType),
+        known_dtypes(),
         type(current_platform).get_attn_backend_cls.__func__,
         EngineArgs.create_engine_config,
         vars(WorkerWrapperBase)["load_model"],
@@ -70,8 +70,13 @@ def test_presets_are_cache_dtypes_and_a_typo_is_not() -> None:
         CacheConfig(cache_dtype="antkv-1bits")
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     assert parser.parse_args(["--kv-cache-dtype", "antkv-0.375bit"]).kv_cache_dtype == "antkv-0.375bit"
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--kv-cache-dtype", "antkv-3bit"])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_mean_nothing_to_vllms_own_kernels(preset: str) -> None:
+    """KVQuantMode.CUSTOM is what vLLM recommends, and in 0.33.0 it is another name of OCTAVE_K3V4."""
+    assert get_kv_quant_mode(preset) is KVQuantMode.NONE
+    assert STR_DTYPE_TO_TORCH_DTYPE[preset] is torch.uint8
 
 
 def test_specs_keep_their_managers() -> None:
@@ -93,7 +98,6 @@ def test_backend_is_chosen_for_the_presets_alone() -> None:
 
 
 def _selector(kv_cache_dtype: str):
-    import torch
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     return AttentionSelectorConfig(

@@ -7,12 +7,13 @@ import torch
 
 from tests.serving.conftest import EMBEDDED, ROOT
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.methods import MethodRequest, build_method
-from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.retrieval import evaluate_retrieval
 from vllm_antkv.evaluate.retrieval_prompts import make_prompts
 from vllm_antkv.evaluate.served import evaluate_retrieval_served, evaluate_served
 from vllm_antkv.evaluate.windows import load_windows
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.models import ModelCard
 
 pytestmark = pytest.mark.serving
 

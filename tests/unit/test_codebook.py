@@ -23,7 +23,7 @@ from vllm_antkv.codebook import (
     shipped_folder,
     user_folder,
 )
-from vllm_antkv.codebook_prefix import TrainedPrefix, starts_with
+from vllm_antkv.codebook.prefix import TrainedPrefix, starts_with
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import PRESETS, get_preset

@@ -11,11 +11,10 @@ from vllm_antkv.ops.reference import (
     encode,
     mixed_attention,
     pack_codes,
-    top_rows,
     unpack_codes,
 )
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.select.anchors import RECENT_VOTE, SINK_SCORE, block_anchors, vote_weights
+from vllm_antkv.select.anchors import RECENT_VOTE, SINK_SCORE, block_anchors, top_rows, vote_weights
 
 presets = st.sampled_from(list(PRESETS.values()))
 seeds = st.integers(0, 2**31)

@@ -7,7 +7,7 @@ straight to one memory-mapped file a layer, so memory holds one window at a time
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
-from vllm_antkv.calibrate.models import CapturePoint, decoder_layers
+from vllm_antkv.calibrate.models import CapturePoint
 from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.hidden import captured_hidden, loss_of
+from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.sinks import SinkChannels
 
 #: Receives the rows, or the norms, of a capture point.
 Receiver = Callable[[CapturePoint, torch.Tensor], None]
-
-
-@dataclass(frozen=True)
-class SinkChannels:
-    """Sinks show after decoder layer `layer` (hidden_states[layer + 1]) in `channels`, strongest first."""
-
-    layer: int
-    channels: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -97,21 +91,6 @@ class CaptureFiles:
                 os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)
             self._maps[name] = np.memmap(path, dtype=dtype, mode="r+", shape=shape)
         return self._maps[name]
-
-
-def loss_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
-    """Causal language-model loss of one window, summed over its tokens.
-
-    The sum, not the mean, so that gradients do not shrink with the window's length.
-
-    Args:
-        window: (seq_len,) int64.
-    """
-    # The parameters are frozen: the embeddings are where the graph that reaches every K and V begins.
-    embeddings = model.get_input_embeddings()(window[None]).detach()  # type: ignore[operator]
-    embeddings.requires_grad_(torch.is_grad_enabled())
-    logits = model(inputs_embeds=embeddings, use_cache=False).logits[0, :-1]
-    return functional.cross_entropy(logits.float(), window[1:], reduction="sum")
 
 
 @contextmanager
@@ -206,20 +185,6 @@ def capture_window(
         loss = loss_of(model, window)
         if with_gradients:
             loss.backward()
-
-
-@contextmanager
-def captured_hidden(layers: Iterable[nn.Module], on_hidden: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """While active, hand the hidden state after each of these layers, (seq_len, hidden_size), to `on_hidden`."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        on_hidden(hidden.detach()[0])
-
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(layer.register_forward_hook(hook).remove)
-        yield
 
 
 def _check_finite(tensor: torch.Tensor, point: CapturePoint, problem: str) -> None:

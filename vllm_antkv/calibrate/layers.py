@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from vllm_antkv.calibrate.capture import CaptureFiles
-from vllm_antkv.calibrate.kmeans import Backend, Problem, solve
+from vllm_antkv.offline.kmeans import Backend, Problem, solve
 from vllm_antkv.presets import Preset
 
 #: A token's weight is its gradient's norm to this power. AnTKV leaves it open; `docs/calibration.md` has the figures.

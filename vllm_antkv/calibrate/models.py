@@ -12,7 +12,8 @@ from torch import nn
 
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
-from vllm_antkv.pretrained import load_weights, read_config
+from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.pretrained import load_weights, read_config
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,6 @@ def compute_dtype(config: Any, device: torch.device) -> torch.dtype:
         return torch.float32
     stored = config.dtype or torch.bfloat16
     return torch.bfloat16 if stored == torch.float16 else stored
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers, in model order."""
-    return model.get_decoder().layers  # type: ignore[operator, union-attr, return-value]
 
 
 def capture_points(model: nn.Module, config: Any) -> list[CapturePoint]:

@@ -17,16 +17,9 @@ from torch import nn
 from tqdm import tqdm
 
 from vllm_antkv import __version__
-from vllm_antkv.calibrate.capture import (
-    CaptureFiles,
-    CaptureShape,
-    SinkChannels,
-    capture_window,
-    checkpointed,
-)
-from vllm_antkv.calibrate.kmeans import Backend, pick_backend
+from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape, capture_window, checkpointed
 from vllm_antkv.calibrate.layers import learn_layer
-from vllm_antkv.calibrate.mix import can_be_mixed, layer_divergences, mix, parts_of_mix
+from vllm_antkv.calibrate.mix import can_be_mixed, mix, parts_of_mix
 from vllm_antkv.calibrate.models import capture_points, compute_dtype, load_config, load_model
 from vllm_antkv.calibrate.prefix import STEPS as PREFIX_STEPS
 from vllm_antkv.calibrate.prefix import PrefixTraining
@@ -34,25 +27,22 @@ from vllm_antkv.calibrate.prefix import train_prefix as train_prefix_rows
 from vllm_antkv.calibrate.refine import Refined
 from vllm_antkv.calibrate.refine import refine as refine_centroids
 from vllm_antkv.calibrate.resources import check_disk, check_memory, needs_checkpointing, pick_device
-from vllm_antkv.calibrate.sinks import (
-    PROBE_WINDOWS,
-    find_channels,
-    find_rule,
-    peak_ratios,
-    sink_mask,
-)
 from vllm_antkv.calibrate.texts import prefix_ids, read_text, text_hash, token_windows, with_prefix
 from vllm_antkv.calibrate.training import Schedule, num_held_out, split
-from vllm_antkv.calibrate.workspace import Workspace, check_writable, fingerprint, open_workspace
+from vllm_antkv.calibrate.workspace import Workspace, check_writable, open_workspace
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
-from vllm_antkv.codebook_header import MAX_PREFIX
+from vllm_antkv.codebook.header import MAX_PREFIX
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError
-from vllm_antkv.evaluate.attention import check_family
-from vllm_antkv.evaluate.rotary import rotary_table
+from vllm_antkv.offline.attention import check_family
+from vllm_antkv.offline.divergences import layer_divergences
+from vllm_antkv.offline.kmeans import Backend, pick_backend
+from vllm_antkv.offline.models import fingerprint
+from vllm_antkv.offline.pretrained import check_token_ids, read_tokenizer
+from vllm_antkv.offline.rotary import rotary_table
+from vllm_antkv.offline.sinks import PROBE_WINDOWS, SinkChannels, find_channels, find_rule, peak_ratios, sink_mask
 from vllm_antkv.ops.rope import RotaryTable, interleaved
 from vllm_antkv.presets import PRESETS, Preset, get_preset
-from vllm_antkv.pretrained import check_token_ids, read_tokenizer
 
 logger = logging.getLogger(__name__)
 

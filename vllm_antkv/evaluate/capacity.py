@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.presets import PRESETS, Preset
 
 #: vLLM's default --gpu-memory-utilization.

@@ -17,14 +17,15 @@ from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.fidelity import TOP_TOKENS, Fidelity, TopTokens, divergence, top1_agreement
 from vllm_antkv.evaluate.methods import antkv
-from vllm_antkv.evaluate.methods.base import Method, MethodRequest
-from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.perplexity import Progress
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
 from vllm_antkv.evaluate.retrieval import RetrievalReport, report_retrieval
 from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt, is_right
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.pretrained import reason
+from vllm_antkv.offline.score import Progress
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.pretrained import reason
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

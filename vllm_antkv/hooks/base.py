@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: The vLLM releases whose internals these hooks were written against.
-SUPPORTED_VLLM = "0.32"
+from vllm_antkv.releases import minor_release, supported_releases
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,12 @@ class Hook:
         """None when the hook fits this vLLM, else the reason why not."""
         import vllm
 
-        if not vllm.__version__.startswith(SUPPORTED_VLLM + "."):
-            return f"vLLM {vllm.__version__} is installed, this release of vllm-antkv supports {SUPPORTED_VLLM}.x"
+        if minor_release(vllm.__version__) is None:
+            return f"vLLM {vllm.__version__} is installed, this release of vllm-antkv supports {supported_releases()}"
         return self.missing()
 
 
-#: vLLM's plugin groups in SUPPORTED_VLLM; none of them covers what the hooks do.
+#: vLLM's plugin groups in the supported releases; none of them covers what the hooks do.
 _KNOWN_PLUGIN_GROUPS = {
     "DEFAULT_PLUGINS_GROUP",
     "IO_PROCESSOR_PLUGINS_GROUP",
@@ -46,7 +45,7 @@ _KNOWN_PLUGIN_GROUPS = {
 
 
 def new_plugin_groups() -> set[str]:
-    """Kinds of plugins that this vLLM has and SUPPORTED_VLLM has not: one of them may do what a hook does."""
+    """Kinds of plugins that this vLLM has and the supported releases had not: one of them may do what a hook does."""
     import vllm.plugins
 
     return {name for name in vars(vllm.plugins) if name.endswith("_PLUGINS_GROUP")} - _KNOWN_PLUGIN_GROUPS

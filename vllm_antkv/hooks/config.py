@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
-from vllm_antkv.presets import PRESETS
+from vllm_antkv.presets import get_preset
 
 
 def _install() -> None:
@@ -20,7 +20,7 @@ def _install() -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        if self.kv_cache_dtype not in PRESETS:
+        if _is_no_preset(self.kv_cache_dtype):
             return original(self, *args, **kwargs)
         from vllm_antkv.attention.refusals import refuse_context_parallelism
         from vllm_antkv.attention.startup import complete
@@ -32,6 +32,17 @@ def _install() -> None:
 
     create_engine_config._antkv = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+
+
+def _is_no_preset(kv_cache_dtype: str) -> bool:
+    """Whether a cache dtype is vLLM's own business.
+
+    Raises SettingsError for what was meant to be a preset: vLLM 0.32's parser names the choices, 0.33's takes any word.
+    """
+    if not kv_cache_dtype.strip().lower().startswith("antkv"):
+        return True
+    get_preset(kv_cache_dtype)
+    return False
 
 
 HOOK = Hook(

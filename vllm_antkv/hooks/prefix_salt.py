@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from vllm_antkv.codebook_prefix import starts_with
+from vllm_antkv.codebook.prefix import starts_with
 from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
 from vllm_antkv.presets import PRESETS
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vllm_antkv.codebook_prefix import starts_with
+from vllm_antkv.codebook.prefix import starts_with
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
 from vllm_antkv.presets import PRESETS

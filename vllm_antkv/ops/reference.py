@@ -175,20 +175,6 @@ def anchor_score(
     return of_key, of_value
 
 
-def top_rows(scores: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Offsets of the highest scores, highest first; equal scores take the lower offset.
-
-    Args:
-        scores: (..., block_size); -inf marks a row that cannot be chosen.
-
-    Returns:
-        (..., num_rows) int64, -1 where fewer rows can be chosen.
-    """
-    num_rows = min(num_rows, scores.shape[-1])
-    values, offsets = scores.sort(dim=-1, descending=True, stable=True)
-    return offsets[..., :num_rows].masked_fill(values[..., :num_rows] == -torch.inf, -1)
-
-
 def correction(exact_rows: torch.Tensor, coded_rows: torch.Tensor) -> torch.Tensor:
     """What an anchor stores: the error of its code in FP8 (e4m3), rounded to nearest, ties to even, saturating at 448.
 

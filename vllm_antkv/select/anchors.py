@@ -2,8 +2,6 @@
 
 import torch
 
-from vllm_antkv.ops.reference import top_rows
-
 #: Score of an attention sink: ahead of every anchor (KVSink rows are pinned first).
 SINK_SCORE = torch.inf
 #: Votes that every row of a block is credited with, so that the few votes for its last rows weigh less.
@@ -72,3 +70,17 @@ def block_anchors(
         weighted = torch.full_like(scores, -torch.inf)
     ranked = weighted.masked_fill(is_sink, SINK_SCORE).masked_fill(already_exact, -torch.inf)
     return top_rows(ranked, num_rows)
+
+
+def top_rows(scores: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Offsets of the highest scores, highest first; equal scores take the lower offset.
+
+    Args:
+        scores: (..., block_size); -inf marks a row that cannot be chosen.
+
+    Returns:
+        (..., num_rows) int64, -1 where fewer rows can be chosen.
+    """
+    num_rows = min(num_rows, scores.shape[-1])
+    values, offsets = scores.sort(dim=-1, descending=True, stable=True)
+    return offsets[..., :num_rows].masked_fill(values[..., :num_rows] == -torch.inf, -1)

@@ -12,18 +12,13 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from vllm_antkv.calibrate.capture import (
-    CaptureFiles,
-    CaptureShape,
-    SinkChannels,
-    capture_window,
-    captured_hidden,
-    checkpointed,
-    loss_of,
-)
-from vllm_antkv.calibrate.models import FAMILIES, capture_points, decoder_layers, load_config, load_model
+from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape, capture_window, checkpointed
+from vllm_antkv.calibrate.models import FAMILIES, capture_points, load_config, load_model
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.hidden import captured_hidden, loss_of
+from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.sinks import SinkChannels
 from vllm_antkv.ops.rope import RotaryTable, rotate
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.codebook import Codebook, codebook_path
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
-from vllm_antkv.evaluate.methods.base import Method
-from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
-from vllm_antkv.evaluate.perplexity import score
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.score import score
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS, get_preset
 

@@ -7,18 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_antkv.calibrate.mix import layer_divergences, mix
+from vllm_antkv.calibrate.mix import mix
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, find_codebook
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.attention import quantised_past
-from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
-from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
-from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.perplexity import score
+from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.retrieval_prompts import pair_lines
-from vllm_antkv.evaluate.sample import take_sample
 from vllm_antkv.evaluate.windows import load_windows
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.laboratory.sample import take_sample
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.divergences import layer_divergences
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.score import score
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.rope import RotaryTable, unrotate
 from vllm_antkv.presets import get_preset
 

@@ -11,13 +11,16 @@ from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate import perplexity
-from vllm_antkv.evaluate.attention import quantised_past
 from vllm_antkv.evaluate.compare import gap_closed
 from vllm_antkv.evaluate.effective_bits import effective_bits
-from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
-from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.perplexity import evaluate_perplexity, mean_nll, score
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.report import PerplexityReport
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.score import mean_nll, score
 from vllm_antkv.presets import PRESETS
 
 

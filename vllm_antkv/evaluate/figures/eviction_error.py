@@ -11,14 +11,13 @@ from vllm_antkv.evaluate.figures.coverage import kept_by_table
 from vllm_antkv.evaluate.figures.row_error import attention
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label, legend_beside
-from vllm_antkv.evaluate.methods import Method
-from vllm_antkv.evaluate.methods.base import Eviction, Quantiser
-from vllm_antkv.evaluate.methods.h2o import HeavyHitters
-from vllm_antkv.evaluate.methods.kivi import Kivi
-from vllm_antkv.evaluate.methods.logquant import LogQuant
-from vllm_antkv.evaluate.methods.retention import Retention, Table, sliding
-from vllm_antkv.evaluate.methods.streamingllm import SinksAndWindow
-from vllm_antkv.evaluate.retained import attend_retained
+from vllm_antkv.laboratory.h2o import HeavyHitters
+from vllm_antkv.laboratory.kivi import Kivi
+from vllm_antkv.laboratory.logquant import LogQuant
+from vllm_antkv.laboratory.streamingllm import SinksAndWindow
+from vllm_antkv.offline.method import Eviction, Method, Quantiser
+from vllm_antkv.offline.retained import attend_retained
+from vllm_antkv.offline.retention import Retention, Table, sliding
 
 #: W of LogQuant and the tokens that all policies keep exactly, at most.
 WINDOW, TOKENS = 42, 126

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 
 from vllm_antkv import __version__
-from vllm_antkv.calibrate.workspace import fingerprint
 from vllm_antkv.codebook import Codebook, find_codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, SettingsError
 from vllm_antkv.evaluate.figures import Figure
 from vllm_antkv.evaluate.figures.scene import DEFAULT_PRESET, Scene
 from vllm_antkv.evaluate.figures.style import save
-from vllm_antkv.evaluate.methods import MethodRequest
-from vllm_antkv.evaluate.models import ModelCard
 from vllm_antkv.evaluate.report import versions, write_json
-from vllm_antkv.evaluate.sample import MAX_TOKENS, take_sample
 from vllm_antkv.evaluate.windows import load_windows
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.laboratory.sample import MAX_TOKENS, take_sample
+from vllm_antkv.offline.models import ModelCard, fingerprint
 from vllm_antkv.presets import PRESETS
 
 

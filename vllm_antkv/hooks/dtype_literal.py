@@ -1,0 +1,43 @@
+"""Values of `--kv-cache-dtype` for vLLM 0.32, which has no registry; this file goes when that release does.
+
+The cache dtypes are a Literal: its arguments are extended in place, and the pydantic dataclass and the argument parser
+that were made from it are made again.
+"""
+
+from typing import get_args
+
+import torch
+from pydantic.dataclasses import rebuild_dataclass
+from vllm.config import cache as cache_module
+from vllm.engine import arg_utils
+from vllm.utils import torch_utils
+
+from vllm_antkv.hooks.base import missing_attributes
+from vllm_antkv.presets import PRESETS
+
+
+def known_dtypes() -> tuple[str, ...]:
+    """The values that vLLM accepts for `--kv-cache-dtype` by now."""
+    return get_args(cache_module.CacheDType)
+
+
+def install() -> None:
+    """Add the presets; doing so twice changes nothing."""
+    new = tuple(name for name in PRESETS if name not in known_dtypes())
+    if new:
+        cache_module.CacheDType.__args__ += new
+        rebuild_dataclass(cache_module.CacheConfig, force=True)
+        arg_utils._compute_kwargs.cache_clear()
+    for name in PRESETS:
+        # Opaque bytes: the backend alone knows what they mean.
+        torch_utils.STR_DTYPE_TO_TORCH_DTYPE[name] = torch.uint8
+
+
+def missing() -> str | None:
+    """What is not where `install` expects it, or None."""
+    return (
+        missing_attributes(cache_module, "CacheDType", "CacheConfig")
+        or missing_attributes(cache_module.CacheDType, "__args__")
+        or missing_attributes(arg_utils, "_compute_kwargs")
+        or missing_attributes(torch_utils, "STR_DTYPE_TO_TORCH_DTYPE")
+    )
