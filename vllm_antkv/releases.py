@@ -15,6 +15,13 @@ def minor_release(version: str) -> str | None:
     return next((minor for minor in SUPPORTED if version.startswith(f"{minor}.")), None)
 
 
+def not_supported(version: str) -> str | None:
+    """Why the plugin is not active with a version of vLLM, or None when it is one of those supported."""
+    if minor_release(version) is not None:
+        return None
+    return f"vLLM {version} is installed, this release of vllm-antkv supports {supported_releases()}"
+
+
 def supported_releases(between: str = "and") -> str:
     """For people: "0.32.x and 0.33.x"."""
     *others, last = (f"{minor}.x" for minor in SUPPORTED)

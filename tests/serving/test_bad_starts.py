@@ -43,6 +43,7 @@ USAGE: list[tuple[list[str], str]] = [
 
 #: What somebody who wants a preset may write.
 TYPOS = ("antkv", "antkv-3bit", "ANTKV-1BIT", "antkv_1bit", "antkv-1bit,antkv-2bit", " antkv-1bit")
+NO_DTYPES = (*TYPOS, "")
 
 #: Options, words of the sentence. It is ours, in the process that the user started.
 OURS: list[tuple[list[str], str]] = [
@@ -136,7 +137,7 @@ def test_what_is_no_preset_is_refused(reads_well: Callable[[BaseException], str]
     assert f"Unknown preset '{typo}': choose one of antkv-4bit" in reads_well(caught.value)
 
 
-@pytest.mark.parametrize("typo", [*TYPOS, ""])
+@pytest.mark.parametrize("typo", NO_DTYPES)
 def test_a_typo_never_starts_a_server(
     configure: Callable[[list[str]], object], capsys: pytest.CaptureFixture[str], typo: str
 ) -> None:

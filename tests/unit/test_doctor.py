@@ -119,6 +119,15 @@ def test_every_hook_has_a_line_and_one_that_does_not_apply_is_a_problem(monkeypa
     assert "--kv-cache-dtype" not in findings
 
 
+def test_hooks_that_do_not_work_are_a_problem(monkeypatch):
+    from vllm_antkv.hooks import activation
+
+    monkeypatch.setattr(activation, "activate", lambda: "its hook dtype does not work with this vLLM (a reason)")
+    finding = by_name(doctor.check_hooks())["--kv-cache-dtype"]
+    assert finding.state == "problem"
+    assert "(a reason)" in finding.detail
+
+
 def test_vllm_that_cannot_be_imported_is_one_problem(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm_antkv.hooks", None)
     (finding,) = doctor.check_hooks()

@@ -15,7 +15,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels
-from vllm_antkv.ops.layer import LayerOperations, LayerState, Scratch, run
+from vllm_antkv.ops.layer import LayerOperations, LayerState, Scratch, StepRows, run
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.warm_up import warm_up
 
@@ -137,10 +137,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         run(
             self._operations,
             self._layer,
-            query[:num_tokens],
-            key[:num_tokens],
-            value[:num_tokens],
-            is_sink,
+            StepRows(query[:num_tokens], key[:num_tokens], value[:num_tokens], is_sink),
             output[:num_tokens],
             attn_metadata.step(recency_metadata),
         )

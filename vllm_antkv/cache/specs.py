@@ -17,8 +17,8 @@ class RecencySpec(SlidingWindowSpec):
 
     A SlidingWindowSpec, since vLLM accepts a retention interval, and bounds what a request may reserve, for its own
     kinds of specs only. Which pages live is decided by `retention` alone: whatever the parent says about that is
-    overridden here (tests/serving/test_recency_spec.py lists all that it says), and its window is the longest sequence, so
-    that nothing is ever below it.
+    overridden here (tests/serving/test_recency_spec.py has the list), and its window is the longest sequence, so that
+    nothing is ever below it.
 
     settings: the user's settings, which decide the retention.
     max_len: longest sequence served.

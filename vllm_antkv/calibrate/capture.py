@@ -144,15 +144,21 @@ def checkpointed(model: nn.Module, active: bool) -> Iterator[None]:
         model.gradient_checkpointing_disable()  # type: ignore[operator]
 
 
-def capture_window(
-    model: nn.Module,
-    window: torch.Tensor,
-    points: Sequence[CapturePoint],
-    files: CaptureFiles,
-    index: int,
-    with_gradients: bool,
-    sinks: SinkChannels | None,
-) -> None:
+@dataclass(frozen=True)
+class Capture:
+    """What is taken of every window, and where it goes.
+
+    with_gradients: gradient norms too.
+    sinks: the channels that show sinks; None where there are none.
+    """
+
+    points: Sequence[CapturePoint]
+    files: CaptureFiles
+    with_gradients: bool = True
+    sinks: SinkChannels | None = None
+
+
+def capture_window(model: nn.Module, window: torch.Tensor, index: int, capture: Capture) -> None:
     """Run one window and write its rows, its gradient norms where asked for, and its sink channels where there are any.
 
     Args:
@@ -162,6 +168,7 @@ def capture_window(
     Raises:
         CalibrationError: a K or V value does not fit float16, or a gradient is not finite.
     """
+    files, sinks = capture.files, capture.sinks
 
     def write_rows(point: CapturePoint, rows: torch.Tensor) -> None:
         half = rows.to(torch.float16)
@@ -178,12 +185,12 @@ def capture_window(
     channels = list(sinks.channels) if sinks else []
     sink_layers = [decoder_layers(model)[sinks.layer]] if sinks else []
     with (
-        captured(points, files.shape.num_kv_heads, write_rows, write_norms),
+        captured(capture.points, files.shape.num_kv_heads, write_rows, write_norms),
         captured_hidden(sink_layers, write_sinks),
-        torch.set_grad_enabled(with_gradients),
+        torch.set_grad_enabled(capture.with_gradients),
     ):
         loss = loss_of(model, window)
-        if with_gradients:
+        if capture.with_gradients:
             loss.backward()
 
 

@@ -2,10 +2,11 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from vllm_antkv.calibrate.settings import Bits, CalibrationSettings, Channels, Weights
 from vllm_antkv.cli.options import Model, grouped
 
 
@@ -13,38 +14,38 @@ from vllm_antkv.cli.options import Model, grouped
 class LearningOptions:
     """How codebooks are learned."""
 
-    samples: Annotated[int, typer.Option(min=1, help="Windows of text, at most.")] = 128
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048
-    weights: Annotated[
-        Literal["grad", "none"], typer.Option(help="How tokens count: by their gradient, or all alike.")
-    ] = "grad"
+    samples: Annotated[int, typer.Option(min=1, help="Windows of text, at most.")] = CalibrationSettings.samples
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = CalibrationSettings.seq_len
+    weights: Annotated[Weights, typer.Option(help="How tokens count: by their gradient, or all alike.")] = (
+        CalibrationSettings.weights
+    )
     channels: Annotated[
-        Literal["interleaved", "consecutive"],
+        Channels,
         typer.Option(help="How sub-vectors take the channels of K; consecutive is CQ's way."),
-    ] = "interleaved"
+    ] = CalibrationSettings.channels
     bits: Annotated[
-        Literal["uniform", "mixed"],
+        Bits,
         typer.Option(
             help="uniform: all layers get --preset. mixed: each gets what it needs, all together no more bytes: closer "
             "to full precision, but slower to learn and, with tables of 4,096 centroids, to decode."
         ),
-    ] = "uniform"
+    ] = CalibrationSettings.bits
     refine: Annotated[
         int, typer.Option(min=0, help="Steps of training the centroids end to end after k-means; 0: none.")
-    ] = 0
+    ] = CalibrationSettings.refine
     train_prefix: Annotated[
         bool,
         typer.Option(
             "--train-prefix",
             help="Train K and V of the first tokens of prompts (IntactKV), 160 steps: of BOS, or of --prefix-text.",
         ),
-    ] = False
+    ] = CalibrationSettings.train_prefix
     prefix_text: Annotated[
         str | None,
         typer.Option(help="Plain text file with the system prompt that --train-prefix trains, as prompts have it."),
-    ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
-    seed: Annotated[int, typer.Option(help="The same command and seed write the same file.")] = 0
+    ] = CalibrationSettings.prefix_text
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = CalibrationSettings.device
+    seed: Annotated[int, typer.Option(help="The same command and seed write the same file.")] = CalibrationSettings.seed
 
 
 @grouped
@@ -63,5 +64,5 @@ def calibrate(
     """
     from vllm_antkv.calibrate import run
 
-    for file in run.calibrate(model, preset, text, out, **asdict(learning)):
+    for file in run.calibrate(CalibrationSettings(model, preset, text, out, **asdict(learning))):
         print(file)

@@ -36,9 +36,9 @@ def inspect(
     A figure that is there with the same settings is not measured again, so a killed run continues where it stopped.
     """
     from vllm_antkv.evaluate.figures import choose_figures
-    from vllm_antkv.evaluate.figures.run import inspect_model
+    from vllm_antkv.evaluate.figures.run import Inspection, inspect_model
 
     chosen = choose_figures(drawn.figures)
-    found = inspect_model(model, chosen, text, out, kept.config(), drawn.calibration, drawn.context, drawn.max_windows)
-    for name, known in found:
+    of = Inspection(model, text, kept.config(), drawn.calibration, drawn.context, drawn.max_windows)
+    for name, known in inspect_model(of, chosen, out):
         print(f"{out / name}.svg" + (" (measured before)" if known else ""))

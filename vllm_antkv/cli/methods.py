@@ -22,7 +22,7 @@ def perplexities(
     from vllm_antkv.evaluate.methods import check_method
     from vllm_antkv.evaluate.perplexity import evaluate_perplexity
     from vllm_antkv.evaluate.report import check_writable
-    from vllm_antkv.evaluate.windows import load_windows
+    from vllm_antkv.evaluate.windows import TextWindows, load_windows
     from vllm_antkv.offline.models import ModelCard
 
     cache.config()  # refuses settings that cannot be used
@@ -30,13 +30,12 @@ def perplexities(
     check_writable(json)
     card = ModelCard.read(model)
     card.check_context(given.context)
-    windows = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
+    ids = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
+    windows = TextWindows(given.text, ids)
     loaded, built = load_methods(card, names, cache, given.context)
     with progress_on_stderr() as start:
         return [
-            evaluate_perplexity(
-                card, loaded, method, windows, given.text, start(method.name, len(windows)), against_own
-            )
+            evaluate_perplexity(card, loaded, method, windows, start(method.name, len(ids)), against_own)
             for method in built
         ]
 

@@ -146,7 +146,9 @@ class WindowOptions:
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """A command as typer reads it: in the place of every parameter that is a dataclass stand its fields."""
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, type[Any]] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    groups: dict[str, type[Any]] = {
+        name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
+    }
     shown: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name in groups:

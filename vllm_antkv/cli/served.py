@@ -31,18 +31,17 @@ def served(
     """
     from vllm_antkv.evaluate.report import check_writable, write_json
     from vllm_antkv.evaluate.served import evaluate_served
-    from vllm_antkv.evaluate.windows import load_windows
+    from vllm_antkv.evaluate.windows import TextWindows, load_windows
     from vllm_antkv.offline.models import ModelCard
 
     check_writable(json)
     config = cache.config()
     card = ModelCard.read(model)
-    windows = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
-    name, total = (
-        (kv_cache_dtype, len(windows)) if against is None else (f"{kv_cache_dtype}, {against}", 2 * len(windows))
-    )
+    ids = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
+    windows = TextWindows(given.text, ids)
+    name, total = (kv_cache_dtype, len(ids)) if against is None else (f"{kv_cache_dtype}, {against}", 2 * len(ids))
     with progress_on_stderr() as start:
-        report = evaluate_served(card, kv_cache_dtype, config, windows, given.text, start(name, total), against)
+        report = evaluate_served(card, kv_cache_dtype, config, windows, start(name, total), against)
     write_json(json, report.model_dump())
     print(f"{report.method} served: perplexity {report.perplexity:.4f}, {report.effective_bits:.3f} effective bits")
     if report.against is not None:

@@ -1,12 +1,10 @@
 """Perplexity of a model on fixed windows when every position sees a past that went through a method."""
 
-from pathlib import Path
-
-import torch
 from transformers import PreTrainedModel
 
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
+from vllm_antkv.evaluate.windows import TextWindows
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.score import Progress, score
@@ -16,8 +14,7 @@ def evaluate_perplexity(
     card: ModelCard,
     model: PreTrainedModel,
     method: Method,
-    windows: torch.Tensor,
-    text: Path,
+    windows: TextWindows,
     progress: Progress = lambda done: None,
     against_own: bool = False,
 ) -> PerplexityReport:
@@ -27,18 +24,17 @@ def evaluate_perplexity(
         card: what is known of the model.
         model: the model itself, from `card.load()`.
         method: what its past goes through.
-        windows: (num_windows, context) int64.
-        text: where the windows come from, for the report.
+        windows: what is scored.
         progress: see `Progress`.
         against_own: compare with the model's own predictions as well, which runs it twice.
     """
-    num_windows, context = windows.shape
-    card.check_windows(windows)
-    scores = score(model, method, windows, progress, against_own)
+    num_windows, context = windows.ids.shape
+    card.check_windows(windows.ids)
+    scores = score(model, method, windows.ids, progress, against_own)
     return PerplexityReport(
         model=card.name,
         method=method.name,
-        text=str(text),
+        text=str(windows.text),
         context=context,
         windows=num_windows,
         tokens=num_windows * (context - 1),

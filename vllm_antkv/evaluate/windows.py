@@ -1,6 +1,7 @@
 """Evaluation text: from a file to windows of token ids, the same for the offline and the served evaluator."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,6 +12,18 @@ from vllm_antkv.offline.windows import in_windows
 
 #: Files that hold exact token ids. Text that a model sampled does not tokenise back to what was sampled.
 IDS_SUFFIX = "_ids.json"
+
+
+@dataclass(frozen=True)
+class TextWindows:
+    """What is evaluated.
+
+    text: where the windows come from, for the report.
+    ids: (num_windows, context) int64.
+    """
+
+    text: Path
+    ids: torch.Tensor
 
 
 def load_windows(

@@ -3,7 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_antkv.releases import minor_release, supported_releases
+from vllm_antkv.hooks.patches import Patches
+from vllm_antkv.hooks.signatures import changed_signature
+from vllm_antkv.releases import minor_release, not_supported
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -13,25 +19,27 @@ class Hook:
     name: of its file.
     why: what vLLM lacks, in one sentence.
     upstream: the thread that would make it unnecessary.
-    install: applies it; doing so twice changes nothing.
-    missing: what of vLLM's internals is not where this hook expects it, or None.
+    install: applies it.
     superseded: True once vLLM itself offers what the hook adds; a test fails then.
+    missing: what of vLLM's internals is not as this hook expects it, beside what `RECORDED` has, or None.
+    verify: asked once all hooks are installed: what vLLM does not do that it should do by now, or None. For what would
+        otherwise be wrong without an error.
     """
 
     name: str
     why: str
     upstream: str
-    install: Callable[[], None]
-    missing: Callable[[], str | None]
+    install: Callable[[Patches], None]
     superseded: Callable[[], bool]
+    missing: Callable[[], str | None] = _nothing
+    verify: Callable[[], str | None] = _nothing
 
     def applies(self) -> str | None:
         """None when the hook fits this vLLM, else the reason why not."""
         import vllm
 
-        if minor_release(vllm.__version__) is None:
-            return f"vLLM {vllm.__version__} is installed, this release of vllm-antkv supports {supported_releases()}"
-        return self.missing()
+        version = vllm.__version__
+        return not_supported(version) or changed_signature(self.name, minor_release(version)) or self.missing()
 
 
 #: vLLM's plugin groups in the supported releases; none of them covers what the hooks do.

@@ -4,6 +4,7 @@ The cache dtypes are a Literal: its arguments are extended in place, and the pyd
 that were made from it are made again.
 """
 
+from functools import partial
 from typing import get_args
 
 import torch
@@ -13,6 +14,7 @@ from vllm.engine import arg_utils
 from vllm.utils import torch_utils
 
 from vllm_antkv.hooks.base import missing_attributes
+from vllm_antkv.hooks.patches import Patches
 from vllm_antkv.presets import PRESETS
 
 
@@ -21,16 +23,22 @@ def known_dtypes() -> tuple[str, ...]:
     return get_args(cache_module.CacheDType)
 
 
-def install() -> None:
-    """Add the presets; doing so twice changes nothing."""
-    new = tuple(name for name in PRESETS if name not in known_dtypes())
-    if new:
-        cache_module.CacheDType.__args__ += new
-        rebuild_dataclass(cache_module.CacheConfig, force=True)
-        arg_utils._compute_kwargs.cache_clear()
+def install(patches: Patches) -> None:
+    """Add the presets."""
+    # Undone last, when the Literal is as it was.
+    patches.on_undo(_make_again)
+    patches.set(cache_module.CacheDType, "__args__", (*known_dtypes(), *PRESETS))
+    _make_again()
     for name in PRESETS:
         # Opaque bytes: the backend alone knows what they mean.
         torch_utils.STR_DTYPE_TO_TORCH_DTYPE[name] = torch.uint8
+        patches.on_undo(partial(torch_utils.STR_DTYPE_TO_TORCH_DTYPE.pop, name))
+
+
+def _make_again() -> None:
+    """What was made from the Literal."""
+    rebuild_dataclass(cache_module.CacheConfig, force=True)
+    arg_utils._compute_kwargs.cache_clear()
 
 
 def missing() -> str | None:
@@ -38,6 +46,6 @@ def missing() -> str | None:
     return (
         missing_attributes(cache_module, "CacheDType", "CacheConfig")
         or missing_attributes(cache_module.CacheDType, "__args__")
-        or missing_attributes(arg_utils, "_compute_kwargs")
+        or missing_attributes(arg_utils._compute_kwargs, "cache_clear")
         or missing_attributes(torch_utils, "STR_DTYPE_TO_TORCH_DTYPE")
     )

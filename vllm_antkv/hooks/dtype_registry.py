@@ -1,10 +1,14 @@
 """Values of `--kv-cache-dtype` through vLLM's own registry, which it has from 0.33 on."""
 
+from functools import partial
+
 import torch
 from vllm.config import cache as cache_module
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from vllm_antkv.hooks.base import missing_attributes
+from vllm_antkv.hooks.patches import Patches
 from vllm_antkv.presets import PRESETS
 
 
@@ -30,14 +34,19 @@ def known_dtypes() -> tuple[str, ...]:
     return tuple(cache_module.KV_CACHE_DTYPES)
 
 
-def install() -> None:
-    """Register the presets; doing so twice changes nothing."""
+def install(patches: Patches) -> None:
+    """Register the presets."""
     for preset in PRESETS:
-        # vLLM warns of a name that is registered twice.
-        if preset not in known_dtypes():
-            cache_module.register_kv_cache_dtype(preset)(type("PresetHandler", (PresetHandler,), {"name": preset}))
+        cache_module.register_kv_cache_dtype(preset)(type("PresetHandler", (PresetHandler,), {"name": preset}))
+        patches.on_undo(partial(_forget, preset))
+
+
+def _forget(preset: str) -> None:
+    """Take a name out of the registry, which has no function for that."""
+    cache_module.KV_CACHE_DTYPES.remove(preset)
+    del cache_module._KV_CACHE_DTYPE_HANDLERS[preset], STR_DTYPE_TO_TORCH_DTYPE[preset]
 
 
 def missing() -> str | None:
     """What is not where `install` expects it, or None."""
-    return missing_attributes(cache_module, "KV_CACHE_DTYPES", "CacheConfig")
+    return missing_attributes(cache_module, "KV_CACHE_DTYPES", "_KV_CACHE_DTYPE_HANDLERS", "CacheConfig")

@@ -25,17 +25,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.families import EVALUATED_TYPES
+from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.retained import attend_retained
 from vllm_antkv.offline.rotary import rotary_table
 from vllm_antkv.offline.sinks import strongest_so_far
-from vllm_antkv.ops.reference import anchor_score, causal_lse, corrected, correction, mixed_attention
+from vllm_antkv.ops.reference import SeenRows, anchor_score, causal_lse, corrected, correction, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.anchors import SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
 from vllm_antkv.select.recency import last_query_table
-
-#: Families whose layers hand `(query, key after RoPE, value)` to one attention function and rotate every layer alike.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
 
 @contextmanager
@@ -101,7 +100,8 @@ class _Run:
         is_sink = self.is_sink if rule is not None and layer > rule.layer else None
         of_literature = self.method.retention is not None or self.method.eviction is not None
         attend = attend_retained if of_literature else attend_window
-        return attend(q, k, v, scaling, layer, self.method, self.rotary, is_sink).to(query.dtype), None
+        window = LayerWindow(layer, q, k, v, scaling, self.rotary)
+        return attend(window, self.method, is_sink).to(query.dtype), None
 
     def _put_in(self, rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
         """K or V rows, (num_windows, num_kv_heads, num_tokens, head_size), with trained ones for the first tokens.
@@ -134,37 +134,25 @@ class _Run:
             self.is_sink = (magnitude > rule.threshold).any(-1)
 
 
-def attend_window(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    layer: int,
-    method: Method,
-    rotary: RotaryTable,
-    is_sink: torch.Tensor | None,
-) -> torch.Tensor:
+def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | None) -> torch.Tensor:
     """Attention of one layer over whole windows, every query seeing the past as it comes back from the cache.
 
     Args:
-        query: (num_windows, num_tokens, num_heads, head_size), after RoPE.
-        key, value: (num_windows, num_tokens, num_kv_heads, head_size), keys after RoPE.
-        scale: multiplies the logits.
-        layer: index of the layer.
+        window: rows in full precision.
         method: with a quantiser.
-        rotary: the table that rotated `key`.
         is_sink: (num_windows, num_tokens) bool, or None where no sinks are known.
 
     Returns:
         (num_windows, num_tokens, num_heads, head_size).
     """
     assert method.quantiser is not None
+    query, key, value, scale = window.query, window.key, window.value, window.scale
     num_tokens, config = key.shape[1], method.config
     positions = torch.arange(num_tokens, device=key.device)
     last_query = last_query_table(config, num_tokens).to(key.device)
     # What queries of later blocks see: decoded rows, of which the anchors of closed blocks are corrected.
-    seen_key, seen_value = method.quantiser.read_back(layer, key, value, rotary)
-    prompt_scores = _prompt_scores(query, key, value, last_query, scale) if config.anchor_scope == "prompt" else None
+    seen_key, seen_value = method.quantiser.read_back(window.layer, key, value, window.rotary)
+    prompt_scores = _prompt_scores(window, last_query) if config.anchor_scope == "prompt" else None
     outputs = []
     for start in range(0, num_tokens, VQ_BLOCK_SIZE):
         block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
@@ -174,12 +162,8 @@ def attend_window(
         columns = exact.any(0).nonzero().flatten()
         output, _ = mixed_attention(
             query[:, block],
-            seen_key[:, past],
-            seen_value[:, past],
-            (causal & ~exact)[None],
-            key[:, columns],
-            value[:, columns],
-            exact[None, :, columns],
+            SeenRows(seen_key[:, past], seen_value[:, past], (causal & ~exact)[None]),
+            SeenRows(key[:, columns], value[:, columns], exact[None, :, columns]),
             scale,
         )
         outputs.append(output)
@@ -200,13 +184,12 @@ def attend_window(
     return torch.cat(outputs, dim=1)
 
 
-def _prompt_scores(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last_query: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _prompt_scores(window: LayerWindow, last_query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Anchor Scores summed over all later queries of the window, from full-precision attention, as in the paper.
 
     Returns scores of K and of V, each (num_windows, num_kv_heads, num_tokens).
     """
+    query, key, value, scale = window.query, window.key, window.value, window.scale
     num_windows, num_tokens, num_kv_heads, _ = key.shape
     positions = torch.arange(num_tokens, device=key.device)
     key_score, value_score = key.new_zeros(2, num_windows, num_kv_heads, num_tokens)
@@ -216,7 +199,10 @@ def _prompt_scores(
         causal = (positions[past] <= positions[block, None])[None]
         nothing = key[:, :0]
         _, lse = mixed_attention(
-            query[:, block], nothing, nothing, causal[..., :0], key[:, past], value[:, past], causal, scale
+            query[:, block],
+            SeenRows(nothing, nothing, causal[..., :0]),
+            SeenRows(key[:, past], value[:, past], causal),
+            scale,
         )
         weight = vote_weights(positions[block, None], positions[past], last_query, "prompt")
         of_key, of_value = anchor_score(query[:, block], key[:, past], lse, weight[None], scale, VOTE_POWER["prompt"])
@@ -237,9 +223,8 @@ def _correct_anchors(
         already_exact: (block_size,) bool, tokens of the intact prefix.
         config: how many rows, and how they are ranked.
     """
-    rows = block_anchors(
-        score, full, seen, config.anchor_rows, already_exact, config.anchor_share > 0, config.anchor_scope
-    )
+    scope = config.anchor_scope if config.anchor_share > 0 else None
+    rows = block_anchors(score, full, seen, config.anchor_rows, already_exact, scope)
     offsets = torch.arange(seen.shape[1], device=seen.device)
     # An unused row is -1 and matches no offset.
     chosen = (rows[..., None] == offsets).any(-2)
@@ -253,9 +238,9 @@ def check_family(config: Any, num_tokens: int) -> None:
         config: the text config of a Hugging Face model.
         num_tokens: length of the windows.
     """
-    if config.model_type not in FAMILIES:
+    if config.model_type not in EVALUATED_TYPES:
         raise UnsupportedModelError(
-            f"Models of type '{config.model_type}' cannot be evaluated offline: known are {', '.join(FAMILIES)}."
+            f"Models of type '{config.model_type}' cannot be evaluated offline: known are {', '.join(EVALUATED_TYPES)}."
         )
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])

@@ -5,38 +5,26 @@ The engine's own methods, with anchors that are found on the way, are in `attent
 
 import torch
 
+from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
-from vllm_antkv.ops.rope import RotaryTable
 
 #: Queries taken at a time, which bounds the matrix of logits.
 _QUERIES = 128
 
 
-def attend_retained(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    layer: int,
-    method: Method,
-    rotary: RotaryTable,
-    sink_until: torch.Tensor | None,
-) -> torch.Tensor:
+def attend_retained(window: LayerWindow, method: Method, sink_until: torch.Tensor | None) -> torch.Tensor:
     """Attention of one layer over whole windows.
 
     Args:
-        query: (num_windows, num_tokens, num_heads, head_size), after RoPE.
-        key, value: (num_windows, num_tokens, num_kv_heads, head_size), keys after RoPE.
-        scale: multiplies the logits.
-        layer: index of the layer.
+        window: rows in full precision.
         method: with a retention and a quantiser, or with an eviction.
-        rotary: the table that rotated `key`.
         sink_until: (num_windows, num_tokens) int64, the last query for which each token is a sink; None where no sinks
             are known.
 
     Returns:
         (num_windows, num_tokens, num_heads, head_size).
     """
+    query, key, value, scale = window.query, window.key, window.value, window.scale
     num_tokens, groups = key.shape[1], query.shape[2] // key.shape[2]
     positions = torch.arange(num_tokens, device=key.device)
     if method.eviction is not None:
@@ -49,7 +37,7 @@ def attend_retained(
         visible = (positions <= positions[:, None])[None, None]
         tables = (table.to(key.device)[None] for table in method.retention.tables(num_tokens))
         key_until, value_until = (t if sink_until is None else torch.maximum(t, sink_until) for t in tables)
-        seen_key, seen_value = method.quantiser.read_back(layer, key, value, rotary)
+        seen_key, seen_value = method.quantiser.read_back(window.layer, key, value, window.rotary)
     key, seen_key, value, seen_value = (
         rows.repeat_interleave(groups, dim=2) for rows in (key, seen_key, value, seen_value)
     )

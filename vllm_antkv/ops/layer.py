@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -153,13 +153,19 @@ class LayerOperations(Protocol):
         ...
 
 
+class StepRows(NamedTuple):
+    """A step's rows of one layer; shapes as in `LayerOperations`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    is_sink: torch.Tensor | None
+
+
 def run(
     operations: LayerOperations,
     layer: LayerState,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_sink: torch.Tensor | None,
+    rows: StepRows,
     output: torch.Tensor,
     step: Step,
 ) -> None:
@@ -168,6 +174,7 @@ def run(
     Votes need nothing but the rows of a block, so that anchors are ready before any query attends, and a query sees
     the same anchors however its prompt was cut. Only the paper's votes (scope `prompt`) come from attention itself.
     """
+    query, key, value, is_sink = rows
     counters = layer.counters
     with counters.timed("encode_store"):
         operations.encode_store(key, value, step)

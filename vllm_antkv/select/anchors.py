@@ -38,8 +38,7 @@ def block_anchors(
     coded_rows: torch.Tensor,
     num_rows: int,
     already_exact: torch.Tensor,
-    anchors: bool,
-    scope: str,
+    scope: str | None,
 ) -> torch.Tensor:
     """Choose the rows of one block whose codes are corrected for the queries past its end.
 
@@ -53,14 +52,13 @@ def block_anchors(
         exact_rows, coded_rows: (..., block_size, num_kv_heads, head_size), the rows and what their codes stand for.
         num_rows: rows to keep.
         already_exact: (..., 1, block_size) bool, tokens of the intact prefix.
-        anchors: False keeps only sinks.
-        scope: `block` or `prompt`, as in the settings.
+        scope: `block` or `prompt`, as in the settings; None where there are no anchors, and only sinks are kept.
 
     Returns:
         (..., num_kv_heads, num_rows) int64 offsets in the block, -1 for an unused row.
     """
     is_sink = scores == SINK_SCORE
-    if anchors:
+    if scope is not None:
         error = (exact_rows - coded_rows).norm(dim=-1).transpose(-1, -2)
         weighted = scores * error ** VOTE_POWER[scope]
         if scope == "block":

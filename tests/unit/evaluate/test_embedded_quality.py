@@ -9,6 +9,7 @@ import torch
 
 from vllm_antkv.calibrate.mix import mix
 from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, find_codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
@@ -150,8 +151,8 @@ def test_antkv_is_ahead_of_cq_and_cq_of_kvquant_at_one_bit(name: str, text, tmp_
     file = tmp_path / "text.txt"
     file.write_text(text())
     learn = {"presets": [PRESET.name], "texts": [str(file)], "samples": 8, "seq_len": 512, "device": "cpu"}
-    calibrate(card.name, out=tmp_path, **learn)
-    calibrate(card.name, out=tmp_path / "cq", weights="none", channels="consecutive", **learn)
+    calibrate(CalibrationSettings(card.name, out=tmp_path, **learn))
+    calibrate(CalibrationSettings(card.name, out=tmp_path / "cq", weights="none", channels="consecutive", **learn))
     learned = load_windows(file, card.tokenizer, context=512)
     seen = learned[-2:] if name == "retrieval" else load_windows(ROOT / "LICENSE", card.tokenizer, context=512)[:2]
     sample = take_sample(model, learned[:8], "text")

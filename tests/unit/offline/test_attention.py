@@ -13,8 +13,10 @@ from tests.unit.evaluate.conftest import HEAD_SIZE, LAYERS, VOCAB, random_codebo
 from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.families import EVALUATED_TYPES
 from vllm_antkv.offline import attention
 from vllm_antkv.offline.attention import attend_window, quantised_past
+from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.rotary import rotary_table
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
@@ -126,8 +128,8 @@ class Naive:
 
 
 def run(naive: Naive, method: Method, is_sink: torch.Tensor | None = None) -> torch.Tensor:
-    rows = (tensor[None] for tensor in (naive.query, naive.key, naive.value))
-    return attend_window(*rows, naive.scale, 0, method, naive.rotary, is_sink)[0]
+    rows = [tensor[None] for tensor in (naive.query, naive.key, naive.value)]
+    return attend_window(LayerWindow(0, *rows, naive.scale, naive.rotary), method, is_sink)[0]
 
 
 def test_cq_is_attention_over_nearest_centroids(codebook: Codebook) -> None:
@@ -283,6 +285,10 @@ MODELS = {
 }
 
 
+def test_every_evaluated_family_is_among_them() -> None:
+    assert {model_type for model_type, _ in MODELS.values()} == set(EVALUATED_TYPES)
+
+
 class Recording:
     """Loses nothing, and keeps the keys as they are before RoPE."""
 
@@ -334,9 +340,9 @@ def test_sinks_are_pinned_in_the_layers_after_the_one_that_reveals_them(
 ) -> None:
     seen: dict[int, torch.Tensor | None] = {}
 
-    def spy(query, key, value, scale, layer, method, rotary, is_sink):
-        seen[layer] = is_sink
-        return attend_window(query, key, value, scale, layer, method, rotary, is_sink)
+    def spy(window, method, is_sink):
+        seen[window.layer] = is_sink
+        return attend_window(window, method, is_sink)
 
     monkeypatch.setattr(attention, "attend_window", spy)
     windows = random_windows(2, 140)

@@ -108,9 +108,7 @@ def _by_anchor_score(scope: str) -> Choice:
         def kept(config: AntKVConfig, score: torch.Tensor, exact: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
             def of_block(block: slice) -> torch.Tensor:
                 already = torch.arange(block.start, block.stop, device=exact.device) < config.prefix
-                return block_anchors(
-                    score[:, block], exact[block], coded[block], config.anchor_rows, already, True, scope
-                )
+                return block_anchors(score[:, block], exact[block], coded[block], config.anchor_rows, already, scope)
 
             return _in_blocks(of_block, score)
 

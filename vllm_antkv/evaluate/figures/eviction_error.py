@@ -15,6 +15,7 @@ from vllm_antkv.laboratory.h2o import HeavyHitters
 from vllm_antkv.laboratory.kivi import Kivi
 from vllm_antkv.laboratory.logquant import LogQuant
 from vllm_antkv.laboratory.streamingllm import SinksAndWindow
+from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Eviction, Method, Quantiser
 from vllm_antkv.offline.retained import attend_retained
 from vllm_antkv.offline.retention import Retention, Table, sliding
@@ -65,18 +66,10 @@ def numbers(scene: Scene) -> dict[str, Any]:
     for rows in track(layers, "eviction-error"):
         exact = full_attention(rows)
         norm += float(exact.abs().mean())
+        window = LayerWindow(rows.layer, rows.query[None], rows.key[None], rows.value[None], rows.scale, scene.rotary)
         for name, of_name in methods.items():
             for treatment, method in of_name.items():
-                output = attend_retained(
-                    rows.query[None],
-                    rows.key[None],
-                    rows.value[None],
-                    rows.scale,
-                    rows.layer,
-                    method,
-                    scene.rotary,
-                    None,
-                )[0]
+                output = attend_retained(window, method, None)[0]
                 error[name][treatment] += float((output - exact).abs().mean())
     return {
         "tokens": TOKENS,

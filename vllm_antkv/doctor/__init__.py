@@ -12,17 +12,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vllm_antkv import __version__
-from vllm_antkv.errors import AntKVError, SettingsError
+from vllm_antkv.doctor.finding import Finding, State
+from vllm_antkv.doctor.model import check_codebooks, check_model
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.releases import LOCKED, minor_release, supported_releases
 
@@ -30,25 +29,11 @@ _SUPPORTED_PYTHON = ((3, 11), (3, 13))
 _PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN_NAME = "antkv"
 
-State = Literal["ok", "note", "problem"]
 _MARKS: dict[State, Text] = {
     "ok": Text("ok", style="green"),
     "note": Text("note", style="yellow"),
     "problem": Text("problem", style="bold red"),
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    what: the thing looked at. detail: what was found. remedy: what to do about it, empty when nothing.
-    """
-
-    what: str
-    state: State
-    detail: str
-    remedy: str = ""
 
 
 def run_doctor(model: str | None, codebooks: str | None, console: Console) -> int:
@@ -193,14 +178,11 @@ def check_hooks() -> Iterator[Finding]:
 
 
 def _presets_are_known() -> Finding:
-    from vllm_antkv.hooks.dtype import known_dtypes
-    from vllm_antkv.plugin import register
+    from vllm_antkv.hooks.activation import activate
 
-    register()
-    missing = set(PRESETS) - set(known_dtypes())
-    if missing:
+    if reason := activate():
         remedy = "Report this, with the output of `antkv doctor`."
-        return Finding("--kv-cache-dtype", "problem", f"does not accept {', '.join(sorted(missing))}", remedy)
+        return Finding("--kv-cache-dtype", "problem", f"does not accept the presets: {reason}", remedy)
     return Finding("--kv-cache-dtype", "ok", f"accepts {', '.join(PRESETS)}")
 
 
@@ -214,87 +196,6 @@ def check_kernels() -> Iterator[Finding]:
     for kernels in KERNELS:
         reason = kernels.missing(device, ())
         yield Finding(kernels.title, "ok" if reason is None else "note", reason or "can run here")
-
-
-def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
-    """Whether the model is supported, and which presets have a codebook that fits it."""
-    from vllm_antkv.codebook import ModelIdentity
-    from vllm_antkv.offline.pretrained import read_config
-
-    try:
-        identity = ModelIdentity.from_hf_config(read_config(model, SettingsError))
-    except AntKVError as error:
-        remedy = "Give the folder of a Hugging Face causal language model, or its name on the hub."
-        yield Finding("config", "problem", str(error), remedy)
-        return
-    yield _architecture(identity)
-    findings = [_codebook(model, identity, preset, codebooks) for preset in PRESETS]
-    yield from findings
-    if not any(finding.state == "ok" for finding in findings):
-        remedy = f"antkv calibrate {model} --preset antkv-1bit --text FILE"
-        yield Finding("codebooks", "problem", "no preset can be served", remedy)
-
-
-def _architecture(identity: Any) -> Finding:
-    detail = (
-        f"{identity.architecture}: {identity.num_layers} layers, {identity.num_kv_heads} KV heads, "
-        f"head size {identity.head_size}"
-    )
-    try:
-        from vllm_antkv.attention.refusals import SUPPORTED_ARCHITECTURES
-    except Exception as error:
-        remedy = "Solve the problems with vLLM above first."
-        return Finding("architecture", "note", f"{detail}; support not checked ({_first_line(error)})", remedy)
-    if identity.architecture in SUPPORTED_ARCHITECTURES:
-        return Finding("architecture", "ok", detail)
-    return Finding("architecture", "problem", detail, f"Supported are {', '.join(SUPPORTED_ARCHITECTURES)}.")
-
-
-def _codebook(model: str, identity: Any, preset: str, codebooks: str | None) -> Finding:
-    from vllm_antkv.codebook import Codebook, find_codebook
-
-    try:
-        PRESETS[preset].num_sub_vectors(identity.head_size)
-    except AntKVError as error:
-        return Finding(preset, "note", str(error))
-    try:
-        path = find_codebook(model, identity, preset, codebooks)
-    except AntKVError as error:
-        detail, _, remedy = str(error).partition(": make one with ")
-        return Finding(preset, "note", detail, f"Make one with {remedy}" if remedy else "")
-    try:
-        codebook = Codebook.load(path, preset, identity)
-    except AntKVError as error:
-        return Finding(preset, "problem", str(error), f"Remove {path} or calibrate again.")
-    sinks = codebook.header.sinks
-    described = "no sink rule" if sinks is None else f"sinks from layer {sinks.layer}, channels {list(sinks.channels)}"
-    if codebook.header.layers is not None:
-        described += f", {codebook.header.mix}"
-    if codebook.header.prefix is not None:
-        described += f", a trained prefix of {len(codebook.header.prefix)} tokens"
-    return Finding(preset, "ok", f"{path} ({codebook.identity}, {codebook.num_bytes / 2**20:.1f} MiB, {described})")
-
-
-def check_codebooks(folder: Path) -> Iterator[Finding]:
-    """Every codebook in a folder, without a model to compare with."""
-    from vllm_antkv.codebook import Codebook
-
-    try:
-        paths = sorted(folder.glob("*.safetensors"))
-    except OSError as error:
-        yield Finding("codebooks", "problem", f"cannot be looked for ({error.strerror})", "Name another folder.")
-        return
-    if not paths:
-        yield Finding(str(folder), "problem", "holds no codebook", "Name the folder given to `antkv calibrate --out`.")
-    for path in paths:
-        try:
-            header = Codebook.load(path).header
-        except AntKVError as error:
-            yield Finding(path.name, "problem", str(error), "Calibrate again.")
-        else:
-            model = header.model
-            detail = f"{header.preset} for {model.architecture}, {model.num_layers} layers, head size {model.head_size}"
-            yield Finding(path.name, "ok", detail)
 
 
 def _first_line(error: Exception) -> str:
