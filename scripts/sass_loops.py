@@ -46,7 +46,8 @@ def _disassembled(cubin: bytes) -> str:
 
 def _loops(listing: str) -> list[Loop]:
     """One for each target of branches backwards, to the last of them; not the trap behind the end of a kernel."""
-    labels, branches, address = {}, [], 0
+    labels: dict[str, int | None] = {}
+    branches: list[tuple[int, str]] = []
     for line in listing.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
             labels[label[1]] = None
@@ -56,8 +57,8 @@ def _loops(listing: str) -> list[Loop]:
             if branch := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction[2]):
                 branches.append((address, branch[1]))
     ends: dict[int, int] = {}
-    for at, label in branches:
-        target = labels[label]
+    for at, name in branches:
+        target = labels[name]
         if target is not None and target < at:
             ends[target] = max(at, ends.get(target, 0))
     return [Loop(first, last) for first, last in ends.items()]

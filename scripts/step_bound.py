@@ -29,8 +29,17 @@ MODELS = {
     "Llama-3-8B": _llama(4096, 14336, 32, 32, 128, tied=False),
     "Llama-3.2-3B": _llama(3072, 8192, 28, 24, 128, tied=True),
 }
-HEADER = ("model", "GPU", "context", "batch of `auto`", "ms of it: matrices + attention", "batch of {cache}")
-HEADER += ("ms of it: matrices + attention", "gain at most", "if attention took no time")
+HEADER = (
+    "model",
+    "GPU",
+    "context",
+    "batch of `auto`",
+    "ms of it: matrices + attention",
+    "batch of {cache}",
+    "ms of it: matrices + attention",
+    "gain at most",
+    "if attention took no time",
+)
 
 
 def main() -> None:
