@@ -98,3 +98,11 @@ def test_an_anchor_of_k_alone_counts_half():
 def test_everything_recent_is_all_of_the_attention():
     engine, step, query, key = decoded_engine(AntKVConfig(recency="sliding:500"), Shape())
     assert attention_shares(engine.state, query[-1], key[-1], step, 0).tolist() == pytest.approx([1, 0, 0], abs=1e-6)
+
+
+def test_centroids_in_float16_are_computed_with_in_float32():
+    """As layers on GPUs hold them; codebooks are float16, so nothing is lost."""
+    engine, step, query, key = decoded_engine(AntKVConfig(), Shape(rotary_dim=0))
+    halves = replace(engine.state, k_centroids=engine.state.k_centroids.half())
+    shares = [attention_shares(layer, query[-1], key[-1], step, 0) for layer in (engine.state, halves)]
+    torch.testing.assert_close(*shares, rtol=0, atol=0)

@@ -122,12 +122,14 @@ def _attach_layer(
     shared.vllm_config.compilation_config.static_forward_context[name] = companion
     heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
     assert isinstance(layer.impl, AntKVImpl)
+    # As the file has them where kernels can read that: a second copy at 4,096 centroids is over a gigabyte.
+    held_in = torch.float16 if shared.kernels.on_gpu else torch.float32
     layer.impl.attachment = Attachment(
         settings=settings,
         layout=layout,
         dtype=dtype,
-        k_centroids=codebook.k[index][heads].to(device, torch.float32),
-        v_centroids=codebook.v[index][heads].to(device, torch.float32),
+        k_centroids=codebook.k[index][heads].to(device, held_in),
+        v_centroids=codebook.v[index][heads].to(device, held_in),
         k_order=_k_order(codebook, index, device),
         rotary=rotary,
         sinks=sinks,

@@ -25,7 +25,7 @@ class Attachment:
     """What a layer is given after the model is loaded.
 
     k_centroids, v_centroids: of this rank's KV heads, (num_kv_heads, num_sub_vectors, num_centroids,
-        sub_vector_size) float32.
+        sub_vector_size); dtype and the others as in `ops.layer.LayerState`.
     k_order, rotary: see `ops.layer.LayerState`.
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
     prefix: rows of the codebook's trained prefix, if it has one.
@@ -130,7 +130,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         sinks = self.attachment.sinks
         is_sink = None if sinks is None else sinks.of_step(num_tokens)
         if is_sink is not None and self._layer.counts_rows:
-            self._layer.counters.count_sinks(is_sink)
+            self._layer.counters.count_sinks(is_sink, attn_metadata.query_start_loc[-1])
         if self.attachment.prefix is not None:
             key, value = self.attachment.prefix.put_in(key, value)
         recency_metadata = get_forward_context().attn_metadata[self.attachment.recency_name]

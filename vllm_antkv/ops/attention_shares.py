@@ -70,7 +70,9 @@ def _coded_rows(
     layer: LayerState, positions: torch.Tensor, block_ids: torch.Tensor, closed: torch.Tensor, kv_head: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decoded K rows, the anchors of `closed` blocks corrected, (T, D); how much of an anchor each is, (T,)."""
-    vq, centroids = layer.vq, layer.k_centroids[kv_head, None]
+    # Layers on GPUs hold float16, which is too coarse to compute in.
+    dtype = torch.promote_types(layer.k_centroids.dtype, torch.float32)
+    vq, centroids = layer.vq, layer.k_centroids[kv_head, None].to(dtype)
     packed = vq.k_codes[block_ids, kv_head].flatten(0, 1)[:, None]
     rows = decode(unpack_codes(packed, layer.preset, centroids.shape[1]), centroids)
     if layer.rotary is not None:

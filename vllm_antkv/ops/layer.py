@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,7 +38,8 @@ class LayerKind:
 class LayerState:
     """One layer's pages, centroids and rotary table, and what a query sees exactly.
 
-    k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float32.
+    k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size); float16 for kernels on
+        GPUs, which read them as codebooks hold them, else float32, in which the others compute.
     k_order: (head_size,) int32, the channel of K that stands at each place of the rows that codes stand for; the pairs
         of RoPE stay pairs (`rope.interleaved`). None: channels as the model has them. Rows in full precision, in hand
         and in pages, are always in the model's order.
@@ -73,6 +75,15 @@ class LayerState:
         num_kv_heads, num_sub_vectors, _, size = self.k_centroids.shape
         group = self.num_heads // num_kv_heads
         return LayerKind(self.preset, num_sub_vectors * size, group, self.recency.k.dtype, self.rotary)
+
+    @cached_property
+    def half_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Half the squared norms of the centroids of K and V, (num_kv_heads, num_sub_vectors, num_centroids) float32.
+
+        One pair of tensors, whichever kernels read them.
+        """
+        k, v = (centroids.half().float().square().sum(-1) / 2 for centroids in (self.k_centroids, self.v_centroids))
+        return k, v
 
     @property
     def votes_on_prompt(self) -> bool:
