@@ -23,6 +23,7 @@ struct antkv_layer {
     int64_t recency_v, recency_scores;
     // (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16
     const uint16_t *k_centroids, *v_centroids;
+    const uint16_t* v_bfloat16;  // v_centroids rounded to bfloat16; null without tiles
     // The same as (num_kv_heads, num_sub_vectors, sub_vector_size, num_centroids)
     const uint16_t *k_columns, *v_columns;
     // (num_kv_heads, num_sub_vectors, num_centroids), squared norms / 2

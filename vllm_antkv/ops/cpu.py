@@ -107,7 +107,7 @@ class _Layer(ctypes.Structure):
         ("recency", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("recency_block_stride", "recency_head_stride")),
         *((name, ctypes.c_int64) for name in ("recency_v", "recency_scores")),
-        *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "k_columns", "v_columns")),
+        *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "v_bfloat16", "k_columns", "v_columns")),
         *((name, ctypes.c_void_p) for name in ("k_half_norms", "v_half_norms", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("k_order", "last_query")),
         *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
@@ -148,7 +148,7 @@ class CpuOperations:
         self._library = _library(variant)
         self._state = layer
         # The structure holds addresses: these tensors must live as long.
-        self._tensors = {name: tensor.contiguous() for name, tensor in _tables(layer).items()}
+        self._tensors = {name: tensor.contiguous() for name, tensor in _tables(layer, variant).items()}
         self._layer = _layer(layer, self._tensors, variant)
 
     def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
@@ -212,7 +212,7 @@ def _check(layer: LayerState) -> None:
         )
 
 
-def _tables(layer: LayerState) -> dict[str, torch.Tensor]:
+def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
     """What the kernels read beside the pages, in their layouts."""
     tables = plain_tables(layer)
     for name, centroids in (("k", layer.k_centroids), ("v", layer.v_centroids)):
@@ -220,6 +220,8 @@ def _tables(layer: LayerState) -> dict[str, torch.Tensor]:
         tables[f"{name}_centroids"] = centroids.half()
         tables[f"{name}_columns"] = centroids.half().transpose(2, 3)
         tables[f"{name}_half_norms"] = centroids.square().sum(-1) / 2
+    if variant.tiles:
+        tables["v_bfloat16"] = layer.v_centroids.bfloat16()
     return tables
 
 

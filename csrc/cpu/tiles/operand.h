@@ -16,4 +16,8 @@ struct Operand {
     int64_t next, other;
 };
 
+// Of products with few heads:
+constexpr int kKeys = 32;    // tokens at a time
+constexpr int kValues = 64;  // channels of values at a time
+
 }  // namespace antkv
