@@ -7,7 +7,7 @@
 namespace antkv {
 
 // Whether `TileLogits` can do a layer: channels that turn fill whole tiles. What float32 models compute stays in float32.
-inline bool TileLogitsFit(const antkv_layer& layer) {
+inline bool tile_logits_fit(const antkv_layer& layer) {
     return layer.tiles && layer.dtype == ANTKV_BFLOAT16 && (!layer.cos || layer.rotary_dim % kTileDepth == 0);
 }
 
@@ -117,7 +117,9 @@ class TileLogits {
         for (int i = 0; i < kTiles; ++i) {
             BFloat* to = keys + i * kTileDepth;
             switch (channels_[i].turn) {
-                case KeyChannels::kHalves: turn_keys<KeyChannels::kHalves, kTiles>(i, centroids, codes, position % kRun, to); break;
+                case KeyChannels::kHalves:
+                    turn_keys<KeyChannels::kHalves, kTiles>(i, centroids, codes, position % kRun, to);
+                    break;
                 case KeyChannels::kNeighbours:
                     turn_keys<KeyChannels::kNeighbours, kTiles>(i, centroids, codes, position % kRun, to);
                     break;

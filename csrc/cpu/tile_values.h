@@ -6,7 +6,7 @@
 
 namespace antkv {
 
-inline bool TileValuesFit(const antkv_layer& layer) { return layer.tiles && layer.dtype == ANTKV_BFLOAT16; }
+inline bool tile_values_fit(const antkv_layer& layer) { return layer.tiles && layer.dtype == ANTKV_BFLOAT16; }
 
 // out[h] += sum over tokens of weights[h][token] row[token] for up to kHeads heads.
 //

@@ -114,6 +114,24 @@ def test_every_shape_in_bfloat16(kernels, shape):
     check_steps(kernels, shape)
 
 
+def test_unusual_numbers(kernels):
+    """Logits 16 times as sharp, keys and values of 1e4 and of next to nothing, and -0. What is not used is NaN anyhow.
+
+    Rounding a key to bfloat16, as `auto` does, moves these logits by 0.04 (standard deviation), and weights by as much.
+    """
+    shape = BFLOAT16_SHAPES[1]
+    engine, sequence = Engine(AntKVConfig(prefix=3), shape, kernels), draw_sequence(0, 300, shape)
+    sequence.query *= 16
+    sequence.query[290] *= 1e-20
+    for token, factor in ((40, 1e4), (60, 1e-30), (61, -0.0), (296, 1e4)):
+        sequence.key[token] *= factor
+    sequence.value[[70, 297]] *= 1e-38
+    run_schedule(engine, [sequence], lambda left: 280 if left == 300 else 1)
+    difference = (sequence.output.double() - engine.offline(sequence)).abs()
+    assert difference[280:].mean() < 0.05
+    assert difference[290].max() < 4e-2
+
+
 def check_steps(kernels, shape: Shape) -> None:
     engine = Engine(AntKVConfig(prefix=3), shape, kernels)
     sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate((390, 129, 1))]
