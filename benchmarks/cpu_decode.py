@@ -1,16 +1,18 @@
-"""Decode and prefill of real vLLM on this CPU: an antkv cache against `--kv-cache-dtype auto`.
+"""Decode and prefill of real vLLM on this CPU: an antkv cache against vLLM's own in bfloat16 (`auto`) and FP8 (`fp8`).
 
-Both sides serve the same model with random weights, whose attention has the shape of Llama-3-8B's with fewer heads, in
+All sides serve the same model with random weights, whose attention has the shape of Llama-3-8B's with fewer heads, in
 processes that take turns. A decode step is timed as an engine step: scheduling, the whole model and sampling included.
 
     python benchmarks/cpu_decode.py                          # the table of docs/results.md
     python benchmarks/cpu_decode.py --contexts 1024 --batches 1 --rounds 1
+    python benchmarks/cpu_decode.py --kernels avx512         # insists on kernels, as the setting of that name
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +26,7 @@ HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS = 128, 2, 4
 MAX_LEN = 33_000
 #: Decode steps timed per setting, after a few that are not.
 STEPS, WARM_UP = 24, 4
+SIDES = ("auto", "fp8", "antkv")
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,19 @@ def main() -> None:
     """Run both sides in turns, print the table, write the JSON."""
     arguments = _arguments()
     if arguments.worker:
-        _work(arguments.worker, Path(arguments.model), arguments.kv_cache_dtype, _settings(arguments))
+        _work(arguments)
         return
     with tempfile.TemporaryDirectory() as folder:
         model = _make_model(Path(folder), arguments.kv_cache_dtype, arguments.group)
         bandwidth = _memory_bandwidth()
-        rounds: dict[str, list[dict[str, Any]]] = {"auto": [], arguments.kv_cache_dtype: []}
+        rounds: dict[str, list[dict[str, Any]]] = {"auto": [], "fp8": [], arguments.kv_cache_dtype: []}
         for number in range(arguments.rounds):
             for dtype in rounds:
                 print(f"round {number + 1} of {arguments.rounds}: {dtype}", file=sys.stderr, flush=True)
                 rounds[dtype].append(_run_worker(model, dtype, arguments))
-    report = _report(rounds, bandwidth, _settings(arguments), arguments.kv_cache_dtype, arguments.group)
+    report = {"kv_cache_dtype": arguments.kv_cache_dtype, "group": arguments.group, "kernels": arguments.kernels}
+    report |= {"machine": processor() | {"cpus": os.cpu_count(), "bandwidth": bandwidth}}
+    report["rows"] = _rows(rounds, bandwidth, _settings(arguments), arguments.kv_cache_dtype)
     print(_table(report))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=2))
@@ -57,6 +62,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-cache-dtype", default="antkv-1bit")
+    parser.add_argument("--kernels", default="auto", help="The antkv setting kernels.")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--group", type=int, default=4, help="Query heads per KV head (Llama-3-8B has 4, 70B 8).")
@@ -118,7 +124,14 @@ def _make_model(folder: Path, preset_name: str, group: int) -> Path:
 def _run_worker(model: Path, dtype: str, arguments: argparse.Namespace) -> dict[str, Any]:
     out = model / "worker.json"
     command = [sys.executable, __file__, "--worker", str(out), "--model", str(model), "--kv-cache-dtype", dtype]
-    command += ["--contexts", *map(str, arguments.contexts), "--batches", *map(str, arguments.batches)]
+    command += [
+        "--kernels",
+        arguments.kernels,
+        "--contexts",
+        *map(str, arguments.contexts),
+        "--batches",
+        *map(str, arguments.batches),
+    ]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(arguments.threads),
@@ -131,22 +144,23 @@ def _run_worker(model: Path, dtype: str, arguments: argparse.Namespace) -> dict[
     return json.loads(out.read_text())
 
 
-def _work(out: str, model: Path, dtype: str, settings: list[Setting]) -> None:
+def _work(arguments: argparse.Namespace) -> None:
     """One side: an engine in this process, every setting once."""
     from vllm import LLM
 
     llm = LLM(
-        str(model),
+        arguments.model,
         skip_tokenizer_init=True,
-        kv_cache_dtype=dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        additional_config={"antkv": {"kernels": arguments.kernels}},
         max_model_len=MAX_LEN,
         max_num_batched_tokens=4096,
         enable_prefix_caching=False,
         enforce_eager=True,
         seed=0,
     )
-    results = {f"{setting.context}x{setting.batch}": _time(llm, setting) for setting in settings}
-    Path(out).write_text(json.dumps(results))
+    results = {f"{setting.context}x{setting.batch}": _time(llm, setting) for setting in _settings(arguments)}
+    Path(arguments.worker).write_text(json.dumps(results))
 
 
 def _time(llm: Any, setting: Setting) -> dict[str, Any]:
@@ -202,21 +216,37 @@ def _kv_bytes(dtype: str, setting: Setting) -> float:
     from vllm_antkv.presets import get_preset
 
     heads = NUM_LAYERS * NUM_KV_HEADS * setting.batch
-    if dtype == "auto":
-        return heads * setting.context * HEAD_SIZE * 2 * 2
+    if dtype in ("auto", "fp8"):
+        return heads * setting.context * HEAD_SIZE * 2 * (2 if dtype == "auto" else 1)
     config = AntKVConfig()
     layout = PageLayout.of(config, get_preset(dtype), HEAD_SIZE, torch.bfloat16)
     parts = footprint([layout], config, setting.context)
     return heads * (parts.codes + parts.anchors + parts.recency)
 
 
-def _report(
-    rounds: dict[str, list[dict[str, Any]]], bandwidth: float, settings: list[Setting], dtype: str, group: int
-) -> dict[str, Any]:
+def processor() -> dict[str, Any]:
+    """The model of this processor, its clock where known, its caches, and what matters of its instructions."""
+    import torch
+
+    has = torch.cpu.get_capabilities()
+    clocks = re.findall(r"cpu MHz\s*: ([\d.]+)", Path("/proc/cpuinfo").read_text())
+    instructions = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16")
+    return {
+        "processor": has.get("cpu_name") or platform.processor() or platform.machine(),
+        "mhz": float(clocks[0]) if clocks else None,
+        "instructions": [name for name in instructions if has.get(name)],
+        "l1d_bytes": has.get("l1d_cache_size"),
+        "l2_bytes": has.get("l2_cache_size"),
+    }
+
+
+def _rows(
+    rounds: dict[str, list[dict[str, Any]]], bandwidth: float, settings: list[Setting], dtype: str
+) -> list[dict[str, Any]]:
     rows = []
     for setting in settings:
         row: dict[str, Any] = asdict(setting)
-        for side, name in (("auto", "auto"), (dtype, "antkv")):
+        for side, name in (("auto", "auto"), ("fp8", "fp8"), (dtype, "antkv")):
             results = [result[f"{setting.context}x{setting.batch}"] for result in rounds[side]]
             step = statistics.median(value for result in results for value in result["steps"])
             quartiles = statistics.quantiles([value for result in results for value in result["steps"]])
@@ -228,30 +258,35 @@ def _report(
                 "kv_bytes": _kv_bytes(side, setting),
                 "share_of_bandwidth": _kv_bytes(side, setting) / step / bandwidth,
             }
-        row["speedup"] = row["auto"]["step_seconds"] / row["antkv"]["step_seconds"]
-        row["prefill_ratio"] = row["antkv"]["prefill_seconds"] / row["auto"]["prefill_seconds"]
+        for name in ("fp8", "antkv"):
+            row[name]["speedup"] = row["auto"]["step_seconds"] / row[name]["step_seconds"]
+            row[name]["prefill_ratio"] = row[name]["prefill_seconds"] / row["auto"]["prefill_seconds"]
         rows.append(row)
-    machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "bandwidth": bandwidth}
-    return {"kv_cache_dtype": dtype, "group": group, "machine": machine, "rows": rows}
+    return rows
 
 
 def _table(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    clock = f" at {machine['mhz'] / 1000:.1f} GHz" if machine["mhz"] else ""
     lines = [
-        f"{report['kv_cache_dtype']} against auto; {report['group']} query heads per KV head; "
-        f"{report['machine']['cpus']} CPUs, "
-        f"{report['machine']['bandwidth'] / 1e9:.1f} GB/s",
+        f"{report['kv_cache_dtype']} (kernels: {report['kernels']}) against vLLM's own caches; {report['group']} "
+        "query heads per KV head.",
+        f"{machine['processor']}{clock} ({', '.join(machine['instructions'])}), {machine['cpus']} CPUs, "
+        f"{machine['bandwidth'] / 1e9:.1f} GB/s.",
         "",
-        "| context | batch | ms per step: auto | antkv | tokens/s ratio | KV MB read: auto | antkv "
-        "| share of bandwidth: auto | antkv | prefill time ratio |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| context | batch | ms per step: auto | fp8 | antkv | tokens/s against auto: fp8 | antkv "
+        "| KV MB read: auto | antkv | prefill time against auto: fp8 | antkv |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in report["rows"]:
-        sides = row["auto"], row["antkv"]
-        steps = (f"{side['step_seconds'] * 1e3:.2f} ± {side['step_spread'] * 5e2:.2f}" for side in sides)
-        bytes_read = (f"{side['kv_bytes'] / 1e6:.1f}" for side in sides)
-        shares = (f"{side['share_of_bandwidth']:.0%}" for side in sides)
-        cells = [row["context"], row["batch"], *steps, f"{row['speedup']:.2f}", *bytes_read, *shares]
-        lines.append(f"| {' | '.join(map(str, cells))} | {row['prefill_ratio']:.2f} |")
+        sides = [row[name] for name in SIDES]
+        steps = [f"{side['step_seconds'] * 1e3:.2f} ± {side['step_spread'] * 5e2:.2f}" for side in sides]
+        speedups = [f"{side['speedup']:.2f}" for side in sides[1:]]
+        bytes_read = [f"{row[name]['kv_bytes'] / 1e6:.1f}" for name in ("auto", "antkv")]
+        prefills = [f"{side['prefill_ratio']:.2f}" for side in sides[1:]]
+        lines.append(
+            f"| {' | '.join(map(str, [row['context'], row['batch'], *steps, *speedups, *bytes_read, *prefills]))} |"
+        )
     return "\n".join([*lines, "", *_growth(report["rows"])])
 
 
@@ -264,12 +299,12 @@ def _growth(rows: list[dict[str, Any]]) -> list[str]:
         if first is last:
             continue
         tokens = batch * (last["context"] - first["context"]) * NUM_LAYERS * NUM_KV_HEADS
-        seconds = {side: last[side]["step_seconds"] - first[side]["step_seconds"] for side in ("auto", "antkv")}
+        seconds = {side: last[side]["step_seconds"] - first[side]["step_seconds"] for side in SIDES}
         ns = {side: grown / tokens * 1e9 for side, grown in seconds.items()}
         lines.append(
             f"Batch {batch}, from {first['context']} to {last['context']} tokens: a step grows by "
-            f"{ns['auto']:.1f} ns (auto) and {ns['antkv']:.1f} ns (antkv) per token, layer and KV head: "
-            f"{ns['auto'] / ns['antkv']:.2f} times."
+            + ", ".join(f"{ns[side]:.1f} ns ({side})" for side in SIDES)
+            + " per token, layer and KV head."
         )
     return lines
 

@@ -14,7 +14,7 @@ inline unsigned code_at(const uint8_t* codes, unsigned s) {
     return s % 2 ? (pair[1] >> 4) | (pair[2] << 4) : pair[0] | ((pair[1] & 0xF) << 8);
 }
 
-// The centroids of one KV head: (num_sub_vectors, num_centroids, kSize) float16.
+// The centroids of one KV head: (num_sub_vectors, num_centroids, kSize) numbers of 16 bits.
 template <int kSize, bool kTwelveBits>
 struct Centroids {
     static constexpr int kChannels = kSize;
@@ -22,45 +22,50 @@ struct Centroids {
     static constexpr int kTable = (kTwelveBits ? 4096 : 256) * kSize;  // entries of a sub-vector
     const uint16_t* data;
 
-    // Channels c .. c + W of the row that the codes stand for.
-    Vec channels(const uint8_t* codes, unsigned c) const {
-        if constexpr (kSize >= W) {
-            return Float16::load(at(codes, c / kSize) + c % kSize);
+    // Channels c .. c + 16 of the row that the codes stand for. In registers: small stores before a wide load would stall it.
+    __m256i sixteen(const uint8_t* codes, unsigned c) const {
+        const unsigned s = c / kSize;
+        if constexpr (kSize >= 16) {
+            return _mm256_loadu_si256((const __m256i*)(at(codes, s) + c % kSize));
+        } else if constexpr (kSize == 8) {
+            const auto load8 = [&](unsigned i) { return _mm_loadu_si128((const __m128i*)at(codes, s + i)); };
+            return _mm256_inserti128_si256(_mm256_castsi128_si256(load8(0)), load8(1), 1);
+        } else if constexpr (kSize == 4) {
+            return _mm256_set_epi64x(part(codes, s + 3), part(codes, s + 2), part(codes, s + 1), part(codes, s));
         } else {
-            // In registers: small stores before a wide load would stall it.
-            const unsigned s = c / kSize;
-            const auto part = [&](unsigned i) {
-                std::conditional_t<kSize == 2, int32_t, int64_t> bits;
-                std::memcpy(&bits, at(codes, s + i), sizeof bits);
-                return bits;
-            };
-#if defined(__AVX512F__)
-            __m256i half;
-            if constexpr (kSize == 8) {
-                const auto load8 = [&](unsigned i) { return _mm_loadu_si128((const __m128i*)at(codes, s + i)); };
-                half = _mm256_inserti128_si256(_mm256_castsi128_si256(load8(0)), load8(1), 1);
-            } else if constexpr (kSize == 4) {
-                half = _mm256_set_epi64x(part(3), part(2), part(1), part(0));
-            } else {
-                half = _mm256_set_epi32(part(7), part(6), part(5), part(4), part(3), part(2), part(1), part(0));
-            }
-            return (Vec)_mm512_cvtph_ps(half);
-#else
-            if constexpr (kSize == 4) return (Vec)_mm256_cvtph_ps(_mm_set_epi64x(part(1), part(0)));
-            else return (Vec)_mm256_cvtph_ps(_mm_set_epi32(part(3), part(2), part(1), part(0)));
-#endif
+            return _mm256_set_epi32(part(codes, s + 7), part(codes, s + 6), part(codes, s + 5), part(codes, s + 4),
+                                    part(codes, s + 3), part(codes, s + 2), part(codes, s + 1), part(codes, s));
         }
+    }
+    // Channels c .. c + W as float32, of centroids in float16.
+    Vec channels(const uint8_t* codes, unsigned c) const {
+#if defined(__AVX512F__)
+        return (Vec)_mm512_cvtph_ps(sixteen(codes, c));
+#else
+        const unsigned s = c / kSize;
+        if constexpr (kSize >= W) return Float16::load(at(codes, s) + c % kSize);
+        else if constexpr (kSize == 4) return (Vec)_mm256_cvtph_ps(_mm_set_epi64x(part(codes, s + 1), part(codes, s)));
+        else
+            return (Vec)_mm256_cvtph_ps(
+                _mm_set_epi32(part(codes, s + 3), part(codes, s + 2), part(codes, s + 1), part(codes, s)));
+#endif
     }
     const uint16_t* at(const uint8_t* codes, unsigned s) const {
         return data + (size_t)s * kTable + (size_t)code_at<kTwelveBits>(codes, s) * kSize;
     }
+
+  private:
+    auto part(const uint8_t* codes, unsigned s) const {
+        std::conditional_t<kSize == 2, int32_t, int64_t> bits;
+        std::memcpy(&bits, at(codes, s), sizeof bits);
+        return bits;
+    }
 };
 
-// Call `kernel` with the centroids of a head, typed by their format.
+// Call `kernel` with a head's part of `centroids`, one of the layer's tables, typed by their format.
 template <typename Kernel>
-void with_centroids(const antkv_layer& layer, int head, bool of_values, Kernel kernel) {
-    const uint16_t* data = of_values ? layer.v_centroids : layer.k_centroids;
-    data += (int64_t)head * layer.num_centroids * layer.head_size;
+void with_centroids(const antkv_layer& layer, int head, const uint16_t* centroids, Kernel kernel) {
+    const uint16_t* data = centroids + (int64_t)head * layer.num_centroids * layer.head_size;
     switch (layer.sub_vector_size) {
         case 2: return kernel(Centroids<2, false>{data});
         case 4: return kernel(Centroids<4, false>{data});
@@ -74,7 +79,7 @@ void with_centroids(const antkv_layer& layer, int head, bool of_values, Kernel k
 inline void decode_rows(const antkv_layer& layer, int head, bool of_values, const uint8_t* codes, int count,
                         float* rows) {
     const unsigned size = layer.head_size, code_bytes = layer.code_bytes;
-    with_centroids(layer, head, of_values, [=](auto centroids) {
+    with_centroids(layer, head, of_values ? layer.v_centroids : layer.k_centroids, [=](auto centroids) {
         for (int t = 0; t < count; ++t)
             for (unsigned c = 0; c < size; c += W)
                 store(rows + (size_t)t * size + c, centroids.channels(codes + (size_t)t * code_bytes, c));
@@ -227,7 +232,7 @@ inline void dot_codes(const antkv_layer& layer, int head, const uint8_t* codes, 
         dot_rows(num_heads, queries, rows, layer.head_size, count, out, out_stride);
         return;
     }
-    with_centroids(layer, head, false, [&](auto centroids) {
+    with_centroids(layer, head, layer.k_centroids, [&](auto centroids) {
         const auto dot = [&](auto head_size) {
             for_heads(num_heads, [&](auto heads, int h) {
                 dot_turned<heads, head_size>(layer, centroids, codes, count, queries + h * layer.head_size,

@@ -1,6 +1,8 @@
 """The C++ kernels give what the offline evaluator computes in float64, however the steps are cut."""
 
 import ctypes
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,16 +21,12 @@ from vllm_antkv.ops.paged import ReferenceOperations
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 
-@pytest.fixture(scope="module", params=cpu.INSTRUCTION_SETS.values())
+@pytest.fixture(scope="module", params=[*cpu.VARIANTS, cpu.PLAIN_TILES], ids=lambda variant: variant.name)
 def kernels(request):
-    """CpuOperations of each instruction set that this processor has: AVX-512 processors have AVX2 too."""
-    if request.param == "avx512" and cpu.instruction_set() != "avx512":
-        pytest.skip("this processor has no AVX-512")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "instruction_set", lambda: request.param)
-        cpu._library.cache_clear()
-        yield CpuOperations
-    cpu._library.cache_clear()
+    """CpuOperations of each variant that this processor has; plain tiles run on every one."""
+    if request.param.missing() is not None:
+        pytest.skip(request.param.missing())
+    return partial(CpuOperations, variant=request.param)
 
 
 #: By dtype: the output is rounded to it, and a query or key in it may come nearer to another anchor.
@@ -73,15 +71,74 @@ def test_any_schedule_gives_what_the_evaluator_computes(kernels, config, shape, 
         torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=1e-3)
 
 
+#: What tiles have code for, and what they leave to float32: channels that do not fill tiles.
+BFLOAT16_SHAPES = [
+    Shape("antkv-1bit", 128, 8, 2, torch.bfloat16, reorders=True),
+    Shape("antkv-1bit", 128, 16, 1, torch.bfloat16, magnitude=0.7),
+    Shape("antkv-1bit", 256, 4, 4, torch.bfloat16, magnitude=1.3, reorders=True),
+    Shape("antkv-1bit", 80, 4, 2, torch.bfloat16, rotary_dim=32),
+    Shape("antkv-1bit", 80, 44, 2, torch.bfloat16, rotary_dim=0, reorders=True),
+    Shape("antkv-1bit", 96, 2, 2, torch.bfloat16, rotary_dim=48),
+    Shape("antkv-2bit", 64, 3, 1, torch.bfloat16, rotary_dim=32, reorders=True, magnitude=1.3),
+    Shape("antkv-4bit", 96, 10, 2, torch.bfloat16, neox=False),
+    Shape("antkv-0.75bit", 128, 12, 2, torch.bfloat16, neox=False, rotary_dim=64, magnitude=1.3),
+    Shape("antkv-0.75bit", 128, 4, 1, torch.bfloat16, reorders=True),
+    Shape("antkv-0.375bit", 64, 6, 2, torch.bfloat16),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    config=CONFIGS,
+    shape=st.sampled_from(BFLOAT16_SHAPES),
+    lengths=st.lists(st.integers(1, 330), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_any_schedule_in_bfloat16(kernels, config, shape, lengths, data):
+    engine = Engine(config, shape, kernels)
+    sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
+    chunk = st.sampled_from([0, 1, 1, 2, 50, 127, 128, 200])
+    run_schedule(engine, sequences, lambda left: min(data.draw(chunk), left))
+    for sequence in sequences:
+        torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=4e-2, atol=4e-2)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("shape", [Shape("antkv-1bit", 128, 8, 2), Shape("antkv-0.375bit", 64, 4, 4)])
+@pytest.mark.parametrize("shape", [Shape("antkv-1bit", 128, 8, 2), Shape("antkv-0.375bit", 64, 4, 4)], ids=str)
 def test_every_dtype(kernels, shape, dtype):
-    shape = Shape(shape.preset, shape.head_size, shape.num_heads, shape.num_kv_heads, dtype)
+    check_steps(kernels, replace(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", BFLOAT16_SHAPES, ids=str)
+def test_every_shape_in_bfloat16(kernels, shape):
+    check_steps(kernels, shape)
+
+
+def test_unusual_numbers(kernels):
+    """Logits 16 times as sharp, keys and values of 1e4 and of next to nothing, and -0. What is not used is NaN anyhow.
+
+    Rounding a key to bfloat16, as `auto` does, moves these logits by 0.04 (standard deviation), and weights by as much.
+    """
+    shape = BFLOAT16_SHAPES[1]
+    engine, sequence = Engine(AntKVConfig(prefix=3), shape, kernels), draw_sequence(0, 300, shape)
+    sequence.query *= 16
+    sequence.query[290] *= 1e-20
+    for token, factor in ((40, 1e4), (60, 1e-30), (61, -0.0), (296, 1e4)):
+        sequence.key[token] *= factor
+    sequence.value[[70, 297]] *= 1e-38
+    run_schedule(engine, [sequence], lambda left: 280 if left == 300 else 1)
+    difference = (sequence.output.double() - engine.offline(sequence)).abs()
+    assert difference[280:].mean() < 0.05
+    assert difference[290].max() < 4e-2
+
+
+def check_steps(kernels, shape: Shape) -> None:
     engine = Engine(AntKVConfig(prefix=3), shape, kernels)
     sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate((390, 129, 1))]
-    run_schedule(engine, sequences, lambda left: min(left, 40))
+    # Single queries at the end: they have kernels of their own.
+    run_schedule(engine, sequences, lambda left: min(left, 40) if left > 20 else 1)
+    tolerance = TOLERANCES[shape.dtype]
     for sequence in sequences:
-        tolerance = TOLERANCES[dtype]
         torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=tolerance, atol=tolerance)
 
 
@@ -98,7 +155,7 @@ def test_the_kernels_run_on_pytorchs_threads():
 
 def test_a_head_size_that_fills_no_vector_is_refused():
     with pytest.raises(UnsupportedModelError, match="kernels=reference"):
-        Engine(AntKVConfig(), Shape("antkv-4bit", 8), CpuOperations)
+        Engine(AntKVConfig(), Shape("antkv-4bit", 8), partial(CpuOperations, variant=cpu.best()))
 
 
 @pytest.mark.parametrize("num_heads", [1, 3, 4, 12])

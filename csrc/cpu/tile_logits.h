@@ -1,0 +1,223 @@
+// Logits of single queries to coded keys by products of tiles: decode.
+#pragma once
+
+#include "codes.h"
+#include "tiles/tiles.h"
+
+namespace antkv {
+
+// Whether `TileLogits` can do a layer: channels that turn fill whole tiles. What float32 models compute stays in float32.
+inline bool tile_logits_fit(const antkv_layer& layer) {
+    return layer.tiles && layer.dtype == ANTKV_BFLOAT16 && (!layer.cos || layer.rotary_dim % kTileDepth == 0);
+}
+
+// 32 channels of keys, two times 16.
+struct KeyChannels {
+    enum Turn { kNone, kHalves, kNeighbours } turn;
+    int first, second;  // channels; second is -1 where a head ends after the first
+
+    // All channels of a head, in an order that has those together that turn together.
+    static int list(const antkv_layer& layer, KeyChannels (&all)[8]) {
+        const int turning = layer.cos ? layer.rotary_dim : 0, half = turning / 2;
+        int count = 0;
+        for (int c = 0; c < turning; c += 2 * kLanes) {
+            if (layer.is_neox_style) all[count++] = {kHalves, c / 2, c / 2 + half};
+            else all[count++] = {kNeighbours, c, c + kLanes};
+        }
+        for (int c = turning; c < layer.head_size; c += 2 * kLanes)
+            all[count++] = {kNone, c, c + kLanes < layer.head_size ? c + kLanes : -1};
+        return count;
+    }
+};
+
+// Cosines and sines for 32 channels. Neighbours have a cosine and a sine each, that of the first one negative.
+struct ChannelAngles {
+    Lanes cos[2], sin[2];
+
+    static ChannelAngles at(const antkv_layer& layer, const KeyChannels& channels, int position) {
+        ChannelAngles angles;
+        const Angles row(layer, position);
+        if (channels.turn == KeyChannels::kHalves) {
+            angles.cos[0] = load_lanes(row.cos + channels.first);
+            angles.sin[0] = load_lanes(row.sin + channels.first);
+            return angles;
+        }
+        for (int i = 0; i < 2; ++i) {
+            for (int lane = 0; lane < kLanes; ++lane) {
+                const int pair = (i ? channels.second : channels.first) / 2 + lane / 2;
+                angles.cos[i][lane] = row.cos[pair];
+                angles.sin[i][lane] = lane % 2 ? row.sin[pair] : -row.sin[pair];
+            }
+        }
+        return angles;
+    }
+};
+
+inline Lanes swap_neighbours(Lanes x) {
+    return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+}
+
+// Logits of up to kHeads queries to the coded keys of a split.
+//
+// Channels are taken some at a time, for all tokens, so that their centroids stay in the first-level cache. Keys are turned
+// in float32 by their offset in a run of 64 tokens, and rounded to bfloat16 once; queries are turned back by the run's
+// position, and rounded too.
+template <typename Tiles, int kHeads>
+class TileLogits {
+  public:
+    // queries: (num_heads, head_size) in the order of codes.
+    TileLogits(const antkv_layer& layer, const float* queries, int num_heads)
+        : layer_(layer), queries_(queries), num_heads_(num_heads) {}
+
+    // logits[h][t] = product of query h and token begin + t. codes(t): the codes of kKeys tokens from t on; is_coded(t): whether
+    // any of them is asked for.
+    template <typename Table, typename Codes, typename IsCoded>
+    void run(Table centroids, int begin, int count, Codes codes, IsCoded is_coded, float* logits, int stride) {
+        KeyChannels channels[8];
+        const int num_channels = KeyChannels::list(layer_, channels);
+        for (int i = 0; i < num_channels; i += kDepth) {
+            set_channels(channels + i, std::min(kDepth, num_channels - i), count);
+            for (int first = 0; first < count; first += kKeys) {
+                if (!is_coded(first)) continue;
+                if (depth_ == kDepth) add<kDepth>(centroids, codes(first), begin + first, i > 0, logits + first, stride);
+                else add<1>(centroids, codes(first), begin + first, i > 0, logits + first, stride);
+            }
+        }
+    }
+
+  private:
+    using Logits = typename Tiles::template Logits<kHeads>;
+    static constexpr int kDepth = 2;  // times 32 channels at a time
+    static constexpr int kRun = 64;   // tokens whose queries are turned back by the same position
+
+    void set_channels(const KeyChannels* channels, int depth, int count) {
+        depth_ = depth;
+        run_ = -1;
+        for (int i = 0; i < depth; ++i) {
+            channels_[i] = channels[i];
+            if (channels[i].turn == KeyChannels::kNone) continue;
+            for (int t = 0; t < std::min(kRun, count); ++t) {
+                const auto angles = ChannelAngles::at(layer_, channels[i], t);
+                const int sides = channels[i].turn == KeyChannels::kHalves ? 1 : 2;
+                for (int side = 0; side < sides; ++side) {
+                    store_lanes(cos_[i][t][side], angles.cos[side]);
+                    store_lanes(sin_[i][t][side], angles.sin[side]);
+                }
+            }
+        }
+    }
+
+    template <int kTiles, typename Table>
+    void add(Table centroids, const uint8_t* codes, int position, bool adds, float* logits, int stride) {
+        if (position / kRun != run_) {
+            run_ = position / kRun;
+            for (int i = 0; i < kTiles; ++i) turn_queries(i, run_ * kRun);
+        }
+        alignas(64) BFloat keys[kKeys * kTiles * kTileDepth];
+        for (int i = 0; i < kTiles; ++i) {
+            BFloat* to = keys + i * kTileDepth;
+            switch (channels_[i].turn) {
+                case KeyChannels::kHalves:
+                    turn_keys<KeyChannels::kHalves, kTiles>(i, centroids, codes, position % kRun, to);
+                    break;
+                case KeyChannels::kNeighbours:
+                    turn_keys<KeyChannels::kNeighbours, kTiles>(i, centroids, codes, position % kRun, to);
+                    break;
+                default: turn_keys<KeyChannels::kNone, kTiles>(i, centroids, codes, position % kRun, to);
+            }
+        }
+        if (adds) products_.template multiply<kTiles, true>(keys, turned_, num_heads_, logits, stride);
+        else products_.template multiply<kTiles, false>(keys, turned_, num_heads_, logits, stride);
+    }
+
+    // Decodes and turns channels i of kKeys keys, the first of them `offset` tokens into the run.
+    template <KeyChannels::Turn kTurn, int kTiles, typename Table>
+    void turn_keys(int i, Table centroids, const uint8_t* codes, int offset, BFloat* keys) const {
+        const unsigned first = channels_[i].first, second = std::max(channels_[i].second, 0);
+        const int64_t stride = layer_.code_bytes;
+        for (int t = 0; t < kKeys; ++t, codes += stride, keys += kTiles * kTileDepth) {
+            const Lanes a = sixteen(centroids, codes, first), b = sixteen(centroids, codes, second);
+            const auto &cos = cos_[i][offset + t], &sin = sin_[i][offset + t];
+            if constexpr (kTurn == KeyChannels::kHalves) {
+                const Lanes cosine = load_lanes(cos[0]), sine = load_lanes(sin[0]);
+                store_pairs(keys, to_bfloat16(a * cosine - b * sine, b * cosine + a * sine));
+            } else if constexpr (kTurn == KeyChannels::kNeighbours) {
+                store_pairs(keys, to_bfloat16(a * load_lanes(cos[0]) + swap_neighbours(a) * load_lanes(sin[0]),
+                                              b * load_lanes(cos[1]) + swap_neighbours(b) * load_lanes(sin[1])));
+            } else {
+                store_pairs(keys, to_bfloat16(a, b));
+            }
+        }
+    }
+    template <typename Table>
+    static Lanes sixteen(Table centroids, const uint8_t* codes, unsigned c) {
+#if defined(__AVX512F__)
+        return centroids.channels(codes, c);
+#else
+        float lanes[kLanes];
+        for (int i = 0; i < kLanes; i += W) store(lanes + i, centroids.channels(codes, c + i));
+        return load_lanes(lanes);
+#endif
+    }
+
+    // Turns channels i of the queries back by a position.
+    void turn_queries(int i, int position) {
+        const KeyChannels& channels = channels_[i];
+        // From far apart, one row of angles per block; those of runs in it by the addition theorem.
+        ChannelAngles angles = {};
+        const int sides = channels.turn == KeyChannels::kNeighbours ? 2 : channels.turn == KeyChannels::kHalves ? 1 : 0;
+        if (sides) {
+            const auto block = ChannelAngles::at(layer_, channels, position / kBlockSize * kBlockSize);
+            const auto rest = ChannelAngles::at(layer_, channels, position % kBlockSize);
+            // Angles carry the magnitude, those of the keys too; it counts once.
+            const float scale = 1 / (layer_.rotary_magnitude * layer_.rotary_magnitude);
+            for (int side = 0; side < sides; ++side) {
+                const Lanes cos0 = block.cos[side] * scale, sin0 = block.sin[side] * scale;
+                angles.cos[side] = cos0 * rest.cos[side] - sin0 * rest.sin[side];
+                angles.sin[side] = sin0 * rest.cos[side] + cos0 * rest.sin[side];
+            }
+        }
+        BitLanes rows[kHeads] = {};
+        for (int h = 0; h < num_heads_; ++h) {
+            const float* query = queries_ + h * layer_.head_size;
+            const Lanes a = load_lanes(query + channels.first);
+            const Lanes b = channels.second < 0 ? Lanes{} : load_lanes(query + channels.second);
+            switch (channels.turn) {
+                case KeyChannels::kHalves:
+                    rows[h] = to_bfloat16(a * angles.cos[0] + b * angles.sin[0], b * angles.cos[0] - a * angles.sin[0]);
+                    break;
+                case KeyChannels::kNeighbours:
+                    rows[h] = to_bfloat16(a * angles.cos[0] - swap_neighbours(a) * angles.sin[0],
+                                          b * angles.cos[1] - swap_neighbours(b) * angles.sin[1]);
+                    break;
+                default: rows[h] = to_bfloat16(a, b);
+            }
+        }
+        Logits::pack(rows, turned_ + i * Logits::kQueryElements);
+    }
+
+    const antkv_layer& layer_;
+    const float* queries_;
+    const int num_heads_;
+    Logits products_;
+    KeyChannels channels_[kDepth];
+    int depth_ = 0, run_ = -1;
+    alignas(64) float cos_[kDepth][kRun][2][kLanes], sin_[kDepth][kRun][2][kLanes];
+    alignas(64) BFloat turned_[kDepth * Logits::kQueryElements];
+};
+
+// Calls kernel(std::integral_constant<int, n>, first, count) for runs of `count` heads, at most n, which together are
+// `num_heads`.
+template <int kMost, typename Kernel>
+void for_tile_heads(int num_heads, Kernel kernel) {
+    for (int h = 0; h < num_heads; h += kMost) {
+        const int count = std::min(kMost, num_heads - h);
+        if (count == 1) kernel(std::integral_constant<int, 1>{}, h, count);
+        else if (count == 2) kernel(std::integral_constant<int, 2>{}, h, count);
+        else if (count <= 4) kernel(std::integral_constant<int, 4>{}, h, count);
+        else if (count <= 8) kernel(std::integral_constant<int, 8>{}, h, count);
+        else if constexpr (kMost == 16) kernel(std::integral_constant<int, 16>{}, h, count);
+    }
+}
+
+}  // namespace antkv

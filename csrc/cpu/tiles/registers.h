@@ -1,0 +1,214 @@
+// Everything that is written in tile registers, for AMX and for plain C++ alike.
+#pragma once
+
+#include <initializer_list>
+
+#include "operand.h"
+
+namespace antkv {
+
+// Shapes of eight tile registers: rows, and bytes of a row.
+struct TileShapes {
+    uint8_t rows[8];
+    uint16_t row_bytes[8];
+
+    static constexpr TileShapes whole() {
+        return {{16, 16, 16, 16, 16, 16, 16, 16}, {64, 64, 64, 64, 64, 64, 64, 64}};
+    }
+};
+
+// Registers: see `AmxRegisters`.
+template <typename Registers>
+struct RegisterTiles {
+    // Tile registers for this thread's use as long as this lives. Whoever configured them before finds them configured
+    // again, though not with what was in them.
+    class Scope {
+      public:
+        explicit Scope(const TileShapes& shapes = TileShapes::whole()) : before_(Registers::configuration()) {
+            Registers::configure(shapes);
+        }
+        ~Scope() { Registers::restore(before_); }
+        Scope(const Scope&) = delete;
+        Scope& operator=(const Scope&) = delete;
+
+      private:
+        typename Registers::Configuration before_;
+    };
+
+    // 0 .. 3 hold sums, 4 and 5 rows of A, 6 and 7 columns of B.
+    template <bool kAdd, typename Meanwhile>
+    static void product(const Operand& a, const Operand& b, int depth, float* sums, int stride, Meanwhile meanwhile) {
+        using R = Registers;
+        constexpr int64_t kRowBytes = sizeof(BFloat) * kTileDepth;
+        const int64_t bytes = (int64_t)stride * sizeof(float);
+        float* lower = sums + (int64_t)kTileRows * stride;
+        if constexpr (kAdd) {
+            R::template load<0>(sums, bytes);
+            R::template load<1>(sums + kTileRows, bytes);
+            R::template load<2>(lower, bytes);
+            R::template load<3>(lower + kTileRows, bytes);
+        } else {
+            R::template zero<0>();
+            R::template zero<1>();
+            R::template zero<2>();
+            R::template zero<3>();
+        }
+        const BFloat *left = a.tiles, *right = b.tiles;
+        for (int i = 0; i < depth; ++i, left += a.next, right += b.next) {
+            R::template load<6>(right, kRowBytes);
+            R::template load<4>(left, kRowBytes);
+            R::template load<7>(right + b.other, kRowBytes);
+            R::template dot<0, 4, 6>();
+            R::template dot<1, 4, 7>();
+            R::template load<5>(left + a.other, kRowBytes);
+            R::template dot<2, 5, 6>();
+            R::template dot<3, 5, 7>();
+            meanwhile();
+        }
+        R::template store<0>(sums, bytes);
+        R::template store<1>(sums + kTileRows, bytes);
+        R::template store<2>(lower, bytes);
+        R::template store<3>(lower + kTileRows, bytes);
+    }
+
+    // Products of up to kHeads queries, at most 16, with keys: queries are a factor B of few columns.
+    template <int kHeads>
+    class Logits {
+      public:
+        static constexpr int kQueryElements = kTileDepth * kHeads;  // of 32 channels
+
+        // rows: 32 channels of each head, in bfloat16.
+        static void pack(const BitLanes* rows, BFloat* to) {
+            for (int h = 0; h < kHeads; ++h)
+                for (int pair = 0; pair < kTileDepth / 2; ++pair)
+                    std::memcpy(to + 2 * (pair * kHeads + h), (const BFloat*)&rows[h] + 2 * pair, 2 * sizeof(BFloat));
+        }
+
+        // logits[h][t] (+)= queries[h] . keys[t] of kKeys tokens. keys: (kKeys, 32 kDepth), kDepth at most 2; queries: kDepth
+        // times what `pack` writes.
+        template <int kDepth, bool kAdd>
+        void multiply(const BFloat* keys, const BFloat* queries, int num_heads, float* logits, int stride) {
+            using R = Registers;
+            constexpr int64_t kKeyBytes = sizeof(BFloat) * kTileDepth * kDepth, kRowBytes = sizeof(float) * kHeads;
+            const BFloat* lower = keys + kTileRows * kDepth * kTileDepth;
+            alignas(64) float products[kKeys * kHeads];
+            R::template zero<0>();
+            R::template zero<1>();
+            R::template load<6>(queries, kRowBytes);
+            R::template load<2>(keys, kKeyBytes);
+            R::template dot<0, 2, 6>();
+            R::template load<4>(lower, kKeyBytes);
+            R::template dot<1, 4, 6>();
+            if constexpr (kDepth == 2) {
+                R::template load<7>(queries + kQueryElements, kRowBytes);
+                R::template load<3>(keys + kTileDepth, kKeyBytes);
+                R::template dot<0, 3, 7>();
+                R::template load<5>(lower + kTileDepth, kKeyBytes);
+                R::template dot<1, 5, 7>();
+            }
+            R::template store<0>(products, kRowBytes);
+            R::template store<1>(products + kTileRows * kHeads, kRowBytes);
+            for (int first = 0; first < kKeys; first += kLanes) {
+                Lanes rows[kHeads];
+                for (int i = 0; i < kHeads; ++i) rows[i] = load_lanes(products + first * kHeads + i * kLanes);
+                deinterleave<kHeads>(rows);
+                for (int h = 0; h < num_heads; ++h) {
+                    float* to = logits + (int64_t)h * stride + first;
+                    store_lanes(to, kAdd ? load_lanes(to) + rows[h] : rows[h]);
+                }
+            }
+        }
+
+      private:
+        static constexpr TileShapes shapes() {
+            TileShapes shapes = TileShapes::whole();
+            for (int tile : {0, 1, 6, 7}) shapes.row_bytes[tile] = sizeof(float) * kHeads;
+            return shapes;
+        }
+        Scope scope_{shapes()};
+    };
+
+    // Sums of rows by weights of up to kHeads heads, at most 8.
+    //
+    // Rows are a factor B as they are, neighbouring channels in pairs: every weight stands in two rows of A, beside 0, once
+    // for the first of pairs and once for the second. So nothing needs to be interleaved.
+    template <int kHeads>
+    class Values {
+      public:
+        static constexpr int kWeightElements = kKeys / kTileRows * 2 * kHeads * kTileDepth;
+
+        // Weights of kKeys tokens. weights: `stride` floats from head to head.
+        static void pack(const float* weights, int stride, int num_heads, BFloat* to) {
+            for (int first = 0; first < kKeys; first += kTileRows) {
+                for (int h = 0; h < kHeads; ++h, to += 2 * kTileDepth) {
+                    BitLanes weight = {};
+                    if (h < num_heads) weight = round_to_bfloat16(load_lanes(weights + (int64_t)h * stride + first));
+                    store_pairs(to, weight >> 16);
+                    store_pairs(to + kTileDepth, weight);
+                }
+            }
+        }
+
+        void clear() {
+            Registers::template zero<0>();
+            Registers::template zero<1>();
+        }
+        // rows: (kKeys, kValues).
+        void add(const BFloat* rows, const BFloat* weights) {
+            using R = Registers;
+            constexpr int64_t kRowBytes = sizeof(BFloat) * kValues, kWeightBytes = sizeof(BFloat) * kTileDepth;
+            const BFloat* lower = rows + kTileRows * kValues;
+            R::template load<2>(weights, kWeightBytes);
+            R::template load<4>(rows, kRowBytes);
+            R::template dot<0, 2, 4>();
+            R::template load<5>(rows + kTileDepth, kRowBytes);
+            R::template dot<1, 2, 5>();
+            R::template load<3>(weights + 2 * kHeads * kTileDepth, kWeightBytes);
+            R::template load<6>(lower, kRowBytes);
+            R::template dot<0, 3, 6>();
+            R::template load<7>(lower + kTileDepth, kRowBytes);
+            R::template dot<1, 3, 7>();
+        }
+        // out[h][c] += sums, of the first `size` of kValues channels.
+        void add_to(float* out, int stride, int num_heads, int size) const {
+            alignas(64) float sums[2][2 * kHeads][kLanes];
+            Registers::template store<0>(sums[0], sizeof(Lanes));
+            Registers::template store<1>(sums[1], sizeof(Lanes));
+            for (int h = 0; h < num_heads; ++h) {
+                float* to = out + (int64_t)h * stride;
+                for (int c = 0; c < size; ++c) to[c] += sums[c / kTileDepth][2 * h + c % 2][c % kTileDepth / 2];
+            }
+        }
+
+      private:
+        static constexpr TileShapes shapes() {
+            TileShapes shapes = TileShapes::whole();
+            for (int tile = 0; tile < 4; ++tile) shapes.rows[tile] = 2 * kHeads;
+            return shapes;
+        }
+        Scope scope_{shapes()};
+    };
+
+  private:
+    // Row i gets lanes i, i + kCount, ... of the rows in turn.
+    template <int kCount>
+    static void deinterleave(Lanes (&rows)[kCount]) {
+        if constexpr (kCount > 1) {
+            constexpr int kHalf = kCount / 2;
+            Lanes even[kHalf], odd[kHalf];
+            for (int i = 0; i < kHalf; ++i) {
+                const Lanes a = rows[2 * i], b = rows[2 * i + 1];
+                even[i] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+                odd[i] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+            }
+            deinterleave<kHalf>(even);
+            deinterleave<kHalf>(odd);
+            for (int i = 0; i < kHalf; ++i) {
+                rows[2 * i] = even[i];
+                rows[2 * i + 1] = odd[i];
+            }
+        }
+    }
+};
+
+}  // namespace antkv

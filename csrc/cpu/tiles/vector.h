@@ -1,0 +1,190 @@
+#pragma once
+
+#if defined(__AVX512BF16__)
+
+#include "operand.h"
+
+namespace antkv {
+
+// VDPBF16PS on the layouts of tiles. Sums stay in registers over the whole inner dimension.
+struct VectorTiles {
+    struct Scope {};
+
+    template <bool kAdd, typename Meanwhile>
+    static void product(const Operand& a, const Operand& b, int depth, float* sums, int stride, Meanwhile meanwhile) {
+        int done = 0;
+        for (int side = 0; side < 4; ++side) {
+            block<kAdd>({a.tiles + side / 2 * a.other, a.next, 0}, {b.tiles + side % 2 * b.other, b.next, 0}, depth,
+                        sums + side / 2 * kTileRows * (int64_t)stride + side % 2 * kTileRows, stride);
+            for (; done < depth * (side + 1) / 4; ++done) meanwhile();
+        }
+    }
+
+  private:
+    template <bool kAdd>
+    static void block(const Operand& a, const Operand& b, int depth, float* sums, int stride) {
+        __m512 total[kTileRows];
+        for (int row = 0; row < kTileRows; ++row)
+            total[row] = kAdd ? _mm512_loadu_ps(sums + (int64_t)row * stride) : _mm512_setzero_ps();
+        const BFloat *left = a.tiles, *right = b.tiles;
+        for (int i = 0; i < depth; ++i, left += a.next, right += b.next) {
+            for (int pair = 0; pair < kTileDepth / 2; ++pair) {
+                const __m512bh columns = (__m512bh)_mm512_loadu_si512(right + pair * kTileDepth);
+                for (int row = 0; row < kTileRows; ++row) {
+                    const __m512bh factors = to_all_lanes(left + row * kTileDepth + 2 * pair);
+                    total[row] = _mm512_dpbf16_ps(total[row], factors, columns);
+                }
+            }
+        }
+        for (int row = 0; row < kTileRows; ++row) _mm512_storeu_ps(sums + (int64_t)row * stride, total[row]);
+    }
+    static __m512bh to_all_lanes(const BFloat* pair) {
+        int32_t both;
+        std::memcpy(&both, pair, sizeof both);
+        return (__m512bh)_mm512_set1_epi32(both);
+    }
+
+  public:
+    // Products of a few queries with keys: see `RegisterTiles`.
+    template <int kHeads>
+    class Logits {
+      public:
+        static constexpr int kSets = (kHeads + 3) / 4;
+        static constexpr int kQueryElements = kSets * 4 * kTileDepth;
+
+        // A head in a quarter of the vector, eight channels of it.
+        static void pack(const BitLanes* rows, BFloat* to) {
+            for (int set = 0; set < kSets; ++set)
+                for (int part = 0; part < 4; ++part)
+                    for (int lane = 0; lane < 4; ++lane, to += 8) {
+                        const int head = 4 * set + lane;
+                        if (head < kHeads) std::memcpy(to, (const BFloat*)&rows[head] + 8 * part, 16);
+                        else std::memset(to, 0, 16);
+                    }
+        }
+
+        template <int kDepth, bool kAdd>
+        void multiply(const BFloat* keys, const BFloat* queries, int num_heads, float* logits, int stride) {
+            for (int first = 0; first < kKeys; first += kLanes) {
+                __m512 rows[kSets][4];
+                for (int quarter = 0; quarter < 4; ++quarter) {
+                    __m512 total[kSets][4];
+                    for (int set = 0; set < kSets; ++set)
+                        for (int i = 0; i < 4; ++i) total[set][i] = _mm512_setzero_ps();
+                    const BFloat* key = keys + (first + 4 * quarter) * kDepth * kTileDepth;
+                    for (int part = 0; part < 4 * kDepth; ++part) {
+                        __m512bh channels[4];
+                        for (int i = 0; i < 4; ++i) {
+                            const auto* from = (const __m128i*)(key + i * kDepth * kTileDepth + 8 * part);
+                            channels[i] = (__m512bh)_mm512_broadcast_i32x4(_mm_load_si128(from));
+                        }
+                        for (int set = 0; set < kSets; ++set) {
+                            const int64_t at = ((part / 4 * kSets + set) * 4 + part % 4) * kTileDepth;
+                            const __m512bh query = (__m512bh)_mm512_load_si512(queries + at);
+                            for (int i = 0; i < 4; ++i) total[set][i] = _mm512_dpbf16_ps(total[set][i], query, channels[i]);
+                        }
+                    }
+                    for (int set = 0; set < kSets; ++set) rows[set][quarter] = sums_of_quarters(total[set]);
+                }
+                for (int set = 0; set < kSets; ++set) {
+                    __m512 heads[4];
+                    transpose_quarters(rows[set], heads);
+                    for (int lane = 0; lane < 4 && 4 * set + lane < num_heads; ++lane) {
+                        float* to = logits + (int64_t)(4 * set + lane) * stride + first;
+                        _mm512_storeu_ps(to, kAdd ? _mm512_add_ps(_mm512_loadu_ps(to), heads[lane]) : heads[lane]);
+                    }
+                }
+            }
+        }
+
+      private:
+        // In every quarter, lane i is the sum of the lanes of that quarter of totals[i].
+        static __m512 sums_of_quarters(const __m512 (&totals)[4]) {
+            const auto pair = [](__m512 a, __m512 b) {
+                return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            };
+            const __m512d low = (__m512d)pair(totals[0], totals[1]), high = (__m512d)pair(totals[2], totals[3]);
+            return _mm512_add_ps((__m512)_mm512_unpacklo_pd(low, high), (__m512)_mm512_unpackhi_pd(low, high));
+        }
+        static void transpose_quarters(const __m512 (&from)[4], __m512 (&to)[4]) {
+            const __m512 a = _mm512_shuffle_f32x4(from[0], from[1], 0x44), b = _mm512_shuffle_f32x4(from[0], from[1], 0xEE);
+            const __m512 c = _mm512_shuffle_f32x4(from[2], from[3], 0x44), d = _mm512_shuffle_f32x4(from[2], from[3], 0xEE);
+            to[0] = _mm512_shuffle_f32x4(a, c, 0x88);
+            to[1] = _mm512_shuffle_f32x4(a, c, 0xDD);
+            to[2] = _mm512_shuffle_f32x4(b, d, 0x88);
+            to[3] = _mm512_shuffle_f32x4(b, d, 0xDD);
+        }
+    };
+
+    // Sums of rows by weights of a few heads: see `RegisterTiles`.
+    template <int kHeads>
+    class Values {
+      public:
+        // Weights of kKeys tokens and up to kHeads heads, as they are.
+        static constexpr int kWeightElements = kKeys * kHeads;
+        static void pack(const float* weights, int stride, int num_heads, BFloat* to) {
+            for (int h = 0; h < kHeads; ++h, to += kKeys) {
+                if (h < num_heads) {
+                    const float* row = weights + (int64_t)h * stride;
+                    store_pairs(to, to_bfloat16(load_lanes(row), load_lanes(row + kLanes)));
+                } else {
+                    store_pairs(to, BitLanes{});
+                }
+            }
+        }
+
+        void clear() {
+            for (auto& half : sums_)
+                for (auto& head : half)
+                    for (auto& part : head) part = _mm512_setzero_ps();
+        }
+        // rows: (kKeys, kValues).
+        void add(const BFloat* rows, const BFloat* weights) {
+            for (int half = 0; half < 2; ++half) {
+                for (int set = 0; set < kHeads; set += kTogether) {
+                    __m512 total[kTogether][2];
+                    for (int h = 0; h < kTogether; ++h)
+                        for (int i = 0; i < 2; ++i) total[h][i] = sums_[half][set + h][i];
+                    for (int t = 0; t < kKeys; t += 2) {
+                        const __m512i even = _mm512_load_si512(rows + t * kValues + half * kTileDepth);
+                        const __m512i odd = _mm512_load_si512(rows + (t + 1) * kValues + half * kTileDepth);
+                        const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd);
+                        const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+                        for (int h = 0; h < kTogether; ++h) {
+                            const __m512bh weight = to_all_lanes(weights + (set + h) * kKeys + t);
+                            total[h][0] = _mm512_dpbf16_ps(total[h][0], low, weight);
+                            total[h][1] = _mm512_dpbf16_ps(total[h][1], high, weight);
+                        }
+                    }
+                    for (int h = 0; h < kTogether; ++h)
+                        for (int i = 0; i < 2; ++i) sums_[half][set + h][i] = total[h][i];
+                }
+            }
+        }
+        // out[h][c] += sums, of the first `size` of kValues channels.
+        void add_to(float* out, int stride, int num_heads, int size) const {
+            for (int h = 0; h < num_heads; ++h) {
+                for (int half = 0; half < 2; ++half) {
+                    // Four channels of the one, four of the other.
+                    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+                    const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+                    const __m512 low = sums_[half][h][0], high = sums_[half][h][1];
+                    const __m512 parts[2] = {_mm512_permutex2var_ps(low, first, high), _mm512_permutex2var_ps(low, last, high)};
+                    for (int i = 0; i < 2; ++i) {
+                        const int c = half * kTileDepth + i * kLanes;
+                        float* to = out + (int64_t)h * stride + c;
+                        if (c < size) _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), parts[i]));
+                    }
+                }
+            }
+        }
+
+      private:
+        static constexpr int kTogether = kHeads < 8 ? kHeads : 8;  // whose sums are in registers at once
+        __m512 sums_[2][kHeads][2];
+    };
+};
+
+}  // namespace antkv
+
+#endif
