@@ -6,6 +6,8 @@
 namespace antkv {
 
 // Attention of runs of queries: FlashAttention over tiles of keys, decoded once for all queries and heads of the run.
+//
+// A query's result does not depend on the queries beside it, nor on where its run begins: tiles are those of its VQ block.
 class Prefill {
   public:
     // Queries per run. A run lies in one VQ block, since its queries see the anchors of the blocks before their own.

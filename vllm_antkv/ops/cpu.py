@@ -89,7 +89,16 @@ def _library() -> ctypes.CDLL:
     library.antkv_encode_store.restype = None
     library.antkv_anchor_score.argtypes = [layer, step, RowsArgument, RowsArgument, RowsArgument, pointer, pointer]
     library.antkv_anchor_score.restype = ctypes.c_int64
-    library.antkv_attend.argtypes = [layer, step, RowsArgument, RowsArgument, RowsArgument, RowsArgument, pointer]
+    library.antkv_attend.argtypes = [
+        layer,
+        step,
+        RowsArgument,
+        RowsArgument,
+        RowsArgument,
+        RowsArgument,
+        pointer,
+        pointer,
+    ]
     library.antkv_attend.restype = None
     return library
 
@@ -153,6 +162,7 @@ class CpuOperations:
             rows_argument(value),
             rows_argument(output),
             _address(lse),
+            _address(step.is_prefilling),
         )
 
 
