@@ -22,7 +22,7 @@ export NO_MKDOCS_2_WARNING := 1
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
 
-$(VENV): requirements/cpu.in $(wildcard requirements/*.lock) pyproject.toml setup.py $(wildcard csrc/cpu/*) \
+$(VENV): requirements/cpu.in $(wildcard requirements/*.lock) pyproject.toml setup.py $(wildcard csrc/cpu/* csrc/cpu/tiles/*) \
 		scripts/make_venv.sh packaging/vllm-cpu-shim/pyproject.toml
 	scripts/make_venv.sh
 	touch $@

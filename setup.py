@@ -12,17 +12,25 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 INSTALLED_INSIDE = ("triton_kernels", "centroids", "configs", "csrc")
-INSTRUCTION_SETS = {"avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4"}
+#: Builds of the kernels. That of tiles has AMX instructions where it is asked for them, and runs without AMX too; older
+#: compilers do not know them and leave this build out.
+INSTRUCTION_SETS = {
+    "avx2": ["-march=x86-64-v3"],
+    "avx512": ["-march=x86-64-v4"],
+    "tiles": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
+}
+#: GCC takes what intrinsics leave open for mistakes, and vectors wider than registers for parts of an interface.
+QUIET = ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
 
 
-def kernels(name: str, architecture: str) -> Extension:
+def kernels(name: str, architecture: list[str]) -> Extension:
     """One build of csrc/cpu. Optional: without a compiler the wheel has no kernels, and `antkv doctor` says so."""
     return Extension(
         f"vllm_antkv.ops._cpu_{name}",
         sources=sorted(str(path) for path in Path("csrc/cpu").glob("*.cpp")),
-        depends=sorted(str(path) for path in Path("csrc/cpu").glob("*.h")),
+        depends=sorted(str(path) for path in Path("csrc/cpu").rglob("*.h")),
         # Compiled for OpenMP but not linked to a runtime: vllm_antkv/ops/cpu.py brings PyTorch's.
-        extra_compile_args=["-std=c++17", "-O3", architecture, "-fopenmp", "-Wno-maybe-uninitialized"],
+        extra_compile_args=["-std=c++17", "-O3", *architecture, "-fopenmp", *QUIET],
         extra_link_args=["-Wl,-s"],
         language="c++",
         optional=True,

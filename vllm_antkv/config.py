@@ -89,10 +89,10 @@ class AntKVConfig(BaseModel):
         "change nothing. false: queries see the tokens of their own step in full precision, as the papers do.",
     )
 
-    kernels: Literal["auto", "cpu", "triton", "cuda", "reference"] = Field(
+    kernels: Literal["auto", "cpu", "amx", "avx512_bf16", "avx512", "avx2", "triton", "cuda", "reference"] = Field(
         default="auto",
-        description="Which kernels run: auto takes the fastest that this device has and says which; a name insists on "
-        "those, or fails at start-up.",
+        description="Which kernels run: auto takes the fastest that this device has and says which; cpu the fastest "
+        "of amx, avx512_bf16, avx512 and avx2, those for CPUs; a name insists on those, or fails at start-up.",
     )
     dashboard_text: bool = Field(
         default=False,

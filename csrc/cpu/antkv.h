@@ -10,6 +10,9 @@ extern "C" {
 
 enum antkv_dtype : int32_t { ANTKV_FLOAT32 = 0, ANTKV_FLOAT16 = 1, ANTKV_BFLOAT16 = 2 };
 
+// What multiplies tiles of bfloat16 (tiles/tiles.h). A build has plain tiles or the two others or none.
+enum antkv_tiles : int32_t { ANTKV_NO_TILES = 0, ANTKV_PLAIN_TILES = 1, ANTKV_AVX512_BF16 = 2, ANTKV_AMX = 3 };
+
 // Everything about a layer that no step changes. Strides and section offsets are in bytes.
 struct antkv_layer {
     uint8_t* vq;  // VQ pages: K codes at 0, then the sections below
@@ -38,6 +41,7 @@ struct antkv_layer {
     int32_t has_anchors;  // else sinks alone take anchor rows
     int32_t prompt_scope;
     int32_t prefill_reads_cache;
+    int32_t tiles;  // antkv_tiles; float32 arithmetic without
 };
 
 // What a step computes; see vllm_antkv/ops/step.py. Table strides are in entries.

@@ -55,7 +55,7 @@ def test_the_wheel_has_the_kernels_where_they_can_be_built(wheel):
     if platform.machine() != "x86_64" or shutil.which("g++") is None:
         pytest.skip("the C++ kernels need an x86-64 processor and g++")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"vllm_antkv/ops/_cpu_avx2.so", "vllm_antkv/ops/_cpu_avx512.so"} <= set(names)
+    assert {f"vllm_antkv/ops/_cpu_{name}.so" for name in ("avx2", "avx512", "tiles")} <= set(names)
 
 
 def test_without_a_compiler_there_is_a_wheel_without_kernels(tmp_path):

@@ -1,6 +1,7 @@
 """The C++ kernels give what the offline evaluator computes in float64, however the steps are cut."""
 
 import ctypes
+from functools import partial
 
 import pytest
 import torch
@@ -19,16 +20,12 @@ from vllm_antkv.ops.paged import ReferenceOperations
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 
-@pytest.fixture(scope="module", params=cpu.INSTRUCTION_SETS.values())
+@pytest.fixture(scope="module", params=[*cpu.VARIANTS, cpu.PLAIN_TILES], ids=lambda variant: variant.name)
 def kernels(request):
-    """CpuOperations of each instruction set that this processor has: AVX-512 processors have AVX2 too."""
-    if request.param == "avx512" and cpu.instruction_set() != "avx512":
-        pytest.skip("this processor has no AVX-512")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "instruction_set", lambda: request.param)
-        cpu._library.cache_clear()
-        yield CpuOperations
-    cpu._library.cache_clear()
+    """CpuOperations of each variant that this processor has; plain tiles run on every one."""
+    if request.param.missing() is not None:
+        pytest.skip(request.param.missing())
+    return partial(CpuOperations, variant=request.param)
 
 
 #: By dtype: the output is rounded to it, and a query or key in it may come nearer to another anchor.
@@ -98,7 +95,7 @@ def test_the_kernels_run_on_pytorchs_threads():
 
 def test_a_head_size_that_fills_no_vector_is_refused():
     with pytest.raises(UnsupportedModelError, match="kernels=reference"):
-        Engine(AntKVConfig(), Shape("antkv-4bit", 8), CpuOperations)
+        Engine(AntKVConfig(), Shape("antkv-4bit", 8), partial(CpuOperations, variant=cpu.best()))
 
 
 @pytest.mark.parametrize("num_heads", [1, 3, 4, 12])

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def no_library(monkeypatch, tmp_path):
     """As after an installation without a C++ compiler."""
-    monkeypatch.setattr(cpu, "library_path", lambda: tmp_path / "absent.so")
+    monkeypatch.setattr(cpu.Variant, "path", tmp_path / "absent.so")
 
 
 def test_the_settings_name_every_set_of_kernels():
@@ -33,7 +33,7 @@ def test_the_settings_name_every_set_of_kernels():
 @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 def test_a_cpu_runs_the_kernels_for_cpus(caplog):
     with caplog.at_level(logging.WARNING, "vllm.antkv"):
-        assert choose("auto", CPU).name == "cpu"
+        assert choose("auto", CPU).name == choose("cpu", CPU).name == cpu.best().name
     assert not caplog.records
     assert choose("reference", CPU).name == "reference"
 
@@ -47,7 +47,7 @@ def test_without_a_library_the_reference_runs_and_says_that_it_is_slow(no_librar
 
 
 def test_insisting_on_kernels_that_cannot_run_is_an_error(no_library):
-    with pytest.raises(SettingsError, match=r"'kernels' is 'cpu', but the C\+\+ kernels were not built"):
+    with pytest.raises(SettingsError, match=r"'kernels' is 'cpu', but the C\+\+ kernels \(avx2\) were not built"):
         choose("cpu", CPU)
 
 
@@ -85,8 +85,29 @@ def test_a_gpu_runs_the_cuda_kernels_where_they_have_code_for_every_layer(monkey
 def test_a_damaged_library_is_named(monkeypatch, tmp_path):
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"not a library")
-    monkeypatch.setattr(cpu, "library_path", lambda: damaged)
-    cpu._library.cache_clear()
-    if cpu.instruction_set() == "none":
+    if cpu.missing() is not None:
         pytest.skip("no kernels for this processor")
+    monkeypatch.setattr(cpu.Variant, "path", damaged)
+    cpu._library.cache_clear()
     assert "cannot be loaded" in (cpu.missing() or "")
+
+
+@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+def test_the_fastest_variant_that_the_processor_has_is_taken(monkeypatch):
+    has = {feature: True for variant in cpu.VARIANTS for feature in variant.features}
+    permitted = [True]
+    monkeypatch.setattr(cpu, "_library", lambda variant: None)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: permitted[0])
+    assert choose("auto", CPU).name == "amx"
+    permitted[0] = False
+    assert choose("auto", CPU).name == "avx512_bf16"
+    with pytest.raises(
+        SettingsError, match="'kernels' is 'amx', but the kernel of this system permits no tile registers"
+    ):
+        choose("amx", CPU)
+    for lacking, then in (("amx_tile", "avx512_bf16"), ("avx512_vbmi", "avx512"), ("avx512_f", "avx2")):
+        has[lacking] = False
+        assert choose("auto", CPU).name == choose("cpu", CPU).name == then
+    with pytest.raises(SettingsError, match=r"need a processor with avx512_f, .*amx_tile"):
+        choose("amx", CPU)

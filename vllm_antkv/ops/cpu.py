@@ -6,6 +6,7 @@ PyTorch's, whose threads vLLM has bound to cores. A second set of threads would 
 """
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
@@ -26,8 +27,6 @@ from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 
-#: PyTorch's name of an instruction set and ours.
-INSTRUCTION_SETS = {"AVX512": "avx512", "AVX2": "avx2"}
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 #: Query heads per KV head that the kernels have room for.
 MAX_GROUP = 64
@@ -35,27 +34,67 @@ MAX_GROUP = 64
 _HEAD_SIZE_MULTIPLE = 16
 
 
-def instruction_set() -> str:
-    """The instruction set whose kernels run here, `none` where there are none for this processor."""
-    return INSTRUCTION_SETS.get(torch.backends.cpu.get_cpu_capability(), "none")
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the kernels.
+
+    name: what the setting `kernels` calls it.
+    library: the build it is in (`setup.py`).
+    tiles: what multiplies tiles, `antkv_tiles` of csrc/cpu/antkv.h.
+    features: what the processor must have, as `torch.cpu.get_capabilities` calls it.
+    """
+
+    name: str
+    library: str
+    tiles: int
+    features: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        """Where the library would be."""
+        return Path(__file__).with_name(f"_cpu_{self.library}.so")
+
+    def missing(self) -> str | None:
+        """Why this cannot run here, or None."""
+        has = torch.cpu.get_capabilities()
+        lacking = [feature for feature in self.features if not has.get(feature)]
+        if lacking:
+            return f"the C++ kernels ({self.name}) need a processor with {', '.join(lacking)}"
+        if not self.path.is_file():
+            return (
+                f"the C++ kernels ({self.name}) were not built, as no C++ compiler was found that can, when "
+                "vllm-antkv was installed"
+            )
+        if "amx_tile" in self.features and not torch.cpu._init_amx():
+            return "the kernel of this system permits no tile registers"
+        try:
+            _library(self)
+        except OSError as error:
+            return f"the C++ kernels ({self.name}) cannot be loaded ({error})"
+        return None
 
 
-def library_path() -> Path:
-    """Where the kernels for this processor would be."""
-    return Path(__file__).parent / f"_cpu_{instruction_set()}.so"
+_AVX512 = ("avx2", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
+_TILES = (*_AVX512, "avx512_bf16", "avx512_vbmi")
+#: The fastest first.
+VARIANTS = (
+    Variant("amx", "tiles", 3, (*_TILES, "amx_tile", "amx_bf16")),
+    Variant("avx512_bf16", "tiles", 2, _TILES),
+    Variant("avx512", "avx512", 0, _AVX512),
+    Variant("avx2", "avx2", 0, ("avx2",)),
+)
+#: Tiles without instructions for them: slow, for tests on any machine of what is written in tiles.
+PLAIN_TILES = Variant("plain tiles", "avx2", 1, ("avx2",))
+
+
+def best() -> Variant | None:
+    """The fastest variant that runs here, if any does."""
+    return next((variant for variant in VARIANTS if variant.missing() is None), None)
 
 
 def missing() -> str | None:
-    """Why the kernels cannot run here, or None."""
-    if instruction_set() == "none":
-        return "the C++ kernels need a processor with AVX2 or AVX-512"
-    if not library_path().is_file():
-        return "the C++ kernels were not built, as no C++ compiler was found when vllm-antkv was installed"
-    try:
-        _library()
-    except OSError as error:
-        return f"the C++ kernels cannot be loaded ({error})"
-    return None
+    """Why none of the kernels can run here, or None."""
+    return None if best() else VARIANTS[-1].missing()
 
 
 class _Layer(ctypes.Structure):
@@ -76,14 +115,14 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rotary_dim", "is_neox_style")),
         *((name, ctypes.c_int32) for name in ("sub_vector_size", "num_centroids", "code_bytes")),
         *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "prefix")),
-        *((name, ctypes.c_int32) for name in ("has_anchors", "prompt_scope", "prefill_reads_cache")),
+        *((name, ctypes.c_int32) for name in ("has_anchors", "prompt_scope", "prefill_reads_cache", "tiles")),
     ]
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _library(variant: Variant) -> ctypes.CDLL:
     """The kernels. OSError when they do not load."""
-    library = ctypes.CDLL(str(library_path()))
+    library = ctypes.CDLL(str(variant.path))
     pointer, layer, step = ctypes.c_void_p, ctypes.POINTER(_Layer), ctypes.POINTER(StepArgument)
     library.antkv_encode_store.argtypes = [layer, step, RowsArgument, RowsArgument]
     library.antkv_encode_store.restype = None
@@ -106,17 +145,20 @@ def _library() -> ctypes.CDLL:
 class CpuOperations:
     """See `LayerOperations`.
 
+    Args:
+        variant: which of the kernels run, one that is not `missing`.
+
     Raises:
         UnsupportedModelError: the kernels have no room for this layer.
     """
 
-    def __init__(self, layer: LayerState) -> None:
+    def __init__(self, layer: LayerState, variant: Variant) -> None:
         _check(layer)
-        self._library = _library()
+        self._library = _library(variant)
         self._state = layer
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in _tables(layer).items()}
-        self._layer = _layer(layer, self._tensors)
+        self._layer = _layer(layer, self._tensors, variant)
 
     def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
@@ -191,7 +233,7 @@ def _tables(layer: LayerState) -> dict[str, torch.Tensor]:
     return tables
 
 
-def _layer(layer: LayerState, tables: dict[str, torch.Tensor]) -> _Layer:
+def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant) -> _Layer:
     recency, config = layer.recency, layer.config
     _, num_sub_vectors, num_centroids, size = layer.k_centroids.shape
     return _Layer(
@@ -207,6 +249,7 @@ def _layer(layer: LayerState, tables: dict[str, torch.Tensor]) -> _Layer:
         has_anchors=config.anchor_share > 0,
         prompt_scope=config.anchor_scope == "prompt",
         prefill_reads_cache=config.prefill_reads_cache,
+        tiles=variant.tiles,
     )
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ class Kernels:
     """One set of kernels.
 
     name: what the setting `kernels` calls it.
+    family: what the setting calls it together with others; it then means the fastest of them.
     title: what people call it.
     missing: why it cannot run on a device, or not with these layers; or None.
     build: makes a layer's operations.
@@ -27,14 +29,22 @@ class Kernels:
     """
 
     name: str
+    family: str
     title: str
     missing: Callable[[torch.device, Sequence[LayerKind]], str | None]
     build: Callable[[LayerState], LayerOperations]
     on_gpu: bool
 
 
-def _cpu_missing(device: torch.device, layers: Sequence[LayerKind]) -> str | None:
-    return cpu.missing() if device.type == "cpu" else "the C++ kernels run on CPUs only"
+def _cpu(variant: cpu.Variant) -> Kernels:
+    return Kernels(
+        variant.name,
+        "cpu",
+        f"C++ ({variant.name})",
+        lambda device, layers: variant.missing() if device.type == "cpu" else "the C++ kernels run on CPUs only",
+        partial(cpu.CpuOperations, variant=variant),
+        on_gpu=False,
+    )
 
 
 def _triton_missing(device: torch.device, layers: Sequence[LayerKind]) -> str | None:
@@ -50,28 +60,30 @@ def _triton(layer: LayerState) -> LayerOperations:
     return TritonOperations(layer)
 
 
-REFERENCE = Kernels("reference", "reference (PyTorch)", lambda device, layers: None, ReferenceOperations, on_gpu=False)
+REFERENCE = Kernels(
+    "reference", "reference", "reference (PyTorch)", lambda device, layers: None, ReferenceOperations, on_gpu=False
+)
 #: In the order in which `auto` takes them.
 KERNELS = (
-    Kernels("cpu", f"C++ ({cpu.instruction_set()})", _cpu_missing, cpu.CpuOperations, on_gpu=False),
-    Kernels("cuda", "CUDA", cuda.missing, cuda.CudaOperations, on_gpu=True),
-    Kernels("triton", "Triton", _triton_missing, _triton, on_gpu=True),
+    *map(_cpu, cpu.VARIANTS),
+    Kernels("cuda", "cuda", "CUDA", cuda.missing, cuda.CudaOperations, on_gpu=True),
+    Kernels("triton", "triton", "Triton", _triton_missing, _triton, on_gpu=True),
     REFERENCE,
 )
 
 
 def choose(setting: str, device: torch.device, layers: Sequence[LayerKind] = ()) -> Kernels:
-    """The kernels for `setting` (`auto` or the name of one set) on this device, for all of these layers.
+    """The kernels for `setting` (`auto`, or a name or family) on this device, for all of these layers.
 
     Raises:
         SettingsError: the set that was asked for cannot run here.
     """
-    reasons = {kernels.name: kernels.missing(device, layers) for kernels in KERNELS}
-    if setting != "auto" and reasons[setting] is not None:
-        raise SettingsError(
-            f"--additional-config: antkv setting 'kernels' is '{setting}', but {reasons[setting]}: leave it out."
-        )
-    chosen = next(k for k in KERNELS if (k.name == setting or setting == "auto") and reasons[k.name] is None)
+    asked_for = [kernels for kernels in KERNELS if setting in ("auto", kernels.name, kernels.family)]
+    reasons = {kernels.name: kernels.missing(device, layers) for kernels in asked_for}
+    chosen = next((kernels for kernels in asked_for if reasons[kernels.name] is None), None)
+    if chosen is None:
+        why = reasons[asked_for[-1].name]
+        raise SettingsError(f"--additional-config: antkv setting 'kernels' is '{setting}', but {why}: leave it out.")
     if setting == "auto" and chosen is REFERENCE:
         why = "; ".join(reason for reason in reasons.values() if reason)
         logger.warning("The antkv cache runs on PyTorch reference code, which is SLOW: %s.", why)

@@ -1,0 +1,67 @@
+// Vectors of 16 numbers, a row of a tile of sums, whatever the instruction set: where registers hold 8, the compiler takes
+// two. Conversions from and to bfloat16 do what VCVTNE2PS2BF16 does on every processor.
+#pragma once
+
+#include "../simd.h"
+
+namespace antkv {
+
+constexpr int kLanes = 16;
+typedef float Lanes __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t BitLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t BFloat;  // bits of a bfloat16
+
+inline Lanes load_lanes(const float* from) { return load<kLanes>(from); }
+inline void store_lanes(float* to, Lanes v) { store<kLanes>(to, v); }
+inline Lanes to_all_lanes(float x) { return x - Lanes{}; }
+
+inline BitLanes load_pairs(const BFloat* from) {
+    BitLanes v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+inline void store_pairs(BFloat* to, BitLanes v) { std::memcpy(to, &v, sizeof v); }
+
+// Every lane of `pairs` holds two bfloat16 numbers, the first of them in its lower half.
+inline Lanes first_of_pairs(BitLanes pairs) { return (Lanes)(pairs << 16); }
+inline Lanes second_of_pairs(BitLanes pairs) { return (Lanes)(pairs & 0xFFFF0000); }
+
+// Numbers rounded to bfloat16, in the upper halves of lanes: to nearest, ties to even; denormal numbers become 0.
+inline BitLanes round_to_bfloat16(Lanes x) {
+    const BitLanes bits = (BitLanes)x, size = bits & 0x7FFFFFFF;
+    const BitLanes rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000;
+    const BitLanes finite = size < 0x00800000 ? bits & 0x80000000 : rounded;
+    return size > 0x7F800000 ? (bits | 0x00400000) & 0xFFFF0000 : finite;
+}
+
+// Pairs of numbers, first[i] and second[i], rounded to bfloat16.
+inline BitLanes to_pairs(Lanes first, Lanes second) {
+    return round_to_bfloat16(first) >> 16 | round_to_bfloat16(second);
+}
+
+// 32 bfloat16 numbers in a row: those of `low`, then those of `high`.
+inline BitLanes to_bfloat16(Lanes low, Lanes high) {
+#if defined(__AVX512BF16__)
+    return (BitLanes)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+    typedef uint16_t Row __attribute__((vector_size(2 * kLanes)));
+    const Row rows[2] = {__builtin_convertvector(round_to_bfloat16(low) >> 16, Row),
+                         __builtin_convertvector(round_to_bfloat16(high) >> 16, Row)};
+    return load_pairs((const BFloat*)rows);
+#endif
+}
+
+// Transposed in place: lane i of row j becomes lane j of row i.
+inline void transpose(Lanes (&rows)[kLanes]) {
+#if defined(__AVX512F__)
+    interleave<kLanes>(rows);
+#else
+    float columns[kLanes][kLanes];
+    for (int i = 0; i < kLanes; ++i)
+        for (int j = 0; j < kLanes; ++j) columns[j][i] = rows[i][j];
+    for (int i = 0; i < kLanes; ++i) rows[i] = load_lanes(columns[i]);
+#endif
+}
+
+}  // namespace antkv

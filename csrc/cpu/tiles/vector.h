@@ -1,0 +1,46 @@
+#pragma once
+
+#if defined(__AVX512BF16__)
+
+#include "operand.h"
+
+namespace antkv {
+
+// VDPBF16PS on the layouts of tiles: 16 rows of sums stay in registers over the whole inner dimension.
+struct VectorTiles {
+    struct Scope {};
+
+    template <bool kAdd, typename Meanwhile>
+    static void product(const Operand& a, const Operand& b, int depth, float* sums, int stride, Meanwhile meanwhile) {
+        int done = 0;
+        for (int side = 0; side < 4; ++side) {
+            block<kAdd>({a.tiles + side / 2 * a.other, a.next, 0}, {b.tiles + side % 2 * b.other, b.next, 0}, depth,
+                        sums + side / 2 * kTileRows * (int64_t)stride + side % 2 * kTileRows, stride);
+            for (; done < depth * (side + 1) / 4; ++done) meanwhile();
+        }
+    }
+
+  private:
+    template <bool kAdd>
+    static void block(const Operand& a, const Operand& b, int depth, float* sums, int stride) {
+        __m512 total[kTileRows];
+        for (int row = 0; row < kTileRows; ++row)
+            total[row] = kAdd ? _mm512_loadu_ps(sums + (int64_t)row * stride) : _mm512_setzero_ps();
+        const BFloat *left = a.tiles, *right = b.tiles;
+        for (int i = 0; i < depth; ++i, left += a.next, right += b.next) {
+            for (int pair = 0; pair < kTileDepth / 2; ++pair) {
+                const __m512bh columns = (__m512bh)_mm512_loadu_si512(right + pair * kTileDepth);
+                for (int row = 0; row < kTileRows; ++row) {
+                    int32_t factors;
+                    std::memcpy(&factors, left + row * kTileDepth + 2 * pair, sizeof factors);
+                    total[row] = _mm512_dpbf16_ps(total[row], (__m512bh)_mm512_set1_epi32(factors), columns);
+                }
+            }
+        }
+        for (int row = 0; row < kTileRows; ++row) _mm512_storeu_ps(sums + (int64_t)row * stride, total[row]);
+    }
+};
+
+}  // namespace antkv
+
+#endif
