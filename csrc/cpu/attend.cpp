@@ -7,6 +7,7 @@
 #include "decode.h"
 #include "memory.h"
 #include "prefill.h"
+#include "prefill_tiles.h"
 
 namespace antkv {
 namespace {
@@ -37,13 +38,6 @@ class Runs {
 };
 
 }  // namespace
-
-// Whether the request's only new token goes through `Decode`. A prompt's token does not: what is computed for it would
-// depend on how the prompt is cut.
-static bool is_decode(const antkv_step& step, int request, const uint8_t* is_prefilling) {
-    const int count = step.query_start_loc[request + 1] - step.query_start_loc[request];
-    return count == 1 && !(is_prefilling && is_prefilling[request]);
-}
 
 static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_rows query, antkv_rows key,
                        antkv_rows value, antkv_rows output, float* lse, const uint8_t* is_prefilling) {
@@ -112,5 +106,6 @@ static void prefill_all(const antkv_layer& layer, const antkv_step& step, antkv_
 extern "C" void antkv_attend(const antkv_layer* layer, const antkv_step* step, antkv_rows query, antkv_rows key,
                              antkv_rows value, antkv_rows output, float* lse, const uint8_t* is_prefilling) {
     antkv::decode_all(*layer, *step, query, key, value, output, lse, is_prefilling);
+    if (antkv::prefill_in_tiles(*layer, *step, is_prefilling, {query, key, value, output, lse})) return;
     antkv::prefill_all(*layer, *step, query, key, value, output, lse, is_prefilling);
 }

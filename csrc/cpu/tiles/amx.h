@@ -74,6 +74,24 @@ struct AmxTiles {
         written();
     }
 
+    static void few_rows(const Operand& a, const Operand& b, int, int depth, float* sums, int stride) {
+        constexpr int64_t kRowBytes = sizeof(BFloat) * kTileDepth;
+        written();
+        _tile_zero(0);
+        _tile_zero(1);
+        const BFloat *left = a.tiles, *right = b.tiles;
+        for (int i = 0; i < depth; ++i, left += a.next, right += b.next) {
+            _tile_loadd(4, left, kRowBytes);
+            _tile_loadd(6, right, kRowBytes);
+            _tile_loadd(7, right + b.other, kRowBytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        _tile_stored(0, sums, (int64_t)stride * sizeof(float));
+        _tile_stored(1, sums + kTileRows, (int64_t)stride * sizeof(float));
+        written();
+    }
+
   private:
     // GCC does not know that tiles are loaded from memory and stored to it.
     static void written() { asm volatile("" ::: "memory"); }

@@ -23,9 +23,16 @@ struct PlainTiles {
         }
     }
 
+    static void few_rows(const Operand& a, const Operand& b, int rows, int depth, float* sums, int stride) {
+        for (int row = 0; row < rows; ++row) std::memset(sums + (int64_t)row * stride, 0, 2 * sizeof(Lanes));
+        for (int i = 0; i < depth; ++i)
+            for (int side = 0; side < 2; ++side)
+                add(a.tiles + i * a.next, b.tiles + i * b.next + side * b.other, sums + side * kTileRows, stride, rows);
+    }
+
   private:
-    static void add(const BFloat* a, const BFloat* b, float* sums, int stride) {
-        for (int row = 0; row < kTileRows; ++row, a += kTileDepth, sums += stride) {
+    static void add(const BFloat* a, const BFloat* b, float* sums, int stride, int rows = kTileRows) {
+        for (int row = 0; row < rows; ++row, a += kTileDepth, sums += stride) {
             Lanes first = {}, second = {};
             for (int pair = 0; pair < kTileDepth / 2; ++pair) {
                 uint32_t factors;
