@@ -8,6 +8,7 @@ namespace antkv {
 
 // TDPBF16PS in the tile registers of AMX: 0 .. 3 hold sums, 4 and 5 rows of A, 6 and 7 columns of B.
 struct AmxTiles {
+    static constexpr bool kCheap = true;
     // Tile registers for this thread's use as long as this lives. Whoever configured them before finds them configured
     // again, though not with what was in them.
     class Scope {

@@ -16,12 +16,20 @@ inline Lanes load_lanes(const float* from) { return load<kLanes>(from); }
 inline void store_lanes(float* to, Lanes v) { store<kLanes>(to, v); }
 inline Lanes to_all_lanes(float x) { return x - Lanes{}; }
 
-// The larger number of each lane, that of `b` where one of them is not a number.
+// The larger and the smaller number of each lane, that of `b` where one of them is not a number.
 inline Lanes larger(Lanes a, Lanes b) {
 #if defined(__AVX512F__)
     return (Lanes)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return a > b ? a : b;
+#endif
+}
+
+inline Lanes smaller(Lanes a, Lanes b) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return a < b ? a : b;
 #endif
 }
 

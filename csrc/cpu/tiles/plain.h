@@ -9,6 +9,7 @@ namespace antkv {
 // What TDPBF16PS computes (Intel's manual, volume 2), in C++: sums of the first numbers of pairs and of the second, both by
 // FMA from 0 on, are added, and then added to the sum. Denormal numbers count as 0, also in between.
 struct PlainTiles {
+    static constexpr bool kCheap = true;
     struct Scope {};
 
     template <bool kAdd, typename Meanwhile>

@@ -8,6 +8,7 @@ namespace antkv {
 
 // VDPBF16PS on the layouts of tiles: 16 rows of sums stay in registers over the whole inner dimension.
 struct VectorTiles {
+    static constexpr bool kCheap = false;
     struct Scope {};
 
     template <bool kAdd, typename Meanwhile>
