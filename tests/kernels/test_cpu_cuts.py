@@ -19,8 +19,9 @@ pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missin
 ANSWER = 3
 
 
-def draw_request(seed: int, length: int, shape: Shape) -> Sequence:
-    return replace(draw_sequence(seed, length + ANSWER, shape), num_prompt_tokens=length)
+def draw_request(seed: int, length: int, shape: Shape, sharpness: float = 1) -> Sequence:
+    sequence = draw_sequence(seed, length + ANSWER, shape)
+    return replace(sequence, query=sequence.query * sharpness, num_prompt_tokens=length)
 
 
 def bits(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
@@ -74,14 +75,15 @@ def resumed(engine: Engine, sequence: Sequence) -> Sequence:
 def test_a_prompt_is_the_same_bit_by_bit_however_it_is_cut(kernels, config, shape, length, data):  # noqa: F811
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     shape = replace(shape, dtype=dtype)
+    sharpness = data.draw(st.sampled_from([1, 16]))
     engine = Engine(config, shape, kernels)
-    alone = draw_request(0, length, shape)
+    alone = draw_request(0, length, shape, sharpness)
     engine.step([(alone, length)])
     for _ in range(ANSWER):
         engine.step([(alone, 1)])
     expected = bits(engine, alone)
 
-    sequence, engine = draw_request(0, length, shape), Engine(config, shape, kernels)
+    sequence, engine = draw_request(0, length, shape, sharpness), Engine(config, shape, kernels)
     others = [draw_request(seed, 200, shape) for seed in (1, 2)]
     restarts = 0
     while sequence.computed < length + ANSWER:
