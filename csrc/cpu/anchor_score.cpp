@@ -98,7 +98,9 @@ class Block {
         }
         for (int first = 0; first < num_rows; first += kTileRows) {
             const int count = std::min(kTileRows, num_rows - first), seen = num_keys(begin_ + (first + count - 1) / group_);
-            const auto row_at = [&](int i) { return (const BFloat*)query_row(begin_ + (first + i) / group_, (first + i) % group_); };
+            const auto row_at = [&](int i) {
+                return (const BFloat*)query_row(begin_ + (first + i) / group_, (first + i) % group_);
+            };
             load_row_tiles(layer_, count, row_at, queries);
             for (int t = 0; t < seen; t += 2 * kLanes)
                 Tiles::few_rows({queries, kTileElements, 0}, {keys + t * padded, kTileElements, kTileRows * padded}, count,

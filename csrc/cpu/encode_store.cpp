@@ -187,7 +187,7 @@ std::vector<Token> tokens_of(const antkv_layer& layer, const antkv_step& step) {
     return tokens;
 }
 
-// Calls store(kind, tokens, first, count) for runs of tokens of every head, K and V, on the threads of a parallel region.
+// Calls store(kind, first, count) for runs of tokens of every head, K and V, on the threads of a parallel region.
 // Head by head, so that a thread keeps the centroids of one in its cache.
 template <typename Store>
 void for_runs(const antkv_layer& layer, const std::vector<Token>& tokens, int length, antkv_rows key, antkv_rows value,
@@ -199,7 +199,7 @@ void for_runs(const antkv_layer& layer, const std::vector<Token>& tokens, int le
             for (int64_t run = 0; run < num_runs; ++run) {
                 const int64_t first = run * length;
                 const int count = (int)std::min<int64_t>(length, num_tokens - first);
-                store(Kind{layer, head, (bool)of_values, of_values ? value : key}, &tokens[first], first, count);
+                store(Kind{layer, head, (bool)of_values, of_values ? value : key}, first, count);
             }
         }
     }
@@ -221,8 +221,8 @@ extern "C" void antkv_encode_store(const antkv_layer* layer, const antkv_step* s
             {
                 [[maybe_unused]] const typename Tiles::Scope scope;
                 NearestTiles<Tiles> nearest_tiles(*layer, std::min(kTileRun, rounded_up(num_tokens, 2 * kTileRows)));
-                for_runs(*layer, tokens, kTileRun, key, value, [&](const Kind& kind, const Token* of_run, int64_t first, int count) {
-                    store_codes(kind, *step, of_run, first, count, nearest_tiles);
+                for_runs(*layer, tokens, kTileRun, key, value, [&](const Kind& kind, int64_t first, int count) {
+                    store_codes(kind, *step, &tokens[first], first, count, nearest_tiles);
                 });
             }
         });
@@ -230,8 +230,8 @@ extern "C" void antkv_encode_store(const antkv_layer* layer, const antkv_step* s
 #pragma omp parallel
     {
         if (!coded) {
-            for_runs(*layer, tokens, kRun, key, value, [&](const Kind& kind, const Token* of_run, int64_t first, int count) {
-                store_codes(kind, *step, of_run, first, count);
+            for_runs(*layer, tokens, kRun, key, value, [&](const Kind& kind, int64_t first, int count) {
+                store_codes(kind, *step, &tokens[first], first, count);
             });
         }
 #pragma omp for collapse(2) schedule(static)

@@ -66,15 +66,6 @@ void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
     }
 }
 
-void Prefill::correct(VQPage page, int anchor, bool of_values, float* rows) const {
-    const int offset = page.anchor_offsets(of_values)[anchor];
-    if (offset < 0) return;
-    alignas(64) float correction[256];
-    widen<E4M3>(page.anchor(of_values, anchor), size_, correction);
-    if (!of_values) to_code_order(layer_, correction);
-    for (int c = 0; c < size_; ++c) rows[(int64_t)offset * size_ + c] += correction[c];
-}
-
 void Prefill::exact_tiles(const Sequence& sequence, int begin, int end, antkv_rows key, antkv_rows value) {
     int positions[kBlockSize], count = 0;
     // Whoever sees a token first sees it longest: the first query at or behind it.

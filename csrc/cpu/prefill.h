@@ -32,8 +32,6 @@ class Prefill {
     static constexpr int kMaxRows = 256;
 
     void coded_tiles(const Sequence&, int begin, int end);
-    // Adds to the decoded `rows` of a block what an anchor has of one of them.
-    void correct(VQPage page, int anchor, bool of_values, float* rows) const;
     void exact_tiles(const Sequence&, int begin, int end, antkv_rows key, antkv_rows value);
     // Softmax over one more tile of `count` keys; `visible(query, column)` says who sees what, unless all do.
     template <typename Visible>

@@ -109,14 +109,6 @@ class TokenTiles {
         widen_rows(count);
         pack(count, use);
     }
-    void correct(VQPage page, int anchor, bool of_values, float* rows) const {
-        const int offset = page.anchor_offsets(of_values)[anchor];
-        if (offset < 0) return;
-        alignas(64) float correction[kMaxHeadSize];
-        widen<E4M3>(page.anchor(of_values, anchor), size_, correction);
-        if (!of_values) to_code_order(layer_, correction);
-        for (int c = 0; c < size_; ++c) rows[(int64_t)offset * size_ + c] += correction[c];
-    }
     // Rows of head_size channels to rows of `padded_`.
     void widen_rows(int count) {
         for (int t = count - 1; padded_ > size_ && t >= 0; --t) {

@@ -1,4 +1,4 @@
-"""What the C++ kernels compute for a prompt is the same bit by bit however it is cut, and whoever is served beside it."""
+"""What the C++ kernels compute for a prompt is the same bit by bit, however it is cut and whoever is beside it."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Numbers far outside the usual cost bfloat16 models no more than rounding K and V to bfloat16 does, which `auto` does too."""
+"""Numbers far outside the usual cost bfloat16 models no more than rounding K and V does, as `auto` does."""
 
 import pytest
 import torch
