@@ -6,11 +6,12 @@
 #include "gemm.h"
 #include "memory.h"
 #include "codes.h"
+#include "row_tiles.h"
+#include "tiles/tiles.h"
 
 namespace antkv {
 namespace {
 
-constexpr int kMaxHead = 256;
 constexpr int kMaxGroup = 64;
 // VOTE_PRIOR and RECENT_VOTE of vllm_antkv/select/anchors.py, which says why.
 constexpr float kVotePrior = 32, kRecentVote = 1.0f / 1024;
@@ -30,7 +31,10 @@ class Block {
         exact_rows(key_, false);
         // Whoever votes on these keys: the queries of the block, or all that follow them in the step.
         const int last = lse ? sequence_.end : end_;
-        for (int position = begin_; position < last; ++position) vote(position, lse);
+        const bool in_tiles = layer_.dtype == ANTKV_BFLOAT16 && with_tiles(layer_, [&](auto tiles) {
+            votes_in_tiles<decltype(tiles)>(last, lse);
+        });
+        for (int position = begin_; !in_tiles && position < last; ++position) vote(position, lse);
         if (is_sink) {
             for (int position = begin_; position < end_; ++position)
                 if (is_sink[sequence_.first + position - sequence_.start])
@@ -71,35 +75,80 @@ class Block {
         }
     }
 
-    // AnS(K_j) += A_ij (1 - A_ij) |Q_i|, AnS(V_j) += A_ij, for all heads of the group; with `lse` weighted squares of them.
+    // Votes of the queries at a position, for all heads of the group.
     void vote(int position, const float* lse) {
-        alignas(64) float queries[kMaxGroup * kMaxHead], logits[kMaxGroup * kBlockSize];
-        const int token = sequence_.first + position - sequence_.start;
-        const int count = std::min(position + 1, end_) - first_, padded = (count + W - 1) / W * W;
-        for (int h = 0; h < group_; ++h)
-            widen(layer_, row_of(layer_, query_, token, sequence_.head * group_ + h), size_, queries + h * size_);
-        dot_rows(group_, queries, row(0), size_, count, logits, kBlockSize);
-        for (int h = 0; h < group_; ++h) {
-            float* row = logits + h * kBlockSize;
-            std::fill(row + count, row + padded, -kInfinity);
-            Vec squares = {};
-            for (int c = 0; c < size_; c += W) squares += load(queries + h * size_ + c) * load(queries + h * size_ + c);
-            const float norm = std::sqrt(sum(squares));
-            if (lse) {
-                const float offset = lse[(int64_t)token * layer_.num_heads + sequence_.head * group_ + h];
-                add_votes(row, layer_.scale, padded, offset, 1, [&](int t, Vec of_key, Vec of_value) {
-                    const Vec weight = weights(position, t);
-                    add(t, weight * of_key * of_key * norm * norm, weight * of_value * of_value);
-                });
-            } else {
-                Vec top = broadcast(-kInfinity), totals = {};
-                for (int t = 0; t < padded; t += W) top = maximum(top, load(row + t) * layer_.scale);
-                const float max = largest(top);
-                for (int t = 0; t < padded; t += W) totals += exponential(load(row + t) * layer_.scale - max);
-                add_votes(row, layer_.scale, padded, max, 1 / sum(totals),
-                          [&](int t, Vec of_key, Vec of_value) { add(t, of_key * norm, of_value); });
+        alignas(64) float queries[kMaxGroup * kMaxHeadSize], logits[kMaxGroup * kBlockSize];
+        for (int h = 0; h < group_; ++h) widen(layer_, query_row(position, h), size_, queries + h * size_);
+        dot_rows(group_, queries, row(0), size_, num_keys(position), logits, kBlockSize);
+        for (int h = 0; h < group_; ++h) vote(position, h, queries + h * size_, logits + h * kBlockSize, lse);
+    }
+    // The same for queries begin_ .. last, whose logits are products of tiles, those of 16 at once.
+    template <typename Tiles>
+    void votes_in_tiles(int last, const float* lse) {
+        const int padded = padded_head_size(layer_), num_rows = (last - begin_) * group_;
+        [[maybe_unused]] const typename Tiles::Scope scope;
+        alignas(64) BFloat keys[kBlockSize * kMaxHeadSize], queries[kTileRows * kMaxHeadSize];
+        alignas(64) float logits[kTileRows * kBlockSize], query[kMaxHeadSize];
+        for (int t = 0; t < rounded_up(end_ - first_, 2 * kTileRows); t += kTileRows) {
+            // Rows past the end repeat the last one: nobody uses their logits.
+            const auto key = [&](int lane) {
+                return (const BFloat*)sequence_.exact_row(key_, false, std::min(first_ + t + lane, end_ - 1));
+            };
+            load_column_tiles(layer_, nullptr, key, keys + t * padded);
+        }
+        for (int first = 0; first < num_rows; first += kTileRows) {
+            const int count = std::min(kTileRows, num_rows - first), seen = num_keys(begin_ + (first + count - 1) / group_);
+            const auto row_at = [&](int i) {
+                return (const BFloat*)query_row(begin_ + (first + i) / group_, (first + i) % group_);
+            };
+            load_row_tiles(layer_, count, row_at, queries);
+            for (int t = 0; t < seen; t += 2 * kLanes)
+                Tiles::few_rows({queries, kTileElements, 0}, {keys + t * padded, kTileElements, kTileRows * padded}, count,
+                                padded / kTileDepth, logits + t, kBlockSize);
+            for (int i = 0; i < count; ++i) {
+                widen(layer_, row_at(i), size_, query);
+                vote(begin_ + (first + i) / group_, (first + i) % group_, query, logits + i * kBlockSize, lse);
             }
         }
+    }
+
+    int num_keys(int position) const { return std::min(position + 1, end_) - first_; }
+    const uint8_t* query_row(int position, int head) const {
+        return row_of(layer_, query_, token_of(position), sequence_.head * group_ + head);
+    }
+    int token_of(int position) const { return sequence_.first + position - sequence_.start; }
+
+    // AnS(K_j) += A_ij (1 - A_ij) |Q_i|, AnS(V_j) += A_ij for a query; with `lse` weighted squares of them. Votes are added
+    // one query after the other, so that sums do not depend on which of them come in one step. Overwrites the logits.
+    void vote(int position, int head, const float* query, float* logits, const float* lse) {
+        const int count = num_keys(position), padded = (count + W - 1) / W * W;
+        std::fill(logits + count, logits + padded, -kInfinity);
+        Vec squares = {};
+        for (int c = 0; c < size_; c += W) squares += load(query + c) * load(query + c);
+        const float norm = std::sqrt(sum(squares));
+        if (lse) {
+            const float offset = lse[(int64_t)token_of(position) * layer_.num_heads + sequence_.head * group_ + head];
+            weigh(logits, padded, offset);
+            add_votes(logits, padded, 1, [&](int t, Vec of_key, Vec of_value) {
+                const Vec weight = weights(position, t);
+                add(t, weight * of_key * of_key * norm * norm, weight * of_value * of_value);
+            });
+        } else {
+            Vec top = broadcast(-kInfinity);
+            for (int t = 0; t < padded; t += W) top = maximum(top, load(logits + t) * layer_.scale);
+            const float total = weigh(logits, padded, largest(top));
+            add_votes(logits, padded, 1 / total, [&](int t, Vec of_key, Vec of_value) { add(t, of_key * norm, of_value); });
+        }
+    }
+    // Logits to weights relative to `offset`; returns their sum.
+    float weigh(float* logits, int padded, float offset) const {
+        Vec totals = {};
+        for (int t = 0; t < padded; t += W) {
+            const Vec weight = exponential(load(logits + t) * layer_.scale - offset);
+            totals += weight;
+            store(logits + t, weight);
+        }
+        return sum(totals);
     }
     void add(int t, Vec of_key, Vec of_value) {
         store(&scores_[0][t], load(&scores_[0][t]) + of_key);
@@ -107,9 +156,9 @@ class Block {
     }
     // Calls add(row, A (1 - A), A) for W rows at a time.
     template <typename Add>
-    static void add_votes(const float* logits, float scale, int padded, float offset, float factor, Add add) {
+    static void add_votes(const float* weights, int padded, float factor, Add add) {
         for (int t = 0; t < padded; t += W) {
-            const Vec weight = exponential(load(logits + t) * scale - offset) * factor;
+            const Vec weight = load(weights + t) * factor;
             // With the paper's votes, a row that the query saw through its code can come out above 1.
             const Vec share = weight > 1.0f ? broadcast(1) : weight;
             add(t, share * (1 - share), share);
@@ -148,7 +197,7 @@ class Block {
     }
     // See `block_anchors` in vllm_antkv/select/anchors.py. Leaves the errors of the codes in `keys_`.
     void rank(VQPage page, bool of_values, float* ranks) {
-        alignas(64) float coded[kTile * kMaxHead];
+        alignas(64) float coded[kTile * kMaxHeadSize];
         for (int first = 0; first < kBlockSize; first += kTile) {
             if (of_values)
                 decode_rows(layer_, sequence_.head, true, page.codes(true, first), kTile, coded);

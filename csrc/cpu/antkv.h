@@ -64,7 +64,8 @@ void antkv_encode_store(const antkv_layer*, const antkv_step*, antkv_rows key, a
 int64_t antkv_anchor_score(const antkv_layer*, const antkv_step*, antkv_rows query, antkv_rows key, antkv_rows value,
                            const uint8_t* is_sink, const float* lse);
 
-// lse: (num_tokens, num_heads), written, or null.
+// lse: (num_tokens, num_heads), written, or null. is_prefilling: (num_reqs) bytes, requests whose new tokens are of their
+// prompts; null where only those of requests with several are.
 void antkv_attend(const antkv_layer*, const antkv_step*, antkv_rows query, antkv_rows key, antkv_rows value,
-                  antkv_rows output, float* lse);
+                  antkv_rows output, float* lse, const uint8_t* is_prefilling);
 }

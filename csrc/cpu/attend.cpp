@@ -1,4 +1,4 @@
-// The attention of a step: single queries through `Decode`, runs of queries through `Prefill`.
+// The attention of a step: prompts through `Prefill`, queries behind them through `Decode`.
 #include <omp.h>
 
 #include <atomic>
@@ -7,6 +7,7 @@
 #include "decode.h"
 #include "memory.h"
 #include "prefill.h"
+#include "prefill_tiles.h"
 
 namespace antkv {
 namespace {
@@ -39,13 +40,13 @@ class Runs {
 }  // namespace
 
 static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_rows query, antkv_rows key,
-                       antkv_rows value, antkv_rows output, float* lse) {
+                       antkv_rows value, antkv_rows output, float* lse, const uint8_t* is_prefilling) {
     std::vector<Task> splits, merges;
     std::vector<size_t> first_split;
     // Head by head, so that a thread keeps the centroids of one in its cache.
     for (int head = 0; head < layer.num_kv_heads; ++head) {
         for (int request = 0; request < step.num_reqs; ++request) {
-            if (step.query_start_loc[request + 1] - step.query_start_loc[request] != 1) continue;
+            if (!is_decode(step, request, is_prefilling)) continue;
             merges.push_back({request, head, 0});
             first_split.push_back(splits.size());
             for (int i = 0; i < Decode::num_splits(step.seq_lens[request]); ++i) splits.push_back({request, head, i});
@@ -71,10 +72,10 @@ static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_r
 }
 
 static void prefill_all(const antkv_layer& layer, const antkv_step& step, antkv_rows query, antkv_rows key,
-                        antkv_rows value, antkv_rows output, float* lse) {
+                        antkv_rows value, antkv_rows output, float* lse, const uint8_t* is_prefilling) {
     std::vector<Task> runs;
     for (int request = 0; request < step.num_reqs; ++request) {
-        if (step.query_start_loc[request + 1] - step.query_start_loc[request] < 2) continue;
+        if (is_decode(step, request, is_prefilling)) continue;
         for (int head = 0; head < layer.num_kv_heads; ++head) {
             const Sequence sequence(layer, step, request, head);
             // The longest first.
@@ -103,7 +104,8 @@ static void prefill_all(const antkv_layer& layer, const antkv_step& step, antkv_
 }  // namespace antkv
 
 extern "C" void antkv_attend(const antkv_layer* layer, const antkv_step* step, antkv_rows query, antkv_rows key,
-                             antkv_rows value, antkv_rows output, float* lse) {
-    antkv::decode_all(*layer, *step, query, key, value, output, lse);
-    antkv::prefill_all(*layer, *step, query, key, value, output, lse);
+                             antkv_rows value, antkv_rows output, float* lse, const uint8_t* is_prefilling) {
+    antkv::decode_all(*layer, *step, query, key, value, output, lse, is_prefilling);
+    if (antkv::prefill_in_tiles(*layer, *step, is_prefilling, {query, key, value, output, lse})) return;
+    antkv::prefill_all(*layer, *step, query, key, value, output, lse, is_prefilling);
 }

@@ -4,12 +4,15 @@
 
 #include "memory.h"
 #include "codes.h"
+#include "nearest_tiles.h"
+#include "row_tiles.h"
 
 namespace antkv {
 namespace {
 
 constexpr int kRun = 8;  // tokens encoded together, so that a centroid is loaded once for all of them
-constexpr int kMaxHead = 256;
+constexpr int kTileRun = 1024;  // tokens that share what is made of the centroids for tiles
+constexpr int kFewTokens = 64;  // fewer do not pay for it
 
 // Nearest centroids of sub-vectors, (size, kRun); equal distances take the lower index. kVectors vectors of centroids are
 // compared at a time, so that a product need not wait for the one before where there are few tokens.
@@ -73,40 +76,90 @@ struct Token {
     int request, position;
 };
 
+// The centroids of a KV head, and the rows that they code.
+struct Kind {
+    const antkv_layer& layer;
+    const int head;
+    const bool of_values;
+    const antkv_rows in_hand;
+
+    int num_sub_vectors() const { return layer.head_size / layer.sub_vector_size; }
+    int64_t table(int sub_vector) const {
+        return ((int64_t)head * num_sub_vectors() + sub_vector) * layer.num_centroids * layer.sub_vector_size;
+    }
+    const uint16_t* centroids(int s) const { return (of_values ? layer.v_centroids : layer.k_centroids) + table(s); }
+    const uint16_t* columns(int s) const { return (of_values ? layer.v_columns : layer.k_columns) + table(s); }
+    const float* half_norms(int s) const {
+        return (of_values ? layer.v_half_norms : layer.k_half_norms) + table(s) / layer.sub_vector_size;
+    }
+    // What is coded of token `token` of the step, which is at `position`.
+    void load(int64_t token, int position, float* row) const {
+        widen(layer, row_of(layer, in_hand, token, head), layer.head_size, row);
+        if (of_values) return;
+        to_code_order(layer, row);
+        unrotate(layer, position, row);
+    }
+    uint8_t* codes(const antkv_step& step, const Token& token) const {
+        const VQPage page = Sequence(layer, step, token.request, head).vq_page(token.position / kBlockSize);
+        return page.codes(of_values, token.position % kBlockSize);
+    }
+};
+
 // Codes of tokens first .. first + count of the step, whosever they are.
-void store_codes(const antkv_layer& layer, const antkv_step& step, const Token* tokens, int64_t first, int count,
-                 int head, antkv_rows in_hand, bool of_values) {
-    const int size = layer.head_size, num_sub_vectors = size / layer.sub_vector_size;
-    const uint16_t* columns = (of_values ? layer.v_columns : layer.k_columns) + (int64_t)head * layer.num_centroids * size;
-    const float* half_norms = of_values ? layer.v_half_norms : layer.k_half_norms;
-    half_norms += (int64_t)head * layer.num_centroids * num_sub_vectors;
-    alignas(64) float row[kMaxHead], rows[kMaxHead * kRun] = {};  // channel by channel
-    int codes[kMaxHead][kRun];
+void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, int64_t first, int count) {
+    const antkv_layer& layer = kind.layer;
+    const int num_sub_vectors = kind.num_sub_vectors();
+    alignas(64) float row[kMaxHeadSize], rows[kMaxHeadSize * kRun] = {};  // channel by channel
+    int codes[kMaxHeadSize][kRun];
     for (int t = 0; t < count; ++t) {
-        widen(layer, row_of(layer, in_hand, first + t, head), size, row);
-        if (!of_values) {
-            to_code_order(layer, row);
-            unrotate(layer, tokens[t].position, row);
-        }
+        kind.load(first + t, tokens[t].position, row);
         float* to = rows + t;
-        for (int c = 0; c < size; ++c, to += kRun) *to = row[c];
+        for (int c = 0; c < layer.head_size; ++c, to += kRun) *to = row[c];
     }
     for (int s = 0; s < num_sub_vectors; ++s) {
         const float* sub_vectors = rows + s * layer.sub_vector_size * kRun;
         if (count == 1)
-            nearest<1, 8>(layer, columns, half_norms, sub_vectors, codes[s]);
+            nearest<1, 8>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
         else if (count <= 4)
-            nearest<4, 2>(layer, columns, half_norms, sub_vectors, codes[s]);
+            nearest<4, 2>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
         else
-            nearest<kRun, 1>(layer, columns, half_norms, sub_vectors, codes[s]);
-        columns += (int64_t)layer.num_centroids * layer.sub_vector_size;
-        half_norms += layer.num_centroids;
+            nearest<kRun, 1>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
     }
     for (int t = 0; t < count; ++t) {
-        int coded[kMaxHead];
+        int coded[kMaxHeadSize];
         for (int s = 0; s < num_sub_vectors; ++s) coded[s] = codes[s][t];
-        const VQPage page = Sequence(layer, step, tokens[t].request, head).vq_page(tokens[t].position / kBlockSize);
-        pack(layer, coded, num_sub_vectors, page.codes(of_values, tokens[t].position % kBlockSize));
+        pack(layer, coded, num_sub_vectors, kind.codes(step, tokens[t]));
+    }
+}
+
+// The same of up to kTileRun tokens at once.
+template <typename Tiles>
+void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, int64_t first, int count,
+                 NearestTiles<Tiles>& nearest_tiles) {
+    const int size = kind.layer.head_size, sub_vector_size = kind.layer.sub_vector_size;
+    alignas(64) float rows[kLanes * kMaxHeadSize];
+    for (int t = 0; t < rounded_up(count, 2 * kTileRows); t += kLanes) {
+        for (int i = 0; i < kLanes; ++i) {
+            const int at = std::min(t + i, count - 1);
+            kind.load(first + at, tokens[at].position, rows + i * size);
+        }
+        nearest_tiles.load_tokens(t, rows);
+    }
+    uint8_t codes[kMaxHeadSize / 2][kTileRun];
+    for (int s = 0; s < kind.num_sub_vectors(); ++s) {
+        const auto compare = [&](int t) {
+            kind.load(first + t, tokens[t].position, rows);
+            float sub_vector[8 * kRun];
+            for (int k = 0; k < sub_vector_size; ++k) sub_vector[k * kRun] = rows[s * sub_vector_size + k];
+            int code;
+            nearest<1, 8>(kind.layer, kind.columns(s), kind.half_norms(s), sub_vector, &code);
+            return code;
+        };
+        nearest_tiles.find(s, kind.centroids(s), kind.half_norms(s), count, kind.of_values, compare, codes[s]);
+    }
+    for (int t = 0; t < count; ++t) {
+        uint8_t* to = kind.codes(step, tokens[t]);
+        for (int s = 0; s < kind.num_sub_vectors(); ++s) to[s] = codes[s][t];
     }
 }
 
@@ -124,30 +177,66 @@ void store_rows(const Sequence& sequence, int position, antkv_rows key, antkv_ro
     std::memcpy(sequence.recency_row(page, true, position), sequence.exact_row(value, true, position), row_bytes);
 }
 
+std::vector<Token> tokens_of(const antkv_layer& layer, const antkv_step& step) {
+    std::vector<Token> tokens;
+    tokens.reserve(step.query_start_loc[step.num_reqs]);
+    for (int request = 0; request < step.num_reqs; ++request) {
+        const Sequence sequence(layer, step, request, 0);
+        for (int position = sequence.start; position < sequence.end; ++position) tokens.push_back({request, position});
+    }
+    return tokens;
+}
+
+// Calls store(kind, first, count) for runs of tokens of every head, K and V, on the threads of a parallel region.
+// Head by head, so that a thread keeps the centroids of one in its cache.
+template <typename Store>
+void for_runs(const antkv_layer& layer, const std::vector<Token>& tokens, int length, antkv_rows key, antkv_rows value,
+              Store store) {
+    const int64_t num_tokens = tokens.size(), num_runs = (num_tokens + length - 1) / length;
+#pragma omp for collapse(3) schedule(static)
+    for (int head = 0; head < layer.num_kv_heads; ++head) {
+        for (int of_values = 0; of_values < 2; ++of_values) {
+            for (int64_t run = 0; run < num_runs; ++run) {
+                const int64_t first = run * length;
+                const int count = (int)std::min<int64_t>(length, num_tokens - first);
+                store(Kind{layer, head, (bool)of_values, of_values ? value : key}, first, count);
+            }
+        }
+    }
+}
+
 }  // namespace
 }  // namespace antkv
 
 extern "C" void antkv_encode_store(const antkv_layer* layer, const antkv_step* step, antkv_rows key, antkv_rows value) {
     using namespace antkv;
-    std::vector<Token> tokens;
-    tokens.reserve(step->query_start_loc[step->num_reqs]);
-    for (int request = 0; request < step->num_reqs; ++request) {
-        const Sequence sequence(*layer, *step, request, 0);
-        for (int position = sequence.start; position < sequence.end; ++position) tokens.push_back({request, position});
-    }
-    const int64_t num_tokens = tokens.size(), num_runs = (num_tokens + kRun - 1) / kRun;
-    // Head by head, so that a thread keeps the centroids of one in its cache.
-#pragma omp parallel for collapse(3) schedule(static)
-    for (int head = 0; head < layer->num_kv_heads; ++head) {
-        for (int kind = 0; kind < 2; ++kind) {
-            for (int64_t run = 0; run < num_runs; ++run) {
-                const int64_t first = run * kRun;
-                const int count = (int)std::min<int64_t>(kRun, num_tokens - first);
-                store_codes(*layer, *step, &tokens[first], first, count, head, kind ? value : key, kind);
-                for (int t = 0; kind == 0 && t < count; ++t)
-                    store_rows(Sequence(*layer, *step, tokens[first + t].request, head), tokens[first + t].position,
-                               key, value);
+    const std::vector<Token> tokens = tokens_of(*layer, *step);
+    const int num_tokens = (int)tokens.size();
+    bool coded = false;
+    if (layer->dtype == ANTKV_BFLOAT16 && num_tokens >= kFewTokens) {
+        with_tiles(*layer, [&](auto tiles) {
+            using Tiles = decltype(tiles);
+            if (!(coded = NearestTiles<Tiles>::fits(*layer))) return;
+#pragma omp parallel
+            {
+                [[maybe_unused]] const typename Tiles::Scope scope;
+                NearestTiles<Tiles> nearest_tiles(*layer, std::min(kTileRun, rounded_up(num_tokens, 2 * kTileRows)));
+                for_runs(*layer, tokens, kTileRun, key, value, [&](const Kind& kind, int64_t first, int count) {
+                    store_codes(kind, *step, &tokens[first], first, count, nearest_tiles);
+                });
             }
+        });
+    }
+#pragma omp parallel
+    {
+        if (!coded) {
+            for_runs(*layer, tokens, kRun, key, value, [&](const Kind& kind, int64_t first, int count) {
+                store_codes(kind, *step, &tokens[first], first, count);
+            });
         }
+#pragma omp for collapse(2) schedule(static)
+        for (int head = 0; head < layer->num_kv_heads; ++head)
+            for (int t = 0; t < num_tokens; ++t)
+                store_rows(Sequence(*layer, *step, tokens[t].request, head), tokens[t].position, key, value);
     }
 }

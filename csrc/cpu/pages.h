@@ -9,6 +9,7 @@
 namespace antkv {
 
 constexpr int kBlockSize = 128;  // tokens of a VQ block
+constexpr int kMaxHeadSize = 256;
 
 inline int element_size(const antkv_layer& layer) { return layer.dtype == ANTKV_FLOAT32 ? 4 : 2; }
 

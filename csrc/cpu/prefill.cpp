@@ -66,34 +66,39 @@ void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
     }
 }
 
-void Prefill::correct(VQPage page, int anchor, bool of_values, float* rows) const {
-    const int offset = page.anchor_offsets(of_values)[anchor];
-    if (offset < 0) return;
-    alignas(64) float correction[256];
-    widen<E4M3>(page.anchor(of_values, anchor), size_, correction);
-    if (!of_values) to_code_order(layer_, correction);
-    for (int c = 0; c < size_; ++c) rows[(int64_t)offset * size_ + c] += correction[c];
-}
-
 void Prefill::exact_tiles(const Sequence& sequence, int begin, int end, antkv_rows key, antkv_rows value) {
     int positions[kBlockSize], count = 0;
+    // Whoever sees a token first sees it longest: the first query at or behind it.
+    const auto seen_from = [&](int first, int position) {
+        return sequence.sees_exactly(std::max(first, position), position);
+    };
+    bool any = false;
     const auto flush = [&] {
-        for (int column = 0; column < count; ++column) {
-            widen(layer_, sequence.exact_row(key, false, positions[column]), size_, &keys_[(int64_t)column * size_]);
-            widen(layer_, sequence.exact_row(value, true, positions[column]), size_, &values_[(int64_t)column * size_]);
+        if (any) {
+            add_tile(begin, count, false, [&](int query, int column) {
+                return positions[column] <= query && sequence.sees_exactly(query, positions[column]);
+            });
         }
-        add_tile(begin, count, false, [&](int query, int column) {
-            return positions[column] <= query && sequence.sees_exactly(query, positions[column]);
-        });
+        any = false;
         count = 0;
     };
+    // Tiles hold what the queries of the whole VQ block see, so that sums do not depend on where the run begins.
+    const int block = begin / kBlockSize * kBlockSize;
     for (int position = 0; position < end; ++position) {
-        // Whoever sees it first sees it longest: the first query at or behind it.
-        if (!sequence.sees_exactly(std::max(begin, position), position)) continue;
+        if (!seen_from(block, position)) continue;
+        float *to_key = &keys_[(int64_t)count * size_], *to_value = &values_[(int64_t)count * size_];
+        if (seen_from(begin, position)) {
+            widen(layer_, sequence.exact_row(key, false, position), size_, to_key);
+            widen(layer_, sequence.exact_row(value, true, position), size_, to_value);
+            any = true;
+        } else {  // the row may be gone
+            std::fill_n(to_key, size_, 0.0f);
+            std::fill_n(to_value, size_, 0.0f);
+        }
         positions[count++] = position;
         if (count == kBlockSize) flush();
     }
-    if (count) flush();
+    flush();
 }
 
 template <typename Visible>

@@ -5,7 +5,16 @@
 
 namespace antkv {
 
+// Whether the request's only new token goes through `Decode`. A prompt's token does not: what is computed for it would
+// depend on how the prompt is cut.
+inline bool is_decode(const antkv_step& step, int request, const uint8_t* is_prefilling) {
+    const int count = step.query_start_loc[request + 1] - step.query_start_loc[request];
+    return count == 1 && !(is_prefilling && is_prefilling[request]);
+}
+
 // Attention of runs of queries: FlashAttention over tiles of keys, decoded once for all queries and heads of the run.
+//
+// A query's result does not depend on the queries beside it, nor on where its run begins: tiles are those of its VQ block.
 class Prefill {
   public:
     // Queries per run. A run lies in one VQ block, since its queries see the anchors of the blocks before their own.
@@ -23,8 +32,6 @@ class Prefill {
     static constexpr int kMaxRows = 256;
 
     void coded_tiles(const Sequence&, int begin, int end);
-    // Adds to the decoded `rows` of a block what an anchor has of one of them.
-    void correct(VQPage page, int anchor, bool of_values, float* rows) const;
     void exact_tiles(const Sequence&, int begin, int end, antkv_rows key, antkv_rows value);
     // Softmax over one more tile of `count` keys; `visible(query, column)` says who sees what, unless all do.
     template <typename Visible>

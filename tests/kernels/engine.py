@@ -103,6 +103,7 @@ class Sequence:
     """Rows of one request, and how far it has been computed.
 
     pages: what the block manager holds, 0 for a page that was freed; table: what the worker sees, who is never told.
+    num_prompt_tokens: those before are of a prompt; with 0, single tokens are computed as an answer's.
     """
 
     query: torch.Tensor
@@ -111,6 +112,7 @@ class Sequence:
     is_sink: torch.Tensor
     output: torch.Tensor
     computed: int = 0
+    num_prompt_tokens: int = 0
     vq_blocks: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
@@ -192,6 +194,7 @@ class Engine:
             recency_block_table=self._table([s.table for s, _ in work]),
             max_query_len=max(n for _, n in work),
             max_seq_len=max(part.stop for _, part in parts),
+            is_prefilling=torch.tensor([s.computed < s.num_prompt_tokens for s, _ in work]),
         )
         query, key, value, is_sink = (
             torch.cat([getattr(s, name)[part] for s, part in parts]) for name in ("query", "key", "value", "is_sink")

@@ -41,6 +41,7 @@ class VQMetadata(AttentionMetadata):
     block_table: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    is_prefilling: torch.Tensor | None
     _step: Step | None = None
 
     def step(self, recency: RecencyMetadata) -> Step:
@@ -53,6 +54,7 @@ class VQMetadata(AttentionMetadata):
                 recency_block_table=recency.block_table,
                 max_query_len=self.max_query_len,
                 max_seq_len=self.max_seq_len,
+                is_prefilling=self.is_prefilling,
             )
         return self._step
 
@@ -92,6 +94,7 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VQMetadata:
         """As `build`, for a step that is not counted."""
         num_reqs = common_attn_metadata.num_reqs
+        is_prefilling = common_attn_metadata.is_prefilling
         return VQMetadata(
             num_tokens=common_attn_metadata.num_actual_tokens,
             query_start_loc=common_attn_metadata.query_start_loc[: num_reqs + 1],
@@ -99,6 +102,7 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
             block_table=common_attn_metadata.block_table_tensor[:num_reqs],
             max_query_len=common_attn_metadata.max_query_len,
             max_seq_len=common_attn_metadata.max_seq_len,
+            is_prefilling=None if is_prefilling is None else is_prefilling[:num_reqs],
         )
 
 

@@ -128,7 +128,16 @@ def _library(variant: Variant) -> ctypes.CDLL:
     library.antkv_encode_store.restype = None
     library.antkv_anchor_score.argtypes = [layer, step, RowsArgument, RowsArgument, RowsArgument, pointer, pointer]
     library.antkv_anchor_score.restype = ctypes.c_int64
-    library.antkv_attend.argtypes = [layer, step, RowsArgument, RowsArgument, RowsArgument, RowsArgument, pointer]
+    library.antkv_attend.argtypes = [
+        layer,
+        step,
+        RowsArgument,
+        RowsArgument,
+        RowsArgument,
+        RowsArgument,
+        pointer,
+        pointer,
+    ]
     library.antkv_attend.restype = None
     return library
 
@@ -195,6 +204,7 @@ class CpuOperations:
             rows_argument(value),
             rows_argument(output),
             _address(lse),
+            _address(step.is_prefilling),
         )
 
 

@@ -15,6 +15,9 @@ class Step:
     recency_block_table: (R, max_pages) int32, blocks of the recency pages. 0 is the null block. Ids of pages that were
         freed stay in the table, so it does not say which rows can be read: positions do.
     max_query_len, max_seq_len: upper bounds over the requests, known to the host.
+    is_prefilling: (R,) bool in the host's memory, requests whose new tokens are of their prompts. Kernels that add up
+        in another order for single queries do so behind a prompt only: its results must not depend on how it is cut.
+        None where nobody says.
     """
 
     query_start_loc: torch.Tensor
@@ -23,6 +26,7 @@ class Step:
     recency_block_table: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    is_prefilling: torch.Tensor | None = None
 
     @property
     def num_reqs(self) -> int:

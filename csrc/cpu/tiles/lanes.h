@@ -16,6 +16,34 @@ inline Lanes load_lanes(const float* from) { return load<kLanes>(from); }
 inline void store_lanes(float* to, Lanes v) { store<kLanes>(to, v); }
 inline Lanes to_all_lanes(float x) { return x - Lanes{}; }
 
+// The larger and the smaller number of each lane, that of `b` where one of them is not a number.
+inline Lanes larger(Lanes a, Lanes b) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+inline Lanes smaller(Lanes a, Lanes b) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+// Whether any lane is not 0.
+inline bool any(IntLanes v) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v);
+#else
+    int32_t all = 0;
+    for (int i = 0; i < kLanes; ++i) all |= v[i];
+    return all;
+#endif
+}
+
 inline BitLanes load_pairs(const BFloat* from) {
     BitLanes v;
     std::memcpy(&v, from, sizeof v);
@@ -33,6 +61,15 @@ inline BitLanes round_to_bfloat16(Lanes x) {
     const BitLanes rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000;
     const BitLanes finite = size < 0x00800000 ? bits & 0x80000000 : rounded;
     return size > 0x7F800000 ? (bits | 0x00400000) & 0xFFFF0000 : finite;
+}
+
+// Both numbers of every pair added to the sum.
+inline Lanes add_pairs(Lanes sum, BitLanes pairs) {
+#if defined(__AVX512BF16__)
+    return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi16(0x3F80));
+#else
+    return sum + second_of_pairs(pairs) + first_of_pairs(pairs);
+#endif
 }
 
 // Pairs of numbers, first[i] and second[i], rounded to bfloat16.

@@ -20,6 +20,8 @@ struct TileShapes {
 // Registers: see `AmxRegisters`.
 template <typename Registers>
 struct RegisterTiles {
+    static constexpr bool kCheap = true;
+
     // Tile registers for this thread's use as long as this lives. Whoever configured them before finds them configured
     // again, though not with what was in them.
     class Scope {
@@ -69,6 +71,25 @@ struct RegisterTiles {
         R::template store<1>(sums + kTileRows, bytes);
         R::template store<2>(lower, bytes);
         R::template store<3>(lower + kTileRows, bytes);
+    }
+
+    // All 16 rows are multiplied, whatever their number.
+    static void few_rows(const Operand& a, const Operand& b, int, int depth, float* sums, int stride) {
+        using R = Registers;
+        constexpr int64_t kRowBytes = sizeof(BFloat) * kTileDepth;
+        const int64_t bytes = (int64_t)stride * sizeof(float);
+        R::template zero<0>();
+        R::template zero<1>();
+        const BFloat *left = a.tiles, *right = b.tiles;
+        for (int i = 0; i < depth; ++i, left += a.next, right += b.next) {
+            R::template load<4>(left, kRowBytes);
+            R::template load<6>(right, kRowBytes);
+            R::template load<7>(right + b.other, kRowBytes);
+            R::template dot<0, 4, 6>();
+            R::template dot<1, 4, 7>();
+        }
+        R::template store<0>(sums, bytes);
+        R::template store<1>(sums + kTileRows, bytes);
     }
 
     // Products of up to kHeads queries, at most 16, with keys: queries are a factor B of few columns.

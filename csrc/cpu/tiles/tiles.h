@@ -8,11 +8,15 @@
 // A tile is 16 rows of 32 bfloat16 numbers. Of a left factor A it holds 16 rows and 32 columns, as they are. Of a right
 // factor B it holds 32 rows and 16 columns, pairs of rows side by side: row k is B[2 k][0], B[2 k + 1][0], B[2 k][1], ...
 //
+//   kCheap        whether a product costs so much less than one in float32 that taking three for one pays.
 //   Scope         a thread holds one while it multiplies; configures what there is to configure, and puts it back.
 //   product<kAdd>(a, b, depth, sums, stride, meanwhile)
 //                 sums[m][n] (+)= sum over k < 32 depth of A[m][k] B[k][n] for 32 rows and columns, `stride` floats from row
 //                 to row. Calls meanwhile() `depth` times: work for the units that products leave idle. It must not touch
 //                 the factors or the sums.
+//   few_rows(a, b, rows, depth, sums, stride)
+//                 sums[m][n] = the same for the first `rows` of 16 rows, and 32 columns, bit by bit. What is in the others of
+//                 16 rows of sums is lost.
 //
 // All three take denormal numbers for 0, on the way in and out, and round to nearest, ties to even. They differ in the order
 // of additions: TDPBF16PS adds up the first numbers of 16 pairs, and the second, then both, and that to the sum; VDPBF16PS

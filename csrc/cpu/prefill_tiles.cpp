@@ -1,0 +1,230 @@
+// Attention of runs of queries of a bfloat16 model by tiles: FlashAttention over tokens that are decoded once for all
+// queries and heads of the run.
+//
+// Everything is transposed: tokens stand in rows and queries in columns, so that a query's softmax stays in a lane. A
+// query's result depends neither on the queries beside it nor on where its run begins: tokens are added up in the same
+// order, 32 by 32, and what weights are relative to is a power of two, by which scaling is exact.
+#include "prefill_tiles.h"
+
+#include <cmath>
+#include <vector>
+
+#include "prefill.h"
+#include "softmax_tiles.h"
+#include "tiles/tiles.h"
+
+namespace antkv {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+template <typename Tiles>
+class TilePrefill {
+  public:
+    // Queries per run: what a run decodes serves all of them.
+    static int run_length(const antkv_layer& layer) {
+        return std::clamp(kMaxRows / num_queries_per_kv(layer), 1, 4 * kBlockSize);
+    }
+
+    explicit TilePrefill(const antkv_layer& layer)
+        : layer_(layer), group_(num_queries_per_kv(layer)), size_(layer.head_size), padded_(padded_head_size(layer)),
+          strip_floats_(kStrip * padded_ + kStrip * padded_ / 2 + 3 * kStrip),
+          strips_(floats(rounded_up(run_length(layer) * group_, kStrip) / kStrip * strip_floats_)),
+          weights_(floats(TokenTiles::kMax * kTokens * kStrip / 2)), tokens_(layer) {}
+
+    // Queries at positions begin .. end, which are in hand.
+    void run(const Sequence& sequence, int begin, int end, const StepRows& rows) {
+        begin_ = begin, end_ = end;
+        load_queries(sequence, rows.query);
+        const int num_strips = num_strips_of(end);
+        tokens_.coded(sequence, begin, end, [&](int count) { add_tokens(0, num_strips, count); });
+        for (int first = begin / kBlockSize * kBlockSize; first < end; first += kBlockSize) {
+            const int begin_strip = std::max(first - begin, 0) * group_ / kStrip;
+            const int end_strip = num_strips_of(std::min(first + kBlockSize, end));
+            tokens_.exact(sequence, first, begin, end, rows.key, rows.value,
+                          [&](int count) { add_tokens(begin_strip, end_strip, count); });
+        }
+        store_outputs(sequence, rows);
+    }
+
+  private:
+    static constexpr int kMaxRows = 2048;
+
+    // Strips of the queries from `begin_` to `end`.
+    int num_strips_of(int end) const { return rounded_up((end - begin_) * group_, kStrip) / kStrip; }
+    // Row of a strip; the last one fills what is left of it.
+    int row_at(int index, int lane) const { return std::min(index * kStrip + lane, (end_ - begin_) * group_ - 1); }
+    int token_of(const Sequence& sequence, int row) const { return sequence.first + begin_ + row / group_ - sequence.start; }
+    int head_of(const Sequence& sequence, int row) const { return sequence.head * group_ + row % group_; }
+
+    Strip strip(int index) const {
+        float* at = &strips_[index * strip_floats_];
+        Strip strip;
+        strip.outputs = at;
+        strip.queries = (BFloat*)(at += kStrip * padded_);
+        strip.max = at += kStrip * padded_ / 2;
+        strip.total = at += kStrip;
+        strip.positions = (int32_t*)(at + kStrip);
+        strip.first = strip.positions[0], strip.last = strip.positions[kStrip - 1];
+        return strip;
+    }
+
+    // Rows are query by query, heads side by side.
+    void load_queries(const Sequence& sequence, antkv_rows query) const {
+        for (int index = 0; index < num_strips_of(end_); ++index) {
+            const Strip to = strip(index);
+            std::fill_n(to.outputs, kStrip * padded_, 0.0f);
+            std::fill_n(to.max, kStrip, -kInfinity);
+            std::fill_n(to.total, kStrip, 0.0f);
+            for (int lane = 0; lane < kStrip; ++lane) to.positions[lane] = begin_ + row_at(index, lane) / group_;
+            for (int half = 0; half < kStrip; half += kTileRows) {
+                const auto row = [&](int lane) {
+                    const int at = row_at(index, half + lane);
+                    return (const BFloat*)row_of(layer_, query, token_of(sequence, at), head_of(sequence, at));
+                };
+                load_column_tiles(layer_, layer_.k_order, row, to.queries + half * padded_);
+            }
+        }
+    }
+
+    void store_outputs(const Sequence& sequence, const StepRows& rows) const {
+        for (int index = 0; index < num_strips_of(end_); ++index) {
+            const Strip from = strip(index);
+            for (int half = 0; half < kStrip; half += kTileRows) {
+                const int first = index * kStrip + half;
+                const int count = std::min(kTileRows, (end_ - begin_) * group_ - first);
+                const Lanes factor = 1.0f / load_lanes(from.total + half);
+                for (int c = 0; c < size_; c += kLanes) {
+                    Lanes channels[kLanes];
+                    // Never -0, which would depend on whether tokens that the query does not see were added.
+                    for (int i = 0; i < kLanes; ++i)
+                        channels[i] = load_lanes(from.outputs + (c + i) * kStrip + half) * factor + 0.0f;
+                    transpose(channels);
+                    for (int lane = 0; lane < count; ++lane) {
+                        const int at = first + lane;
+                        uint8_t* to = row_of(layer_, rows.output, token_of(sequence, at), head_of(sequence, at));
+                        alignas(64) float row[kLanes];
+                        store_lanes(row, channels[lane]);
+                        narrow(layer_, row, kLanes, (BFloat*)to + c);
+                    }
+                }
+                for (int lane = 0; rows.lse && lane < count; ++lane) {
+                    const int at = first + lane;
+                    rows.lse[(int64_t)token_of(sequence, at) * layer_.num_heads + head_of(sequence, at)] =
+                        from.max[half + lane] / kLog2E + std::log(from.total[half + lane]);
+                }
+            }
+        }
+    }
+
+    // Adds what strips begin .. end see of the first `count` times 32 tokens in tiles.
+    void add_tokens(int begin, int end, int count) {
+        int seen[TokenTiles::kMax];
+        for (int index = begin; index < end; ++index) {
+            const Strip to = strip(index);
+            int num_seen = 0;
+            for (int i = 0; i < count; ++i)
+                if (!tokens_.seen(i).by_none(to.first, to.last)) seen[num_seen++] = i;
+            if (num_seen) add_seen(to, seen, num_seen);
+        }
+    }
+
+    void add_seen(const Strip& strip, const int* seen, int count) {
+        // Of 32 tokens each: those that become weights, those behind them, and those whose products are under way meanwhile.
+        alignas(64) float buffers[3][kTokens * kStrip];
+        const Operand queries = {strip.queries, kTileElements, (int64_t)kTileRows * padded_};
+        const auto multiply = [&](int i, auto meanwhile) {
+            Tiles::template product<false>(tokens_.keys(seen[i]), queries, padded_ / kTileDepth, buffers[i % 3], kStrip,
+                                           meanwhile);
+        };
+        multiply(0, [] {});
+        if (count > 1) multiply(1, [] {});
+        Softmax softmax(strip, layer_.scale * kLog2E);
+        constexpr int kPairs = kTokens / 2;
+        const int pairs_meanwhile = (kPairs * kTileDepth + padded_ - 1) / padded_;
+        int added = 0;
+        for (int i = 0; i < count; ++i) {
+            const float* logits = buffers[i % 3];
+            if (!tokens_.seen(seen[i]).by_all(strip.first, strip.last)) hide(strip, tokens_.seen(seen[i]), buffers[i % 3]);
+            if (__builtin_expect(softmax.outgrown(logits), 0)) {
+                add_values(strip, seen, added, i);
+                added = i;
+                softmax.rescale(strip, padded_);
+            }
+            BFloat* to = (BFloat*)weights_.get() + i * kTileElements;
+            int pair = 0;
+            const auto weigh = [&](int end) {
+                for (end = std::min(end, kPairs); pair < end; ++pair, logits += 2 * kStrip, to += 2 * kLanes)
+                    softmax.weigh(powers_, logits, to);
+            };
+            if (i + 2 < count) multiply(i + 2, [&] { weigh(pair + pairs_meanwhile); });
+            weigh(kPairs);
+        }
+        softmax.store(strip);
+        add_values(strip, seen, added, count);
+    }
+
+    // Adds the values of tokens seen[begin] .. seen[end] times their weights.
+    void add_values(const Strip& strip, const int* seen, int begin, int end) const {
+        for (int next; begin < end; begin = next) {
+            for (next = begin + 1; next < end && seen[next] == seen[next - 1] + 1;) ++next;
+            const Operand weights = {(const BFloat*)weights_.get() + begin * kTileElements, kTileElements,
+                                     TokenTiles::kMax * kTileElements};
+            for (int c = 0; c < padded_; c += kStrip)
+                Tiles::template product<true>(tokens_.values(seen[begin], c), weights, next - begin,
+                                              strip.outputs + c * kStrip, kStrip, [] {});
+        }
+    }
+
+    const antkv_layer& layer_;
+    const Powers powers_;
+    const int group_, size_, padded_;
+    const int64_t strip_floats_;
+    int begin_ = 0, end_ = 0;
+    Buffer strips_, weights_;
+    TokenTiles tokens_;
+};
+
+struct Task {
+    int request, head, begin;
+};
+
+// The longest first.
+std::vector<Task> tasks_of(const antkv_layer& layer, const antkv_step& step, const uint8_t* is_prefilling, int length) {
+    std::vector<Task> tasks;
+    for (int request = 0; request < step.num_reqs; ++request) {
+        if (is_decode(step, request, is_prefilling)) continue;
+        for (int head = 0; head < layer.num_kv_heads; ++head) {
+            const Sequence sequence(layer, step, request, head);
+            for (int end = sequence.end, begin; end > sequence.start; end = begin) {
+                begin = std::max((end - 1) / length * length, sequence.start);
+                tasks.push_back({request, head, begin});
+            }
+        }
+    }
+    return tasks;
+}
+
+}  // namespace
+
+bool prefill_in_tiles(const antkv_layer& layer, const antkv_step& step, const uint8_t* is_prefilling, const StepRows& rows) {
+    return layer.dtype == ANTKV_BFLOAT16 && with_tiles(layer, [&](auto tiles) {
+        using Tiles = decltype(tiles);
+        const int length = TilePrefill<Tiles>::run_length(layer);
+        const std::vector<Task> tasks = tasks_of(layer, step, is_prefilling, length);
+        if (tasks.empty()) return;
+#pragma omp parallel
+        {
+            [[maybe_unused]] const typename Tiles::Scope scope;
+            TilePrefill<Tiles> prefill(layer);
+#pragma omp for schedule(dynamic)
+            for (size_t i = 0; i < tasks.size(); ++i) {
+                const Sequence sequence(layer, step, tasks[i].request, tasks[i].head);
+                const int begin = tasks[i].begin, end = std::min(begin / length * length + length, sequence.end);
+                prefill.run(sequence, begin, end, rows);
+            }
+        }
+    });
+}
+
+}  // namespace antkv

@@ -1,0 +1,176 @@
+// Tokens of the past as left factors of products by tiles, and which queries see them.
+#pragma once
+
+#include <utility>
+
+#include "codes.h"
+#include "memory.h"
+#include "row_tiles.h"
+
+namespace antkv {
+
+// Tiles of keys and of transposed values, 32 tokens together, filled for a run of queries. What is together, and in which
+// order, does not depend on where the run begins or ends.
+class TokenTiles {
+  public:
+    static constexpr int kTokens = kTileDepth;     // together
+    static constexpr int kMax = 1024 / kTokens;  // times 32 tokens: they stay in L2
+
+    // Queries that see each of 32 tokens: those at positions from .. until, both included.
+    struct Seen {
+        int32_t from[kTokens], until[kTokens];
+        int first_from, last_from, first_until, last_until;
+
+        bool by_all(int first, int last) const { return last_from <= first && last <= first_until; }
+        bool by_none(int first, int last) const { return last < first_from || last_until < first; }
+    };
+
+    explicit TokenTiles(const antkv_layer& layer)
+        : layer_(layer), size_(layer.head_size), padded_(padded_head_size(layer)), tiles_(floats(kMax * kTokens * padded_)),
+          keys_(floats(kBlockSize * padded_)), values_(floats(kBlockSize * padded_)) {
+        // Channels behind the last one stay 0.
+        std::fill_n(keys_.get(), kBlockSize * padded_, 0.0f);
+        std::fill_n(values_.get(), kBlockSize * padded_, 0.0f);
+    }
+
+    // Fills tiles with the tokens that queries at begin .. end see through their codes, and calls use(how many times 32)
+    // whenever no more fit, and at the end.
+    template <typename Use>
+    void coded(const Sequence& sequence, int begin, int end, Use use) {
+        begin_ = begin, end_ = end;
+        for (int first = 0; first < end; first += kBlockSize) {
+            // A query sees the anchors of the blocks before its own: its own is decoded a second time, without them.
+            coded_block(sequence, first, false, use);
+            coded_block(sequence, first, true, use);
+        }
+        use(std::exchange(count_, 0));
+    }
+
+    // The same with the tokens that queries of the VQ block from `first` on see in full precision, as far as they are among
+    // begin .. end.
+    template <typename Use>
+    void exact(const Sequence& sequence, int first, int begin, int end, antkv_rows key, antkv_rows value, Use use) {
+        begin_ = std::max(begin, first), end_ = std::min(end, first + kBlockSize);
+        int count = 0;
+        for (int position = 0; position < end_; ++position) {
+            const int last = last_query(sequence, position), from = std::max(first, position);
+            if (last < from) continue;  // the same tokens for all queries of the block, wherever the run begins
+            from_[count] = from;
+            until_[count] = std::min(last, first + kBlockSize - 1);
+            if (last < begin_) {  // the row may be gone
+                clear_rows(count, count + 1);
+            } else {
+                widen(layer_, sequence.exact_row(key, false, position), size_, &keys_[count * padded_]);
+                to_code_order(layer_, &keys_[count * padded_]);
+                widen(layer_, sequence.exact_row(value, true, position), size_, &values_[count * padded_]);
+            }
+            if (++count == kBlockSize) pack(std::exchange(count, 0), use);
+        }
+        pack(count, use);
+        use(std::exchange(count_, 0));
+    }
+
+    const Seen& seen(int index) const { return seen_[index]; }
+    // (2, padded / 32) tiles of 16 tokens and 32 channels.
+    Operand keys(int index) const { return {tiles(index), kTileElements, (int64_t)kTileRows * padded_}; }
+    // Tiles of 16 channels from `channel` on and 32 tokens, of as many times 32 tokens as one likes.
+    Operand values(int index, int channel) const {
+        return {tiles(index) + kTokens * (padded_ + channel), 2 * kTokens * padded_, kTileElements};
+    }
+
+  private:
+    BFloat* tiles(int index) const { return (BFloat*)tiles_.get() + (int64_t)index * 2 * kTokens * padded_; }
+
+    int last_query(const Sequence& sequence, int position) const {
+        return !layer_.prefill_reads_cache && position >= sequence.start ? INT32_MAX : layer_.last_query[position];
+    }
+
+    // The tokens of a block, for the queries in it or for those behind it.
+    template <typename Use>
+    void coded_block(const Sequence& sequence, int first, bool own, Use use) {
+        const int begin = own ? first : first + kBlockSize, end = std::min(own ? first + kBlockSize : end_, end_);
+        const int count = std::min(kBlockSize, end_ - first);
+        if (end <= std::max(begin, begin_)) return;
+        bool any = false;
+        for (int t = 0; t < count; ++t) {
+            const int last = last_query(sequence, first + t);
+            from_[t] = last == INT32_MAX ? INT32_MAX : std::max({last + 1, first + t, begin});
+            until_[t] = end - 1;
+            any |= from_[t] < end;
+        }
+        if (!any) return;
+        const VQPage page = sequence.vq_page(first / kBlockSize);
+        turned_keys(layer_, sequence.head, page.codes(false, 0), first, count, keys_.get());
+        decode_rows(layer_, sequence.head, true, page.codes(true, 0), count, values_.get());
+        for (int anchor = 0; !own && anchor < layer_.anchor_rows; ++anchor) {
+            correct(page, anchor, false, keys_.get());
+            correct(page, anchor, true, values_.get());
+        }
+        widen_rows(count);
+        pack(count, use);
+    }
+    // Rows of head_size channels to rows of `padded_`.
+    void widen_rows(int count) {
+        for (int t = count - 1; padded_ > size_ && t >= 0; --t) {
+            for (float* rows : {keys_.get(), values_.get()}) {
+                std::memmove(rows + t * padded_, rows + t * size_, size_ * sizeof(float));
+                std::fill_n(rows + t * padded_ + size_, padded_ - size_, 0.0f);
+            }
+        }
+    }
+    void clear_rows(int begin, int end) {
+        std::fill(&keys_[begin * padded_], &keys_[0] + end * padded_, 0.0f);
+        std::fill(&values_[begin * padded_], &values_[0] + end * padded_, 0.0f);
+    }
+
+    // Rows of `count` tokens to tiles.
+    template <typename Use>
+    void pack(int count, Use use) {
+        const int padded = rounded_up(count, kTokens);
+        clear_rows(count, padded);
+        std::fill(from_ + count, from_ + padded, INT32_MAX);
+        std::fill(until_ + count, until_ + padded, -1);
+        for (int first = 0; first < padded; first += kTokens) {
+            pack_seen(first, seen_[count_]);
+            pack_keys(&keys_[first * padded_], tiles(count_));
+            pack_values(&values_[first * padded_], tiles(count_) + kTokens * padded_);
+            if (++count_ == kMax) use(std::exchange(count_, 0));
+        }
+    }
+    void pack_seen(int first, Seen& to) const {
+        std::copy_n(from_ + first, kTokens, to.from);
+        std::copy_n(until_ + first, kTokens, to.until);
+        to.first_from = *std::min_element(to.from, to.from + kTokens);
+        to.last_from = *std::max_element(to.from, to.from + kTokens);
+        to.first_until = *std::min_element(to.until, to.until + kTokens);
+        to.last_until = *std::max_element(to.until, to.until + kTokens);
+    }
+    void pack_keys(const float* rows, BFloat* to) const {
+        for (int t = 0; t < kTokens; ++t, rows += padded_) {
+            BFloat* row = to + t / kTileRows * kTileRows * padded_ + t % kTileRows * kTileDepth;
+            for (int c = 0; c < padded_; c += kTileDepth, row += kTileElements)
+                store_pairs(row, to_bfloat16(load_lanes(rows + c), load_lanes(rows + c + kLanes)));
+        }
+    }
+    void pack_values(const float* rows, BFloat* to) const {
+        for (int c = 0; c < padded_; c += kLanes) {
+            Lanes low[kLanes], high[kLanes];
+            for (int t = 0; t < kLanes; ++t) {
+                low[t] = load_lanes(rows + t * padded_ + c);
+                high[t] = load_lanes(rows + (t + kLanes) * padded_ + c);
+            }
+            transpose(low);
+            transpose(high);
+            for (int i = 0; i < kLanes; ++i, to += kTokens) store_pairs(to, to_bfloat16(low[i], high[i]));
+        }
+    }
+
+    const antkv_layer& layer_;
+    const int size_, padded_;
+    int begin_ = 0, end_ = 0, count_ = 0;
+    Buffer tiles_, keys_, values_;
+    Seen seen_[kMax];
+    int32_t from_[kBlockSize], until_[kBlockSize];
+};
+
+}  // namespace antkv

@@ -1,0 +1,103 @@
+"""What the C++ kernels compute for a prompt is the same bit by bit, however it is cut and whoever is beside it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
+from tests.kernels.test_cpu import SHAPES, kernels  # noqa: F401
+from tests.kernels.test_operations import CONFIGS
+from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.ops import cpu
+
+pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+
+#: Tokens of an answer, which are computed one by one behind the prompt.
+ANSWER = 3
+
+
+def draw_request(seed: int, length: int, shape: Shape, sharpness: float = 1) -> Sequence:
+    sequence = draw_sequence(seed, length + ANSWER, shape)
+    return replace(sequence, query=sequence.query * sharpness, num_prompt_tokens=length)
+
+
+def bits(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
+    """Everything that was computed for a request: its outputs, and what is in its pages."""
+    vq, length = engine.state.vq, sequence.computed
+    blocks = sequence.vq_blocks
+    closed = blocks[: length // VQ_BLOCK_SIZE]
+    result = {"output": sequence.output[:length].view(torch.uint8)}
+    for name in ("k_codes", "v_codes"):
+        result[name] = getattr(vq, name)[blocks].transpose(1, 2).flatten(0, 1)[:length]
+    result["offsets"] = vq.anchor_offsets[closed]
+    for kind, name in enumerate(("k_anchors", "v_anchors")):
+        chosen = result["offsets"][:, :, kind] >= 0
+        result[name] = getattr(vq, name)[closed][chosen]
+    size = engine.layout.recency_block_size
+    first_open = length // VQ_BLOCK_SIZE * VQ_BLOCK_SIZE if engine.config.anchor_rows else length
+    open_tokens = range(first_open, length)
+    scores = [engine.state.recency.scores[sequence.table[t // size], :, :, t % size] for t in open_tokens]
+    result["votes"] = torch.stack(scores).view(torch.uint8) if scores else torch.empty(0)
+    return result
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(ours[name], tensor), f"{name}: {(ours[name] != tensor).sum()} of {tensor.numel()} differ"
+
+
+def preempted(engine: Engine, sequence: Sequence) -> Sequence:
+    """The request without anything that was computed for it."""
+    engine.finish(sequence)
+    output = torch.full_like(sequence.output, torch.nan)
+    return replace(sequence, output=output, computed=0, vq_blocks=[], pages=[], table=[])
+
+
+def resumed(engine: Engine, sequence: Sequence) -> Sequence:
+    """The request as another one that finds all that was computed of it in the prefix cache, in other blocks."""
+
+    def copied(blocks: list[int]) -> list[int]:
+        copies = [engine.free.pop() if block else 0 for block in blocks]
+        engine.raw[copies] = engine.raw[blocks]
+        return copies
+
+    pages = copied(sequence.pages)
+    resumed = replace(sequence, vq_blocks=copied(sequence.vq_blocks), pages=pages, table=list(pages))
+    engine.finish(sequence)
+    return resumed
+
+
+@settings(max_examples=60, deadline=None)
+@given(config=CONFIGS, shape=st.sampled_from(SHAPES), length=st.integers(1, 390), data=st.data())
+def test_a_prompt_is_the_same_bit_by_bit_however_it_is_cut(kernels, config, shape, length, data):  # noqa: F811
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    shape = replace(shape, dtype=dtype)
+    sharpness = data.draw(st.sampled_from([1, 16]))
+    engine = Engine(config, shape, kernels)
+    alone = draw_request(0, length, shape, sharpness)
+    engine.step([(alone, length)])
+    for _ in range(ANSWER):
+        engine.step([(alone, 1)])
+    expected = bits(engine, alone)
+
+    sequence, engine = draw_request(0, length, shape, sharpness), Engine(config, shape, kernels)
+    others = [draw_request(seed, 200, shape) for seed in (1, 2)]
+    restarts = 0
+    while sequence.computed < length + ANSWER:
+        left = length - sequence.computed
+        cut = data.draw(
+            st.sampled_from([1, 2, 7, 40, VQ_BLOCK_SIZE, VQ_BLOCK_SIZE - sequence.computed % VQ_BLOCK_SIZE])
+        )
+        beside = [(s, n) for s in others if (n := min(data.draw(st.sampled_from([0, 1, 60])), 200 - s.computed))]
+        work = [(sequence, min(cut, left) if left > 0 else 1), *beside]
+        engine.step(work if data.draw(st.booleans()) else work[::-1])
+        if restarts < 2 and 0 < sequence.computed <= length and data.draw(st.integers(0, 3)) == 0:
+            restarts += 1
+            if sequence.computed % VQ_BLOCK_SIZE == 0:
+                sequence = resumed(engine, sequence)
+            elif sequence.computed < length:
+                sequence = preempted(engine, sequence)
+    assert_same_bits(bits(engine, sequence), expected)

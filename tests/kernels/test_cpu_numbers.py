@@ -1,0 +1,87 @@
+"""Numbers far outside the usual cost bfloat16 models no more than rounding K and V does, as `auto` does."""
+
+import pytest
+import torch
+
+from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
+from tests.kernels.test_cpu import kernels  # noqa: F401
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops import cpu, paged
+from vllm_antkv.ops.paged import ReferenceOperations
+from vllm_antkv.ops.reference import mixed_attention
+
+pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+
+SHAPE = Shape("antkv-1bit", 64, 8, 2, torch.bfloat16, reorders=True)
+LENGTH = 390
+
+
+def usual(sequence: Sequence) -> None:
+    pass
+
+
+def sharp_logits(sequence: Sequence) -> None:
+    sequence.query.mul_(16)
+
+
+def rows_with_outliers(sequence: Sequence) -> None:
+    """Some of them make logits of hundreds of thousands; float32 holds no larger ones to a tenth."""
+    generator = torch.Generator().manual_seed(5)
+    for rows, outlier in ((sequence.query, 100), (sequence.key, 1e4), (sequence.value, 1e4)):
+        chosen = torch.randperm(LENGTH, generator=generator)[:20]
+        rows[chosen, :, 7] = outlier
+
+
+def an_outlier_channel(sequence: Sequence) -> None:
+    sequence.key[:, :, 3] += 300
+
+
+def tiny_numbers(sequence: Sequence) -> None:
+    for rows in (sequence.query, sequence.key, sequence.value):
+        rows.mul_(1e-30)
+
+
+def negative_zeros(sequence: Sequence) -> None:
+    for rows in (sequence.query, sequence.key, sequence.value):
+        rows[::3] = -0.0
+        rows[:, :, ::2] = -0.0
+
+
+def output(operations, change, compute_dtype: torch.dtype) -> torch.Tensor:
+    """Of a prompt in two steps and some tokens behind it, from memory full of NaN.
+
+    Without anchors: where logits are huge, nearly all votes are 0, and which row is chosen hangs on the last bits.
+    """
+    engine = Engine(AntKVConfig(anchor_share=0.0, sinks=False), SHAPE, operations, compute_dtype)
+    sequence = draw_sequence(0, LENGTH, SHAPE)
+    change(sequence)
+    for count in (200, LENGTH - 203, 1, 1, 1):
+        engine.step([(sequence, count)])
+    return sequence.output.double()
+
+
+def with_rounded_rows(query, coded_key, coded_value, *arguments):
+    coded_key, coded_value = (rows.bfloat16().to(query.dtype) for rows in (coded_key, coded_value))
+    return mixed_attention(query, coded_key, coded_value, *arguments)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [usual, sharp_logits, rows_with_outliers, an_outlier_channel, tiny_numbers, negative_zeros],
+    ids=lambda change: change.__name__,
+)
+def test_errors_are_those_of_rounding_to_bfloat16(kernels, change, monkeypatch):  # noqa: F811
+    ours = output(kernels, change, torch.float32)
+    exact = output(ReferenceOperations, change, torch.float64)
+    monkeypatch.setattr(paged, "mixed_attention", with_rounded_rows)
+    rounded = output(ReferenceOperations, change, torch.float64)
+    assert ours.isfinite().all()
+
+    def size(error: torch.Tensor) -> torch.Tensor:
+        """Root mean square of every query's errors, all heads together."""
+        return error.square().mean((1, 2)).sqrt()
+
+    # Outputs are rounded in both; weights, to half a percent, in ours.
+    allowed = size(rounded - exact) + size(exact) / 128
+    assert (size(ours - exact) <= 2 * allowed + 1e-30).double().mean() > 0.98
+    assert size(ours - exact).mean() <= 1.5 * allowed.mean()
