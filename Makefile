@@ -3,6 +3,7 @@
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
 # make gpu-bundle | gpu-check   pack vLLM for a GPU machine without network; check and time everything on a GPU
+# make bench-cpu   decode and prefill on this CPU: antkv-1bit against vLLM's own caches (ARGS="--contexts 1024")
 # make lint | format | docs | lock | clean
 
 SHELL := bash
@@ -17,7 +18,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv demo test audit gpu-bundle gpu-check lint format docs lock clean
+.PHONY: help venv demo test audit gpu-bundle gpu-check bench-cpu lint format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -43,6 +44,9 @@ gpu-bundle: $(VENV)
 
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
+
+bench-cpu: $(VENV)
+	$(BIN)/python benchmarks/cpu_decode.py --rounds 3 $(ARGS)
 
 lint: $(VENV)
 	$(BIN)/ruff check .
