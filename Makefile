@@ -5,6 +5,7 @@
 # make gpu-bundle | gpu-check   pack vLLM for a GPU machine without network; check and time everything on a GPU
 # make vllm-contract   how much work a release of vLLM is (VERSION=0.34.0; default: the newest)
 # make test-vllm-0.33   run what can run on the Python of a release that has no build for CPUs yet
+# make bench-cpu   decode and prefill on this CPU: antkv-1bit against vLLM's own caches (ARGS="--contexts 1024")
 # make lint | format | docs | lock | clean
 
 SHELL := bash
@@ -19,7 +20,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv demo test vllm-contract audit gpu-bundle gpu-check lint format docs lock clean
+.PHONY: help venv demo test vllm-contract audit gpu-bundle gpu-check bench-cpu lint format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -51,6 +52,9 @@ gpu-bundle: $(VENV)
 
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
+
+bench-cpu: $(VENV)
+	$(BIN)/python benchmarks/cpu_decode.py --rounds 3 $(ARGS)
 
 lint: $(VENV)
 	$(BIN)/ruff check .

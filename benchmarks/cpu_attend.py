@@ -16,7 +16,6 @@ from vllm import _custom_ops as vllm_ops
 from vllm.platforms import current_platform
 
 from benchmarks.cpu_decode import processor
-from tests.kernels import engine
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops import cpu
@@ -81,17 +80,10 @@ class _Layer:
 
     def __init__(self, arguments: argparse.Namespace, lengths: list[int], seed: int) -> None:
         kind, config = PRESETS[arguments.preset], AntKVConfig()
-        shape = engine.Shape(
-            arguments.preset,
-            HEAD_SIZE,
-            arguments.group * NUM_KV_HEADS,
-            NUM_KV_HEADS,
-            torch.bfloat16,
-            max_len=max(lengths),
-        )
+        max_len, num_heads = max(lengths), arguments.group * NUM_KV_HEADS
         layout = PageLayout.of(config, kind, HEAD_SIZE, torch.bfloat16)
         random = torch.Generator().manual_seed(seed)
-        last_query = last_query_table(config, shape.max_len)
+        last_query = last_query_table(config, max_len)
         num_vq = [-(-length // VQ_BLOCK_SIZE) for length in lengths]
         size = layout.recency_block_size
         exact = [sorted({p // size for p in range(n) if last_query[p] >= n - 1}) for n in lengths]
@@ -111,21 +103,22 @@ class _Layer:
         recency = RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, torch.bfloat16)
         for ids, fill in ((vq_table, self._fill_vq), (recency_table, self._fill_recency)):
             fill(vq, recency, ids[ids > 0].long(), random)
-        book = engine.codebook(shape)
-        angles = torch.arange(shape.max_len)[:, None] * ROPE_BASE ** (-torch.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2))
+        tables = (NUM_KV_HEADS, kind.num_sub_vectors(HEAD_SIZE), kind.num_centroids, kind.sub_vector_size)
+        k_centroids, v_centroids = (torch.randn(tables, generator=random).half().float() for _ in "kv")
+        angles = torch.arange(max_len)[:, None] * ROPE_BASE ** (-torch.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2))
         rotary = RotaryTable(angles.cos(), angles.sin())
         k_order = interleaved(rotary, HEAD_SIZE, kind.sub_vector_size)
         self._state = LayerState(
             vq=vq,
             recency=recency,
-            k_centroids=book.k[0].float(),
-            v_centroids=book.v[0].float(),
+            k_centroids=k_centroids,
+            v_centroids=v_centroids,
             preset=kind,
             k_order=torch.tensor(k_order, dtype=torch.int32),
             rotary=reordered(rotary, k_order),
             last_query=last_query,
             config=config,
-            num_heads=shape.num_heads,
+            num_heads=num_heads,
             scale=HEAD_SIZE**-0.5,
             counters=Counters(torch.device("cpu"), "benchmark"),
             counts_rows=False,
@@ -137,7 +130,7 @@ class _Layer:
         self._step = Step(starts, seq_lens, vq_table, recency_table, 1, max(lengths))
         self._rows = [
             torch.randn(len(lengths), heads, HEAD_SIZE, generator=random).bfloat16()
-            for heads in (shape.num_heads, NUM_KV_HEADS, NUM_KV_HEADS, shape.num_heads)
+            for heads in (num_heads, NUM_KV_HEADS, NUM_KV_HEADS, num_heads)
         ]
 
     @staticmethod

@@ -3,7 +3,7 @@
 All sides serve the same model with random weights, whose attention has the shape of Llama-3-8B's with fewer heads, in
 processes that take turns. A decode step is timed as an engine step: scheduling, the whole model and sampling included.
 
-    python benchmarks/cpu_decode.py                          # the table of docs/results.md
+    python benchmarks/cpu_decode.py                          # the table of docs/performance.md
     python benchmarks/cpu_decode.py --contexts 1024 --batches 1 --rounds 1
     python benchmarks/cpu_decode.py --kernels avx512         # insists on kernels, as the setting of that name
 """
