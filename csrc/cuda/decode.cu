@@ -12,20 +12,34 @@ namespace {
 // The 32 tokens of a warp in a span.
 ANTKV_DEVICE void attend(const Split& split, const Rotation& rotation, const Ahead& ahead, int token, int buffer,
                          Sums& sums) {
+    const u8 *k_rows = ahead.page + split.layer.k_anchors, *v_rows = ahead.page + split.layer.v_anchors;
+    // A query sees the anchors of the blocks before its own; few of them have more than 32.
+    const int more_rows = token / kBlockSize < split.position / kBlockSize ? split.layer.anchor_rows : 0;
+    // The loads of their rows are under way while logits are computed.
+    const auto k_anchors = find_anchors<KeyPart>(split, token, ahead.k_anchor, k_rows);
+    const auto v_anchors = find_anchors<ValuePart>(split, token, ahead.v_anchor, v_rows);
     coded_logits(split, rotation, buffer);
-    const KeptRows own = kept_rows(split, ahead, token);
-    const u32 keys = ballot_warp(own.key), corrected_keys = ballot_warp(own.corrects_key);
-    const u32 values = ballot_warp(own.value), corrected_values = ballot_warp(own.corrects_value);
+    u32 exact;
+    const KeptRows own = kept_rows(split, ahead, token, exact);
     sync_warp();
+    correct_logits(split, k_anchors, exact);
+    for (int first = kWarp; first < more_rows; first += kWarp) {
+        const int offset = anchor_offset(split, ahead, first, 0);
+        correct_logits(split, find_anchors<KeyPart>(split, token, offset, k_rows + first * kHeadSize), exact);
+    }
     for (int tile = 0; tile < kTiles; ++tile)
-        if (keys >> tile * 16 & 0xffff) kept_logits(split, own.key, corrected_keys, tile);
+        if (exact >> tile * 16 & 0xffff) kept_logits(split, own.key, tile);
     sync_warp();
-    const bool visible = token + split.lane.index < split.end, exact = own.value && !own.corrects_value;
-    write_weights(split, visible, exact, own.value, values, sums);
+    write_weights(split, token + split.lane.index < split.end, own.key, exact, sums);
     sync_warp();
+    correct_values(split, v_anchors, exact, sums);
+    for (int first = kWarp; first < more_rows; first += kWarp) {
+        const int offset = anchor_offset(split, ahead, first, 1);
+        correct_values(split, find_anchors<ValuePart>(split, token, offset, v_rows + first * kHeadSize), exact, sums);
+    }
     for (int tile = 0; tile < kTiles; ++tile) {
         coded_values(split, buffer, tile, sums);
-        if (values >> tile * 16 & 0xffff) kept_values(split, own.value, corrected_values, tile, sums);
+        if (exact >> tile * 16 & 0xffff) kept_values(split, own.value, tile, sums);
     }
     // The next tile writes what this one has read.
     sync_warp();
@@ -42,14 +56,19 @@ ANTKV_DEVICE void attend_split(const Split& split, const Rotation& rotation, Sum
     Ahead ahead = look_ahead(split, page_at(split, token), token);
     const u8* next_page = page_at(split, token + kSpan);
     copy_codes(split, ahead.page, token, 0);
-    turn_back(split, split.begin, split.shared.query[0]);
+    Turning turning = start_turning(split);
+    write_query(turning, split.shared.query[0]);
+    write_raw_query(split);
     sync_block();
     int buffer = 0;
     for (int base = split.begin; base < split.end; base += kSpan, token += kSpan, buffer ^= 1) {
         const Ahead next = look_ahead(split, next_page, token + kSpan);
         copy_codes(split, next_page, token + kSpan, buffer ^ 1);
         next_page = page_at(split, token + 2 * kSpan);
-        if (base + kSpan < split.end) turn_back(split, base + kSpan, split.shared.query[buffer ^ 1]);
+        if (base + kSpan < split.end) {
+            turn_on(turning);
+            write_query(turning, split.shared.query[buffer ^ 1]);
+        }
         wait_for_copies<1>();
         sync_warp();
         if (ahead.page) attend(split, rotation, ahead, token, buffer, sums);
@@ -65,8 +84,21 @@ ANTKV_DEVICE void attend_split(const Split& split, const Rotation& rotation, Sum
 // A split's: the output relative to `maximum` (group, head_size), maxima and sums (group).
 constexpr int kPartial = kGroup * (kHeadSize + 2);
 
-// Join the warps, a few queries at a time: that is what shared memory has room for.
-ANTKV_DEVICE void write_partial(const Split& split, const Sums& sums, float* partial) {
+ANTKV_DEVICE float* partial_at(const Layer& layer, const Results& results, i64 item, int head) {
+    return results.partials + (item * layer.num_kv_heads + head) * kPartial;
+}
+
+// A channel of the output of query `q` of the group, and with the first of them the log-sum-exp.
+ANTKV_DEVICE void write_output(const Layer& layer, const Results& results, int token, int head, int q, int channel,
+                               float result, float maximum, float total) {
+    results.output.at(token, head * kGroup + q)[channel] = (u16)pack(result / total, 0);
+    if (results.lse && channel == 0)
+        results.lse[(i64)token * layer.num_kv_heads * kGroup + head * kGroup + q] = maximum / kLog2E + logarithm(total);
+}
+
+// Join the warps, a few queries at a time: that is what shared memory has room for. partial: null where the split is all
+// there is of its request.
+ANTKV_DEVICE void write_split(const Split& split, const Sums& sums, const Results& results, float* partial) {
     Shared& shared = split.shared;
     const Lane lane = split.lane;
     for (int q = 0; q < kGroup; ++q) {
@@ -89,17 +121,21 @@ ANTKV_DEVICE void write_partial(const Split& split, const Sums& sums, float* par
         }
         sync_block();
         for (int item = (int)threadIdx.x; item < kValueColumns * kHeadSize; item += kThreads) {
-            const int column = item / kHeadSize, q = group * kValueColumns + column;
+            const int column = item / kHeadSize, q = group * kValueColumns + column, channel = item % kHeadSize;
             if (q >= kGroup) continue;
             float maximum = -ANTKV_INFINITY, total = 0, result = 0;
             for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, shared.statistics[w][q][0]);
             for (int w = 0; w < kWarps; ++w) {
                 const float weight = exp2_fast(shared.statistics[w][q][0] - maximum);
                 total += weight * shared.statistics[w][q][1];
-                result += weight * output[w][column][item % kHeadSize];
+                result += weight * output[w][column][channel];
             }
-            partial[q * kHeadSize + item % kHeadSize] = result;
-            if (item % kHeadSize) continue;
+            if (!partial) {
+                write_output(split.layer, results, split.hand, split.head, q, channel, result, maximum, total);
+                continue;
+            }
+            partial[q * kHeadSize + channel] = result;
+            if (channel) continue;
             partial[kGroup * kHeadSize + q] = maximum;
             partial[kGroup * (kHeadSize + 1) + q] = total;
         }
@@ -107,60 +143,56 @@ ANTKV_DEVICE void write_partial(const Split& split, const Sums& sums, float* par
     sync_block();
 }
 
-ANTKV_DEVICE i64 partial_at(const Layer& layer, i64 max_splits, int request, int split, int head) {
-    return ((request * max_splits + split) * layer.num_kv_heads + head) * kPartial;
-}
-
 }  // namespace
 
 // Grid: (workers, num_kv_heads). Shared memory: the tables, then `Shared`.
-// partials: (num_reqs, max_splits, num_kv_heads, kPartial).
 ANTKV_KERNEL(kThreads)
-antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query, Rows key, Rows value, i64 max_splits,
-             float* partials) {
+antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query, Rows key, Rows value,
+             ANTKV_ARGUMENT(Results) results) {
     ANTKV_DYNAMIC_SHARED(memory);
     const Lane lane((int)threadIdx.x);
     const int head = (int)blockIdx.y, warp = (int)threadIdx.x / kWarp;
     Shared& shared = *(Shared*)(memory + Tables::kBytes);
-    Items items;
-    if (!items.find(layer, step, (int)blockIdx.x, lane.index)) return;
+    Items items(layer, step, results.capacity);
+    int item = (int)blockIdx.x;
+    if (!items.find(item, lane.index)) return;
     const Tables tables(layer, head, lane, memory);
     const Rotation rotation = lane_rotation(layer, head, lane, warp);
-    int item = (int)blockIdx.x;
     do {
         const int length = step.seq_lens[items.request], begin = items.split * layer.split;
-        const int end = begin + layer.split < length ? begin + layer.split : length;
+        const int end = items.split + 1 == items.num_splits ? length : begin + layer.split;
         const int hand = step.query_start_loc[items.request];
         const Split split = {layer, step, shared, tables, query, key, value, head, items.request,
                              begin, end, length - 1, hand, lane, warp};
+        if (head == 0 && items.split == 0 && threadIdx.x == 0) results.places[items.request] = {item, items.num_splits};
         Sums sums;
         attend_split(split, rotation, sums);
-        write_partial(split, sums, partials + partial_at(layer, max_splits, items.request, items.split, head));
+        write_split(split, sums, results, items.num_splits > 1 ? partial_at(layer, results, item, head) : nullptr);
         item += (int)gridDim.x;
-    } while (items.find(layer, step, item, lane.index));
+    } while (items.find(item, lane.index));
 }
 
-// Grid: (num_reqs, num_kv_heads), a thread per channel. lse: (num_tokens, num_heads), written, or null.
-ANTKV_KERNEL(kHeadSize)
-antkv_merge(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows output, float* lse, i64 max_splits,
-            const float* partials) {
-    const int request = (int)blockIdx.x, head = (int)blockIdx.y, channel = (int)threadIdx.x;
-    const int count = num_splits(layer, step, request);
-    if (count == 0) return;
-    const int token = step.query_start_loc[request];
-    const float* first = partials + partial_at(layer, max_splits, request, 0, head);
+// Grid: (num_reqs, num_kv_heads); a thread per query of the group and channel, or as many as a CTA can have.
+constexpr int kMergeThreads = smaller(kGroup * kHeadSize, 1024);
+ANTKV_KERNEL(kMergeThreads)
+antkv_merge(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, ANTKV_ARGUMENT(Results) results) {
+    const int request = (int)blockIdx.x, head = (int)blockIdx.y;
+    // Whether there is anything in `places`.
+    if (wanted_splits(layer, step, request) == 0) return;
+    const Place place = results.places[request];
+    if (place.num_splits == 1) return;
+    const float* first = partial_at(layer, results, place.item, head);
     const i64 stride = (i64)layer.num_kv_heads * kPartial;
-    for (int q = 0; q < kGroup; ++q) {
+    for (int at = (int)threadIdx.x; at < kGroup * kHeadSize; at += kMergeThreads) {
+        const int q = at / kHeadSize;
         const float *maxima = first + kGroup * kHeadSize + q, *totals = maxima + kGroup;
         float maximum = -ANTKV_INFINITY, total = 0, result = 0;
-        for (int i = 0; i < count; ++i) maximum = fmaxf(maximum, maxima[i * stride]);
-        for (int i = 0; i < count; ++i) {
+        for (int i = 0; i < place.num_splits; ++i) maximum = fmaxf(maximum, maxima[i * stride]);
+        for (int i = 0; i < place.num_splits; ++i) {
             const float weight = exp2_fast(maxima[i * stride] - maximum);
             total += weight * totals[i * stride];
-            result += weight * first[i * stride + q * kHeadSize + channel];
+            result += weight * first[i * stride + at];
         }
-        output.at(token, head * kGroup + q)[channel] = (u16)pack(result / total, 0);
-        if (lse && channel == 0)
-            lse[(i64)token * layer.num_kv_heads * kGroup + head * kGroup + q] = maximum / kLog2E + logarithm(total);
+        write_output(layer, results, step.query_start_loc[request], head, q, at % kHeadSize, result, maximum, total);
     }
 }

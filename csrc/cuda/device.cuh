@@ -79,6 +79,23 @@ ANTKV_DEVICE T load_constant(const T* at) {
     return __ldg(at);
 }
 
+// Global memory. Volatile, lest the load be moved to where its result is used.
+ANTKV_DEVICE u32 load_global(const u16* at) {
+    u16 value;
+    asm volatile("ld.global.b16 %0, [%1];" : "=h"(value) : "l"(at));
+    return value;
+}
+ANTKV_DEVICE u32 load_global(const u32* at) {
+    u32 value;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(at));
+    return value;
+}
+ANTKV_DEVICE uint2 load_global(const uint2* at) {
+    uint2 value;
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(at));
+    return value;
+}
+
 // 16 bytes from global to shared memory, past the registers.
 ANTKV_DEVICE void copy16_async(void* shared, const void* global) {
     const u32 to = (u32)__cvta_generic_to_shared(shared);

@@ -50,6 +50,20 @@ struct Rows {
     ANTKV_DEVICE u16* at(i64 token, int head) const { return data + token * stride + (i64)head * kHeadSize; }
 };
 
+// Where a request's partial results start, and how many there are.
+struct Place {
+    i32 item, num_splits;
+};
+
+// Where decoding writes.
+struct Results {
+    Rows output;
+    float* lse;       // (num_tokens, num_heads), or null
+    float* partials;  // (capacity, num_kv_heads, kPartial): of the items of `Items`
+    Place* places;    // (num_reqs)
+    i64 capacity;
+};
+
 ANTKV_DEVICE float to_float(u16 element) { return kBFloat16 ? bf16_to_float(element) : f16_to_float(element); }
 // Two elements of the model dtype.
 ANTKV_DEVICE u32 pack(float first, float second) {

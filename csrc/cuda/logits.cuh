@@ -36,13 +36,13 @@ ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, int
     float logits[kTiles][kKeyGroups][4] = {};
     const int order = lane.row % Tables::kOrders;
 #pragma unroll
-    for (int j = 0; j < kPairs; j += Tables::kAtOnce) {
-        Tables::Load first[kRowsPerLane], second[kRowsPerLane];
+    for (int j = 0; j < kPairs; j += Tables::kKeysAtOnce) {
+        Tables::KeyLoad first[kRowsPerLane], second[kRowsPerLane];
         for (int row = 0; row < kRowsPerLane; ++row) {
             first[row] = tables.load_keys(words[row], j, false);
             second[row] = tables.load_keys(words[row], j, true);
         }
-        for (int i = 0; i < Tables::kAtOnce; ++i) {
+        for (int i = 0; i < Tables::kKeysAtOnce; ++i) {
             Quad low[kRowsPerLane], high[kRowsPerLane];
             for (int row = 0; row < kRowsPerLane; ++row) {
                 low[row] = first[row].quads[i], high[row] = second[row].quads[i];
@@ -66,20 +66,15 @@ ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, int
     }
 }
 
-// corrections: of which lanes `own_row` is one.
-ANTKV_DEVICE void kept_logits(const Split& split, const u8* own_row, u32 corrections, int tile) {
+ANTKV_DEVICE void kept_logits(const Split& split, const u8* own_row, int tile) {
     const Lane lane = split.lane;
     const u8* rows[2];
-    bool corrects[2];
-    for (int i = 0; i < 2; ++i) {
-        const int token = tile * 16 + i * 8 + lane.row;
-        rows[i] = (const u8*)from_lane((i64)own_row, token);
-        corrects[i] = corrections >> token & 1;
-    }
+    for (int i = 0; i < 2; ++i) rows[i] = (const u8*)from_lane((i64)own_row, tile * 16 + i * 8 + lane.row);
     float logits[kExactGroups][4] = {};
+#pragma unroll
     for (int channel = 0; channel < kHeadSize; channel += 32) {
         const int own = channel + lane.column * 8;
-        const uint4 upper = load_kept(rows[0], corrects[0], own), lower = load_kept(rows[1], corrects[1], own);
+        const uint4 upper = load16(rows[0], own * 2), lower = load16(rows[1], own * 2);
         const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
         for (int group = 0; group < kExactGroups; ++group) {
             const uint4 b = load16((const u8*)query_row(split, group * 8 + lane.row), own * 2);
@@ -91,8 +86,53 @@ ANTKV_DEVICE void kept_logits(const Split& split, const u8* own_row, u32 correct
         for (int i = 0; i < 4; ++i) {
             const int q = group * 8 + lane.column * 2 + i % 2;
             if (q >= kGroup || !rows[i / 2]) continue;
-            float& logit = split.shared.logits[split.warp][q][tile * 16 + i / 2 * 8 + lane.row];
-            logit = logits[group][i] * (split.layer.scale * kLog2E) + (corrects[i / 2] ? logit : 0);
+            split.shared.logits[split.warp][q][tile * 16 + i / 2 * 8 + lane.row] =
+                logits[group][i] * (split.layer.scale * kLog2E);
         }
     }
+}
+
+constexpr int padded_group() {
+    int size = 1;
+    while (size < kGroup) size *= 2;
+    return size;
+}
+
+// The sums over the warp of a number per query; lane `q * (32 / kPadded)` gets the one of query q.
+constexpr int kPadded = padded_group();
+ANTKV_DEVICE float sums_of_warp(float (&own)[kPadded], Lane lane) {
+    int mask = kWarp / 2;
+#pragma unroll
+    for (int size = kPadded / 2; size; size /= 2, mask /= 2) {
+#pragma unroll
+        for (int i = 0; i < size; ++i) {
+            const bool upper = lane.index & mask;
+            const float send = upper ? own[i] : own[i + size], keep = upper ? own[i + size] : own[i];
+            own[i] = keep + from_lane_xor(send, mask);
+        }
+    }
+    for (; mask; mask /= 2) own[0] += from_lane_xor(own[0], mask);
+    return own[0];
+}
+
+// What anchors add to logits: a lane has a few channels, for all queries.
+ANTKV_DEVICE void correct_logits(const Split& split, const Anchors<KeyPart>& anchors, u32 exact) {
+    const Lane lane = split.lane;
+    for_anchors(split, anchors, exact, [&](int token, KeyPart part) {
+        const float4 channels = widen_correction(part.word);
+        float products[kPadded] = {};
+        for (int q = 0; q < kGroup; ++q) {
+            const float* raw = &split.shared.raw[q][lane.index * KeyPart::kChannels];
+            if constexpr (KeyPart::kChannels == 4) {
+                const float4 own = *(const float4*)raw;
+                products[q] = own.x * channels.x + own.y * channels.y + own.z * channels.z + own.w * channels.w;
+            } else {
+                const float2 own = *(const float2*)raw;
+                products[q] = own.x * channels.x + own.y * channels.y;
+            }
+        }
+        const float sum = sums_of_warp(products, lane);
+        const int q = lane.index / (kWarp / kPadded);
+        if (lane.index % (kWarp / kPadded) == 0 && q < kGroup) split.shared.logits[split.warp][q][token] += sum;
+    });
 }

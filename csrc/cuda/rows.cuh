@@ -39,70 +39,100 @@ ANTKV_DEVICE Ahead look_ahead(const Split& split, const u8* page, int token) {
 
 // --- What is kept beside the codes.
 
-// Give each anchor row to the lane of its token.
-ANTKV_DEVICE void take_anchors(const Split& split, int token, int offset, const u8* first_row, const u8*& row) {
-    const int at = offset - token % kBlockSize;
-    u32 hits = ballot_warp(at >= 0 && at < kTokens);
-    while (hits) {
-        const int anchor = first_bit(hits);
-        hits &= hits - 1;
-        if (from_lane(at, anchor) == split.lane.index) row = first_row + anchor * kHeadSize;
+// A lane's part of a correction of K: neighbouring channels.
+struct KeyPart {
+    static constexpr int kChannels = kHeadSize / kWarp;
+    u32 word;
+    ANTKV_DEVICE static KeyPart load(const u8* row, Lane lane) {
+        const u8* at = row + lane.index * kChannels;
+        if constexpr (kChannels == 4) return {load_global((const u32*)at)};
+        return {load_global((const u16*)at)};
+    }
+};
+
+// A lane's part of a correction of V: the channels whose sums it has.
+struct ValuePart {
+    static constexpr int kChunks = kOwnSets == 1 ? 1 : kOwnSets / 2;
+    uint2 quads[kChunks];  // of two sets each
+    ANTKV_DEVICE static ValuePart load(const u8* row, Lane lane) {
+        ValuePart part;
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            const int set = kOwnSets == 1 ? 2 * lane.column % kSets : 2 * chunk;
+            part.quads[chunk] = load_global((const uint2*)(row + Tables::value_quad(lane.row, set) * 4));
+        }
+        return part;
+    }
+};
+
+// Of 32 anchor rows (K or V), those of the warp's tokens.
+constexpr int kEarly = 2;
+template <typename Part>
+struct Anchors {
+    const u8* rows;
+    u32 hits;
+    int at;              // token of anchor row `lane`
+    Part early[kEarly];  // of the first hits: their loads are under way
+};
+
+template <typename Part>
+ANTKV_DEVICE Anchors<Part> find_anchors(const Split& split, int token, int offset, const u8* rows) {
+    Anchors<Part> anchors = {rows, 0, offset - token % kBlockSize, {}};
+    anchors.hits = ballot_warp(anchors.at >= 0 && anchors.at < kTokens);
+    u32 left = anchors.hits;
+    for (int i = 0; i < kEarly; ++i, left &= left - 1)
+        if (left) anchors.early[i] = Part::load(rows + first_bit(left) * kHeadSize, split.lane);
+    return anchors;
+}
+
+// Offset of anchor row `first + lane`. kind: 0 for K, 1 for V.
+ANTKV_DEVICE int anchor_offset(const Split& split, const Ahead& ahead, int first, int kind) {
+    if (first == 0) return kind ? ahead.v_anchor : ahead.k_anchor;
+    const int rows = split.layer.anchor_rows, row = first + split.lane.index;
+    return row < rows ? anchor_offsets(split, ahead.page)[kind * rows + row] : -1;
+}
+
+// Calls `add(token, part)` for the anchors whose tokens are not in `exact`.
+template <typename Part, typename Add>
+ANTKV_DEVICE void for_anchors(const Split& split, const Anchors<Part>& anchors, u32 exact, Add add) {
+    int n = 0;
+    for (u32 left = anchors.hits; left; left &= left - 1, ++n) {
+        const int anchor = first_bit(left), token = from_lane(anchors.at, anchor);
+        if (exact >> token & 1) continue;
+        Part part = n == 0 ? anchors.early[0] : anchors.early[1];
+        if (n >= kEarly) part = Part::load(anchors.rows + anchor * kHeadSize, split.lane);
+        add(token, part);
     }
 }
 
-ANTKV_DEVICE KeptRows kept_rows(const Split& split, const Ahead& ahead, int token) {
+// Four channels of a correction, 1/256 of their value.
+ANTKV_DEVICE float4 widen_correction(u32 word) {
+    const Quad quad = widen_e4m3(word);
+    return {f16_to_float((u16)quad.low), f16_to_float((u16)(quad.low >> 16)), f16_to_float((u16)quad.high),
+            f16_to_float((u16)(quad.high >> 16))};
+}
+
+// exact: the tokens of the warp that have rows in full precision.
+ANTKV_DEVICE KeptRows kept_rows(const Split& split, const Ahead& ahead, int token, u32& exact) {
     const Layer& layer = split.layer;
     const int own = token + split.lane.index;
     KeptRows rows = {};
-    if (token / kBlockSize < split.position / kBlockSize) {
-        for (int first = 0; first < layer.anchor_rows; first += kWarp) {
-            int k_anchor = ahead.k_anchor, v_anchor = ahead.v_anchor;
-            if (first) {
-                const bool some = first + split.lane.index < layer.anchor_rows;
-                const i16* offsets = anchor_offsets(split, ahead.page) + first + split.lane.index;
-                k_anchor = some ? offsets[0] : -1;
-                v_anchor = some ? offsets[layer.anchor_rows] : -1;
-            }
-            take_anchors(split, token, k_anchor, ahead.page + layer.k_anchors + first * kHeadSize, rows.key);
-            take_anchors(split, token, v_anchor, ahead.page + layer.v_anchors + first * kHeadSize, rows.value);
-        }
-        rows.corrects_key = rows.key;
-        rows.corrects_value = rows.value;
-    }
-    if (own < split.position && ahead.last_query >= split.position) {
+    // `last_query` of the query's own token is not before it.
+    const bool has_row = own < split.end && ahead.last_query >= split.position;
+    exact = ballot_warp(has_row);
+    if (!exact) return rows;
+    if (has_row && own < split.position) {
         const u8* key = recency_row(layer, split.step, split.request, split.head, own);
-        rows = {key, key + layer.recency_v, false, false};
+        if (key) rows = {key, key + layer.recency_v};
+    } else if (has_row) {
+        rows = {(const u8*)split.key.at(split.hand, split.head), (const u8*)split.value.at(split.hand, split.head)};
     }
-    if (own == split.position) {
-        const u8* key = (const u8*)split.key.at(split.hand, split.head);
-        rows = {key, (const u8*)split.value.at(split.hand, split.head), false, false};
-    }
-    // Whatever was said of a token that is not there yet.
-    return own < split.end ? rows : KeptRows{};
+    exact = ballot_warp(rows.key);
+    return rows;
 }
 
 // 16 bytes of a row, or zeros where there is none.
 ANTKV_DEVICE uint4 load16(const u8* row, int offset) {
     return row ? *(const uint4*)(row + offset) : uint4{0, 0, 0, 0};
-}
-
-// Four channels of a correction in the model dtype.
-ANTKV_DEVICE Quad widen_correction(u32 word) {
-    constexpr u32 kUnit = 0x5c005c00u;  // 256, twice
-    static_assert(kFp8Unit == 256);
-    Quad quad = widen_e4m3(word);
-    quad = {mul_f16x2(quad.low, kUnit), mul_f16x2(quad.high, kUnit)};
-    if constexpr (!kBFloat16) return quad;
-    const auto to_bf16 = [](u32 pair) { return pack_bf16(f16_to_float((u16)pair), f16_to_float((u16)(pair >> 16))); };
-    return {to_bf16(quad.low), to_bf16(quad.high)};
-}
-
-// Eight channels of what is kept of a token, in the model dtype; zeros where nothing is.
-ANTKV_DEVICE uint4 load_kept(const u8* row, bool corrects, int channel) {
-    if (!corrects) return load16(row, channel * 2);
-    const uint2 words = *(const uint2*)(row + channel);
-    const Quad first = widen_correction(words.x), second = widen_correction(words.y);
-    return {first.low, first.high, second.low, second.high};
 }
 
 template <bool kBrain>

@@ -30,6 +30,7 @@ struct Shared {
     float logits[kWarps][kGroup][kTokens];
     u16 weights[kWarps][2][kGroup][kTokens];  // [coded, kept], tokens in the order of mma's B
     float statistics[kWarps][kGroup][2];   // maximum and sum of each warp
+    alignas(16) float raw[kGroup][kHeadSize];  // the query as it is, for corrections of K
     alignas(16) u8 staging[larger(sizeof(Staging), sizeof(Merging))];
 };
 
@@ -45,11 +46,9 @@ struct Sums {
     float maximum[kGroup], total[kGroup];  // `total` is of the lane's own tokens
 };
 
-// What is kept of a lane's token beside its codes: rows in full precision, which take their place, or corrections (e4m3),
-// which are added to them. Null where the query sees the code alone.
+// The rows in full precision that take the place of the codes of a lane's token; null where the query sees the code.
 struct KeptRows {
     const u8 *key, *value;
-    bool corrects_key, corrects_value;
 };
 
 // What was loaded ahead of a tile's turn.
@@ -100,25 +99,62 @@ ANTKV_DEVICE const u16* query_row(const Split& split, int q) {
     return split.query.at(split.hand, split.head * kGroup + (q < kGroup ? q : kGroup - 1));
 }
 
-// The query, scaled for base-2 exponentials, turned back by position `base`, its channels where decoded rows have them.
-ANTKV_DEVICE void turn_back(const Split& split, int base, uint2 (*to)[kQuads]) {
+// The query, scaled for base-2 exponentials and turned back by the first position of a span: what a thread has of it,
+// and what turns it on by a span.
+constexpr int kTurned = (kGroup * kHeadSize / 2 + kThreads - 1) / kThreads;  // rotary pairs of a thread
+static_assert(kThreads % (kHeadSize / 2) == 0, "all pairs of a thread turn by the same angle");
+struct Turning {
+    float first[kTurned], second[kTurned], cosine, sine;
+};
+
+ANTKV_DEVICE Turning start_turning(const Split& split) {
     const Layer& layer = split.layer;
     const float scale = layer.scale * kLog2E / layer.rotary_magnitude;
-    constexpr int kItems = kGroup * kHeadSize / 4;  // two channels and their partners
-    for (int item = (int)threadIdx.x; item < kItems; item += kThreads) {
-        const int q = item / (kHeadSize / 4), channel = item % (kHeadSize / 4) * 2;
-        const u16* from = query_row(split, q);
-        float low[2], high[2];
-        for (int i = 0; i < 2; ++i) {
-            const float a = to_float(from[channel_at(layer, channel + i)]) * scale;
-            const float b = to_float(from[channel_at(layer, channel + i + kHeadSize / 2)]) * scale;
-            const i64 at = (i64)base * (kHeadSize / 2) + channel + i;
-            const float cos = layer.cos ? layer.cos[at] : 1, sin = layer.cos ? layer.sin[at] : 0;
-            low[i] = a * cos + b * sin;
-            high[i] = b * cos - a * sin;
-        }
-        u32* row = (u32*)to[q];
-        row[channel / 2] = pack_f16(low[0], low[1]);
-        row[channel / 2 + kHeadSize / 4] = pack_f16(high[0], high[1]);
+    const int channel = (int)threadIdx.x % (kHeadSize / 2);
+    Turning turning = {{}, {}, 1, 0};
+    float cos = 1, sin = 0;
+    if (layer.cos) {
+        const i64 at = (i64)split.begin * (kHeadSize / 2) + channel, step = (i64)kSpan * (kHeadSize / 2) + channel;
+        cos = layer.cos[at], sin = layer.sin[at];
+        // Shorter tables have a single span.
+        if (layer.rotary_rows > kSpan)
+            turning.cosine = layer.cos[step] / layer.rotary_magnitude,
+            turning.sine = layer.sin[step] / layer.rotary_magnitude;
     }
+    const int first = channel_at(layer, channel), second = channel_at(layer, channel + kHeadSize / 2);
+    for (int i = 0; i < kTurned; ++i) {
+        const int q = ((int)threadIdx.x + i * kThreads) / (kHeadSize / 2);
+        const u16* from = query_row(split, q);
+        const float a = to_float(from[first]) * scale, b = to_float(from[second]) * scale;
+        turning.first[i] = a * cos + b * sin;
+        turning.second[i] = b * cos - a * sin;
+    }
+    return turning;
+}
+
+ANTKV_DEVICE void turn_on(Turning& turning) {
+    for (int i = 0; i < kTurned; ++i) {
+        const float a = turning.first[i], b = turning.second[i];
+        turning.first[i] = a * turning.cosine + b * turning.sine;
+        turning.second[i] = b * turning.cosine - a * turning.sine;
+    }
+}
+
+ANTKV_DEVICE void write_query(const Turning& turning, uint2 (*to)[kQuads]) {
+    const int channel = (int)threadIdx.x % (kHeadSize / 2);
+    for (int i = 0; i < kTurned; ++i) {
+        const int q = ((int)threadIdx.x + i * kThreads) / (kHeadSize / 2);
+        if (q >= kGroup) continue;
+        u16* row = (u16*)to[q];
+        row[channel] = (u16)pack_f16(turning.first[i], 0);
+        row[channel + kHeadSize / 2] = (u16)pack_f16(turning.second[i], 0);
+    }
+}
+
+// The query as it is, scaled for corrections that were widened to 1/256 of their value.
+ANTKV_DEVICE void write_raw_query(const Split& split) {
+    const float scale = split.layer.scale * kLog2E * kFp8Unit;
+    for (int item = (int)threadIdx.x; item < kGroup * kHeadSize; item += kThreads)
+        split.shared.raw[item / kHeadSize][item % kHeadSize] =
+            to_float(query_row(split, item / kHeadSize)[item % kHeadSize]) * scale;
 }

@@ -29,8 +29,11 @@ ANTKV_DEVICE void raise_maxima(const float (&logits)[kGroup], Lane lane, Sums& s
     }
 }
 
-// exact: the token's row takes the place of its code. kept: its row or correction counts; `any_kept` for the warp.
-ANTKV_DEVICE void write_weights(const Split& split, bool visible, bool exact, bool kept, bool any_kept, Sums& sums) {
+// A lane of mma's B has tokens c, c + 4, c + 8 and c + 12 of a tile: their weights lie side by side.
+ANTKV_DEVICE int weight_place(int token) { return token / 16 * 16 + token % 4 * 4 + token / 4 % 4; }
+
+// exact: the token's row takes the place of its code; `any_exact` for the warp.
+ANTKV_DEVICE void write_weights(const Split& split, bool visible, bool exact, bool any_exact, Sums& sums) {
     const Lane lane = split.lane;
     float logits[kGroup];
     bool above = false;
@@ -39,13 +42,12 @@ ANTKV_DEVICE void write_weights(const Split& split, bool visible, bool exact, bo
         above |= logits[q] > sums.maximum[q] + kSlack;
     }
     if (ballot_warp(above)) raise_maxima(logits, lane, sums);
-    // A lane of mma's B has tokens c, c + 4, c + 8 and c + 12 of a tile: they lie side by side.
-    const int at = lane.index / 16 * 16 + lane.index % 4 * 4 + lane.index / 4 % 4;
+    const int at = weight_place(lane.index);
     for (int q = 0; q < kGroup; ++q) {
         const float weight = exp2_fast(logits[q] - sums.maximum[q]);
         sums.total[q] += weight;
         split.shared.weights[split.warp][0][q][at] = (u16)pack_f16(exact ? 0 : weight, 0);
-        if (any_kept) split.shared.weights[split.warp][1][q][at] = (u16)pack(kept ? weight : 0, 0);
+        if (any_exact) split.shared.weights[split.warp][1][q][at] = (u16)pack(exact ? weight : 0, 0);
     }
 }
 
@@ -89,37 +91,61 @@ ANTKV_DEVICE void coded_values(const Split& split, int buffer, int tile, Sums& s
     for (int i = 0; i < 4; ++i)
         words[i] = split.tables.value_codes(codes + (tile * 16 + lane.column + 4 * i) * kCodeBytes);
 #pragma unroll
-    for (int turn = 0; turn < kSets; turn += Tables::kAtOnce) {
-        Tables::Load loads[4];
+    for (int turn = 0; turn < kSets; turn += Tables::kValuesAtOnce) {
+        Tables::ValueLoad loads[4];
         for (int i = 0; i < 4; ++i) loads[i] = split.tables.load_values(words[i], turn);
-        for (int j = 0; j < Tables::kAtOnce; ++j) {
+        for (int j = 0; j < Tables::kValuesAtOnce; ++j) {
             const Quad tokens[4] = {loads[0].quads[j], loads[1].quads[j], loads[2].quads[j], loads[3].quads[j]};
             add_values<false>(tokens, weights, Tables::value_set(lane.column, turn + j), lane, sums);
         }
     }
 }
 
-// corrections: of which lanes `own_row` is one.
-ANTKV_DEVICE void kept_values(const Split& split, const u8* own_row, u32 corrections, int tile, Sums& sums) {
+ANTKV_DEVICE void kept_values(const Split& split, const u8* own_row, int tile, Sums& sums) {
     const Lane lane = split.lane;
     uint2 weights[kValueGroups];
     load_weights(split, 1, tile, weights);
     const u8* rows[4];
-    bool corrects[4];
-    for (int i = 0; i < 4; ++i) {
-        const int token = tile * 16 + lane.column + 4 * i;
-        rows[i] = (const u8*)from_lane((i64)own_row, token);
-        corrects[i] = corrections >> token & 1;
-    }
+    for (int i = 0; i < 4; ++i) rows[i] = (const u8*)from_lane((i64)own_row, tile * 16 + lane.column + 4 * i);
 #pragma unroll
     for (int set = 0; set < kSets; set += 2) {
         Quad first[4], second[4];
         for (int i = 0; i < 4; ++i) {
-            const uint4 words = load_kept(rows[i], corrects[i], Tables::value_quad(lane.row, set) * 4);
+            const uint4 words = load16(rows[i], Tables::value_quad(lane.row, set) * 8);
             first[i] = {words.x, words.y};
             second[i] = {words.z, words.w};
         }
         add_values<kBFloat16>(first, weights, set, lane, sums);
         add_values<kBFloat16>(second, weights, set + 1, lane, sums);
     }
+}
+
+// What anchors add to the sums, as lanes have them.
+ANTKV_DEVICE void correct_values(const Split& split, const Anchors<ValuePart>& anchors, u32 exact, Sums& sums) {
+    const Lane lane = split.lane;
+    for_anchors(split, anchors, exact, [&](int token, ValuePart part) {
+        float channels[ValuePart::kChunks][2][4];
+#pragma unroll
+        for (int chunk = 0; chunk < ValuePart::kChunks; ++chunk) {
+            const float4 first = widen_correction(part.quads[chunk].x), second = widen_correction(part.quads[chunk].y);
+            const float both[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
+            for (int i = 0; i < 8; ++i) channels[chunk][i / 4][i % 4] = both[i / 4][i % 4];
+        }
+#pragma unroll
+        for (int group = 0; group < kValueGroups; ++group) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int q = group * kValueColumns + (lane.column * 2 + i) / Tables::kSetColumns;
+                const u16* weights = split.shared.weights[split.warp][0][q < kGroup ? q : kGroup - 1];
+                const float weight = f16_to_float(weights[weight_place(token)]) * kFp8Unit;
+#pragma unroll
+                for (int own = 0; own < kOwnSets; ++own) {
+                    // With sets side by side, a column is of one of the two sets; else a lane has all sets.
+                    const float(&quad)[4] = kOwnSets == 1 ? channels[0][i] : channels[own / 2][own % 2];
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) sums.output[own][group][k / 2][k % 2 * 2 + i] += weight * quad[k];
+                }
+            }
+        }
+    });
 }

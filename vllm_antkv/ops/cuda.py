@@ -11,9 +11,10 @@ from functools import cache
 
 import torch
 
+from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.arguments import rows_argument, step_argument
-from vllm_antkv.ops.cuda_arguments import layer_argument, tables_of
+from vllm_antkv.ops.cuda_arguments import ResultsArgument, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
 from vllm_antkv.ops.layer import LayerKind, LayerOperations, LayerState
@@ -27,11 +28,9 @@ HEAD_SIZES = (64, 128)
 FORMATS = ((4, 256), (8, 256), (16, 4096), (32, 4096))
 #: Compute capability from which there is mma with bfloat16 and cp.async.
 _MIN_CAPABILITY = (8, 0)
-#: Tokens of a split: at least this, since a CTA reads the tables once, and never more splits than this per request.
-#: It depends on the longest request the server takes and on nothing else: results do not depend on who else is served.
-_MIN_SPLIT, _MAX_SPLITS = 1024, 16
-#: Tokens that the warps of a CTA take together; splits are multiples of it.
-_SPAN = 256
+#: Tokens of a split, a multiple of what the warps of a CTA take together. A constant, so that who else is served changes
+#: no bit of a result: long enough for what a split costs beside its tokens, short enough for 16 CTAs to share 32K tokens.
+_SPLIT = 2048
 #: Tokens of a tile of antkv_encode_store.
 _ENCODE_TILE = 16
 
@@ -107,7 +106,8 @@ class CudaOperations:
         self._scratch = layer.scratch
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
-        self._layer = layer_argument(layer, self._tensors, _split_of(layer))
+        self._layer = layer_argument(layer, self._tensors, _SPLIT)
+        self._pool_splits = len(layer.vq.k_codes) * VQ_BLOCK_SIZE // _SPLIT
         # As much as any step will take.
         self._partials(layer.max_num_reqs, len(layer.last_query))
 
@@ -149,10 +149,10 @@ class CudaOperations:
         lse: torch.Tensor | None,
         step: Step,
     ) -> None:
-        """See `LayerOperations`. Steps with longer queries, which are no graphs, are Triton's."""
+        """See `LayerOperations`. Longer queries are Triton's; single tokens beside them get the bits they get alone."""
         if step.max_query_len > 1:
             self._others.attend(query, key, value, output, lse, step)
-        elif step.num_reqs:
+        if step.num_reqs:
             self._decode(query, key, value, output, lse, step)
 
     def _decode(
@@ -165,46 +165,48 @@ class CudaOperations:
         step: Step,
     ) -> None:
         build, num_kv_heads = self._build, key.shape[1]
-        partials = self._partials(step.num_reqs, step.max_seq_len)
-        max_splits = partials.shape[1]
-        common = (ctypes.c_int64(max_splits), ctypes.c_void_p(partials.data_ptr()))
-        workers = min(max(self._backend.multiprocessors // num_kv_heads, 1), step.num_reqs * max_splits)
-        rows = (rows_argument(query), rows_argument(key), rows_argument(value))
+        partials, places = self._partials(step.num_reqs, step.max_seq_len)
+        capacity = len(partials)
+        results = ResultsArgument(
+            rows_argument(output),
+            None if lse is None else lse.data_ptr(),
+            partials.data_ptr(),
+            places.data_ptr(),
+            capacity,
+        )
         self._backend.launch(
             build,
             "antkv_decode",
-            (workers, num_kv_heads),
+            (min(max(self._backend.multiprocessors // num_kv_heads, 1), capacity), num_kv_heads),
             build.threads,
             build.decode_shared_bytes,
-            (self._layer, step_argument(step), *rows, *common),
+            (
+                self._layer,
+                step_argument(step),
+                rows_argument(query),
+                rows_argument(key),
+                rows_argument(value),
+                results,
+            ),
         )
         self._backend.launch(
             build,
             "antkv_merge",
             (step.num_reqs, num_kv_heads),
-            build.head_size,
+            build.merge_threads,
             0,
-            (
-                self._layer,
-                step_argument(step),
-                rows_argument(output),
-                ctypes.c_void_p(None if lse is None else lse.data_ptr()),
-                *common,
-            ),
+            (self._layer, step_argument(step), results),
         )
 
-    def _partials(self, num_reqs: int, max_seq_len: int) -> torch.Tensor:
-        """Scratch for what the splits leave to be merged."""
-        max_splits = -(-max_seq_len // self._layer.split)
-        shape = (num_reqs, max_splits, self._layer.num_kv_heads, self._build.partial_floats)
-        (partials,) = self._scratch((shape, torch.float32))
-        return partials
+    def _partials(self, num_reqs: int, max_seq_len: int) -> list[torch.Tensor]:
+        """Scratch for what the splits leave to be merged, and where each request's start.
 
-
-def _split_of(layer: LayerState) -> int:
-    """Tokens of a split."""
-    wanted = -(-len(layer.last_query) // _MAX_SPLITS)
-    return max(_MIN_SPLIT, -(-wanted // _SPAN) * _SPAN)
+        All sequences together are rarely longer than the pool, even where they share blocks. Where they are, the
+        kernels make do with it (csrc/cuda/items.cuh).
+        """
+        capacity = min(num_reqs * -(-max_seq_len // _SPLIT), num_reqs + self._pool_splits)
+        shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)
+        return self._scratch((shape, torch.float32), ((num_reqs, 2), torch.int32))
 
 
 def _triton(layer: LayerState) -> LayerOperations:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from vllm_antkv.ops.arguments import layer_fields, plain_tables
+from vllm_antkv.ops.arguments import RowsArgument, layer_fields, plain_tables
 from vllm_antkv.ops.cuda_build import Build
 from vllm_antkv.ops.layer import LayerState
 
@@ -28,6 +28,16 @@ class LayerArgument(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
         *((name, ctypes.c_int32) for name in ("num_kv_heads", "rotary_dim", "is_neox_style", "rotary_rows")),
         *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "split", "unused")),
+    ]
+
+
+class ResultsArgument(ctypes.Structure):
+    """Results of csrc/cuda/layer.cuh."""
+
+    _fields_: ClassVar = [
+        ("output", RowsArgument),
+        *((name, ctypes.c_void_p) for name in ("lse", "partials", "places")),
+        ("capacity", ctypes.c_int64),
     ]
 
 

@@ -71,6 +71,11 @@ class Build:
         return self.group * (self.head_size + 2)
 
     @property
+    def merge_threads(self) -> int:
+        """Of a CTA of antkv_merge."""
+        return min(self.group * self.head_size, 1024)
+
+    @property
     def decode_shared_bytes(self) -> int:
         """Of a CTA of antkv_decode; csrc/cuda/decode.cu asserts that it is the same."""
         query = 2 * self.group * self.head_size * 2
@@ -81,7 +86,8 @@ class Build:
         merged_queries = 8 // (self.head_size // 32) if self.stages_tables else 8
         merging = self.warps * merged_queries * self.head_size * 4
         content = query + logits_and_weights + statistics
-        return self.num_tables * _TABLE + -(-content // 16) * 16 + max(staged_codes, merging)
+        raw_query = self.group * self.head_size * 4
+        return self.num_tables * _TABLE + -(-content // 16) * 16 + raw_query + max(staged_codes, merging)
 
     @property
     def encode_shared_bytes(self) -> int:

@@ -270,6 +270,10 @@ T load_constant(const T* at) {
     return *at;
 }
 
+inline u32 load_global(const u16* at) { return load_constant(at); }
+inline u32 load_global(const u32* at) { return load_constant(at); }
+inline uint2 load_global(const uint2* at) { return load_constant(at); }
+
 inline void copy16_async(void* shared, const void* global) {
     if (((size_t)shared | (size_t)global) % 16) {
         std::fprintf(stderr, "a copy of 16 bytes is not aligned\n");
