@@ -1,18 +1,14 @@
 """Runs the sources of the CUDA kernels on a CPU: compiled with g++ against `emulation.h`, one fiber per thread."""
 
 import ctypes
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from tests.kernels.cuda_emulation.build import HERE, compile_kernels
 from vllm_antkv.ops.cuda_backend import Argument
 from vllm_antkv.ops.cuda_build import Build
-
-_HERE = Path(__file__).parent
-_SOURCES = _HERE.parents[2] / "csrc" / "cuda"
-_FLAGS = ("-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", "-DANTKV_EMULATION")
 
 
 @cache
@@ -20,10 +16,7 @@ def library(build: Build) -> ctypes.CDLL:
     definitions = [f"-D{name}={value}" for name, value in build.definitions.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernels.so"
-        files = [str(_HERE / f"{name}.cpp") for name in ("decode", "encode_store")]
-        command = ["g++", *_FLAGS, f"-I{_HERE}", f"-I{_SOURCES}", *definitions, *files, "-o", str(path)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+        compile_kernels([HERE / f"{name}.cpp" for name in ("decode", "encode_store")], path, definitions)
         return ctypes.CDLL(str(path))
 
 
