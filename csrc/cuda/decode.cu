@@ -3,80 +3,55 @@
 //
 // Angles are linear in the position, so the query is turned back by the first position of a span of tokens, and decoded
 // K rows are turned by their offsets in it alone. A warp always has the same offsets: their cosines stay in registers.
-#include "items.cuh"
+#include "bring.cuh"
 #include "logits.cuh"
 #include "values.cuh"
 
 namespace {
 
-// The 32 tokens of a warp in a span.
-ANTKV_DEVICE void attend(const Split& split, const Rotation& rotation, const Ahead& ahead, int token, int buffer,
-                         Sums& sums) {
-    const u8 *k_rows = ahead.page + split.layer.k_anchors, *v_rows = ahead.page + split.layer.v_anchors;
-    // A query sees the anchors of the blocks before its own; few of them have more than 32.
-    const int more_rows = token / kBlockSize < split.position / kBlockSize ? split.layer.anchor_rows : 0;
-    // The loads of their rows are under way while logits are computed.
-    const auto k_anchors = find_anchors<KeyPart>(split, token, ahead.k_anchor, k_rows);
-    const auto v_anchors = find_anchors<ValuePart>(split, token, ahead.v_anchor, v_rows);
-    coded_logits(split, rotation, buffer);
-    u32 exact;
-    const KeptRows own = kept_rows(split, ahead, token, exact);
-    sync_warp();
-    correct_logits(split, k_anchors, exact);
-    for (int first = kWarp; first < more_rows; first += kWarp) {
-        const int offset = anchor_offset(split, ahead, first, 0);
-        correct_logits(split, find_anchors<KeyPart>(split, token, offset, k_rows + first * kHeadSize), exact);
-    }
-    for (int tile = 0; tile < kTiles; ++tile)
-        if (exact >> tile * 16 & 0xffff) kept_logits(split, own.key, tile);
-    sync_warp();
-    write_weights(split, token + split.lane.index < split.end, own.key, exact, sums);
-    sync_warp();
-    correct_values(split, v_anchors, exact, sums);
-    for (int first = kWarp; first < more_rows; first += kWarp) {
-        const int offset = anchor_offset(split, ahead, first, 1);
-        correct_values(split, find_anchors<ValuePart>(split, token, offset, v_rows + first * kHeadSize), exact, sums);
-    }
-    for (int tile = 0; tile < kTiles; ++tile) {
-        coded_values(split, buffer, tile, sums);
-        if (exact >> tile * 16 & 0xffff) kept_values(split, own.value, tile, sums);
-    }
-    // The next tile writes what this one has read.
-    sync_warp();
+ANTKV_DEVICE void correct_logits(const Tile& tile, Anchors anchors, u32 exact) {
+    do {
+        for (int first = 0; first < kAnchorsAtOnce; first += 8)
+            if (anchors.hits >> first & 0xff) correct_logits(tile, anchors, first);
+    } while (anchors.next(tile, exact));
 }
 
-ANTKV_DEVICE void attend_split(const Split& split, const Rotation& rotation, Sums& sums) {
+ANTKV_DEVICE void correct_values(const Tile& tile, Anchors anchors, u32 exact, Sums& sums) {
+    do {
+        const u8* rows = anchors.page + tile.in.layer.v_anchors + anchors.first * kHeadSize;
+        for (u32 left = anchors.hits >> kAnchorsAtOnce; left; left &= left - 1) {
+            const int row = first_bit(left);
+            correct_values(tile, rows + row * kHeadSize, from_lane(anchors.at, kAnchorsAtOnce + row), sums);
+        }
+    } while (anchors.next(tile, exact));
+}
+
+ANTKV_DEVICE void attend(const Tile& tile, const Rotation& rotation, Sums& sums) {
+    u32 exact = tile.span.exact[tile.warp];
+    ExactRow own = {};
+    if (exact) own = find_row(tile, exact);
+    const Anchors anchors(tile, exact);
+    coded_logits(tile, rotation);
+    sync_warp();
+    correct_logits(tile, anchors, exact);
+    for (int half = 0; half < kTiles; ++half)
+        if (exact >> half * 16 & 0xffff) exact_logits(tile, own.key, half);
+    sync_warp();
+    write_weights(tile, exact, sums);
+    sync_warp();
+    correct_values(tile, anchors, exact, sums);
+    for (int half = 0; half < kTiles; ++half) {
+        coded_values(tile, half, sums);
+        if (exact >> half * 16 & 0xffff) exact_values(tile, own.value, half, sums);
+    }
+}
+
+ANTKV_DEVICE void clear(Sums& sums) {
     for (int q = 0; q < kGroup; ++q) sums.maximum[q] = -ANTKV_INFINITY, sums.total[q] = 0;
     for (int set = 0; set < kOwnSets; ++set)
         for (int group = 0; group < kValueGroups; ++group)
             for (int half = 0; half < 2; ++half)
                 for (int i = 0; i < 4; ++i) sums.output[set][group][half][i] = 0;
-
-    int token = split.begin + split.warp * kTokens;
-    Ahead ahead = look_ahead(split, page_at(split, token), token);
-    const u8* next_page = page_at(split, token + kSpan);
-    copy_codes(split, ahead.page, token, 0);
-    Turning turning = start_turning(split);
-    write_query(turning, split.shared.query[0]);
-    write_raw_query(split);
-    sync_block();
-    int buffer = 0;
-    for (int base = split.begin; base < split.end; base += kSpan, token += kSpan, buffer ^= 1) {
-        const Ahead next = look_ahead(split, next_page, token + kSpan);
-        copy_codes(split, next_page, token + kSpan, buffer ^ 1);
-        next_page = page_at(split, token + 2 * kSpan);
-        if (base + kSpan < split.end) {
-            turn_on(turning);
-            write_query(turning, split.shared.query[buffer ^ 1]);
-        }
-        wait_for_copies<1>();
-        sync_warp();
-        if (ahead.page) attend(split, rotation, ahead, token, buffer, sums);
-        ahead = next;
-        sync_block();
-    }
-    // Nothing is under way; still, the staging buffers are about to be used otherwise.
-    wait_for_copies<0>();
 }
 
 // --- Results.
@@ -96,32 +71,32 @@ ANTKV_DEVICE void write_output(const Layer& layer, const Results& results, int t
         results.lse[(i64)token * layer.num_kv_heads * kGroup + head * kGroup + q] = maximum / kLog2E + logarithm(total);
 }
 
-// Join the warps, a few queries at a time: that is what shared memory has room for. partial: null where the split is all
-// there is of its request.
-ANTKV_DEVICE void write_split(const Split& split, const Sums& sums, const Results& results, float* partial) {
-    Shared& shared = split.shared;
-    const Lane lane = split.lane;
+// Join the warps, a few queries at a time: that is what shared memory has room for. The only split of a request is its
+// output.
+ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work, const Sums& sums,
+                              Lane lane, int warp) {
     for (int q = 0; q < kGroup; ++q) {
         const float total = sum_of_warp(sums.total[q]);
         if (lane.index) continue;
-        shared.statistics[split.warp][q][0] = sums.maximum[q];
-        shared.statistics[split.warp][q][1] = total;
+        shared.statistics[warp][q][0] = sums.maximum[q];
+        shared.statistics[warp][q][1] = total;
     }
-    float(*output)[kValueColumns][kHeadSize] = ((Merging*)shared.staging)->output;
+    float* partial = work.num_splits > 1 ? partial_at(in.layer, in.results, work.item, in.head) : nullptr;
+    float(*output)[kValueColumns][kHeadSize] = ((Merging*)shared.scratch)->output;
     for (int group = 0; group < kValueGroups; ++group) {
-        sync_block();
+        sync_attending();
         for (int i = 0; i < 2; ++i) {
             const int column = lane.column * 2 + i;
             for (int own = 0; own < kOwnSets; ++own) {
                 const int set = kOwnSets == 1 ? column % kSets : own, channel = Tables::value_quad(lane.row, set) * 4;
                 const float(&sum)[2][4] = sums.output[own][group];
-                float4* to = (float4*)&output[split.warp][column / Tables::kSetColumns][channel];
+                float4* to = (float4*)&output[warp][column / Tables::kSetColumns][channel];
                 *to = {sum[0][i], sum[0][2 + i], sum[1][i], sum[1][2 + i]};
             }
         }
-        sync_block();
-        for (int item = (int)threadIdx.x; item < kValueColumns * kHeadSize; item += kThreads) {
-            const int column = item / kHeadSize, q = group * kValueColumns + column, channel = item % kHeadSize;
+        sync_attending();
+        for (int at = (int)threadIdx.x; at < kValueColumns * kHeadSize; at += kThreads) {
+            const int column = at / kHeadSize, q = group * kValueColumns + column, channel = at % kHeadSize;
             if (q >= kGroup) continue;
             float maximum = -ANTKV_INFINITY, total = 0, result = 0;
             for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, shared.statistics[w][q][0]);
@@ -131,7 +106,7 @@ ANTKV_DEVICE void write_split(const Split& split, const Sums& sums, const Result
                 result += weight * output[w][column][channel];
             }
             if (!partial) {
-                write_output(split.layer, results, split.hand, split.head, q, channel, result, maximum, total);
+                write_output(in.layer, in.results, work.hand, in.head, q, channel, result, maximum, total);
                 continue;
             }
             partial[q * kHeadSize + channel] = result;
@@ -140,36 +115,57 @@ ANTKV_DEVICE void write_split(const Split& split, const Sums& sums, const Result
             partial[kGroup * (kHeadSize + 1) + q] = total;
         }
     }
-    sync_block();
+    // The next tile writes where the warps' outputs are.
+    sync_attending();
+}
+
+ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tables, Lane lane, int warp) {
+    const Rotation rotation = lane_rotation(in.layer, in.head, lane, warp);
+    Sums sums;
+    clear(sums);
+    for (Turn turn;; turn.advance()) {
+        wait(&shared.full[turn.slot], turn.parity);
+        const Span& span = shared.ring[turn.slot];
+        if (span.work.token == kNoMore) return;
+        const Tile tile = {in, shared, span, tables, lane, warp, span.work.token + warp * kTokens};
+        if (tile.token < span.work.end) attend(tile, rotation, sums);
+        if (span.work.is_last) {
+            write_split(in, shared, span.work, sums, lane, warp);
+            clear(sums);
+        }
+        // Also, the next tile writes what this one has read.
+        sync_warp();
+        if (lane.index == 0) arrive(&shared.empty[turn.slot]);
+    }
 }
 
 }  // namespace
 
 // Grid: (workers, num_kv_heads). Shared memory: the tables, then `Shared`.
-ANTKV_KERNEL(kThreads)
+ANTKV_KERNEL(kDecodeThreads)
 antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query, Rows key, Rows value,
              ANTKV_ARGUMENT(Results) results) {
     ANTKV_DYNAMIC_SHARED(memory);
     const Lane lane((int)threadIdx.x);
-    const int head = (int)blockIdx.y, warp = (int)threadIdx.x / kWarp;
+    const int warp = (int)threadIdx.x / kWarp, item = (int)blockIdx.x;
+    const Inputs in = {layer, step, query, key, value, results, (int)blockIdx.y};
     Shared& shared = *(Shared*)(memory + Tables::kBytes);
     Items items(layer, step, results.capacity);
-    int item = (int)blockIdx.x;
     if (!items.find(item, lane.index)) return;
-    const Tables tables(layer, head, lane, memory);
-    const Rotation rotation = lane_rotation(layer, head, lane, warp);
-    do {
-        const int length = step.seq_lens[items.request], begin = items.split * layer.split;
-        const int end = items.split + 1 == items.num_splits ? length : begin + layer.split;
-        const int hand = step.query_start_loc[items.request];
-        const Split split = {layer, step, shared, tables, query, key, value, head, items.request,
-                             begin, end, length - 1, hand, lane, warp};
-        if (head == 0 && items.split == 0 && threadIdx.x == 0) results.places[items.request] = {item, items.num_splits};
-        Sums sums;
-        attend_split(split, rotation, sums);
-        write_split(split, sums, results, items.num_splits > 1 ? partial_at(layer, results, item, head) : nullptr);
-        item += (int)gridDim.x;
-    } while (items.find(item, lane.index));
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < kRing; ++slot) {
+            make_barrier(&shared.full[slot], kBringing + 1);
+            make_barrier(&shared.empty[slot], kWarps);
+        }
+        publish_barriers();
+    }
+    sync_block();
+    if (warp == kWarps) {
+        bring_all(in, shared, items, item, (int)gridDim.x, lane);
+        return;
+    }
+    const Tables tables(layer, in.head, lane, memory);
+    attend_all(in, shared, tables, lane, warp);
 }
 
 // Grid: (num_reqs, num_kv_heads); a thread per query of the group and channel, or as many as a CTA can have.

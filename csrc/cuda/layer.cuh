@@ -34,7 +34,7 @@ struct Layer {
     i32 num_kv_heads, rotary_dim, is_neox_style, rotary_rows;
     i32 recency_block_size, anchor_rows;
     i32 split;                                  // tokens of a split, whatever the batch
-    i32 unused;
+    i32 staged_bytes;                           // of a page that decoding brings at once: its codes, or all of it
 };
 
 // What a step computes; see vllm_antkv/ops/step.py. Table strides are in entries.

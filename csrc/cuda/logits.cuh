@@ -12,24 +12,23 @@ ANTKV_DEVICE void turn(Quad& first, Quad& second, const u32 (&cosine)[2], const 
 }
 
 // A product of two K rows, 8 tokens apart, with all queries; columns of B are (query, order).
-ANTKV_DEVICE void add_key_quads(const Quad (&rows)[kRowsPerLane], const uint2 (*query)[kQuads], int quad, Lane lane,
+ANTKV_DEVICE void add_key_quads(const Quad (&rows)[kRowsPerLane], const Span& span, int quad, Lane lane,
                                 float (&logits)[kTiles][kKeyGroups][4]) {
     for (int group = 0; group < kKeyGroups; ++group) {
         const int q = group * kKeyColumns + lane.row / Tables::kOrders;
-        const uint2 b = query[q < kGroup ? q : kGroup - 1][quad];
-        for (int tile = 0; tile < kTiles; ++tile) {
-            const Quad &upper = rows[2 * tile], &lower = rows[2 * tile + 1];
+        for (int half = 0; half < kTiles; ++half) {
+            const uint2 b = span.query[half][q < kGroup ? q : kGroup - 1][quad];
+            const Quad &upper = rows[2 * half], &lower = rows[2 * half + 1];
             const u32 a[4] = {upper.low, lower.low, upper.high, lower.high};
-            mma_f16(logits[tile][group], a, b.x, b.y);
+            mma_f16(logits[half][group], a, b.x, b.y);
         }
     }
 }
 
-ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, int buffer) {
-    const Lane lane = split.lane;
-    const Tables& tables = split.tables;
-    const u8* codes = ((const Staging*)split.shared.staging)->codes[split.warp][buffer][0];
-    const uint2(*query)[kQuads] = split.shared.query[buffer];
+ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation) {
+    const Lane lane = tile.lane;
+    const Tables& tables = tile.tables;
+    const u8* codes = tile.codes();
     Tables::KeyCodes words[kRowsPerLane];
     for (int row = 0; row < kRowsPerLane; ++row)
         words[row] = tables.key_codes(codes + (row * 8 + lane.row) * kCodeBytes);
@@ -46,11 +45,11 @@ ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, int
             Quad low[kRowsPerLane], high[kRowsPerLane];
             for (int row = 0; row < kRowsPerLane; ++row) {
                 low[row] = first[row].quads[i], high[row] = second[row].quads[i];
-                turn(low[row], high[row], rotation.cosine[row][j + i], rotation.sine[row][j + i]);
+                turn(low[row], high[row], rotation.cosine[row % 2][j + i], rotation.sine[row % 2][j + i]);
             }
             // A column of B needs the channels that the rows of its order have at this step.
-            add_key_quads(low, query, Tables::key_quad(lane.column, order, j + i, false), lane, logits);
-            add_key_quads(high, query, Tables::key_quad(lane.column, order, j + i, true), lane, logits);
+            add_key_quads(low, tile.span, Tables::key_quad(lane.column, order, j + i, false), lane, logits);
+            add_key_quads(high, tile.span, Tables::key_quad(lane.column, order, j + i, true), lane, logits);
         }
     }
     // Of the columns of a query, one has the order of the row.
@@ -61,15 +60,16 @@ ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, int
             const int q = group * kKeyColumns + column / Tables::kOrders;
             if (q >= kGroup) continue;
             for (int row = 0; row < kRowsPerLane; ++row)
-                split.shared.logits[split.warp][q][row * 8 + lane.row] = logits[row / 2][group][row % 2 * 2 + i];
+                tile.logits()[q][row * 8 + lane.row] = logits[row / 2][group][row % 2 * 2 + i];
         }
     }
 }
 
-ANTKV_DEVICE void kept_logits(const Split& split, const u8* own_row, int tile) {
-    const Lane lane = split.lane;
+// own_row: of the lane's token, or null. half: of the tile.
+ANTKV_DEVICE void exact_logits(const Tile& tile, const u8* own_row, int half) {
+    const Lane lane = tile.lane;
     const u8* rows[2];
-    for (int i = 0; i < 2; ++i) rows[i] = (const u8*)from_lane((i64)own_row, tile * 16 + i * 8 + lane.row);
+    for (int i = 0; i < 2; ++i) rows[i] = (const u8*)from_lane((i64)own_row, half * 16 + i * 8 + lane.row);
     float logits[kExactGroups][4] = {};
 #pragma unroll
     for (int channel = 0; channel < kHeadSize; channel += 32) {
@@ -77,7 +77,8 @@ ANTKV_DEVICE void kept_logits(const Split& split, const u8* own_row, int tile) {
         const uint4 upper = load16(rows[0], own * 2), lower = load16(rows[1], own * 2);
         const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
         for (int group = 0; group < kExactGroups; ++group) {
-            const uint4 b = load16((const u8*)query_row(split, group * 8 + lane.row), own * 2);
+            const int q = group * 8 + lane.row;
+            const uint4 b = load16((const u8*)tile.span.raw[q < kGroup ? q : kGroup - 1], own * 2);
             multiply<kBFloat16>(logits[group], first, b.x, b.y);
             multiply<kBFloat16>(logits[group], second, b.z, b.w);
         }
@@ -86,53 +87,36 @@ ANTKV_DEVICE void kept_logits(const Split& split, const u8* own_row, int tile) {
         for (int i = 0; i < 4; ++i) {
             const int q = group * 8 + lane.column * 2 + i % 2;
             if (q >= kGroup || !rows[i / 2]) continue;
-            split.shared.logits[split.warp][q][tile * 16 + i / 2 * 8 + lane.row] =
-                logits[group][i] * (split.layer.scale * kLog2E);
+            tile.logits()[q][half * 16 + i / 2 * 8 + lane.row] = logits[group][i] * (tile.in.layer.scale * kLog2E);
         }
     }
 }
 
-constexpr int padded_group() {
-    int size = 1;
-    while (size < kGroup) size *= 2;
-    return size;
-}
-
-// The sums over the warp of a number per query; lane `q * (32 / kPadded)` gets the one of query q.
-constexpr int kPadded = padded_group();
-ANTKV_DEVICE float sums_of_warp(float (&own)[kPadded], Lane lane) {
-    int mask = kWarp / 2;
+// What 8 anchors from `first` on add to logits: their rows are the upper ones of A, the queries as they are B. A lane has
+// every fourth 8 channels of its row.
+ANTKV_DEVICE void correct_logits(const Tile& tile, const Anchors& anchors, int first) {
+    const Lane lane = tile.lane;
+    const bool hit = anchors.hits >> (first + lane.row) & 1;
+    const int token = from_lane(anchors.at, first + lane.row);
+    const u8* row = anchors.page + tile.in.layer.k_anchors + (anchors.first + first + lane.row) * kHeadSize;
+    float logits[kExactGroups][4] = {};
 #pragma unroll
-    for (int size = kPadded / 2; size; size /= 2, mask /= 2) {
-#pragma unroll
-        for (int i = 0; i < size; ++i) {
-            const bool upper = lane.index & mask;
-            const float send = upper ? own[i] : own[i + size], keep = upper ? own[i + size] : own[i];
-            own[i] = keep + from_lane_xor(send, mask);
+    for (int channel = 0; channel < kHeadSize; channel += 32) {
+        const int own = channel + lane.column * 8;
+        const uint2 words = hit ? *(const uint2*)(row + own) : uint2{0, 0};
+        const Quad low = widen_e4m3(words.x), high = widen_e4m3(words.y);
+        const u32 a[2][4] = {{low.low, 0, low.high, 0}, {high.low, 0, high.high, 0}};
+        for (int group = 0; group < kExactGroups; ++group) {
+            const int q = group * 8 + lane.row;
+            const uint4 b = *(const uint4*)&tile.span.plain[q < kGroup ? q : kGroup - 1][own];
+            mma_f16(logits[group], a[0], b.x, b.y);
+            mma_f16(logits[group], a[1], b.z, b.w);
         }
     }
-    for (; mask; mask /= 2) own[0] += from_lane_xor(own[0], mask);
-    return own[0];
-}
-
-// What anchors add to logits: a lane has a few channels, for all queries.
-ANTKV_DEVICE void correct_logits(const Split& split, const Anchors<KeyPart>& anchors, u32 exact) {
-    const Lane lane = split.lane;
-    for_anchors(split, anchors, exact, [&](int token, KeyPart part) {
-        const float4 channels = widen_correction(part.word);
-        float products[kPadded] = {};
-        for (int q = 0; q < kGroup; ++q) {
-            const float* raw = &split.shared.raw[q][lane.index * KeyPart::kChannels];
-            if constexpr (KeyPart::kChannels == 4) {
-                const float4 own = *(const float4*)raw;
-                products[q] = own.x * channels.x + own.y * channels.y + own.z * channels.z + own.w * channels.w;
-            } else {
-                const float2 own = *(const float2*)raw;
-                products[q] = own.x * channels.x + own.y * channels.y;
-            }
+    for (int group = 0; group < kExactGroups; ++group) {
+        for (int i = 0; i < 2; ++i) {
+            const int q = group * 8 + lane.column * 2 + i;
+            if (hit && q < kGroup) tile.logits()[q][token] += logits[group][i] * kFp8Unit;
         }
-        const float sum = sums_of_warp(products, lane);
-        const int q = lane.index / (kWarp / kPadded);
-        if (lane.index % (kWarp / kPadded) == 0 && q < kGroup) split.shared.logits[split.warp][q][token] += sum;
-    });
+    }
 }

@@ -45,7 +45,7 @@ struct StagedTables {
         for (int at = (int)threadIdx.x * 16; at < kBytes; at += kThreads * 16) copy16_async(shared + at, from + at);
         commit_copies();
         wait_for_copies<0>();
-        sync_block();
+        sync_threads<kThreads>(1);
         const int order = lane.row % kOrders;
         for (int j = 0; j < kPairs; ++j) {
             for (int second = 0; second < 2; ++second)

@@ -32,13 +32,14 @@ ANTKV_DEVICE void raise_maxima(const float (&logits)[kGroup], Lane lane, Sums& s
 // A lane of mma's B has tokens c, c + 4, c + 8 and c + 12 of a tile: their weights lie side by side.
 ANTKV_DEVICE int weight_place(int token) { return token / 16 * 16 + token % 4 * 4 + token / 4 % 4; }
 
-// exact: the token's row takes the place of its code; `any_exact` for the warp.
-ANTKV_DEVICE void write_weights(const Split& split, bool visible, bool exact, bool any_exact, Sums& sums) {
-    const Lane lane = split.lane;
+// exact: tokens whose rows take the place of their codes.
+ANTKV_DEVICE void write_weights(const Tile& tile, u32 exact, Sums& sums) {
+    const Lane lane = tile.lane;
+    const bool visible = tile.token + lane.index < tile.span.work.end, own_exact = exact >> lane.index & 1;
     float logits[kGroup];
     bool above = false;
     for (int q = 0; q < kGroup; ++q) {
-        logits[q] = visible ? split.shared.logits[split.warp][q][lane.index] : -ANTKV_INFINITY;
+        logits[q] = visible ? tile.logits()[q][lane.index] : -ANTKV_INFINITY;
         above |= logits[q] > sums.maximum[q] + kSlack;
     }
     if (ballot_warp(above)) raise_maxima(logits, lane, sums);
@@ -46,8 +47,8 @@ ANTKV_DEVICE void write_weights(const Split& split, bool visible, bool exact, bo
     for (int q = 0; q < kGroup; ++q) {
         const float weight = exp2_fast(logits[q] - sums.maximum[q]);
         sums.total[q] += weight;
-        split.shared.weights[split.warp][0][q][at] = (u16)pack_f16(exact ? 0 : weight, 0);
-        if (any_exact) split.shared.weights[split.warp][1][q][at] = (u16)pack(exact ? weight : 0, 0);
+        tile.weights(0)[q][at] = (u16)pack_f16(own_exact ? 0 : weight, 0);
+        if (exact) tile.weights(1)[q][at] = (u16)pack(own_exact ? weight : 0, 0);
     }
 }
 
@@ -74,26 +75,27 @@ ANTKV_DEVICE void add_values(const Quad (&tokens)[4], const uint2 (&weights)[kVa
     }
 }
 
-ANTKV_DEVICE void load_weights(const Split& split, int kind, int tile, uint2 (&weights)[kValueGroups]) {
+// kind: 0 for tokens that are seen as codes, 1 for exact ones. half: of the tile.
+ANTKV_DEVICE void load_weights(const Tile& tile, int kind, int half, uint2 (&weights)[kValueGroups]) {
     for (int group = 0; group < kValueGroups; ++group) {
-        const int q = group * kValueColumns + split.lane.row / Tables::kSetColumns;
-        const u16* row = split.shared.weights[split.warp][kind][q < kGroup ? q : kGroup - 1];
-        weights[group] = *(const uint2*)(row + tile * 16 + split.lane.column * 4);
+        const int q = group * kValueColumns + tile.lane.row / Tables::kSetColumns;
+        const u16* row = tile.weights(kind)[q < kGroup ? q : kGroup - 1];
+        weights[group] = *(const uint2*)(row + half * 16 + tile.lane.column * 4);
     }
 }
 
-ANTKV_DEVICE void coded_values(const Split& split, int buffer, int tile, Sums& sums) {
-    const Lane lane = split.lane;
-    const u8* codes = ((const Staging*)split.shared.staging)->codes[split.warp][buffer][1];
+ANTKV_DEVICE void coded_values(const Tile& tile, int half, Sums& sums) {
+    const Lane lane = tile.lane;
+    const u8* codes = tile.codes() + kCodeSection;
     uint2 weights[kValueGroups];
-    load_weights(split, 0, tile, weights);
+    load_weights(tile, 0, half, weights);
     Tables::ValueCodes words[4];
     for (int i = 0; i < 4; ++i)
-        words[i] = split.tables.value_codes(codes + (tile * 16 + lane.column + 4 * i) * kCodeBytes);
+        words[i] = tile.tables.value_codes(codes + (half * 16 + lane.column + 4 * i) * kCodeBytes);
 #pragma unroll
     for (int turn = 0; turn < kSets; turn += Tables::kValuesAtOnce) {
         Tables::ValueLoad loads[4];
-        for (int i = 0; i < 4; ++i) loads[i] = split.tables.load_values(words[i], turn);
+        for (int i = 0; i < 4; ++i) loads[i] = tile.tables.load_values(words[i], turn);
         for (int j = 0; j < Tables::kValuesAtOnce; ++j) {
             const Quad tokens[4] = {loads[0].quads[j], loads[1].quads[j], loads[2].quads[j], loads[3].quads[j]};
             add_values<false>(tokens, weights, Tables::value_set(lane.column, turn + j), lane, sums);
@@ -101,12 +103,13 @@ ANTKV_DEVICE void coded_values(const Split& split, int buffer, int tile, Sums& s
     }
 }
 
-ANTKV_DEVICE void kept_values(const Split& split, const u8* own_row, int tile, Sums& sums) {
-    const Lane lane = split.lane;
+// own_row: of the lane's token, or null.
+ANTKV_DEVICE void exact_values(const Tile& tile, const u8* own_row, int half, Sums& sums) {
+    const Lane lane = tile.lane;
     uint2 weights[kValueGroups];
-    load_weights(split, 1, tile, weights);
+    load_weights(tile, 1, half, weights);
     const u8* rows[4];
-    for (int i = 0; i < 4; ++i) rows[i] = (const u8*)from_lane((i64)own_row, tile * 16 + lane.column + 4 * i);
+    for (int i = 0; i < 4; ++i) rows[i] = (const u8*)from_lane((i64)own_row, half * 16 + lane.column + 4 * i);
 #pragma unroll
     for (int set = 0; set < kSets; set += 2) {
         Quad first[4], second[4];
@@ -120,32 +123,47 @@ ANTKV_DEVICE void kept_values(const Split& split, const u8* own_row, int tile, S
     }
 }
 
-// What anchors add to the sums, as lanes have them.
-ANTKV_DEVICE void correct_values(const Split& split, const Anchors<ValuePart>& anchors, u32 exact, Sums& sums) {
-    const Lane lane = split.lane;
-    for_anchors(split, anchors, exact, [&](int token, ValuePart part) {
-        float channels[ValuePart::kChunks][2][4];
-#pragma unroll
-        for (int chunk = 0; chunk < ValuePart::kChunks; ++chunk) {
-            const float4 first = widen_correction(part.quads[chunk].x), second = widen_correction(part.quads[chunk].y);
-            const float both[2][4] = {{first.x, first.y, first.z, first.w}, {second.x, second.y, second.z, second.w}};
-            for (int i = 0; i < 8; ++i) channels[chunk][i / 4][i % 4] = both[i / 4][i % 4];
+// Four channels of a correction, `kFp8Unit` times less.
+ANTKV_DEVICE void widen_correction(u32 word, float (&channels)[4]) {
+    const Quad quad = widen_e4m3(word);
+    channels[0] = f16_to_float((u16)quad.low), channels[1] = f16_to_float((u16)(quad.low >> 16));
+    channels[2] = f16_to_float((u16)quad.high), channels[3] = f16_to_float((u16)(quad.high >> 16));
+}
+
+// What an anchor adds to the sums of the channels that a lane has: two quads of neighbouring sets at a time.
+ANTKV_DEVICE void correct_values(const Tile& tile, const u8* row, int token, Sums& sums) {
+    const Lane lane = tile.lane;
+    const int place = weight_place(token);
+    float weights[kValueGroups][2];
+    for (int group = 0; group < kValueGroups; ++group) {
+        for (int i = 0; i < 2; ++i) {
+            // Where sets lie side by side, both columns of a lane are of the same query.
+            const int column = kOwnSets == 1 ? lane.column * 2 : lane.column * 2 + i;
+            const int q = group * kValueColumns + column / Tables::kSetColumns;
+            const u16 weight = tile.weights(0)[kGroup % kValueColumns && q >= kGroup ? kGroup - 1 : q][place];
+            weights[group][i] = f16_to_float(weight) * kFp8Unit;
         }
+    }
 #pragma unroll
+    for (int own = 0; own < kOwnSets; own += 2) {
+        const int set = kOwnSets == 1 ? 2 * lane.column % kSets : own;
+        const uint2 words = *(const uint2*)(row + Tables::value_quad(lane.row, set) * 4);
+        float quads[2][4];
+        widen_correction(words.x, quads[0]);
+        widen_correction(words.y, quads[1]);
         for (int group = 0; group < kValueGroups; ++group) {
-#pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int q = group * kValueColumns + (lane.column * 2 + i) / Tables::kSetColumns;
-                const u16* weights = split.shared.weights[split.warp][0][q < kGroup ? q : kGroup - 1];
-                const float weight = f16_to_float(weights[weight_place(token)]) * kFp8Unit;
-#pragma unroll
-                for (int own = 0; own < kOwnSets; ++own) {
-                    // With sets side by side, a column is of one of the two sets; else a lane has all sets.
-                    const float(&quad)[4] = kOwnSets == 1 ? channels[0][i] : channels[own / 2][own % 2];
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) sums.output[own][group][k / 2][k % 2 * 2 + i] += weight * quad[k];
+                for (int k = 0; k < 4; ++k) {
+                    const float weight = weights[group][i];
+                    // Then, each column is of one of the two sets.
+                    if constexpr (kOwnSets == 1) {
+                        sums.output[0][group][k / 2][k % 2 * 2 + i] += weight * quads[i][k];
+                    } else {
+                        sums.output[own][group][k / 2][k % 2 * 2 + i] += weight * quads[0][k];
+                        sums.output[own + 1][group][k / 2][k % 2 * 2 + i] += weight * quads[1][k];
+                    }
                 }
             }
         }
-    });
+    }
 }

@@ -46,13 +46,15 @@ def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape, 
 
 def test_machine_code_is_compiled_once_for_a_source_and_an_architecture(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda_backend, "user_cache_path", lambda name: tmp_path)
-    layer = Build(64, 3, 4, 256, bfloat16=False, fp8=False)
+    layer = Build(64, 3, 4, 256, bfloat16=False, fp8=False, bulk=True)
     first = cuda_backend.cubin("encode_store", layer, "sm_90")
     written = first.stat().st_mtime_ns
     assert cuda_backend.cubin("encode_store", layer, "sm_90") == first
     assert first.stat().st_mtime_ns == written
     assert cuda_backend.cubin("encode_store", layer, "sm_80") != first
-    assert cuda_backend.cubin("encode_store", Build(64, 3, 8, 256, bfloat16=False, fp8=False), "sm_90") != first
+    assert (
+        cuda_backend.cubin("encode_store", Build(64, 3, 8, 256, bfloat16=False, fp8=False, bulk=True), "sm_90") != first
+    )
 
 
 def test_fp8_centroids_answer_as_float16_ones_do():

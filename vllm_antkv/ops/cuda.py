@@ -4,7 +4,6 @@ A launch hands over addresses on PyTorch's current stream, allocates nothing and
 it.
 """
 
-import ctypes
 import importlib.util
 from collections.abc import Sequence
 from functools import cache
@@ -28,8 +27,8 @@ HEAD_SIZES = (64, 128)
 FORMATS = ((4, 256), (8, 256), (16, 4096), (32, 4096))
 #: Compute capability from which there is mma with bfloat16 and cp.async.
 _MIN_CAPABILITY = (8, 0)
-#: Tokens of a split, a multiple of what the warps of a CTA take together. A constant, so that who else is served changes
-#: no bit of a result: long enough for what a split costs beside its tokens, short enough for 16 CTAs to share 32K tokens.
+#: Tokens of a split, a multiple of what the warps of a CTA take together. A constant: who else is served changes no bit
+#: of a result. Long enough for what a split costs beside its tokens, short enough for 16 CTAs to share 32K tokens.
 _SPLIT = 2048
 #: Tokens of a tile of antkv_encode_store.
 _ENCODE_TILE = 16
@@ -45,14 +44,14 @@ def missing(device: torch.device, layers: Sequence[LayerKind] = ()) -> str | Non
     if capability < _MIN_CAPABILITY:
         return f"the CUDA kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
     try:
-        shared_bytes = _backend(device).shared_bytes
+        backend = _backend(device)
     except ImportError as error:
         return f"CuPy, which the CUDA kernels need, cannot be loaded ({error})"
-    return next((reason for layer in layers if (reason := unsupported(layer, False, shared_bytes)) is not None), None)
+    return next((reason for layer in layers if (reason := unsupported(layer, False, backend)) is not None), None)
 
 
-def unsupported(layer: LayerKind, fp8: bool, shared_bytes: int) -> str | None:
-    """What the kernels have no code for in this layer, on a GPU whose CTAs have `shared_bytes`; or None."""
+def unsupported(layer: LayerKind, fp8: bool, backend: Backend) -> str | None:
+    """What the kernels have no code for in this layer, on this GPU; or None."""
     preset = layer.preset
     if (preset.sub_vector_size, preset.num_centroids) not in FORMATS:
         return f"the CUDA kernels have no code for {preset.name}"
@@ -68,9 +67,12 @@ def unsupported(layer: LayerKind, fp8: bool, shared_bytes: int) -> str | None:
         return "the CUDA kernels turn whole heads as Llama does, and this model's RoPE is partial or interleaved"
     if layer.rotary is not None and not angles_are_linear(layer.rotary):
         return "the CUDA kernels need angles that are linear in the position, and this model's RoPE is not"
-    needed = Build.of(layer, fp8, shared_bytes).decode_shared_bytes
-    if needed > shared_bytes:
-        return f"the CUDA kernels need {needed} bytes of shared memory for this model, and this GPU has {shared_bytes}"
+    needed = Build.of(layer, fp8, backend.shared_bytes, backend.capability).decode_shared_bytes
+    if needed > backend.shared_bytes:
+        return (
+            f"the CUDA kernels need {needed} bytes of shared memory for this model, and this GPU has"
+            f" {backend.shared_bytes}"
+        )
     return None
 
 
@@ -97,16 +99,16 @@ class CudaOperations:
         others: LayerOperations | None = None,
     ) -> None:
         self._backend = _backend(layer.recency.k.device) if backend is None else backend
-        reason = unsupported(layer.kind, fp8, self._backend.shared_bytes)
+        reason = unsupported(layer.kind, fp8, self._backend)
         if reason is not None:
             raise UnsupportedModelError(f"This model cannot run here: {reason}: use the antkv setting kernels=triton.")
         self._others = _triton(layer) if others is None else others
-        self._build = Build.of(layer.kind, fp8, self._backend.shared_bytes)
+        self._build = Build.of(layer.kind, fp8, self._backend.shared_bytes, self._backend.capability)
         self._backend.load(self._build)
         self._scratch = layer.scratch
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
-        self._layer = layer_argument(layer, self._tensors, _SPLIT)
+        self._layer = layer_argument(layer, self._tensors, self._build, _SPLIT)
         self._pool_splits = len(layer.vq.k_codes) * VQ_BLOCK_SIZE // _SPLIT
         # As much as any step will take.
         self._partials(layer.max_num_reqs, len(layer.last_query))
@@ -123,7 +125,7 @@ class CudaOperations:
             build,
             "antkv_encode_store",
             (num_runs, num_kv_heads, 2),
-            build.threads,
+            build.encode_threads,
             build.encode_shared_bytes,
             (self._layer, step_argument(step), rows_argument(key), rows_argument(value)),
         )
@@ -178,7 +180,7 @@ class CudaOperations:
             build,
             "antkv_decode",
             (min(max(self._backend.multiprocessors // num_kv_heads, 1), capacity), num_kv_heads),
-            build.threads,
+            build.decode_threads,
             build.decode_shared_bytes,
             (
                 self._layer,
