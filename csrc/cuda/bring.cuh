@@ -182,7 +182,7 @@ ANTKV_DEVICE void bring_split(const Inputs& in, Shared& shared, const Items& ite
         write_exact(exact, span.exact, lane);
         if (lane.index < kSpanPages) span.pages_at[lane.index] = page;
         if (lane.index == 0)
-            span.work = {token, end, length - 1, hand, items.request, item, items.num_splits, token + kSpan >= end};
+            span.work = {token, end, length - 1, token + kSpan >= end, hand, items.request, item, items.num_splits};
         sync_warp();
         if (lane.index == 0) arrive(&shared.full[turn.slot]);
     }

@@ -9,40 +9,49 @@
 
 namespace {
 
-ANTKV_DEVICE void correct_logits(const Tile& tile, Anchors anchors, u32 exact) {
-    do {
-        for (int first = 0; first < kAnchorsAtOnce; first += 8)
-            if (anchors.hits >> first & 0xff) correct_logits(tile, anchors, first);
-    } while (anchors.next(tile, exact));
+// `anchors` are the first of them; few blocks have more.
+ANTKV_DEVICE void correct_all_logits(const Tile& tile, Anchors anchors, u32 exact) {
+    for (int first = 0;;) {
+        if (anchors.hits & 0xff) correct_logits(tile, anchors, 0, first, exact);
+        if (anchors.hits & 0xff00) correct_logits(tile, anchors, 8, first + 8, exact);
+        first += kAnchorsAtOnce;
+        if (first >= visible_anchors(tile)) return;
+        anchors = find_anchors(tile, first);
+    }
 }
 
-ANTKV_DEVICE void correct_values(const Tile& tile, Anchors anchors, u32 exact, Sums& sums) {
-    do {
-        const u8* rows = anchors.page + tile.in.layer.v_anchors + anchors.first * kHeadSize;
+ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exact, Sums& sums) {
+    for (int first = 0;;) {
+        const u8* rows = anchor_page(tile) + tile.in.layer.v_anchors + first * kHeadSize;
         for (u32 left = anchors.hits >> kAnchorsAtOnce; left; left &= left - 1) {
-            const int row = first_bit(left);
-            correct_values(tile, rows + row * kHeadSize, from_lane(anchors.at, kAnchorsAtOnce + row), sums);
+            const int row = first_bit(left), token = from_lane(anchors.at, kAnchorsAtOnce + row);
+            if (!(exact >> token & 1)) correct_values(tile, rows + row * kHeadSize, token, sums);
         }
-    } while (anchors.next(tile, exact));
+        first += kAnchorsAtOnce;
+        if (first >= visible_anchors(tile)) return;
+        anchors = find_anchors(tile, first);
+    }
 }
 
-ANTKV_DEVICE void attend(const Tile& tile, const Rotation& rotation, Sums& sums) {
-    u32 exact = tile.span.exact[tile.warp];
+ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, Sums& sums) {
+    const Anchors anchors = find_anchors(tile, 0);
+    coded_logits(tile, rotation);
     ExactRow own = {};
     if (exact) own = find_row(tile, exact);
-    const Anchors anchors(tile, exact);
-    coded_logits(tile, rotation);
     sync_warp();
-    correct_logits(tile, anchors, exact);
-    for (int half = 0; half < kTiles; ++half)
-        if (exact >> half * 16 & 0xffff) exact_logits(tile, own.key, half);
+    if (anchors.of_keys()) correct_all_logits(tile, anchors, exact);
+    if (exact) {
+        for (int half = 0; half < kTiles; ++half)
+            if (exact >> half * 16 & 0xffff) exact_logits(tile, own.key, half);
+    }
     sync_warp();
     write_weights(tile, exact, sums);
     sync_warp();
-    correct_values(tile, anchors, exact, sums);
-    for (int half = 0; half < kTiles; ++half) {
-        coded_values(tile, half, sums);
-        if (exact >> half * 16 & 0xffff) exact_values(tile, own.value, half, sums);
+    if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
+    for (int half = 0; half < kTiles; ++half) coded_values(tile, half, sums);
+    if (exact) {
+        for (int half = 0; half < kTiles; ++half)
+            if (exact >> half * 16 & 0xffff) exact_values(tile, own.value, half, sums);
     }
 }
 
@@ -126,10 +135,12 @@ ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tab
     for (Turn turn;; turn.advance()) {
         wait(&shared.full[turn.slot], turn.parity);
         const Span& span = shared.ring[turn.slot];
-        if (span.work.token == kNoMore) return;
-        const Tile tile = {in, shared, span, tables, lane, warp, span.work.token + warp * kTokens};
-        if (tile.token < span.work.end) attend(tile, rotation, sums);
-        if (span.work.is_last) {
+        const uint4 first = *(const uint4*)&span.work;
+        const u32 exact = span.exact[warp];
+        if ((int)first.x == kNoMore) return;
+        const Tile tile = {in, shared, span, tables, lane, warp, (int)first.x + warp * kTokens, (int)first.y, (int)first.z};
+        if (tile.token < tile.end) attend(tile, exact, rotation, sums);
+        if (first.w) {
             write_split(in, shared, span.work, sums, lane, warp);
             clear(sums);
         }

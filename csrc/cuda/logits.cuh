@@ -92,13 +92,13 @@ ANTKV_DEVICE void exact_logits(const Tile& tile, const u8* own_row, int half) {
     }
 }
 
-// What 8 anchors from `first` on add to logits: their rows are the upper ones of A, the queries as they are B. A lane has
-// every fourth 8 channels of its row.
-ANTKV_DEVICE void correct_logits(const Tile& tile, const Anchors& anchors, int first) {
+// What 8 anchors add to logits: their rows are the upper ones of A, the queries as they are B. A lane has every fourth 8
+// channels of row `first` + its own. lanes: of `anchors`, the first of them.
+ANTKV_DEVICE void correct_logits(const Tile& tile, Anchors anchors, int lanes, int first, u32 exact) {
     const Lane lane = tile.lane;
-    const bool hit = anchors.hits >> (first + lane.row) & 1;
-    const int token = from_lane(anchors.at, first + lane.row);
-    const u8* row = anchors.page + tile.in.layer.k_anchors + (anchors.first + first + lane.row) * kHeadSize;
+    const int token = from_lane(anchors.at, lanes + lane.row);
+    const bool hit = (anchors.hits >> (lanes + lane.row) & 1) && !(exact >> token & 1);
+    const u8* row = anchor_page(tile) + tile.in.layer.k_anchors + (first + lane.row) * kHeadSize;
     float logits[kExactGroups][4] = {};
 #pragma unroll
     for (int channel = 0; channel < kHeadSize; channel += 32) {

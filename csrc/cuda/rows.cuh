@@ -9,35 +9,29 @@ ANTKV_DEVICE const u8* anchor_page(const Tile& tile) {
     return tile.in.layer.staged_bytes > 2 * kCodeSection ? tile.span.pages[page] : tile.span.pages_at[page];
 }
 
+// A query sees the anchors of the blocks before its own.
+ANTKV_DEVICE int visible_anchors(const Tile& tile) {
+    return tile.token / kBlockSize < tile.position / kBlockSize ? tile.in.layer.anchor_rows : 0;
+}
+
 // Of 16 anchor rows of K and as many of V, those of the tile's tokens.
 constexpr int kAnchorsAtOnce = 16;
 struct Anchors {
-    const u8* page;
-    int first, num_rows;
     int at;    // the token of anchor row `first + lane % 16`, of K in the lower half of the lanes
-    u32 hits;  // lanes whose tokens are in the tile, and not seen in full precision
+    u32 hits;  // lanes whose tokens are in the tile
+    bool are_more;
 
-    ANTKV_DEVICE Anchors(const Tile& tile, u32 exact) : page(anchor_page(tile)), first(0) {
-        // A query sees the anchors of the blocks before its own.
-        const bool closed = tile.token / kBlockSize < tile.span.work.position / kBlockSize;
-        num_rows = closed ? tile.in.layer.anchor_rows : 0;
-        find(tile, exact);
-    }
-    ANTKV_DEVICE void find(const Tile& tile, u32 exact) {
-        const Layer& layer = tile.in.layer;
-        const int row = first + tile.lane.index % kAnchorsAtOnce, kind = tile.lane.index / kAnchorsAtOnce;
-        const i16* offsets = (const i16*)(page + layer.anchor_offsets) + kind * layer.anchor_rows;
-        at = row < num_rows ? offsets[row] - tile.token % kBlockSize : -1;
-        hits = ballot_warp(at >= 0 && at < kTokens && !(exact >> at % kTokens & 1));
-    }
-    // Few blocks have more than 16.
-    ANTKV_DEVICE bool next(const Tile& tile, u32 exact) {
-        first += kAnchorsAtOnce;
-        if (first >= num_rows) return false;
-        find(tile, exact);
-        return true;
-    }
+    ANTKV_DEVICE bool of_keys() const { return (hits & 0xffff) || are_more; }
+    ANTKV_DEVICE bool of_values() const { return hits >> kAnchorsAtOnce || are_more; }
 };
+
+ANTKV_DEVICE Anchors find_anchors(const Tile& tile, int first) {
+    const int row = first + tile.lane.index % kAnchorsAtOnce, kind = tile.lane.index / kAnchorsAtOnce;
+    const int num_rows = visible_anchors(tile);
+    const i16* offsets = (const i16*)(anchor_page(tile) + tile.in.layer.anchor_offsets) + kind * tile.in.layer.anchor_rows;
+    const int at = row < num_rows ? offsets[row] - tile.token % kBlockSize : -1;
+    return {at, ballot_warp((u32)at < kTokens), num_rows > kAnchorsAtOnce};
+}
 
 // The row in full precision of a lane's token, which takes the place of its code; null where the query sees the code.
 struct ExactRow {
@@ -50,7 +44,7 @@ ANTKV_DEVICE ExactRow find_row(const Tile& tile, u32& exact) {
     const int own = tile.token + tile.lane.index;
     const bool has_row = exact >> tile.lane.index & 1;
     ExactRow row = {};
-    if (has_row && own < work.position) {
+    if (has_row && own < tile.position) {
         const u8* key = recency_row(tile.in.layer, tile.in.step, work.request, tile.in.head, own);
         if (key) row = {key, key + tile.in.layer.recency_v};
     } else if (has_row) {

@@ -33,12 +33,13 @@ ANTKV_DEVICE void sync_attending() { sync_threads<kThreads>(1); }
 constexpr int kCodeSection = kBlockSize * kCodeBytes;
 constexpr int kPageBytes = 2 * kCodeSection + ANTKV_STAGED_ANCHORS;
 
-// A span is of a split.
-struct Work {
-    i32 token, end;               // the first token, or kNoMore; where the split ends
-    i32 position, hand, request;  // of the query, its row in the step's tensors, whose it is
-    i32 item, num_splits;         // the split's number in `Results`; of the request
-    i32 is_last;                  // of the split
+// A span is of a split. What every tile asks first comes first: one read.
+struct alignas(16) Work {
+    i32 token, end;       // the first token, or kNoMore; where the split ends
+    i32 position;         // of the query
+    i32 is_last;          // of the split
+    i32 hand, request;    // row of the query in the step's tensors, whose it is
+    i32 item, num_splits; // the split's number in `Results`; of the request
 };
 constexpr int kNoMore = -1;
 
@@ -99,7 +100,8 @@ struct Tile {
     const Span& span;
     const Tables& tables;
     const Lane lane;
-    const int warp, token;  // the first token
+    const int warp;
+    const int token, end, position;  // the first token; as in `Work`
 
     // Of K; those of V are `kCodeSection` behind.
     ANTKV_DEVICE const u8* codes() const {

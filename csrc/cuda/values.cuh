@@ -35,7 +35,7 @@ ANTKV_DEVICE int weight_place(int token) { return token / 16 * 16 + token % 4 * 
 // exact: tokens whose rows take the place of their codes.
 ANTKV_DEVICE void write_weights(const Tile& tile, u32 exact, Sums& sums) {
     const Lane lane = tile.lane;
-    const bool visible = tile.token + lane.index < tile.span.work.end, own_exact = exact >> lane.index & 1;
+    const bool visible = tile.token + lane.index < tile.end, own_exact = exact >> lane.index & 1;
     float logits[kGroup];
     bool above = false;
     for (int q = 0; q < kGroup; ++q) {

@@ -15,7 +15,7 @@ ENCODE_RUN = 64
 _BULK_CAPABILITY = (9, 0)
 #: What decoding would have, as (warps, spans in the ring, anchor rows per page there), the first that fits. Rows that a
 #: span has no room for are read where they are; 8 are 6% of a block.
-_SIZES = ((8, 3, 8), (8, 2, 8), (8, 2, 2), (4, 4, 8), (4, 3, 2), (4, 2, 2), (4, 2, 0))
+_SIZES = ((8, 4, 8), (8, 3, 8), (8, 2, 8), (8, 2, 2), (4, 4, 8), (4, 3, 2), (4, 2, 2), (4, 2, 0))
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Build:
     fp8: bool
     bulk: bool
     warps: int = 8
-    ring: int = 3
+    ring: int = 4
     staged_rows: int = 8
 
     @classmethod
