@@ -29,7 +29,7 @@ def run(program: Path, *arguments: str) -> list[str]:
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("primitives") / "primitives"
-    compile_kernels([HERE / "primitives.cpp"], path, watch="races")
+    compile_kernels([HERE / "primitives.cpp"], path)
     return path
 
 

@@ -1,6 +1,7 @@
 """Runs the sources of the CUDA kernels on a CPU: compiled with g++ against `emulation.h`, one fiber per thread."""
 
 import ctypes
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -10,18 +11,40 @@ from tests.kernels.cuda_emulation.build import HERE, compile_kernels
 from vllm_antkv.ops.cuda_backend import Argument
 from vllm_antkv.ops.cuda_build import Build
 
+_FOLDER = tempfile.TemporaryDirectory()
+
 
 @cache
 def library(build: Build) -> ctypes.CDLL:
     definitions = [f"-D{name}={value}" for name, value in build.definitions.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernels.so"
-        compile_kernels([HERE / f"{name}.cpp" for name in ("decode", "encode_store")], path, definitions)
-        return ctypes.CDLL(str(path))
+    folder = Path(tempfile.mkdtemp(dir=_FOLDER.name))
+    compile_kernels([HERE / f"{name}.cpp" for name in ("decode", "encode_store")], folder / "kernels.so", definitions)
+    compiled = ctypes.CDLL(str(folder / "kernels.so"))
+    compiled.races_found.restype = compiled.emulation_sites.restype = ctypes.c_char_p
+    compiled.emulation_change.argtypes = ctypes.c_char_p, ctypes.c_bool
+    return compiled
+
+
+def races_of(compiled: ctypes.CDLL) -> list[str]:
+    """What the detector has found since it was last asked: a line for each kind of race, with its two places."""
+    return [_described(line, compiled._name) for line in compiled.races_found().decode().splitlines()]
+
+
+def _described(race: str, path: str) -> str:
+    what, earlier, later, times = race.split("\t")
+    # Return addresses: the access is before them.
+    addresses = [hex(int(site) - 1) for site in (earlier, later)]
+    command = ["addr2line", "--exe", path, "--inlines", "--basenames", *addresses]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    places = [line.split(" ")[0] for line in lines if line.split(":")[0].endswith((".cu", ".cuh"))]
+    return f"{what}, {times} times: {' '.join(places)}"
 
 
 class EmulatedBackend:
-    """See `vllm_antkv.ops.cuda_backend.Backend`. Few multiprocessors: a CTA then walks several splits."""
+    """See `vllm_antkv.ops.cuda_backend.Backend`. Few multiprocessors: a CTA then walks several splits.
+
+    `launch` raises AssertionError where it finds a race.
+    """
 
     multiprocessors = 4
 
@@ -40,3 +63,5 @@ class EmulatedBackend:
         sizes = (ctypes.c_int * 5)(*(*grid, 1, 1)[:3], threads, shared)
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         getattr(library(build), f"launch_{kernel}")(sizes, addresses)
+        races = races_of(library(build))
+        assert not races, "\n".join(races)

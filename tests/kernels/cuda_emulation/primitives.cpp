@@ -37,9 +37,7 @@ bool exchanges_numbers() {
 
 }  // namespace
 
-#ifdef ANTKV_RACES
 extern "C" const char* races_found();
-#endif
 
 int main(int count, char** arguments) {
     const bool names_sites = std::string(arguments[2]) == "sites";
@@ -48,7 +46,5 @@ int main(int count, char** arguments) {
     const bool right = std::string(arguments[1]) == "stream" ? streams_pages() : exchanges_numbers();
     if (names_sites) return std::fputs(emulation_sites(), stdout) < 0;
     std::puts(right ? "right" : "wrong");
-#ifdef ANTKV_RACES
     std::fputs(races_found(), stdout);
-#endif
 }

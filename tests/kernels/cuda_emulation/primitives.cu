@@ -26,7 +26,7 @@ stream_pages(const u32* in, u32* out, int num_pages) {
         publish_barriers();
     }
     // What lies in the ring before pages do is written in the ordinary way.
-    for (int at = thread; at < kRing * kPage; at += kThreads) shared.pages[0][at] = 0;
+    for (int at = thread; at < kRing * kPage; at += kThreads) ((u32*)shared.pages)[at] = 0;
     fence_before_bulk_copies();
     sync_block();
     const u32* pages = in + (i64)blockIdx.x * num_pages * kPage;

@@ -57,6 +57,8 @@ struct Busy {
     ~Busy() { busy = before; }
 };
 
+u32 site_of(const void* at);
+
 size_t size() { return num_threads + kAgents; }
 
 void raise(Clock& clock, const Clock& other) {
@@ -64,10 +66,15 @@ void raise(Clock& clock, const Clock& other) {
     for (size_t i = 0; i < other.size(); ++i) clock[i] = clock[i] > other[i] ? clock[i] : other[i];
 }
 
-u32 site_of(const void* at) {
-    Dl_info info;
-    return at && dladdr(at, &info) ? (u32)((size_t)at - (size_t)info.dli_fbase) : 0;
+// Where this library starts in memory.
+size_t library() {
+    static const size_t base = [] {
+        Dl_info info;
+        return dladdr((const void*)&site_of, &info) ? (size_t)info.dli_fbase : 0;
+    }();
+    return base;
 }
+u32 site_of(const void* at) { return (u32)((size_t)at - library()); }
 
 void report(const char* what, u32 earlier, u32 later) { ++found[{what, earlier, later}]; }
 
@@ -197,7 +204,7 @@ void fence(Thread& thread) {
     fences[thread.number].push_back(clocks[thread.number][thread.number]);
 }
 void touch(const void* address, size_t bytes, bool writes, const void* site) {
-    if (busy || !emulation::cluster || !emulation::thread) return;
+    if (busy || !emulation::cluster || !emulation::thread || !owner(address)) return;
     const Busy guard;
     const u32 who = emulation::thread->number;
     if (writes) mark_write(address, bytes, clocks[who], {who, clocks[who][who], site_of(site), true});

@@ -1,5 +1,4 @@
-// Who could have seen what: happens-before among the threads of a cluster and its bulk copies. races.cpp has the
-// detector; without ANTKV_RACES everything here is empty.
+// Who could have seen what: happens-before among the threads of a cluster and its bulk copies. See races.cpp.
 #pragma once
 
 namespace emulation {
@@ -8,8 +7,6 @@ struct Cluster;
 }  // namespace emulation
 
 namespace races {
-
-#ifdef ANTKV_RACES
 
 // How far each thread and agent of the cluster had come, as far as is known; empty: nothing is.
 using Clock = std::vector<u32>;
@@ -30,21 +27,5 @@ Agent start(emulation::Thread&, const void* to, size_t bytes, const void* from,
             const void* site = __builtin_return_address(0));
 void land(const Agent&, Clock& to);
 void fence(emulation::Thread&);
-
-#else
-
-struct Clock {};
-struct Agent {};
-inline void begin(emulation::Cluster&) {}
-inline void end(emulation::Cluster&) {}
-inline void touch(const void*, size_t, bool) {}
-inline void release(emulation::Thread&, Clock&) {}
-inline void acquire(emulation::Thread&, const Clock&) {}
-inline void turn(Clock&, Clock&) {}
-inline Agent start(emulation::Thread&, const void*, size_t, const void*) { return {}; }
-inline void land(const Agent&, Clock&) {}
-inline void fence(emulation::Thread&) {}
-
-#endif
 
 }  // namespace races
