@@ -35,7 +35,8 @@ ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exac
 
 ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, Sums& sums) {
     const Anchors anchors = find_anchors(tile, 0);
-    coded_logits(tile, rotation);
+#pragma unroll
+    for (int half = 0; half < kTiles; ++half) coded_logits(tile, rotation, half);
     ExactRow own = {};
     if (exact) own = find_row(tile, exact);
     sync_warp();

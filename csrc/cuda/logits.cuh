@@ -12,44 +12,42 @@ ANTKV_DEVICE void turn(Quad& first, Quad& second, const u32 (&cosine)[2], const 
 }
 
 // A product of two K rows, 8 tokens apart, with all queries; columns of B are (query, order).
-ANTKV_DEVICE void add_key_quads(const Quad (&rows)[kRowsPerLane], const Span& span, int quad, Lane lane,
-                                float (&logits)[kTiles][kKeyGroups][4]) {
+ANTKV_DEVICE void add_key_quads(const Quad (&rows)[2], const uint2 (*query)[kQuads], int quad, Lane lane,
+                                float (&logits)[kKeyGroups][4]) {
     for (int group = 0; group < kKeyGroups; ++group) {
         const int q = group * kKeyColumns + lane.row / Tables::kOrders;
-        for (int half = 0; half < kTiles; ++half) {
-            const uint2 b = span.query[half][q < kGroup ? q : kGroup - 1][quad];
-            const Quad &upper = rows[2 * half], &lower = rows[2 * half + 1];
-            const u32 a[4] = {upper.low, lower.low, upper.high, lower.high};
-            mma_f16(logits[half][group], a, b.x, b.y);
-        }
+        const uint2 b = query[q < kGroup ? q : kGroup - 1][quad];
+        const u32 a[4] = {rows[0].low, rows[1].low, rows[0].high, rows[1].high};
+        mma_f16(logits[group], a, b.x, b.y);
     }
 }
 
-ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation) {
+// half: of the tile, 16 tokens.
+ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation, int half) {
     const Lane lane = tile.lane;
     const Tables& tables = tile.tables;
-    const u8* codes = tile.codes();
-    Tables::KeyCodes words[kRowsPerLane];
-    for (int row = 0; row < kRowsPerLane; ++row)
-        words[row] = tables.key_codes(codes + (row * 8 + lane.row) * kCodeBytes);
-    float logits[kTiles][kKeyGroups][4] = {};
+    const u8* codes = tile.codes() + half * 16 * kCodeBytes;
+    const uint2(*query)[kQuads] = tile.span.query[half];
+    Tables::KeyCodes words[2];
+    for (int row = 0; row < 2; ++row) words[row] = tables.key_codes(codes + (row * 8 + lane.row) * kCodeBytes);
+    float logits[kKeyGroups][4] = {};
     const int order = lane.row % Tables::kOrders;
 #pragma unroll
     for (int j = 0; j < kPairs; j += Tables::kKeysAtOnce) {
-        Tables::KeyLoad first[kRowsPerLane], second[kRowsPerLane];
-        for (int row = 0; row < kRowsPerLane; ++row) {
+        Tables::KeyLoad first[2], second[2];
+        for (int row = 0; row < 2; ++row) {
             first[row] = tables.load_keys(words[row], j, false);
             second[row] = tables.load_keys(words[row], j, true);
         }
         for (int i = 0; i < Tables::kKeysAtOnce; ++i) {
-            Quad low[kRowsPerLane], high[kRowsPerLane];
-            for (int row = 0; row < kRowsPerLane; ++row) {
+            Quad low[2], high[2];
+            for (int row = 0; row < 2; ++row) {
                 low[row] = first[row].quads[i], high[row] = second[row].quads[i];
-                turn(low[row], high[row], rotation.cosine[row % 2][j + i], rotation.sine[row % 2][j + i]);
+                turn(low[row], high[row], rotation.cosine[row][j + i], rotation.sine[row][j + i]);
             }
             // A column of B needs the channels that the rows of its order have at this step.
-            add_key_quads(low, tile.span, Tables::key_quad(lane.column, order, j + i, false), lane, logits);
-            add_key_quads(high, tile.span, Tables::key_quad(lane.column, order, j + i, true), lane, logits);
+            add_key_quads(low, query, Tables::key_quad(lane.column, order, j + i, false), lane, logits);
+            add_key_quads(high, query, Tables::key_quad(lane.column, order, j + i, true), lane, logits);
         }
     }
     // Of the columns of a query, one has the order of the row.
@@ -59,8 +57,8 @@ ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation) {
         for (int group = 0; group < kKeyGroups; ++group) {
             const int q = group * kKeyColumns + column / Tables::kOrders;
             if (q >= kGroup) continue;
-            for (int row = 0; row < kRowsPerLane; ++row)
-                tile.logits()[q][row * 8 + lane.row] = logits[row / 2][group][row % 2 * 2 + i];
+            for (int row = 0; row < 2; ++row)
+                tile.logits()[q][half * 16 + row * 8 + lane.row] = logits[group][row * 2 + i];
         }
     }
 }

@@ -10,7 +10,6 @@ constexpr int kTokens = 16 * kTiles;         // a warp's: one per lane
 constexpr int kSpan = kWarps * kTokens;      // tokens of all warps together
 constexpr int kSpanPages = kSpan / kBlockSize;
 constexpr int kTilesPerPage = kBlockSize / kTokens;
-constexpr int kRowsPerLane = 2 * kTiles;     // K rows of a lane: 8 apart
 constexpr int kKeyColumns = 8 / Tables::kOrders;        // queries in the 8 columns of mma's B, for K
 constexpr int kKeyGroups = (kGroup + kKeyColumns - 1) / kKeyColumns;
 constexpr int kValueColumns = 8 / Tables::kSetColumns;  // and for V
@@ -75,7 +74,7 @@ struct Shared {
 static_assert(Tables::kBytes + sizeof(Shared) == ANTKV_DECODE_SHARED, "vllm_antkv/ops/cuda_build.py counts otherwise");
 
 struct Rotation {
-    u32 cosine[2][kPairs][2], sine[2][kPairs][2];  // [row of a half], float16 pairs of channels
+    u32 cosine[2][kPairs][2], sine[2][kPairs][2];  // [row of a half, 8 apart], float16 pairs of channels
 };
 
 // What a warp has added up.

@@ -97,6 +97,31 @@ def test_more_splits_than_ctas_and_more_requests_than_a_warp_looks_at(monkeypatc
     assert_decoded(engine, sequences, prompts, 2)
 
 
+def test_requests_that_together_are_longer_than_the_pool(monkeypatch):
+    """As they may be where they share blocks: with room for four splits, the second request gets one instead of two."""
+    monkeypatch.setattr(cuda, "_SPLIT", 256)
+    engine = Engine(AntKVConfig(), SMALL, operations())
+    monkeypatch.setattr(engine.operations, "_pool_splits", 1)
+    prompts = [300, 380, 3]
+    sequences = [draw_sequence(seed, prompt + 2, SMALL) for seed, prompt in enumerate(prompts)]
+    decode_from(engine, sequences, prompts, 2)
+    assert_decoded(engine, sequences, prompts, 2)
+
+
+def test_a_row_whose_page_is_gone_is_seen_as_its_code():
+    """Nobody reads where the null block would have it."""
+    outputs = []
+    for recency in ("sliding:256", "none"):
+        config = AntKVConfig(anchor_share=0.0, sinks=False, recency=recency, prefix=0)
+        engine = Engine(config, SMALL, operations())
+        sequence = draw_sequence(0, 200, SMALL)
+        engine.step([(sequence, 199)])
+        sequence.table = [0] * len(sequence.table)
+        engine.step([(sequence, 1)])
+        outputs.append(sequence.output[199])
+    torch.testing.assert_close(*outputs)
+
+
 @pytest.mark.parametrize("shape", [SMALL, LAYERS[0][0], LOW_BITS[1]], ids=str)
 def test_every_row_an_anchor(shape):
     """With large logits, so that the maxima of the warps move while they add up."""

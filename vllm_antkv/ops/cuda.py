@@ -214,4 +214,4 @@ class CudaOperations:
 def _triton(layer: LayerState) -> LayerOperations:
     from vllm_antkv.ops.triton import TritonOperations
 
-    return TritonOperations(layer)
+    return TritonOperations(layer, decodes=False)
