@@ -127,7 +127,7 @@ ANTKV_DEVICE void bring_pages(const Inputs& in, Span& span, const u8* page, int 
 
 // Which of a lane's neighbouring tokens the query sees in full precision: one bit each.
 constexpr int kLooked = kSpan / kWarp;
-static_assert(kLooked == 8 || kLooked == 4, "a byte is the bits of one lane, or of two");
+static_assert(kLooked % 4 == 0, "the table of last queries is read 16 bytes at a time");
 ANTKV_DEVICE u32 find_exact(const i32* last_query, int token, int end, int position, Lane lane) {
     const int first = token + lane.index * kLooked;
     u32 exact = 0;
@@ -146,14 +146,12 @@ ANTKV_DEVICE u32 find_exact(const i32* last_query, int token, int end, int posit
     return exact;
 }
 
+// A word for each of the warps that attend.
 ANTKV_DEVICE void write_exact(u32 exact, u32 (&to)[kWarps], Lane lane) {
-    u8* bytes = (u8*)to;
-    if constexpr (kLooked == 4) {
-        exact |= from_lane_xor(exact, 1) << 4;
-        if (lane.index % 2 == 0) bytes[lane.index / 2] = (u8)exact;
-    } else {
-        bytes[lane.index] = (u8)exact;
-    }
+    constexpr int kLanes = kWarp / kLooked;
+    u32 word = exact << lane.index % kLanes * kLooked;
+    for (int mask = 1; mask < kLanes; mask *= 2) word |= from_lane_xor(word, mask);
+    if (lane.index % kLanes == 0) to[lane.index / kLanes] = word;
 }
 
 ANTKV_DEVICE void bring_split(const Inputs& in, Shared& shared, const Items& items, int item, Lane lane, Turn& turn) {

@@ -36,7 +36,7 @@ def build_for(fp8: bool = False):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(("shape", "fp8"), [case[:2] for case in LAYERS if not case[1]], ids=str)
 def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape, fp8):
-    monkeypatch.setattr(cuda, "_SPLIT", 256)
+    monkeypatch.setattr(cuda, "SPLIT", 256)
     prompts = [0, 1, 126, 255, 330, *[3] * 33]
     engine = Engine(config, shape, build_for(fp8))
     sequences = [draw_sequence(seed, prompt + 4, shape) for seed, prompt in enumerate(prompts)]

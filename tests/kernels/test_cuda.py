@@ -71,7 +71,7 @@ def codebook_that_fits_fp8(monkeypatch):
 
 @pytest.mark.parametrize(("shape", "fp8", "shared_bytes"), LAYERS, ids=str)
 def test_decoding_gives_what_the_evaluator_computes(codebook_that_fits_fp8, monkeypatch, shape, fp8, shared_bytes):
-    monkeypatch.setattr(cuda, "_SPLIT", 256)
+    monkeypatch.setattr(cuda, "SPLIT", 256)
 
     @settings(max_examples=6, deadline=None)
     @given(
@@ -89,7 +89,7 @@ def test_decoding_gives_what_the_evaluator_computes(codebook_that_fits_fp8, monk
 
 
 def test_more_splits_than_ctas_and_more_requests_than_a_warp_looks_at(monkeypatch):
-    monkeypatch.setattr(cuda, "_SPLIT", 256)
+    monkeypatch.setattr(cuda, "SPLIT", 256)
     engine = Engine(AntKVConfig(), SMALL, operations())
     prompts = [300, 256, 1, *[3] * 33, 380]
     sequences = [draw_sequence(seed, prompt + 2, SMALL) for seed, prompt in enumerate(prompts)]
@@ -99,7 +99,7 @@ def test_more_splits_than_ctas_and_more_requests_than_a_warp_looks_at(monkeypatc
 
 def test_requests_that_together_are_longer_than_the_pool(monkeypatch):
     """As they may be where they share blocks: with room for four splits, the second request gets one instead of two."""
-    monkeypatch.setattr(cuda, "_SPLIT", 256)
+    monkeypatch.setattr(cuda, "SPLIT", 256)
     engine = Engine(AntKVConfig(), SMALL, operations())
     monkeypatch.setattr(engine.operations, "_pool_splits", 1)
     prompts = [300, 380, 3]

@@ -29,7 +29,7 @@ FORMATS = ((4, 256), (8, 256), (16, 4096), (32, 4096))
 _MIN_CAPABILITY = (8, 0)
 #: Tokens of a split, a multiple of what the warps of a CTA take together. A constant: who else is served changes no bit
 #: of a result. Long enough for what a split costs beside its tokens, short enough for 16 CTAs to share 32K tokens.
-_SPLIT = 2048
+SPLIT = 2048
 #: Tokens of a tile of antkv_encode_store.
 _ENCODE_TILE = 16
 
@@ -108,8 +108,8 @@ class CudaOperations:
         self._scratch = layer.scratch
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
-        self._layer = layer_argument(layer, self._tensors, self._build, _SPLIT)
-        self._pool_splits = len(layer.vq.k_codes) * VQ_BLOCK_SIZE // _SPLIT
+        self._layer = layer_argument(layer, self._tensors, self._build, SPLIT)
+        self._pool_splits = len(layer.vq.k_codes) * VQ_BLOCK_SIZE // SPLIT
         # As much as any step will take.
         self._partials(layer.max_num_reqs, len(layer.last_query))
 
@@ -206,7 +206,7 @@ class CudaOperations:
         All sequences together are rarely longer than the pool, even where they share blocks. Where they are, the
         kernels make do with it (csrc/cuda/items.cuh).
         """
-        capacity = min(num_reqs * -(-max_seq_len // _SPLIT), num_reqs + self._pool_splits)
+        capacity = min(num_reqs * -(-max_seq_len // SPLIT), num_reqs + self._pool_splits)
         shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)
         return self._scratch((shape, torch.float32), ((num_reqs, 2), torch.int32))
 
