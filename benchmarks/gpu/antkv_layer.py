@@ -1,6 +1,7 @@
-"""One antkv attention layer of a Llama-3-8B on a GPU, its pages full of random codes and rows."""
+"""One antkv attention layer of a Llama-3-8B, its pages full of random codes and rows."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,10 +36,10 @@ class Tokens:
     output: torch.Tensor
 
     @classmethod
-    def random(cls, num_tokens: int) -> "Tokens":
+    def random(cls, num_tokens: int, device: str = "cuda") -> "Tokens":
         """Rows drawn at random; the output is NaN until it is written."""
-        query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda")
-        key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE, dtype=DTYPE, device="cuda")
+        query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE, dtype=DTYPE, device=device)
+        key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE, dtype=DTYPE, device=device)
         return cls(query, key, value, torch.full_like(query, torch.nan))
 
 
@@ -50,40 +51,48 @@ class Requests:
     kv_bytes: of the cache, that attention of one new token per request has to read.
     """
 
-    def __init__(self, preset: str, batch: int, length: int, new: int, config: AntKVConfig | None = None) -> None:
+    def __init__(
+        self,
+        preset: str,
+        batch: int,
+        length: int,
+        new: int,
+        config: AntKVConfig | None = None,
+        device: str = "cuda",
+    ) -> None:
         config = AntKVConfig() if config is None else config
         layout = PageLayout.of(config, get_preset(preset), HEAD_SIZE, DTYPE)
         tables = _BlockTables(config, layout, batch, length, new)
         raw = torch.randint(
-            0, 256, (tables.num_blocks, NUM_KV_HEADS, 1, pool_block_bytes([layout])), dtype=torch.uint8, device="cuda"
+            0, 256, (tables.num_blocks, NUM_KV_HEADS, 1, pool_block_bytes([layout])), dtype=torch.uint8, device=device
         )
         vq = VQPages.view(raw[..., : layout.vq_page_bytes], layout)
         recency = RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, DTYPE)
-        _fill(vq, recency, tables)
-        rotary = _rotary(length)
+        _fill(vq, recency, tables, device)
+        rotary = _rotary(length, device)
         order = interleaved(rotary, HEAD_SIZE, get_preset(preset).sub_vector_size)
         self.state = LayerState(
             vq=vq,
             recency=recency,
-            k_centroids=_centroids(preset),
-            v_centroids=_centroids(preset),
+            k_centroids=_centroids(preset, device),
+            v_centroids=_centroids(preset, device),
             preset=get_preset(preset),
-            k_order=torch.tensor(order, dtype=torch.int32, device="cuda"),
+            k_order=torch.tensor(order, dtype=torch.int32, device=device),
             rotary=reordered(rotary, order),
-            last_query=last_query_table(config, length).cuda(),
+            last_query=last_query_table(config, length).to(device),
             config=config,
             num_heads=NUM_HEADS,
             scale=SCALE,
-            counters=Counters(torch.device("cuda"), "benchmark"),
+            counters=Counters(torch.device(device), "benchmark"),
             counts_rows=False,
             max_num_reqs=batch,
-            scratch=_scratch,
+            scratch=partial(_scratch, device),
         )
         self.step = Step(
-            query_start_loc=torch.arange(0, (batch + 1) * new, new, dtype=torch.int32, device="cuda"),
-            seq_lens=torch.full((batch,), length, dtype=torch.int32, device="cuda"),
-            vq_block_table=tables.vq.cuda(),
-            recency_block_table=tables.recency.cuda(),
+            query_start_loc=torch.arange(0, (batch + 1) * new, new, dtype=torch.int32, device=device),
+            seq_lens=torch.full((batch,), length, dtype=torch.int32, device=device),
+            vq_block_table=tables.vq.to(device),
+            recency_block_table=tables.recency.to(device),
             max_query_len=new,
             max_seq_len=length,
         )
@@ -114,35 +123,35 @@ class _BlockTables:
         self.recency[:, pages] = order[batch * blocks :].view(batch, len(pages))
 
 
-def _fill(vq: VQPages, recency: RecencyPages, tables: _BlockTables) -> None:
+def _fill(vq: VQPages, recency: RecencyPages, tables: _BlockTables, device: str) -> None:
     """Numbers where random bytes would be none."""
-    blocks, pages = tables.vq.flatten().long().cuda(), tables.recency.flatten().unique().long().cuda()
+    blocks, pages = tables.vq.flatten().long().to(device), tables.recency.flatten().unique().long().to(device)
     for rows in (vq.k_anchors, vq.v_anchors):
-        errors = torch.randn(len(blocks), *rows.shape[1:], device="cuda")
+        errors = torch.randn(len(blocks), *rows.shape[1:], device=device)
         rows[blocks] = correction(errors, torch.zeros_like(errors))
     for rows in (recency.k, recency.v):
-        rows[pages] = torch.randn(len(pages), *rows.shape[1:], dtype=rows.dtype, device="cuda")
-    recency.scores[pages] = torch.rand(len(pages), *recency.scores.shape[1:], device="cuda")
+        rows[pages] = torch.randn(len(pages), *rows.shape[1:], dtype=rows.dtype, device=device)
+    recency.scores[pages] = torch.rand(len(pages), *recency.scores.shape[1:], device=device)
     anchors = vq.anchor_offsets.shape[3]
-    offsets = torch.rand(len(blocks), NUM_KV_HEADS, 2, VQ_BLOCK_SIZE, device="cuda").topk(anchors).indices
+    offsets = torch.rand(len(blocks), NUM_KV_HEADS, 2, VQ_BLOCK_SIZE, device=device).topk(anchors).indices
     vq.anchor_offsets[blocks] = offsets.sort().values.short()
     # The block that is being filled has no anchors yet.
-    vq.anchor_offsets[tables.vq[:, -1].long().cuda()] = -1
+    vq.anchor_offsets[tables.vq[:, -1].long().to(device)] = -1
 
 
-def _scratch(*shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+def _scratch(device: str, *shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
     """Memory of the call's own; a CUDA graph keeps what it was captured with."""
-    return [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes_and_dtypes]
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes_and_dtypes]
 
 
-def _centroids(preset: str) -> torch.Tensor:
+def _centroids(preset: str, device: str) -> torch.Tensor:
     kind = get_preset(preset)
     shape = (NUM_KV_HEADS, kind.num_sub_vectors(HEAD_SIZE), kind.num_centroids, kind.sub_vector_size)
-    return torch.randn(shape, device="cuda").half().float()
+    return torch.randn(shape, device=device).half().float()
 
 
-def _rotary(length: int) -> RotaryTable:
-    frequencies = ROPE_THETA ** (-torch.arange(0, HEAD_SIZE, 2, device="cuda") / HEAD_SIZE)
+def _rotary(length: int, device: str) -> RotaryTable:
+    frequencies = ROPE_THETA ** (-torch.arange(0, HEAD_SIZE, 2, device=device) / HEAD_SIZE)
     # As vLLM makes its table: at least a block, whatever the length.
-    angles = torch.arange(max(length, VQ_BLOCK_SIZE), device="cuda")[:, None] * frequencies
+    angles = torch.arange(max(length, VQ_BLOCK_SIZE), device=device)[:, None] * frequencies
     return RotaryTable(angles.cos(), angles.sin())

@@ -7,6 +7,13 @@ using u32 = unsigned int;
 using i16 = short;
 using i32 = int;
 using i64 = long long;
+using u64 = unsigned long long;
+
+// In shared memory. A phase of it is over when as many threads as it was made for have arrived and all bytes that they
+// announced have come; the first phase has parity 0, the next 1, then 0 again.
+struct alignas(8) Barrier {
+    u64 word;
+};
 
 #ifdef ANTKV_EMULATION
 #include "emulation.h"
@@ -14,6 +21,7 @@ using i64 = long long;
 
 #define ANTKV_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
 #define ANTKV_DEVICE __device__ __forceinline__
+#define ANTKV_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
 // A structure passed by value and read where the launch has put it.
 #define ANTKV_ARGUMENT(type) const __grid_constant__ type
 #define ANTKV_DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
@@ -52,6 +60,22 @@ ANTKV_DEVICE u32 neg_f16x2(u32 a) {
     asm("neg.f16x2 %0, %1;" : "=r"(word) : "r"(a));
     return word;
 }
+// Two e4m3 numbers in float16, of `kFp8Unit` times less.
+#if __CUDA_ARCH__ >= 890
+constexpr float kFp8Unit = 1;
+ANTKV_DEVICE u32 widen_e4m3x2(u32 word) {
+    u32 pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)word));
+    return pair;
+}
+#else
+constexpr float kFp8Unit = 256;
+// The exponent is moved, not rebiased.
+ANTKV_DEVICE u32 widen_e4m3x2(u32 word) {
+    const u32 pair = __byte_perm(word, 0, 0x1404);
+    return (pair & 0x80008000u) | (pair & 0x7f007f00u) >> 1;
+}
+#endif
 ANTKV_DEVICE float exp2_fast(float x) {
     float value;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
@@ -79,9 +103,11 @@ ANTKV_DEVICE T load_constant(const T* at) {
     return __ldg(at);
 }
 
+ANTKV_DEVICE u32 shared_address(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
+
 // 16 bytes from global to shared memory, past the registers.
 ANTKV_DEVICE void copy16_async(void* shared, const void* global) {
-    const u32 to = (u32)__cvta_generic_to_shared(shared);
+    const u32 to = shared_address(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
 ANTKV_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -105,6 +131,105 @@ ANTKV_DEVICE T from_lane_xor(T value, int mask) {
 }
 ANTKV_DEVICE int first_bit(u32 mask) { return __ffs((int)mask) - 1; }
 ANTKV_DEVICE float logarithm(float x) { return __logf(x); }
+
+ANTKV_DEVICE void make_barrier(Barrier* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+ANTKV_DEVICE void arrive(Barrier* barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+// An arrival of this thread, as soon as all that it has copied 16 bytes at a time has come.
+ANTKV_DEVICE void arrive_when_copied(Barrier* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Until the phase of this parity is over, or if the one before the current has it: a new barrier passes parity 1.
+ANTKV_DEVICE void wait(Barrier* barrier, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+#define ANTKV_TRY_WAIT "mbarrier.try_wait.parity"
+#else
+#define ANTKV_TRY_WAIT "mbarrier.test_wait.parity"
+#endif
+    asm volatile("{\n.reg .pred over;\nagain:\n" ANTKV_TRY_WAIT
+                 ".shared::cta.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+}
+// Between making barriers and the meeting after which others use them, bulk copies and other blocks among them.
+ANTKV_DEVICE void publish_barriers() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// --- From compute capability 9.0 on.
+
+// Announces bytes, which must be done before their copies are started.
+ANTKV_DEVICE void arrive_expecting(Barrier* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+// Between ordinary writes to shared memory and the meeting after which bulk copies read or overwrite it.
+ANTKV_DEVICE void fence_before_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// By one thread. Addresses and `bytes` are multiples of 16; the bytes count at the barrier when they have come.
+ANTKV_DEVICE void copy_bulk(void* shared, const void* global, u32 bytes, Barrier* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// Registers of each thread of four warps that do it together, in steps of 8. Code for sm_90a only.
+template <int kRegisters>
+ANTKV_DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+ANTKV_DEVICE void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+// Some warps of a block meet, `kThreads` threads together; name 0 is `sync_block`'s.
+template <int kThreads>
+ANTKV_DEVICE void sync_threads(int name) {
+    asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
+}
+
+// The block's number in its cluster.
+ANTKV_DEVICE int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// Also before the end: others may be reading this block's shared memory.
+ANTKV_DEVICE void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// What lies at the same place in another block's shared memory.
+template <typename T>
+ANTKV_DEVICE T* in_block(T* shared, int rank) {
+    u64 address;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
+    return (T*)address;
+}
+ANTKV_DEVICE u32 shared_address_in_block(const void* shared, int rank) {
+    u32 address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+    return address;
+}
+// At the barrier which lies at this place in another block.
+ANTKV_DEVICE void arrive_in_block(Barrier* barrier, int rank) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                     shared_address_in_block(barrier, rank))
+                 : "memory");
+}
+// From this block's shared memory to the place `to` of another's, where they count at the barrier at place `barrier`.
+ANTKV_DEVICE void copy_bulk_to_block(void* to, const void* from, u32 bytes, Barrier* barrier, int rank) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_address_in_block(to, rank)),
+        "r"(shared_address(from)), "r"(bytes), "r"(shared_address_in_block(barrier, rank))
+        : "memory");
+}
 
 #endif
 

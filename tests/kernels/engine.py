@@ -137,7 +137,8 @@ class Workspace:
         num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes_and_dtypes)
         assert num_bytes <= self.num_bytes or not self.locked
         self.num_bytes = max(self.num_bytes, num_bytes)
-        return [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in shapes_and_dtypes]
+        garbage = {True: torch.nan, False: -1}
+        return [torch.full(shape, garbage[dtype.is_floating_point], dtype=dtype) for shape, dtype in shapes_and_dtypes]
 
 
 class Engine:

@@ -7,33 +7,51 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from tests.kernels.cuda_emulation.build import HERE, compile_kernels
 from vllm_antkv.ops.cuda_backend import Argument
 from vllm_antkv.ops.cuda_build import Build
 
-_HERE = Path(__file__).parent
-_SOURCES = _HERE.parents[2] / "csrc" / "cuda"
-_FLAGS = ("-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", "-DANTKV_EMULATION")
+_FOLDER = tempfile.TemporaryDirectory()
 
 
 @cache
 def library(build: Build) -> ctypes.CDLL:
     definitions = [f"-D{name}={value}" for name, value in build.definitions.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernels.so"
-        files = [str(_HERE / f"{name}.cpp") for name in ("decode", "encode_store")]
-        command = ["g++", *_FLAGS, f"-I{_HERE}", f"-I{_SOURCES}", *definitions, *files, "-o", str(path)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        return ctypes.CDLL(str(path))
+    folder = Path(tempfile.mkdtemp(dir=_FOLDER.name))
+    compile_kernels([HERE / f"{name}.cpp" for name in ("decode", "encode_store")], folder / "kernels.so", definitions)
+    compiled = ctypes.CDLL(str(folder / "kernels.so"))
+    compiled.races_found.restype = compiled.emulation_sites.restype = ctypes.c_char_p
+    compiled.emulation_change.argtypes = ctypes.c_char_p, ctypes.c_bool
+    return compiled
+
+
+def races_of(compiled: ctypes.CDLL) -> list[str]:
+    """What the detector has found since it was last asked: a line for each kind of race, with its two places."""
+    return [_described(line, compiled._name) for line in compiled.races_found().decode().splitlines()]
+
+
+def _described(race: str, path: str) -> str:
+    what, earlier, later, times = race.split("\t")
+    # Return addresses: the access is before them.
+    addresses = [hex(int(site) - 1) for site in (earlier, later)]
+    command = ["addr2line", "--exe", path, "--inlines", "--basenames", *addresses]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    places = [line.split(" ")[0] for line in lines if line.split(":")[0].endswith((".cu", ".cuh"))]
+    return f"{what}, {times} times: {' '.join(places)}"
 
 
 class EmulatedBackend:
-    """See `vllm_antkv.ops.cuda_backend.Backend`. Few multiprocessors: a CTA then walks several splits."""
+    """See `vllm_antkv.ops.cuda_backend.Backend`. Few multiprocessors: a CTA then walks several splits.
+
+    `launch` raises AssertionError where it finds a race.
+    """
 
     multiprocessors = 4
 
     def __init__(self, shared_bytes: int = 232448) -> None:
         self.shared_bytes = shared_bytes
+        # As GPUs have it that have so much.
+        self.capability = (9, 0) if shared_bytes > 200_000 else (8, 0)
 
     def load(self, build: Build) -> None:
         library(build)
@@ -45,3 +63,5 @@ class EmulatedBackend:
         sizes = (ctypes.c_int * 5)(*(*grid, 1, 1)[:3], threads, shared)
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         getattr(library(build), f"launch_{kernel}")(sizes, addresses)
+        races = races_of(library(build))
+        assert not races, "\n".join(races)

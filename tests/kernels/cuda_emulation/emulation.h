@@ -1,7 +1,7 @@
 // A CUDA device on one CPU thread: what csrc/cuda/device.cuh asks of the machine, in exact C++.
 //
-// Threads of a CTA are fibers. Shared memory starts as NaN; asynchronous copies land when they are waited for, and no
-// sooner, so that a missing wait shows.
+// scheduler.h has the threads, barriers.h what compute capability 9.0 adds. Copies of `copy16_async` land when they are
+// waited for, and no sooner, so that a missing wait shows.
 #pragma once
 
 #include <immintrin.h>
@@ -13,14 +13,16 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 #define ANTKV_KERNEL(threads) extern "C" void
 #define ANTKV_DEVICE inline
+#define ANTKV_CLUSTER(blocks)
 #define ANTKV_ARGUMENT(type) const type
-#define ANTKV_DYNAMIC_SHARED(name) u8* name = emulation::block->shared.get()
+#define ANTKV_DYNAMIC_SHARED(name) u8* name = emulation::block->shared
 #define ANTKV_INFINITY INFINITY
-#define threadIdx (emulation::block->current->thread)
+#define threadIdx (emulation::thread->index)
 #define blockIdx (emulation::block->index)
 #define gridDim (emulation::block->grid)
 
@@ -41,158 +43,10 @@ struct alignas(16) float4 {
 };
 using std::min;
 
-// Keep the registers that a call keeps on the old stack, go on with the new one. (swapcontext asks the kernel, twice.)
-extern "C" void emulation_switch(void** old_stack, void* new_stack);
-asm(R"(
-.weak emulation_switch
-emulation_switch:
-    push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15
-    mov %rsp, (%rdi)
-    mov %rsi, %rsp
-    pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp
-    ret
-)");
+#include "scheduler.h"
+#include "sites.h"
 
 namespace emulation {
-
-constexpr int kWarpSize = 32;
-constexpr int kStack = 1 << 17;
-
-struct Copy {
-    void* to;
-    const void* from;
-};
-
-// Something that threads meet at.
-struct Meeting {
-    int size, arrived = 0;
-    unsigned generation = 0;
-};
-
-struct Thread {
-    struct {
-        unsigned x;
-    } thread;
-    void* stack = nullptr;  // where it goes on
-    Meeting* waits_for = nullptr;
-    unsigned seen = 0, exchanges = 0;
-    bool done = false;
-    std::vector<std::vector<Copy>> copies;  // groups; the last is not committed
-
-    bool can_run() const { return !done && (!waits_for || waits_for->generation != seen); }
-};
-
-// What the lanes of a warp show each other; two buffers, so that one meeting per exchange is enough.
-struct Warp {
-    Meeting meeting{kWarpSize};
-    alignas(16) u8 shown[2][kWarpSize][64];
-};
-
-struct Block {
-    dim3 index, grid;
-    std::unique_ptr<u8[], void (*)(void*)> shared{nullptr, std::free};
-    std::vector<Thread> threads;
-    std::vector<Warp> warps;
-    Meeting meeting{0};
-    Thread* current = nullptr;
-    void* launcher;  // its stack
-    std::function<void()> kernel;
-
-    Warp& warp() { return warps[current->thread.x / kWarpSize]; }
-    int lane() const { return (int)current->thread.x % kWarpSize; }
-};
-
-inline Block* block = nullptr;
-
-// Go on with the next thread that can.
-inline void yield() {
-    Thread* from = block->current;
-    const size_t count = block->threads.size();
-    for (size_t step = 1; step <= count; ++step) {
-        Thread& next = block->threads[(from->thread.x + step) % count];
-        if (!next.can_run()) continue;
-        block->current = &next;
-        if (&next != from) emulation_switch(&from->stack, next.stack);
-        return;
-    }
-    for (const Thread& thread : block->threads) {
-        if (thread.done) continue;
-        std::fprintf(stderr, "thread %u waits for threads that do not come\n", thread.thread.x);
-        std::abort();
-    }
-    emulation_switch(&from->stack, block->launcher);
-}
-
-inline void meet(Meeting& meeting) {
-    if (++meeting.arrived == meeting.size) {
-        meeting.arrived = 0;
-        ++meeting.generation;
-        return;
-    }
-    block->current->waits_for = &meeting;
-    block->current->seen = meeting.generation;
-    yield();
-    block->current->waits_for = nullptr;
-}
-
-// Show a value to the warp; what all of its lanes have shown.
-template <typename T>
-const u8 (*show(const T& value))[64] {
-    static_assert(sizeof(T) <= 64);
-    auto& shown = block->warp().shown[block->current->exchanges++ % 2];
-    std::memcpy(shown[block->lane()], &value, sizeof value);
-    meet(block->warp().meeting);
-    return shown;
-}
-template <typename T>
-T read(const u8 (&shown)[64]) {
-    T value;
-    std::memcpy(&value, shown, sizeof value);
-    return value;
-}
-
-inline void enter() {
-    block->kernel();
-    block->current->done = true;
-    yield();
-}
-
-inline void run_block(Block& b) {
-    static std::vector<u8> stacks;
-    stacks.resize(b.threads.size() * kStack);
-    block = &b;
-    for (unsigned x = 0; x < b.threads.size(); ++x) {
-        Thread& thread = b.threads[x];
-        thread.thread.x = x;
-        thread.copies.resize(1);
-        // Six registers, the function to return to, and a place for its own return address, as the ABI aligns them.
-        void** top = (void**)((size_t)(stacks.data() + (x + 1) * kStack) & ~(size_t)15) - 2;
-        *top = (void*)enter;
-        thread.stack = top - 6;
-    }
-    b.current = &b.threads[0];
-    emulation_switch(&b.launcher, b.current->stack);
-}
-
-// Grid (3), threads of a CTA, bytes of shared memory.
-inline void launch(const int* sizes, std::function<void()> kernel) {
-    const dim3 grid{(unsigned)sizes[0], (unsigned)sizes[1], (unsigned)sizes[2]};
-    for (unsigned z = 0; z < grid.z; ++z)
-        for (unsigned y = 0; y < grid.y; ++y)
-            for (unsigned x = 0; x < grid.x; ++x) {
-                Block b;
-                b.index = {x, y, z};
-                b.grid = grid;
-                const size_t bytes = (sizes[4] + 127) / 128 * 128 + 128;
-                b.shared.reset((u8*)std::aligned_alloc(128, bytes));
-                std::memset(b.shared.get(), 0xff, bytes);
-                b.threads = std::vector<Thread>(sizes[3]);
-                b.warps = std::vector<Warp>((sizes[3] + kWarpSize - 1) / kWarpSize);
-                b.meeting.size = sizes[3];
-                b.kernel = kernel;
-                run_block(b);
-            }
-}
 
 inline float bits_to_float(u32 bits) {
     float value;
@@ -226,6 +80,11 @@ inline u32 fma_f16x2(u32 a, u32 b, u32 c) {
 }
 inline u32 mul_f16x2(u32 a, u32 b) { return fma_f16x2(a, b, 0x80008000u); }
 inline u32 neg_f16x2(u32 a) { return a ^ 0x80008000u; }
+constexpr float kFp8Unit = 256;
+inline u32 widen_e4m3x2(u32 word) {
+    const auto one = [=](u32 byte) { return (byte & 0x80) << 8 | (byte & 0x7f) << 7; };
+    return one(word & 0xff) | one(word >> 8 & 0xff) << 16;
+}
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float logarithm(float x) { return std::log(x); }
 
@@ -241,7 +100,7 @@ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     for (int i = 0; i < 8; ++i) own.a[i] = kWiden((u16)(a[i / 2] >> i % 2 * 16));
     for (int i = 0; i < 4; ++i) own.b[i] = kWiden((u16)((i / 2 ? b1 : b0) >> i % 2 * 16));
     const auto* shown = show(own);
-    const int row = block->lane() / 4, column = block->lane() % 4 * 2;
+    const int row = lane() / 4, column = lane() % 4 * 2;
     for (int i = 0; i < 4; ++i) {
         double sum = c[i];
 #pragma GCC unroll 4
@@ -275,14 +134,19 @@ inline void copy16_async(void* shared, const void* global) {
         std::fprintf(stderr, "a copy of 16 bytes is not aligned\n");
         std::abort();
     }
-    emulation::block->current->copies.back().push_back({shared, global});
+    races::touch(shared, 16, true);
+    emulation::thread->copies.back().push_back({shared, global});
 }
-inline void commit_copies() { emulation::block->current->copies.emplace_back(); }
+inline void commit_copies() { emulation::thread->copies.emplace_back(); }
 template <int kPending>
-void wait_for_copies() {
-    auto& groups = emulation::block->current->copies;
+void wait_for_copies(ANTKV_SITE) {
+    if (emulation::is_left_out("wait_for_copies", file, line)) return;
+    auto& groups = emulation::thread->copies;
     while (groups.size() > kPending + 1) {
-        for (const auto& copy : groups.front()) std::memcpy(copy.to, copy.from, 16);
+        for (const auto& copy : groups.front()) {
+            races::touch(copy.to, 16, true);
+            std::memcpy(copy.to, copy.from, 16);
+        }
         groups.erase(groups.begin());
     }
 }
@@ -293,15 +157,19 @@ inline u32 permute_bytes(u32 a, u32 b, u32 selector) {
     for (int i = 0; i < 4; ++i) word |= (u32)(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
     return word;
 }
-inline void sync_block() { emulation::meet(emulation::block->meeting); }
-inline void sync_warp() { emulation::meet(emulation::block->warp().meeting); }
+inline void sync_block(ANTKV_SITE) {
+    if (!emulation::is_left_out("sync_block", file, line)) emulation::meet(emulation::block->meeting);
+}
+inline void sync_warp(ANTKV_SITE) {
+    if (!emulation::is_left_out("sync_warp", file, line)) emulation::meet(emulation::warp().meeting);
+}
 template <typename T>
 T from_lane(T value, int lane) {
     return emulation::read<T>(emulation::show(value)[lane]);
 }
 template <typename T>
 T from_lane_xor(T value, int mask) {
-    return from_lane(value, emulation::block->lane() ^ mask);
+    return from_lane(value, emulation::lane() ^ mask);
 }
 inline u32 ballot_warp(bool condition) {
     const auto* shown = emulation::show(condition);
@@ -310,3 +178,5 @@ inline u32 ballot_warp(bool condition) {
     return mask;
 }
 inline int first_bit(u32 mask) { return __builtin_ctz(mask); }
+
+#include "barriers.h"

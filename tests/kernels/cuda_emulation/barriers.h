@@ -1,0 +1,142 @@
+// What compute capability 9.0 adds: barriers in shared memory, bulk copies that they wait for, clusters of CTAs.
+//
+// A bulk copy lands at any time that a thread waits for something, the last one issued as readily as the first; until
+// then its destination is NaN, for whoever comes too early and for whoever is not done with what was there.
+#pragma once
+
+namespace emulation {
+
+inline constexpr unsigned long long kBarrierMark = 0x7ff4'ba12'7ff4'ba12ull;
+
+// The barrier at an address of this CTA or another of the cluster.
+inline Phases& phases_of(const Barrier* barrier) {
+    for (Block& b : cluster->blocks) {
+        const auto found = b.barriers.find(barrier);
+        if (found == b.barriers.end()) continue;
+        if (barrier->word != kBarrierMark) fail("a barrier was overwritten");
+        races::touch(barrier, sizeof *barrier, false);
+        if (&b != block && !found->second.published) fail("a barrier of another block was not published");
+        return found->second;
+    }
+    fail("a barrier that nobody has made is used");
+}
+
+inline void end_phase_if_complete(Phases& phases) {
+    if (phases.missing || phases.bytes) return;
+    phases.missing = phases.arrivals;
+    ++phases.completed;
+    races::turn(phases.coming, phases.together);
+}
+
+inline void arrive_at(Phases& phases, i64 bytes) {
+    if (phases.missing == 0) fail("more threads arrive at a barrier than it was made for");
+    races::release(*thread, phases.coming);
+    --phases.missing;
+    phases.bytes += bytes;
+    end_phase_if_complete(phases);
+}
+
+inline void land_a_copy() {
+    const size_t which = chance((unsigned)cluster->copies.size());
+    const BulkCopy copy = cluster->copies[which];
+    cluster->copies.erase(cluster->copies.begin() + (long)which);
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    if (copy.phases->bytes < copy.bytes) fail("%lld bytes come that no thread has announced at their barrier", copy.bytes);
+    copy.phases->bytes -= copy.bytes;
+    races::land(copy.agent, copy.phases->coming);
+    end_phase_if_complete(*copy.phases);
+}
+
+inline void start_copy(void* to, const void* from, unsigned bytes, Phases& phases) {
+    if (!phases.published) fail("the barrier of a bulk copy was not published");
+    if (((size_t)to | (size_t)from | bytes) % 16) fail("a bulk copy of %lld bytes is not aligned", bytes);
+    if (bytes == 0) fail("a bulk copy is empty");
+    const races::Agent agent = races::start(*thread, to, bytes, from);
+    std::memset(to, 0xff, bytes);
+    cluster->copies.push_back({(u8*)to, (const u8*)from, bytes, &phases, agent});
+}
+
+}  // namespace emulation
+
+inline void make_barrier(Barrier* barrier, int arrivals) {
+    if ((size_t)barrier % 8) emulation::fail("a barrier is not aligned");
+    if (arrivals <= 0) emulation::fail("a barrier is made for %lld threads", arrivals);
+    races::touch(barrier, sizeof *barrier, true);
+    barrier->word = emulation::kBarrierMark;
+    emulation::block->barriers[barrier] = {arrivals, arrivals, emulation::thread};
+}
+inline void publish_barriers(ANTKV_SITE) {
+    if (emulation::is_left_out("publish_barriers", file, line)) return;
+    for (auto& [barrier, phases] : emulation::block->barriers) phases.published |= phases.maker == emulation::thread;
+}
+inline void arrive(Barrier* barrier, ANTKV_SITE) {
+    if (emulation::is_left_out("arrive", file, line)) return;
+    emulation::arrive_at(emulation::phases_of(barrier), 0);
+}
+// The copies that the thread has not waited for land as bulk copies do; unlike those, they need no fence.
+inline void arrive_when_copied(Barrier* barrier, ANTKV_SITE) {
+    if (emulation::is_left_out("arrive_when_copied", file, line)) return;
+    emulation::Phases& phases = emulation::phases_of(barrier);
+    races::fence(*emulation::thread);
+    for (auto& group : emulation::thread->copies) {
+        for (const emulation::Copy& copy : group) {
+            phases.bytes += 16;
+            emulation::start_copy(copy.to, copy.from, 16, phases);
+        }
+        group.clear();
+    }
+    emulation::arrive_at(phases, 0);
+}
+inline void arrive_expecting(Barrier* barrier, u32 bytes, ANTKV_SITE) {
+    const emulation::Change change = emulation::change_at("arrive_expecting", file, line, true);
+    if (change == emulation::Change::kLeftOut) return;
+    emulation::arrive_at(emulation::phases_of(barrier), change == emulation::Change::kWrong ? 0 : bytes);
+}
+inline void wait(Barrier* barrier, u32 parity, ANTKV_SITE) {
+    const emulation::Change change = emulation::change_at("wait", file, line, true);
+    if (change == emulation::Change::kLeftOut) return;
+    if (change == emulation::Change::kWrong) parity ^= 1;
+    emulation::Phases& phases = emulation::phases_of(barrier);
+    if (!phases.is_over(parity)) {
+        emulation::thread->phases = &phases;
+        emulation::thread->parity = parity;
+        emulation::yield();
+        emulation::thread->phases = nullptr;
+    }
+    races::acquire(*emulation::thread, phases.together);
+}
+inline void fence_before_bulk_copies(ANTKV_SITE) {
+    if (!emulation::is_left_out("fence_before_bulk_copies", file, line)) races::fence(*emulation::thread);
+}
+inline void copy_bulk(void* shared, const void* global, u32 bytes, Barrier* barrier) {
+    emulation::start_copy(shared, global, bytes, emulation::phases_of(barrier));
+}
+
+template <int kRegisters>
+void take_registers() {}
+template <int kRegisters>
+void give_registers() {}
+template <int kThreads>
+void sync_threads(int name, ANTKV_SITE) {
+    static_assert(kThreads % emulation::kWarpSize == 0);
+    if (emulation::is_left_out("sync_threads", file, line)) return;
+    emulation::Meeting& meeting = emulation::block->named[name];
+    if (meeting.arrived && meeting.size != kThreads) emulation::fail("threads disagree how many meet at barrier %lld", name);
+    meeting.size = kThreads;
+    emulation::meet(meeting);
+}
+
+inline int cluster_rank() { return (int)emulation::block->rank; }
+inline void sync_cluster(ANTKV_SITE) {
+    if (!emulation::is_left_out("sync_cluster", file, line)) emulation::meet(emulation::cluster->meeting);
+}
+template <typename T>
+T* in_block(T* shared, int rank) {
+    const size_t offset = (size_t)((const u8*)shared - emulation::block->shared);
+    if (offset >= emulation::block->bytes) emulation::fail("an address is not in this block's shared memory");
+    return (T*)(emulation::cluster->blocks.at((size_t)rank).shared + offset);
+}
+inline void arrive_in_block(Barrier* barrier, int rank, ANTKV_SITE) { arrive(in_block(barrier, rank), file, line); }
+inline void copy_bulk_to_block(void* to, const void* from, u32 bytes, Barrier* barrier, int rank) {
+    emulation::start_copy(in_block((u8*)to, rank), from, bytes, emulation::phases_of(in_block(barrier, rank)));
+}

@@ -1,0 +1,27 @@
+"""Compiles kernels with g++ against `emulation.h`, under watch: races, undefined behaviour."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[2] / "csrc" / "cuda"
+_FLAGS = ("-std=c++17", "-O1", "-g", "-march=native", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w", "-fPIC")
+#: races.cpp stands in for the runtime of -fsanitize=thread. Undefined behaviour ends the process.
+_WATCHES = ("-fsanitize=thread", "-fsanitize=alignment,bounds,shift,null", "-fno-sanitize-recover=all")
+
+
+def compile_kernels(files: Sequence[Path], to: Path, definitions: Sequence[str] = ()) -> None:
+    """Compile C++ files and the kernels that they include: a program where `to` has no suffix, else a library."""
+    flags = ["g++", *_FLAGS, "-DANTKV_EMULATION", f"-I{HERE}", f"-I{SOURCES}", *definitions]
+    objects = []
+    for file in (*files, HERE / "races.cpp"):
+        objects.append(to.with_name(f"{file.stem}.o"))
+        watches = _WATCHES if file in files else ()
+        _run([*flags, *watches, "-c", str(file), "-o", str(objects[-1])])
+    _run(["g++", *(["-shared"] if to.suffix else []), *map(str, objects), "-lubsan", "-ldl", "-o", str(to)])
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

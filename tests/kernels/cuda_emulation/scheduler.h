@@ -1,0 +1,280 @@
+// Threads of a cluster of CTAs as fibers: who runs next, what they meet at, and how a launch walks its grid.
+//
+// Shared memory starts as NaN and ends where no access is allowed; that of a CTA that is over cannot be accessed either.
+// `seed` decides the order in which bulk copies land and warps get their turns.
+#pragma once
+
+#include <sys/mman.h>
+
+// Keep the registers that a call keeps on the old stack, go on with the new one. (swapcontext asks the kernel, twice.)
+extern "C" void emulation_switch(void** old_stack, void* new_stack);
+asm(R"(
+.weak emulation_switch
+emulation_switch:
+    push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp
+    ret
+)");
+
+// The source of all chances; set by the tests.
+extern "C" inline unsigned long long emulation_seed = 1;
+
+namespace emulation {
+
+constexpr unsigned kWarpSize = 32;
+constexpr size_t kStack = 1 << 17, kPage = 4096;
+
+[[noreturn]] inline void fail(const char* what, long long number = 0) {
+    std::fprintf(stderr, what, number);
+    std::fputc('\n', stderr);
+    std::abort();
+}
+
+}  // namespace emulation
+
+#include "races.h"
+
+namespace emulation {
+
+struct Copy {
+    void* to;
+    const void* from;
+};
+
+// Something that threads meet at.
+struct Meeting {
+    unsigned size, arrived = 0, generation = 0;
+    races::Clock coming, together;
+};
+
+// What a barrier in shared memory has behind it.
+struct Thread;
+struct Phases {
+    int arrivals, missing;
+    const Thread* maker;
+    bool published = false;
+    i64 bytes = 0;           // announced, and not there yet
+    unsigned completed = 0;  // phases
+    races::Clock coming, together;
+
+    bool is_over(unsigned parity) const { return (completed & 1) != parity; }
+};
+
+struct Block;
+
+struct Thread {
+    struct {
+        unsigned x;
+    } index;
+    unsigned number;  // in its cluster
+    Block* block;
+    void* stack = nullptr;  // where it goes on
+    Meeting* meeting = nullptr;
+    unsigned generation = 0, exchanges = 0;
+    Phases* phases = nullptr;
+    unsigned parity = 0;
+    bool done = false;
+    std::vector<std::vector<Copy>> copies;  // groups; the last is not committed
+
+    bool can_run() const {
+        return !done && (!meeting || meeting->generation != generation) && (!phases || phases->is_over(parity));
+    }
+};
+
+// What the lanes of a warp show each other; two buffers, so that one meeting per exchange is enough.
+struct Warp {
+    Meeting meeting{kWarpSize};
+    alignas(16) u8 shown[2][kWarpSize][64];
+};
+
+struct Block {
+    dim3 index, grid;
+    unsigned rank;  // in its cluster
+    u8* shared;
+    size_t bytes, mapped;
+    unsigned running;  // threads
+    std::vector<Warp> warps;
+    Meeting meeting{0};
+    Meeting named[16];
+    std::unordered_map<const void*, Phases> barriers;
+
+    u8* allocation() const { return shared + (bytes + 127) / 128 * 128 + kPage - mapped; }
+};
+
+// A bulk copy under way.
+struct BulkCopy {
+    u8* to;
+    const u8* from;
+    unsigned bytes;
+    Phases* phases;
+    races::Agent agent;
+};
+
+struct Cluster {
+    std::vector<Block> blocks;
+    std::vector<Thread> threads;
+    std::vector<BulkCopy> copies;
+    Meeting meeting{0};
+    const std::function<void()>* kernel;
+    void* launcher;  // its stack
+};
+
+inline Cluster* cluster = nullptr;
+inline Block* block = nullptr;
+inline Thread* thread = nullptr;
+inline unsigned long long chance_state = 1;
+
+inline unsigned chance(unsigned choices) {
+    chance_state = chance_state * 6364136223846793005ull + 1442695040888963407ull;
+    return (unsigned)(chance_state >> 33) % choices;
+}
+
+inline Warp& warp() { return block->warps[thread->index.x / kWarpSize]; }
+inline int lane() { return (int)(thread->index.x % kWarpSize); }
+
+void land_a_copy();
+
+// Go on with the next thread that can.
+inline void yield() {
+    Thread* from = thread;
+    const size_t count = cluster->threads.size();
+    while (!cluster->copies.empty() && chance(4) == 0) land_a_copy();
+    for (;;) {
+        const size_t first = chance(8) ? from->number + 1 : chance((unsigned)count) / kWarpSize * kWarpSize;
+        for (size_t step = 0; step < count; ++step) {
+            Thread& next = cluster->threads[(first + step) % count];
+            if (!next.can_run()) continue;
+            thread = &next;
+            block = next.block;
+            if (&next != from) emulation_switch(&from->stack, next.stack);
+            return;
+        }
+        if (cluster->copies.empty()) break;
+        land_a_copy();
+    }
+    for (const Thread& other : cluster->threads)
+        if (!other.done) fail("thread %lld waits for threads or bytes that do not come", other.number);
+    emulation_switch(&from->stack, cluster->launcher);
+}
+
+// `orders`: what was written before is read behind. Shuffles, ballots and mma promise nothing.
+inline void meet(Meeting& meeting, bool orders = true) {
+    if (orders) races::release(*thread, meeting.coming);
+    if (++meeting.arrived == meeting.size) {
+        meeting.arrived = 0;
+        ++meeting.generation;
+        if (orders) races::turn(meeting.coming, meeting.together);
+    } else {
+        thread->meeting = &meeting;
+        thread->generation = meeting.generation;
+        yield();
+        thread->meeting = nullptr;
+    }
+    if (orders) races::acquire(*thread, meeting.together);
+}
+
+// Show a value to the warp; what all of its lanes have shown.
+template <typename T>
+const u8 (*show(const T& value))[64] {
+    static_assert(sizeof(T) <= 64);
+    auto& shown = warp().shown[thread->exchanges++ % 2];
+    std::memcpy(shown[lane()], &value, sizeof value);
+    meet(warp().meeting, false);
+    return shown;
+}
+template <typename T>
+T read(const u8 (&shown)[64]) {
+    T value;
+    std::memcpy(&value, shown, sizeof value);
+    return value;
+}
+
+inline void enter() {
+    (*cluster->kernel)();
+    for (const auto& group : thread->copies)
+        if (!group.empty()) fail("thread %lld ends while copies are under way", thread->number);
+    thread->done = true;
+    if (--block->running == 0) {
+        for (const BulkCopy& copy : cluster->copies)
+            if (copy.to >= block->shared && copy.to < block->shared + block->bytes)
+                fail("block %lld of the cluster ends while bulk copies are under way", block->rank);
+        mprotect(block->allocation(), block->mapped, PROT_NONE);
+    }
+    yield();
+}
+
+inline void* map_pages(size_t bytes) {
+    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) fail("no memory for %lld bytes", (long long)bytes);
+    return at;
+}
+
+inline void prepare_block(Block& b, unsigned threads, size_t bytes) {
+    b.bytes = bytes;
+    b.running = threads;
+    b.mapped = (bytes + kPage - 1 + 127) / kPage * kPage + kPage;
+    u8* pages = (u8*)map_pages(b.mapped);
+    mprotect(pages + b.mapped - kPage, kPage, PROT_NONE);
+    b.shared = pages + b.mapped - kPage - (bytes + 127) / 128 * 128;
+    std::memset(b.shared, 0xff, bytes);
+    b.warps = std::vector<Warp>((threads + kWarpSize - 1) / kWarpSize);
+    b.meeting.size = threads;
+}
+
+inline void run(Cluster& c, unsigned threads) {
+    static u8* stacks = nullptr;
+    static size_t reserved = 0;
+    if (reserved < c.threads.size()) {
+        reserved = c.threads.size();
+        stacks = (u8*)map_pages(reserved * kStack);
+    }
+    for (unsigned number = 0; number < c.threads.size(); ++number) {
+        Thread& t = c.threads[number];
+        t.number = number;
+        t.index.x = number % threads;
+        t.block = &c.blocks[number / threads];
+        t.copies.resize(1);
+        // Six registers, the function to return to, and a place for its own return address, as the ABI aligns them.
+        void** top = (void**)((size_t)(stacks + (number + 1) * kStack) & ~(size_t)15) - 2;
+        *top = (void*)enter;
+        t.stack = top - 6;
+    }
+    c.meeting.size = (unsigned)c.threads.size();
+    races::begin(c);
+    cluster = &c;
+    block = &c.blocks[0];
+    thread = &c.threads[0];
+    emulation_switch(&c.launcher, thread->stack);
+    races::end(c);
+    cluster = nullptr;
+    block = nullptr;
+    thread = nullptr;
+    for (Block& b : c.blocks) munmap(b.allocation(), b.mapped);
+}
+
+// sizes: grid (3), threads of a CTA, bytes of shared memory. Clusters have `cluster_size` CTAs side by side in x.
+inline void launch(const int* sizes, const std::function<void()>& kernel, unsigned cluster_size = 1) {
+    const dim3 grid{(unsigned)sizes[0], (unsigned)sizes[1], (unsigned)sizes[2]};
+    const unsigned threads = (unsigned)sizes[3];
+    if (grid.x % cluster_size) fail("a grid of %lld CTAs is not one of whole clusters", grid.x);
+    chance_state = emulation_seed;
+    for (unsigned z = 0; z < grid.z; ++z)
+        for (unsigned y = 0; y < grid.y; ++y)
+            for (unsigned x = 0; x < grid.x; x += cluster_size) {
+                Cluster c;
+                c.kernel = &kernel;
+                c.blocks = std::vector<Block>(cluster_size);
+                c.threads = std::vector<Thread>(cluster_size * threads);
+                for (unsigned rank = 0; rank < cluster_size; ++rank) {
+                    c.blocks[rank].index = {x + rank, y, z};
+                    c.blocks[rank].grid = grid;
+                    c.blocks[rank].rank = rank;
+                    prepare_block(c.blocks[rank], threads, (size_t)sizes[4]);
+                }
+                run(c, threads);
+            }
+}
+
+}  // namespace emulation

@@ -1,0 +1,79 @@
+"""The model of a multiprocessor executes the kernels' machine code rightly, in as many instructions as recorded."""
+
+import ctypes
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from scripts.compile_cuda import nvcc
+from scripts.sm_model.backend import functions, nvdisasm, parameters
+from scripts.sm_model.cache import shared_wavefronts
+from scripts.sm_model.constants import Constants, measured
+from scripts.sm_model.instructions import PRESETS, count, measure
+from scripts.sm_model.machine import Cta, Machine
+from scripts.sm_model.memory import GlobalMemory, SharedMemory
+from scripts.sm_model.sm import Multiprocessor
+
+RECORD = Path(__file__).with_name("cuda_instructions.json")
+PRIMITIVES = Path(__file__).parent / "cuda_emulation" / "primitives.cu"
+#: Instructions of a kind may move by this share, or by one a tile, between compiler versions.
+TOLERANCE = 0.1
+needs_compiler = pytest.mark.skipif(
+    nvcc() is None or not nvdisasm().exists(), reason="nvcc or nvdisasm is not installed"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("preset", PRESETS)
+def test_machine_code_gives_what_the_specification_says_in_as_many_instructions_as_recorded(preset):
+    runs = measure(preset)
+    for run in runs:
+        torch.testing.assert_close(run.output, run.expected, rtol=4e-2, atol=4e-2)
+        assert run.report.cycles > sum(run.report.instructions.values()) / 4
+    recorded, now = json.loads(RECORD.read_text())[preset], count(runs)
+    more = {kind: n for kind, n in now.items() if n > recorded.get(kind, 0) * (1 + TOLERANCE) + 1}
+    assert not more, f"record them anew if that is meant: python -m scripts.sm_model.instructions --write {RECORD}"
+
+
+@needs_compiler
+@pytest.mark.parametrize("latency", [100, 700])
+def test_a_producer_brings_pages_through_barriers(latency):
+    """96 threads: the third warp copies, two add up."""
+    num_pages, page = 7, 512
+    numbers = torch.randint(0, 2**20, (num_pages * page,), dtype=torch.int32)
+    result = torch.zeros(1, dtype=torch.int32)
+    arguments = (ctypes.c_void_p(numbers.data_ptr()), ctypes.c_void_p(result.data_ptr()), ctypes.c_int32(num_pages))
+    shared = SharedMemory(3 * page * 4 + 6 * 8 + 64 * 4)
+    cta = Cta((0, 0, 0), (1, 1, 1), 96, shared, GlobalMemory(), parameters(arguments))
+    machine = Machine(functions(PRIMITIVES, "-arch=sm_90")["stream_pages"])
+    constants = Constants(dram_latency=latency)
+    streamed = [(numbers.data_ptr(), numbers.data_ptr() + numbers.nbytes)]
+    with np.errstate(all="ignore"):
+        report = Multiprocessor(machine, cta, constants, streamed).run()
+    assert int(result[0]) == int(numbers.sum(dtype=torch.int64)) & 0x7FFFFFFF
+    # Three pages are under way at a time.
+    assert report.cycles > latency * num_pages / 3
+
+
+@pytest.mark.parametrize(
+    ("addresses", "width", "wavefronts"),
+    [
+        (np.arange(32) * 4, 4, 1),
+        (np.arange(32) * 128, 4, 32),
+        (np.zeros(32), 4, 1),
+        (np.arange(32) * 8, 8, 2),
+        (np.arange(32) * 16, 16, 4),
+        (np.arange(32) * 256, 16, 32),
+    ],
+)
+def test_lanes_that_meet_in_a_bank_wait_for_each_other(addresses, width, wavefronts):
+    assert shared_wavefronts(addresses.astype(np.uint64), width) == wavefronts
+
+
+def test_measured_constants_take_the_place_of_assumed_ones(tmp_path):
+    file = tmp_path / "constants.json"
+    file.write_text(json.dumps({"constants": {"mma_interval": 4.5, "unknown": 1}}))
+    assert measured(file) == Constants(mma_interval=4.5)
