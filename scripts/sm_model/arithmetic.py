@@ -331,7 +331,33 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return (bits + 0x7FFF + (bits >> np.uint32(16) & 1)) >> np.uint32(16)
 
 
+def _e4m3(byte: int) -> float:
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    if byte & 127 == 127:
+        return float("nan")
+    size = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return -size if byte & 128 else size
+
+
+_E4M3 = np.array([_e4m3(byte) for byte in range(256)], np.float16).view(np.uint16).astype(np.uint32)
+
+
+def unpack_e4m3(i: Instruction) -> Compute:
+    """Two float16 from two bytes of a word, the lower ones or the upper."""
+    name, _, half = i.operands[1].partition(".")
+    read, distance = words(name), np.uint32(16 if half == "H1" else 0)
+
+    def compute(warp: Warp) -> Any:
+        pair = read(warp) >> distance
+        return _E4M3[pair & 0xFF] | _E4M3[pair >> np.uint32(8) & 0xFF] << np.uint32(16)
+
+    return compute
+
+
 def pack(i: Instruction) -> Compute:
+    if "UNPACK_B" in i.modifiers:
+        assert "E4M3" in i.modifiers, i.text
+        return unpack_e4m3(i)
     high, low = real(i.operands[1]), real(i.operands[2])
     if "BF16" in i.modifiers:
         convert: Callable[[np.ndarray], np.ndarray] = to_bf16

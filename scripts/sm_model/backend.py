@@ -51,6 +51,7 @@ class ModelledBackend:
     """
 
     multiprocessors = 1
+    capability = (9, 0)
     shared_bytes = 232448
 
     def __init__(self, constants: Constants) -> None:
