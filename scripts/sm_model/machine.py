@@ -78,6 +78,7 @@ class Cta:
     memory: GlobalMemory
     parameters: bytes
     barriers: dict[int, Phases] = field(default_factory=dict)
+    clock: int = 0
 
     @cached_property
     def generic(self) -> GenericMemory:
@@ -222,7 +223,7 @@ class Machine:
                 "SRZ": LANE * 0,
                 "SR_CgaCtaId": LANE * 0,
                 "SR_SWINHI": LANE * 0 + SHARED_WINDOW,
-                "SR_CLOCKLO": LANE * 0,
+                "SR_CLOCKLO": LANE * 0 + cta.clock,
                 **{f"SR_CTAID.{axis}": LANE * 0 + cta.block[n] for n, axis in enumerate("XYZ")},
                 **{f"SR_NCTAID.{axis}": LANE * 0 + cta.grid[n] for n, axis in enumerate("XYZ")},
             }

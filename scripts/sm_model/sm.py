@@ -183,6 +183,7 @@ class Multiprocessor:
     def _issue(self, slot: _Slot) -> None:
         position = slot.warp.running.position
         i = self._machine.function.code[position]
+        self._cta.clock = int(self._time)
         effect = self._machine.step(slot.warp)
         if effect is not None and effect.waits:
             slot.awaits = effect.barrier

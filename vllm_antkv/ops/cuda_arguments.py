@@ -27,7 +27,7 @@ class LayerArgument(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k_order", "last_query")),
         *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
         *((name, ctypes.c_int32) for name in ("num_kv_heads", "rotary_dim", "is_neox_style", "rotary_rows")),
-        *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "split", "unused")),
+        *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "split", "num_blocks")),
     ]
 
 
@@ -69,4 +69,5 @@ def layer_argument(layer: LayerState, tables: dict[str, torch.Tensor], split: in
         **layer_fields(layer, tables),
         rotary_rows=0 if layer.rotary is None else len(layer.rotary.cos),
         split=split,
+        num_blocks=len(layer.vq.k_codes),
     )
