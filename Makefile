@@ -3,6 +3,8 @@
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
 # make gpu-bundle | gpu-check   pack vLLM for a GPU machine without network; check and time everything on a GPU
+# make vllm-contract   how much work a release of vLLM is (VERSION=0.34.0; default: the newest)
+# make test-vllm-0.33   run what can run on the Python of a release that has no build for CPUs yet
 # make lint | format | docs | lock | clean
 
 SHELL := bash
@@ -17,7 +19,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv demo test audit gpu-bundle gpu-check lint format docs lock clean
+.PHONY: help venv demo test vllm-contract audit gpu-bundle gpu-check lint format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -34,6 +36,12 @@ demo: $(VENV)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+vllm-contract: $(VENV)
+	$(BIN)/python -m scripts.vllm_contract $(VERSION) $(ARGS)
+
+test-vllm-%: $(VENV)
+	$(BIN)/python -m scripts.vllm_lane $* -n 2 --dist loadfile $(ARGS)
 
 audit: $(VENV)
 	$(BIN)/python scripts/audit.py $(ARGS)
@@ -57,6 +65,8 @@ format: $(VENV)
 
 docs: $(VENV)
 	$(BIN)/python scripts/settings_page.py
+	$(BIN)/python scripts/families_table.py
+	$(BIN)/python -m scripts.compatibility_page
 	$(BIN)/mkdocs build --strict
 
 # Resolves anew: versions move to the newest ones that requirements/*.in allow. Run the tests before committing.

@@ -77,12 +77,12 @@ def engine_config(model: str, max_model_len: int) -> "VllmConfig":
 def cache_config(config: "VllmConfig", presets: "Sequence[Preset] | None") -> "KVCacheConfig":
     """How vLLM divides MEMORY among layers of these presets, or of `auto`."""
     from vllm.v1.attention.backends.utils import record_kv_cache_layout
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
     from vllm_antkv.cache.pages import page_layouts
     from vllm_antkv.cache.specs import recency_spec, vq_spec
     from vllm_antkv.config import AntKVConfig
+    from vllm_antkv.hooks.moved import kv_cache_planning
 
     model_config, settings = config.model_config, AntKVConfig()
     num_kv_heads, head_size = model_config.get_num_kv_heads(config.parallel_config), model_config.get_head_size()
@@ -97,7 +97,8 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset] | None") -> "K
             specs[f"layers.{layer}"] = vq_spec(layout, num_kv_heads)
             specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, num_kv_heads, settings, config)
     record_kv_cache_layout(config.cache_config, "LBHNC" if presets is None else "BLHNC")
-    return get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), MEMORY)
+    planning = kv_cache_planning()
+    return planning.get_kv_cache_config_from_groups(config, planning.get_kv_cache_groups(config, specs), MEMORY)
 
 
 def draw(ratios: dict[str, list[float]]) -> None:

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm_antkv.ops.cuda_build import Build
@@ -23,18 +23,18 @@ SOURCES = Path(__file__).parents[1] / "csrc" / "cuda"
 #: Compute capability and the most shared memory of a CTA, in bytes.
 ARCHITECTURES = {"80": 166912, "90": 232448}
 BUILDS = (
-    Build(128, 4, 8, 256, bfloat16=True, fp8=False),
-    Build(128, 4, 4, 256, bfloat16=True, fp8=False),
-    Build(128, 4, 8, 256, bfloat16=True, fp8=True),
-    Build(128, 1, 8, 256, bfloat16=True, fp8=False),
-    Build(128, 8, 8, 256, bfloat16=True, fp8=False),
-    Build(128, 16, 8, 256, bfloat16=True, fp8=False),
-    Build(64, 4, 8, 256, bfloat16=False, fp8=False),
-    Build(64, 7, 4, 256, bfloat16=True, fp8=False),
-    Build(128, 4, 16, 4096, bfloat16=True, fp8=False),
-    Build(128, 16, 16, 4096, bfloat16=True, fp8=False),
-    Build(128, 4, 32, 4096, bfloat16=True, fp8=False),
-    Build(64, 7, 32, 4096, bfloat16=False, fp8=False),
+    Build(128, 4, 8, 256, bfloat16=True, fp8=False, bulk=True),
+    Build(128, 4, 4, 256, bfloat16=True, fp8=False, bulk=True),
+    Build(128, 4, 8, 256, bfloat16=True, fp8=True, bulk=True),
+    Build(128, 1, 8, 256, bfloat16=True, fp8=False, bulk=True),
+    Build(128, 8, 8, 256, bfloat16=True, fp8=False, bulk=True),
+    Build(128, 16, 8, 256, bfloat16=True, fp8=False, bulk=True),
+    Build(64, 4, 8, 256, bfloat16=False, fp8=False, bulk=True),
+    Build(64, 7, 4, 256, bfloat16=True, fp8=False, bulk=True),
+    Build(128, 4, 16, 4096, bfloat16=True, fp8=False, bulk=True),
+    Build(128, 16, 16, 4096, bfloat16=True, fp8=False, bulk=True),
+    Build(128, 4, 32, 4096, bfloat16=True, fp8=False, bulk=True),
+    Build(64, 7, 32, 4096, bfloat16=False, fp8=False, bulk=True),
 )
 #: Registers may move by this share between compiler versions before a check fails.
 TOLERANCE = 0.1
@@ -81,7 +81,7 @@ def measure(architectures: Iterable[str], builds: Iterable[Build]) -> dict[str, 
     table = {}
     for architecture in architectures:
         for build in builds:
-            fitted = build.fitted(ARCHITECTURES[architecture])
+            fitted = replace(build, bulk=architecture >= "90").fitted(ARCHITECTURES[architecture])
             for source in ("decode", "encode_store"):
                 for kernel, resources in compile_source(source, fitted, architecture).items():
                     warps = f" {fitted.warps} warps" if kernel == "decode" else ""

@@ -1,8 +1,10 @@
 """Compile every Triton kernel ahead of time, without a GPU, and read what it takes: registers, shared memory, spills.
 
-    python scripts/compile_triton.py                    print the table
-    python scripts/compile_triton.py --write FILE       record it
-    python scripts/compile_triton.py --check FILE       compare with a record; exit status 1 when something got worse
+    python -m scripts.compile_triton                    print the table
+    python -m scripts.compile_triton --write FILE       record it
+    python -m scripts.compile_triton --check FILE       compare with a record; exit status 1 when something got worse
+
+For `decode` it counts instructions too, in its machine code: of the loop that takes the coded past, per token.
 
 The kernels are launched as in serving, on small CPU tensors, with a driver that compiles and does not run. Every preset
 is compiled for every architecture, other layers for one, and the configurations beside the default for one layer.
@@ -28,6 +30,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from vllm_antkv.triton_kernels import anchor_score, decode, encode_store, prefill
 
+from scripts.sass_loops import nested_loops
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.counters import Counters
@@ -49,7 +52,9 @@ KERNELS = (
 MAX_LEN = 256
 #: The architecture for which all layers are compiled.
 REFERENCE_ARCHITECTURE = 90
-#: Share by which registers may grow before a check fails.
+#: Tokens whose anchors are taken together with the default settings: 16 rows, two per block.
+_ANCHORED_TOGETHER = 1024
+#: Share by which registers and instructions may grow before a check fails.
 TOLERANCE = 0.1
 
 
@@ -108,11 +113,15 @@ OTHER_CASES = (
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one compiled kernel: registers and stack bytes per thread (spills live there), shared bytes per program."""
+    """Of one compiled kernel: registers and stack bytes per thread (spills live there), shared bytes per program.
+
+    per_token: warp instructions per token and KV head in the loop over the coded past; only `decode` has it.
+    """
 
     registers: int
     stack: int
     shared: int
+    per_token: float | None = None
 
 
 def main() -> int:
@@ -145,7 +154,7 @@ def measure(architectures: Sequence[int], layer: str | None, kernels: list[str] 
         for case in (*PRESET_CASES, *others):
             if layer in (None, case.name):
                 for kernel, compiled in compiled_kernels(case, kernels):
-                    table[f"{kernel} | {case.name} | sm_{architecture}"] = resources(compiled)
+                    table[f"{kernel} | {case.name} | sm_{architecture}"] = resources(kernel, compiled)
     return table
 
 
@@ -153,12 +162,12 @@ def compiled_kernels(case: Case, kernels: list[str] | None) -> list[tuple[str, A
     """Name, configuration and compiled form of kernels: of these, or of all."""
     compiled: list[tuple[str, Any]] = []
     with _recording(compiled, kernels, every_configuration=case == TUNED and kernels is None):
-        _launch_all(case)
+        launch_all(case)
     return compiled
 
 
-def resources(compiled: Any) -> Resources:
-    """Read the cubin with the cuobjdump that comes with Triton."""
+def resources(kernel: str, compiled: Any) -> Resources:
+    """Read the cubin with the tools that come with Triton."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -166,7 +175,20 @@ def resources(compiled: Any) -> Resources:
         command = [str(tool), "--dump-resource-usage", file.name]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
-    return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared)
+    per_token = None
+    if (decode := re.fullmatch(r"decode (\d+) w(\d+)", kernel)) is not None:
+        per_token = instructions_per_token(compiled.asm["cubin"], int(decode[1]), int(decode[2]))
+    return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, per_token)
+
+
+def instructions_per_token(cubin: bytes, block_n: int, num_warps: int) -> float:
+    """Of all warps, per token and KV head of the coded past: a tile's turn, and its part of the anchors'."""
+    loops = nested_loops(cubin)
+    if loops is None:
+        raise ValueError("decode has no loop over tiles in a loop over anchors any more: count something else")
+    chunk, tile = loops
+    per_tile, per_chunk = tile.instructions, chunk.instructions - tile.instructions
+    return round(num_warps * (per_tile / block_n + per_chunk / _ANCHORED_TOGETHER), 1)
 
 
 def compare(table: dict[str, Resources], record: dict[str, Any]) -> list[str]:
@@ -184,6 +206,8 @@ def compare(table: dict[str, Resources], record: dict[str, Any]) -> list[str]:
             continue
         if now.registers > then.registers * (1 + TOLERANCE):
             complaints.append(f"{key}: {now.registers} registers, recorded {then.registers}")
+        if (now.per_token or 0) > (then.per_token or 0) * (1 + TOLERANCE):
+            complaints.append(f"{key}: {now.per_token} instructions per token, recorded {then.per_token}")
         if now.shared > then.shared:
             complaints.append(f"{key}: {now.shared} bytes of shared memory, recorded {then.shared}")
     return complaints
@@ -191,9 +215,9 @@ def compare(table: dict[str, Resources], record: dict[str, Any]) -> list[str]:
 
 def print_table(table: dict[str, Resources]) -> None:
     width = max(len(key) for key in table)
-    print(f"{'kernel | layer | architecture':{width}}  registers  stack  shared")
+    print(f"{'kernel | layer | architecture':{width}}  registers  stack  shared  instructions per token")
     for key, value in table.items():
-        print(f"{key:{width}}  {value.registers:9}  {value.stack:5}  {value.shared:6}")
+        print(f"{key:{width}}  {value.registers:9}  {value.stack:5}  {value.shared:6}  {value.per_token or ''}")
 
 
 class _CompileOnly:
@@ -249,8 +273,8 @@ def _recording(compiled: list[tuple[str, Any]], kernels: list[str] | None, every
             setattr(module, name, kernel)
 
 
-def _launch_all(case: Case) -> None:
-    """One step of two requests through all operations."""
+def launch_all(case: Case, table_width: int = 16) -> None:
+    """One step of two requests through all operations, with block tables of `table_width` entries a request."""
     config = AntKVConfig(anchor_scope=case.scope)  # type: ignore[arg-type]
     operations = TritonOperations(_layer(case, config))
     num_tokens = 100
@@ -260,8 +284,8 @@ def _launch_all(case: Case) -> None:
     step = Step(
         query_start_loc=torch.tensor([0, 99, 100], dtype=torch.int32),
         seq_lens=torch.tensor([99, 200], dtype=torch.int32),
-        vq_block_table=torch.zeros(2, 16, dtype=torch.int32),
-        recency_block_table=torch.zeros(2, 16, dtype=torch.int32),
+        vq_block_table=torch.zeros(2, table_width, dtype=torch.int32),
+        recency_block_table=torch.zeros(2, table_width, dtype=torch.int32),
         max_query_len=99,
         max_seq_len=4096,
     )

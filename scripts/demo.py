@@ -197,8 +197,10 @@ def served_capacity(url: str) -> int:
 def capacity_of_auto(model: str) -> int:
     """Tokens that a cache of the model's own dtype would hold, computed as vLLM does at start-up."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
     from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from vllm_antkv.hooks.moved import kv_cache_planning
 
     config = EngineArgs(model=model, kv_cache_dtype="auto", kv_cache_memory_bytes=KV_BYTES).create_engine_config()
     # The engine asks the backend; which layout it is does not change how many blocks fit.
@@ -210,7 +212,9 @@ def capacity_of_auto(model: str) -> int:
         dtype=config.model_config.dtype,
     )
     specs = {f"layers.{i}": layer for i in range(config.model_config.get_num_layers(config.parallel_config))}
-    return get_kv_cache_capacity(config, get_kv_cache_configs(config, [specs], [KV_BYTES])[0])[0]
+    planning = kv_cache_planning()
+    groups = planning.get_kv_cache_groups(config, specs)
+    return get_kv_cache_capacity(config, planning.get_kv_cache_config_from_groups(config, groups, KV_BYTES))[0]
 
 
 def _capacity_from(counting: subprocess.Popen[bytes], output: Path) -> int:

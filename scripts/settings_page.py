@@ -10,6 +10,8 @@ _HEAD = """# Settings
 
 <!-- Written by scripts/settings_page.py from vllm_antkv/config.py; `make docs` renews it. -->
 
+After this page you can set everything about the cache that can be set, and know what each setting does.
+
 The preset is chosen with `--kv-cache-dtype`. Everything else has a default and is set through vLLM's
 `--additional-config`, under the key `antkv`:
 

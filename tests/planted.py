@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from vllm_antkv.calibrate.capture import captured_hidden
-from vllm_antkv.calibrate.models import decoder_layers
-from vllm_antkv.calibrate.sinks import find_channels, find_rule, peak_ratios
 from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule, codebook_path, find_codebook
+from vllm_antkv.offline.hidden import captured_hidden
+from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.sinks import find_channels, find_rule, peak_ratios
 
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "models" / "embedded"

@@ -58,7 +58,7 @@ def anchor_score(
     )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "prefix"])
+@triton.jit(do_not_specialize=["num_reqs", "prefix", "batch"])
 def _anchor_score_kernel(
     rows: Rows,
     is_sink: tl.tensor,

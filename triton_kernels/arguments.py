@@ -57,7 +57,7 @@ class Tables(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The requests of a step.
+    """The requests of a step. Kernels do not specialise on it: widths of tables and addresses differ between steps.
 
     query_start_loc: (num_reqs + 1,) int32, prefix sums of the requests' numbers of new tokens.
     seq_lens: (num_reqs,) int32, new tokens included.
@@ -115,6 +115,8 @@ class Shape(NamedTuple):
     anchor_rows: per block, K and V each.
     page_size: tokens per recency page.
     reads_cache: queries see the tokens of their own step as they see older ones; else exactly.
+    exact_prefix, exact_reach: a query sees tokens of closed blocks exactly only if they are among the first
+        `exact_prefix` of the sequence, or at most `exact_reach` before it.
     """
 
     head_size: int
@@ -139,6 +141,8 @@ class Shape(NamedTuple):
     page_size: int
     block_size: int
     reads_cache: bool
+    exact_prefix: int
+    exact_reach: int
 
 
 class Policy(NamedTuple):

@@ -12,15 +12,17 @@ from .common import (
     ALWAYS,
     LOG2E,
     channels_of_pairs,
-    decode_key_halves,
-    decode_values,
     exact_rows,
     from_e4m3,
     head_centroids,
     in_vq_page,
     load_exact,
     load_halves,
+    load_key_codes,
     load_rows,
+    load_value_codes,
+    look_up_key_halves,
+    look_up_values,
     turn,
 )
 
@@ -32,18 +34,32 @@ def query_pointers(rows: Rows, tokens: tl.tensor, heads: tl.tensor, shape: tl.co
 
 
 @triton.jit
-def attend_keys(
+def nothing_seen(row: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Where the online softmax of the M rows of queries starts: maximum of the logits times log2(e), (M,); softmax
+    denominator, (M,); weighted sum of V, (M, head_pad); float32.
+    """
+    maximum = tl.full((row.shape[0],), float("-inf"), tl.float32)
+    total = tl.full((row.shape[0],), 0, tl.float32)
+    return maximum, total, tl.full((row.shape[0], shape.head_pad), 0, tl.float32)
+
+
+@triton.jit
+def attend_tile(
     queries: tl.tensor,
+    query_first: tl.tensor,
+    query_second: tl.tensor,
     positions: tl.tensor,
     first_query: tl.tensor,
     final_query: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
+    tile: tl.tensor,
     start: tl.tensor,
     first_row: tl.tensor,
     request: tl.tensor,
     head: tl.tensor,
     scale: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    weighted: tl.tensor,
     rows: Rows,
     pages: Pages,
     tables: Tables,
@@ -51,45 +67,42 @@ def attend_keys(
     shape: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Attend to the keys `begin .. end`; `begin` is a multiple of BLOCK_N, which divides the VQ block.
+    """Attend to BLOCK_N keys from `tile` on, a multiple of BLOCK_N, which divides the VQ block.
 
     Args:
         queries: (M,) pointers to the queries.
+        query_first, query_second: halves of the queries, in the order of decoded rows.
         positions: (M,) int32 of the queries, negative for rows of padding.
         first_query, final_query: smallest and largest of the real ones, in one VQ block.
         start: first position of the request in this step, which is row `first_row` of `rows`.
+        maximum, total, weighted: see `nothing_seen`.
 
     Returns:
-        (M,) maximum of the logits times log2(e), (M,) softmax denominator, (M, head_pad) weighted sum of V; float32.
+        the same three, with these keys.
     """
-    query_first, query_second = load_halves(queries, positions >= 0, tables, True, shape)
-    maximum = tl.full((positions.shape[0],), float("-inf"), tl.float32)
-    total = tl.full((positions.shape[0],), 0, tl.float32)
-    weighted = tl.full((positions.shape[0], shape.head_pad), 0, tl.float32)
-    for tile in range(begin, end, BLOCK_N):
-        keys = tile + tl.arange(0, BLOCK_N)
-        present = keys <= final_query
-        seen_until = tl.load(tables.last_query + keys, mask=present, other=-1)
-        if not shape.reads_cache:
-            seen_until = tl.where(present & (keys >= start), ALWAYS, seen_until)
-        causal = keys[None, :] <= positions[:, None]
-        exact = seen_until[None, :] >= positions[:, None]
-        # Both kinds of rows are skipped where no query of the tile sees one: most tiles have only coded rows.
-        if tl.max((present & (seen_until < final_query)).to(tl.int32), 0) > 0:
-            maximum, total, weighted = attend_coded(
-                query_first, query_second, causal & ~exact, keys, present, tile, first_query, request, head, scale,
-                maximum, total, weighted, pages, tables, batch, shape,
-            )  # fmt: skip
-        kept = present & (seen_until >= first_query)
-        if tl.max(kept.to(tl.int32), 0) > 0:
-            exact_first, exact_second = query_first, query_second
-            if shape.ordered:
-                # To have them at hand for every tile would fill the registers.
-                exact_first, exact_second = load_halves(queries, positions >= 0, tables, False, shape)
-            maximum, total, weighted = attend_exact(
-                exact_first, exact_second, causal & exact, keys, kept, start, first_row, request, head, scale,
-                maximum, total, weighted, rows, pages, batch, shape,
-            )  # fmt: skip
+    keys = tile + tl.arange(0, BLOCK_N)
+    present = keys <= final_query
+    seen_until = tl.load(tables.last_query + keys, mask=present, other=-1)
+    if not shape.reads_cache:
+        seen_until = tl.where(present & (keys >= start), ALWAYS, seen_until)
+    causal = keys[None, :] <= positions[:, None]
+    exact = seen_until[None, :] >= positions[:, None]
+    # Both kinds of rows are skipped where no query of the tile sees one: most tiles have only coded rows.
+    if tl.max((present & (seen_until < final_query)).to(tl.int32), 0) > 0:
+        maximum, total, weighted = attend_coded(
+            query_first, query_second, causal & ~exact, keys, present, tile, first_query, request, head, scale,
+            maximum, total, weighted, pages, tables, batch, shape,
+        )  # fmt: skip
+    kept = present & (seen_until >= first_query)
+    if tl.max(kept.to(tl.int32), 0) > 0:
+        exact_first, exact_second = query_first, query_second
+        if shape.ordered:
+            # To have them at hand for every tile would fill the registers.
+            exact_first, exact_second = load_halves(queries, positions >= 0, tables, False, shape)
+        maximum, total, weighted = attend_exact(
+            exact_first, exact_second, causal & exact, keys, kept, start, first_row, request, head, scale,
+            maximum, total, weighted, rows, pages, batch, shape,
+        )  # fmt: skip
     return maximum, total, weighted
 
 
@@ -121,7 +134,10 @@ def attend_coded(
     anchored = (first_query // shape.block_size > block) & (shape.anchor_rows > 0)
 
     k_codes = in_vq_page(pages.k_codes, block_id, head, pages) + offsets * shape.code_bytes
-    raw_first, raw_second = decode_key_halves(k_codes, head_centroids(tables.k_centroids, head, shape), shape)
+    first_codes, second_codes = load_key_codes(k_codes, shape)
+    raw_first, raw_second = look_up_key_halves(
+        first_codes, second_codes, head_centroids(tables.k_centroids, head, shape), shape
+    )
     key_first, key_second = turn(
         raw_first, raw_second, tables, block * shape.block_size, offsets, present, tl.arange(0, shape.half_pad), shape
     )
@@ -129,12 +145,11 @@ def attend_coded(
         key_first, key_second = correct_keys(key_first, key_second, offsets, block_id, head, pages, tables, shape)
     key_first = key_first.to(query_first.dtype)
     key_second = key_second.to(query_first.dtype)
-    probs, decay, maximum, total = softmax_step(
-        query_first, query_second, key_first, key_second, visible, scale, maximum, total
-    )
+    logits = visible_logits(query_first, query_second, key_first, key_second, visible, scale)
+    probs, decay, maximum, total = softmax_step(logits, maximum, total)
 
     v_codes = in_vq_page(pages.v_codes, block_id, head, pages) + offsets * shape.code_bytes
-    value = decode_values(v_codes, head_centroids(tables.v_centroids, head, shape), shape)
+    value = look_up_values(load_value_codes(v_codes, shape), head_centroids(tables.v_centroids, head, shape), shape)
     value = value.to(query_first.dtype)
     if anchored:
         value = correct_values(value, offsets, block_id, head, pages, shape)
@@ -222,9 +237,8 @@ def attend_exact(
     first_channels, second_channels = channels_of_pairs(pairs, shape)
     key_first = load_exact(k_rows, first_channels, pairs < shape.head_size // 2)
     key_second = load_exact(k_rows, second_channels, pairs < shape.head_size // 2)
-    probs, decay, maximum, total = softmax_step(
-        query_first, query_second, key_first, key_second, visible, scale, maximum, total
-    )
+    logits = visible_logits(query_first, query_second, key_first, key_second, visible, scale)
+    probs, decay, maximum, total = softmax_step(logits, maximum, total)
     v_rows = exact_rows(
         pages.recent_v, rows.value, rows.value_stride, keys, kept, start, first_row, request, head, pages, batch, shape
     )
@@ -234,20 +248,25 @@ def attend_exact(
 
 
 @triton.jit
-def softmax_step(
+def visible_logits(
     query_first: tl.tensor,
     query_second: tl.tensor,
     key_first: tl.tensor,
     key_second: tl.tensor,
     visible: tl.tensor,
     scale: tl.tensor,
-    maximum: tl.tensor,
-    total: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """(M, N) unnormalised probabilities, (M,) factor for what was summed before, and the new maximum and sum."""
+) -> tl.tensor:
+    """(M, N) logits times log2(e), -inf where a query does not see the key."""
     logits = tl.dot(query_first, tl.trans(key_first), input_precision="tf32x3")
     logits = tl.dot(query_second, tl.trans(key_second), logits, input_precision="tf32x3")
-    logits = tl.where(visible, logits * (scale * LOG2E), float("-inf"))
+    return tl.where(visible, logits * (scale * LOG2E), float("-inf"))
+
+
+@triton.jit
+def softmax_step(
+    logits: tl.tensor, maximum: tl.tensor, total: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(M, N) unnormalised probabilities, (M,) factor for what was summed before, and the new maximum and sum."""
     new_maximum = tl.maximum(maximum, tl.max(logits, 1))
     # A row that has seen nothing yet has no maximum to subtract.
     subtracted = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)

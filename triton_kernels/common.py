@@ -174,51 +174,94 @@ def load_codes(rows: tl.tensor, sub: tl.tensor, shape: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
-def decode_sub_vectors(rows: tl.tensor, centroids: tl.tensor, sub: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Centroids of sub-vectors `sub` (S,) of N rows, (N, S * sub_vector_size) float16.
+def look_up(codes: tl.tensor, sub: tl.tensor, centroids: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Centroids that `codes` (N, S) of sub-vectors `sub` (S,) stand for, (N, S * sub_vector_size) float16.
 
     A centroid is one vector load: the tile is three-dimensional so that the compiler sees its contiguous channels.
     """
-    codes = load_codes(rows[:, None], sub[None, :], shape)
     index = (sub[None, :] * shape.num_centroids + codes) * shape.sub_vector_size
     channel = tl.arange(0, shape.sub_vector_size)
     values = tl.load(centroids + index[:, :, None] + channel[None, None, :])
-    return tl.reshape(values, (rows.shape[0], sub.shape[0] * shape.sub_vector_size))
+    return tl.reshape(values, (codes.shape[0], sub.shape[0] * shape.sub_vector_size))
 
 
 @triton.jit
-def decode_channels(rows: tl.tensor, centroids: tl.tensor, channels: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Decoded channels of N rows, (N, C) float16, one by one: for channels that cut through sub-vectors."""
+def look_up_channels(codes: tl.tensor, channels: tl.tensor, centroids: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Channels (N, C) float16 of what `codes` (N, C), one for each, stand for: where they cut through sub-vectors."""
     known = tl.minimum(channels, shape.head_size - 1)
     sub = known // shape.sub_vector_size
-    codes = load_codes(rows[:, None], sub[None, :], shape)
     index = (sub[None, :] * shape.num_centroids + codes) * shape.sub_vector_size
     return tl.load(centroids + index + (known % shape.sub_vector_size)[None, :])
 
 
 @triton.jit
-def decode_key_halves(rows: tl.tensor, centroids: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Halves of decoded K before RoPE, (N, half_pad) float16 each, from rows of bytes at `rows` (N,).
+def decode_channels(rows: tl.tensor, centroids: tl.tensor, channels: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Decoded channels of N rows of bytes at `rows`, (N, C) float16, one by one."""
+    return look_up_channels(load_channel_codes(rows, channels, shape), channels, centroids, shape)
+
+
+@triton.jit
+def load_channel_codes(rows: tl.tensor, channels: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """(N, C) int32, the codes of the sub-vectors that channels lie in."""
+    sub = tl.minimum(channels, shape.head_size - 1) // shape.sub_vector_size
+    return load_codes(rows[:, None], sub[None, :], shape)
+
+
+@triton.jit
+def subs_of_halves(shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Sub-vectors of the first and of the second channels of rotary pairs, where halves are whole sub-vectors."""
+    subs_per_half: tl.constexpr = shape.num_sub_vectors // 2
+    subs_turning: tl.constexpr = shape.rotary_half // shape.sub_vector_size
+    sub = tl.minimum(tl.arange(0, shape.half_pad // shape.sub_vector_size), subs_per_half - 1)
+    return tl.where(sub < subs_turning, sub, sub + subs_turning), tl.where(
+        sub < subs_turning, sub + subs_turning, sub + subs_per_half
+    )
+
+
+@triton.jit
+def load_key_codes(rows: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """What `look_up_key_halves` needs of rows of bytes at `rows` (N,)."""
+    if shape.aligned:
+        first, second = subs_of_halves(shape)
+        return load_codes(rows[:, None], first[None, :], shape), load_codes(rows[:, None], second[None, :], shape)
+    else:
+        first, second = channels_of_pairs(tl.arange(0, shape.half_pad), shape)
+        return load_channel_codes(rows, first, shape), load_channel_codes(rows, second, shape)
+
+
+@triton.jit
+def look_up_key_halves(
+    first_codes: tl.tensor, second_codes: tl.tensor, centroids: tl.tensor, shape: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Halves of decoded K before RoPE, (N, half_pad) float16 each.
 
     What lies in the padding is finite; queries are 0 there.
     """
     if shape.aligned:
-        subs_per_half: tl.constexpr = shape.num_sub_vectors // 2
-        subs_turning: tl.constexpr = shape.rotary_half // shape.sub_vector_size
-        sub = tl.minimum(tl.arange(0, shape.half_pad // shape.sub_vector_size), subs_per_half - 1)
-        first = tl.where(sub < subs_turning, sub, sub + subs_turning)
-        second = tl.where(sub < subs_turning, sub + subs_turning, sub + subs_per_half)
-        return decode_sub_vectors(rows, centroids, first, shape), decode_sub_vectors(rows, centroids, second, shape)
-    first_channels, second_channels = channels_of_pairs(tl.arange(0, shape.half_pad), shape)
-    first_half = decode_channels(rows, centroids, first_channels, shape)
-    return first_half, decode_channels(rows, centroids, second_channels, shape)
+        first, second = subs_of_halves(shape)
+        return look_up(first_codes, first, centroids, shape), look_up(second_codes, second, centroids, shape)
+    else:
+        first, second = channels_of_pairs(tl.arange(0, shape.half_pad), shape)
+        first_half = look_up_channels(first_codes, first, centroids, shape)
+        return first_half, look_up_channels(second_codes, second, centroids, shape)
 
 
 @triton.jit
-def decode_values(rows: tl.tensor, centroids: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Decoded V, (N, head_pad) float16, from rows of bytes at `rows` (N,). What lies in the padding is finite."""
-    sub = tl.minimum(tl.arange(0, shape.sub_pad), shape.num_sub_vectors - 1)
-    return decode_sub_vectors(rows, centroids, sub, shape)
+def subs_of_values(shape: tl.constexpr) -> tl.tensor:
+    """(sub_pad,) sub-vectors of V; those of the padding are the last one again."""
+    return tl.minimum(tl.arange(0, shape.sub_pad), shape.num_sub_vectors - 1)
+
+
+@triton.jit
+def load_value_codes(rows: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """What `look_up_values` needs of rows of bytes at `rows` (N,)."""
+    return load_codes(rows[:, None], subs_of_values(shape)[None, :], shape)
+
+
+@triton.jit
+def look_up_values(codes: tl.tensor, centroids: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Decoded V, (N, head_pad) float16. What lies in the padding is finite."""
+    return look_up(codes, subs_of_values(shape), centroids, shape)
 
 
 @triton.jit

@@ -10,15 +10,17 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Rows, Shape, Tables
-from .attention import attend_keys, query_pointers
-from .common import LN2
+from .attention import attend_tile, nothing_seen, query_pointers
+from .coded_past import attend_past
+from .common import LN2, load_halves
 from .tuning import autotuned
 
+#: Splits that a merging program reads at a time.
+_MERGED_TOGETHER = tl.constexpr(16)
 _CONFIGS = [
     triton.Config({"BLOCK_N": 64}, num_warps=8, num_stages=1),
     triton.Config({"BLOCK_N": 64}, num_warps=4, num_stages=1),
-    # Three programs to a multiprocessor instead of two, which hide each other's look-ups.
-    triton.Config({"BLOCK_N": 32}, num_warps=4, num_stages=1, maxnreg=168),
+    triton.Config({"BLOCK_N": 128}, num_warps=8, num_stages=1),
 ]
 
 
@@ -56,14 +58,13 @@ def decode(
         batch,
         num_splits,
         shape,
-        SPLITS_PAD=triton.next_power_of_2(num_splits),
         WRITES_LSE=lse is not None,
         num_warps=4,
     )
 
 
 @autotuned(_CONFIGS, key=["shape"])
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "batch"])
 def _decode_kernel(
     rows: Rows,
     partial_output: tl.tensor,
@@ -82,33 +83,30 @@ def _decode_kernel(
     if tl.load(batch.query_start_loc + request + 1) - token != 1:
         return
     position = tl.load(batch.seq_lens + request) - 1
-    tiles_per_split = tl.cdiv(tl.cdiv(position + 1, BLOCK_N), num_splits)
-    begin = split * tiles_per_split * BLOCK_N
-    end = tl.minimum(begin + tiles_per_split * BLOCK_N, position + 1)
+    blocks_per_split = tl.cdiv(tl.cdiv(position + 1, shape.block_size), num_splits)
+    begin = split * blocks_per_split * shape.block_size
+    end = tl.minimum(begin + blocks_per_split * shape.block_size, position + 1)
 
     # A matrix instruction has 16 rows, whatever the size of the group.
     in_group = tl.arange(0, shape.group_pad if shape.group_pad > 16 else 16)
     real = in_group < shape.group
     heads = head * shape.group + in_group
-    maximum, total, weighted = attend_keys(
-        query_pointers(rows, token + in_group * 0, heads, shape),
-        tl.where(real, position, -1),
-        position,
-        position,
-        begin,
-        end,
-        position,
-        token,
-        request,
-        head,
-        scale,
-        rows,
-        pages,
-        tables,
-        batch,
-        shape,
-        BLOCK_N,
-    )
+    queries = query_pointers(rows, token + in_group * 0, heads, shape)
+    maximum, total, weighted = nothing_seen(in_group, shape)
+    past_begin, past_end = coded_past(begin, end, position, shape, BLOCK_N)
+    if past_begin < past_end:
+        maximum, total, weighted = attend_past(
+            queries, real, past_begin, past_end, request, head, scale, maximum, total, weighted, pages, tables, batch,
+            shape, BLOCK_N,
+        )  # fmt: skip
+    positions = tl.where(real, position, -1)
+    query_first, query_second = load_halves(queries, real, tables, True, shape)
+    for other in range(begin, end - (past_end - past_begin), BLOCK_N):
+        tile = tl.where(other < past_begin, other, other + (past_end - past_begin))
+        maximum, total, weighted = attend_tile(
+            queries, query_first, query_second, positions, position, position, tile, position, token, request, head,
+            scale, maximum, total, weighted, rows, pages, tables, batch, shape, BLOCK_N,
+        )  # fmt: skip
     slot = (request * shape.num_kv_heads * shape.group + heads).to(tl.int64) * num_splits + split
     # A split behind the end of the sequence has seen nothing: its LSE is -inf, and nobody reads its output.
     tl.store(partial_lse + slot, maximum + tl.log2(total), mask=real)
@@ -120,7 +118,21 @@ def _decode_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
+def coded_past(
+    begin: tl.tensor, end: tl.tensor, position: tl.tensor, shape: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The whole tiles between `begin` and `end` of which the query at `position` sees codes and anchors alone."""
+    if not shape.composes:
+        return begin, begin
+    closed = position // shape.block_size * shape.block_size
+    past_end = tl.minimum(tl.minimum(position - shape.exact_reach, closed), end) // BLOCK_N * BLOCK_N
+    past_begin = tl.maximum(tl.cdiv(shape.exact_prefix, BLOCK_N) * BLOCK_N, begin)
+    # Where there are none, all others begin at `begin`.
+    return tl.where(past_begin < past_end, past_begin, begin), tl.where(past_begin < past_end, past_end, begin)
+
+
+@triton.jit(do_not_specialize=["num_splits", "batch"])
 def _merge_kernel(
     output: tl.tensor,
     output_stride: tl.tensor,
@@ -130,7 +142,6 @@ def _merge_kernel(
     batch: Batch,
     num_splits: tl.tensor,
     shape: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
     WRITES_LSE: tl.constexpr,
 ) -> None:
     """Merge the splits of one (request, query head). Their LSE is in powers of two, the result's natural."""
@@ -139,21 +150,29 @@ def _merge_kernel(
     token = tl.load(batch.query_start_loc + request)
     if tl.load(batch.query_start_loc + request + 1) - token != 1:
         return
-    split = tl.arange(0, SPLITS_PAD)
-    slot = (request * num_heads + head).to(tl.int64) * num_splits + split
-    statistics = tl.load(partial_lse + slot, mask=split < num_splits, other=float("-inf"))
-    maximum = tl.max(statistics, 0)
-    weights = tl.exp2(statistics - maximum)
-    total = tl.sum(weights, 0)
     channels = tl.arange(0, shape.head_pad)
     real = channels < shape.head_size
-    partial = tl.load(
-        partial_output + slot[:, None] * shape.head_size + channels[None, :],
-        mask=(statistics > float("-inf"))[:, None] & real[None, :],
-        other=0.0,
-    )
-    merged = tl.sum(partial * weights[:, None], 0) / total
+    maximum = float("-inf")
+    total = 0.0
+    merged = tl.full((shape.head_pad,), 0, tl.float32)
+    # Not all at once: their number is compiled in nowhere, so that no step waits for a compiler.
+    for first in range(0, num_splits, _MERGED_TOGETHER):
+        split = first + tl.arange(0, _MERGED_TOGETHER)
+        slot = (request * num_heads + head).to(tl.int64) * num_splits + split
+        statistics = tl.load(partial_lse + slot, mask=split < num_splits, other=float("-inf"))
+        # The first split has seen keys: there is a maximum from the first turn on.
+        new_maximum = tl.maximum(maximum, tl.max(statistics, 0))
+        weights = tl.exp2(statistics - new_maximum)
+        decay = tl.exp2(maximum - new_maximum)
+        partial = tl.load(
+            partial_output + slot[:, None] * shape.head_size + channels[None, :],
+            mask=(statistics > float("-inf"))[:, None] & real[None, :],
+            other=0.0,
+        )
+        merged = merged * decay + tl.sum(partial * weights[:, None], 0)
+        total = total * decay + tl.sum(weights, 0)
+        maximum = new_maximum
     row = output + token.to(tl.int64) * output_stride + head * shape.head_size
-    tl.store(row + channels, merged.to(output.dtype.element_ty), mask=real)
+    tl.store(row + channels, (merged / total).to(output.dtype.element_ty), mask=real)
     if WRITES_LSE:
         tl.store(lse + token.to(tl.int64) * num_heads + head, (maximum + tl.log2(total)) * LN2)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Rows, Shape, Tables
-from .attention import attend_keys, query_pointers
-from .common import LN2, find_request, first_tile
+from .attention import attend_tile, nothing_seen, query_pointers
+from .common import LN2, find_request, first_tile, load_halves
 from .tuning import autotuned
 
 _CONFIGS = [
@@ -64,7 +64,7 @@ def _queries(block_m: int, shape: Shape) -> int:
 
 
 @autotuned(_CONFIGS, key=["shape"])
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit(do_not_specialize=["num_reqs", "batch"])
 def _prefill_kernel(
     rows: Rows,
     output: tl.tensor,
@@ -101,25 +101,15 @@ def _prefill_kernel(
     tokens = first_row + positions - start
     heads = head * shape.group + row % shape.group_pad
     final_query = tl.minimum(tile_begin + TILE, end) - 1
-    maximum, total, weighted = attend_keys(
-        query_pointers(rows, tokens, heads, shape),
-        tl.where(real, positions, -1),
-        tl.maximum(tile_begin, start),
-        final_query,
-        0,
-        final_query + 1,
-        start,
-        first_row,
-        request,
-        head,
-        scale,
-        rows,
-        pages,
-        tables,
-        batch,
-        shape,
-        BLOCK_N,
-    )
+    queries = query_pointers(rows, tokens, heads, shape)
+    positions = tl.where(real, positions, -1)
+    query_first, query_second = load_halves(queries, real, tables, True, shape)
+    maximum, total, weighted = nothing_seen(row, shape)
+    for tile in range(0, final_query + 1, BLOCK_N):
+        maximum, total, weighted = attend_tile(
+            queries, query_first, query_second, positions, tl.maximum(tile_begin, start), final_query, tile, start,
+            first_row, request, head, scale, maximum, total, weighted, rows, pages, tables, batch, shape, BLOCK_N,
+        )  # fmt: skip
     channels = tl.arange(0, shape.head_pad)[None, :]
     pointers = output + (tokens.to(tl.int64) * output_stride + heads * shape.head_size)[:, None] + channels
     result = (weighted / total[:, None]).to(output.dtype.element_ty)

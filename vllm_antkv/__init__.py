@@ -3,4 +3,4 @@
 Importing this package imports neither PyTorch nor vLLM; vLLM finds it through the entry points of `vllm_antkv.plugin`.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

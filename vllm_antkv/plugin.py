@@ -2,6 +2,8 @@
 
 import logging
 
+from vllm_antkv.releases import not_supported
+
 logger = logging.getLogger("vllm.antkv")
 
 
@@ -11,11 +13,17 @@ def register() -> None:
     On a vLLM that the hooks do not fit nothing is touched, and a warning says so: the antkv values of
     `--kv-cache-dtype` are then unknown to vLLM, and everything else works as if the plugin were not there.
     """
-    from vllm_antkv.hooks import HOOKS
+    import vllm
 
-    for hook in HOOKS:
-        if reason := hook.applies():
-            logger.warning("vllm-antkv is not active: %s.", reason)
-            return
-    for hook in HOOKS:
-        hook.install()
+    if reason := not_supported(vllm.__version__) or _not_activated():
+        logger.warning("vllm-antkv is not active: %s.", reason)
+
+
+def _not_activated() -> str | None:
+    # Only in a vLLM of a known version: in another one a module that the hooks import may have moved. An error here
+    # would end that vLLM, whatever its cache dtype.
+    try:
+        from vllm_antkv.hooks.activation import activate
+    except ImportError as error:
+        return f"its hooks cannot be imported ({error})"
+    return activate()

@@ -60,12 +60,22 @@ def end_to_end_table(report: Row) -> str:
             f"{row['batch']:.0f}",
             f"{row['tokens_per_second']:,.0f} ± {row['spread'] / 2:,.0f}",
             f"{row['tokens_per_second'] / auto:.2f}" if auto else "",
+            f"{row['tokens_per_second'] / row['bound']:.0%}" if row["bound"] else "",
             f"{row['prefill_seconds']:.1f}",
             f"{row['start_seconds']:.0f}",
         ]
         for row in report["rows"]
     ]
-    header = ["cache", "KV tokens", "batch", "output tokens/s", "over auto", "prefill, s", "start, s"]
+    header = [
+        "cache",
+        "KV tokens",
+        "batch",
+        "output tokens/s",
+        "over auto",
+        "of what is possible",
+        "prefill, s",
+        "start, s",
+    ]
     caption = f"{report['kv_gib']:g} GiB of KV memory, prompts of {report['prompt']}, outputs of {report['output']}."
     return f"{caption}\n\n{table(header, lines)}"
 

@@ -10,7 +10,7 @@
 // See `Tables`.
 struct CachedTables {
     static constexpr int kBytes = 0;
-    static constexpr int kAtOnce = 2;
+    static constexpr int kKeysAtOnce = 2, kValuesAtOnce = 2;
     static constexpr int kOrders = 1;
     static constexpr int kSetColumns = 1;
 
@@ -31,8 +31,10 @@ struct CachedTables {
     using KeyCodes = const u8*;
     using ValueCodes = const u8*;
     struct Load {
-        Quad quads[kAtOnce];
+        Quad quads[2];
     };
+    using KeyLoad = Load;
+    using ValueLoad = Load;
     ANTKV_DEVICE KeyCodes key_codes(const u8* row) const { return row; }
     ANTKV_DEVICE ValueCodes value_codes(const u8* row) const { return row; }
     ANTKV_DEVICE Load load_keys(KeyCodes codes, int j, bool second) const {

@@ -3,61 +3,65 @@
 //
 // Angles are linear in the position, so the query is turned back by the first position of a span of tokens, and decoded
 // K rows are turned by their offsets in it alone. A warp always has the same offsets: their cosines stay in registers.
-#include "items.cuh"
+#include "bring.cuh"
 #include "logits.cuh"
 #include "values.cuh"
 
 namespace {
 
-// The 32 tokens of a warp in a span.
-ANTKV_DEVICE void attend(const Split& split, const Rotation& rotation, const Ahead& ahead, int token, int buffer,
-                         Sums& sums) {
-    coded_logits(split, rotation, buffer);
-    const KeptRows own = kept_rows(split, ahead, token);
-    const u32 keys = ballot_warp(own.key), corrected_keys = ballot_warp(own.corrects_key);
-    const u32 values = ballot_warp(own.value), corrected_values = ballot_warp(own.corrects_value);
-    sync_warp();
-    for (int tile = 0; tile < kTiles; ++tile)
-        if (keys >> tile * 16 & 0xffff) kept_logits(split, own.key, corrected_keys, tile);
-    sync_warp();
-    const bool visible = token + split.lane.index < split.end, exact = own.value && !own.corrects_value;
-    write_weights(split, visible, exact, own.value, values, sums);
-    sync_warp();
-    for (int tile = 0; tile < kTiles; ++tile) {
-        coded_values(split, buffer, tile, sums);
-        if (values >> tile * 16 & 0xffff) kept_values(split, own.value, corrected_values, tile, sums);
+// `anchors` are the first of them; few blocks have more.
+ANTKV_DEVICE void correct_all_logits(const Tile& tile, Anchors anchors, u32 exact) {
+    for (int first = 0;;) {
+        if (anchors.hits & 0xff) correct_logits(tile, anchors, 0, first, exact);
+        if (anchors.hits & 0xff00) correct_logits(tile, anchors, 8, first + 8, exact);
+        first += kAnchorsAtOnce;
+        if (first >= visible_anchors(tile)) return;
+        anchors = find_anchors(tile, first);
     }
-    // The next tile writes what this one has read.
-    sync_warp();
 }
 
-ANTKV_DEVICE void attend_split(const Split& split, const Rotation& rotation, Sums& sums) {
+ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exact, Sums& sums) {
+    for (int first = 0;;) {
+        const u8* rows = anchor_page(tile) + tile.in.layer.v_anchors + first * kHeadSize;
+        for (u32 left = anchors.hits >> kAnchorsAtOnce; left; left &= left - 1) {
+            const int row = first_bit(left), token = from_lane(anchors.at, kAnchorsAtOnce + row);
+            if (!(exact >> token & 1)) correct_values(tile, rows + row * kHeadSize, token, sums);
+        }
+        first += kAnchorsAtOnce;
+        if (first >= visible_anchors(tile)) return;
+        anchors = find_anchors(tile, first);
+    }
+}
+
+ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, Sums& sums) {
+    const Anchors anchors = find_anchors(tile, 0);
+#pragma unroll
+    for (int half = 0; half < kTiles; ++half) coded_logits(tile, rotation, half);
+    ExactRow own = {};
+    if (exact) own = find_row(tile, exact);
+    sync_warp();
+    if (anchors.of_keys()) correct_all_logits(tile, anchors, exact);
+    if (exact) {
+        for (int half = 0; half < kTiles; ++half)
+            if (exact >> half * 16 & 0xffff) exact_logits(tile, own.key, half);
+    }
+    sync_warp();
+    write_weights(tile, exact, sums);
+    sync_warp();
+    if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
+    for (int half = 0; half < kTiles; ++half) coded_values(tile, half, sums);
+    if (exact) {
+        for (int half = 0; half < kTiles; ++half)
+            if (exact >> half * 16 & 0xffff) exact_values(tile, own.value, half, sums);
+    }
+}
+
+ANTKV_DEVICE void clear(Sums& sums) {
     for (int q = 0; q < kGroup; ++q) sums.maximum[q] = -ANTKV_INFINITY, sums.total[q] = 0;
     for (int set = 0; set < kOwnSets; ++set)
         for (int group = 0; group < kValueGroups; ++group)
             for (int half = 0; half < 2; ++half)
                 for (int i = 0; i < 4; ++i) sums.output[set][group][half][i] = 0;
-
-    int token = split.begin + split.warp * kTokens;
-    Ahead ahead = look_ahead(split, page_at(split, token), token);
-    const u8* next_page = page_at(split, token + kSpan);
-    copy_codes(split, ahead.page, token, 0);
-    turn_back(split, split.begin, split.shared.query[0]);
-    sync_block();
-    int buffer = 0;
-    for (int base = split.begin; base < split.end; base += kSpan, token += kSpan, buffer ^= 1) {
-        const Ahead next = look_ahead(split, next_page, token + kSpan);
-        copy_codes(split, next_page, token + kSpan, buffer ^ 1);
-        next_page = page_at(split, token + 2 * kSpan);
-        if (base + kSpan < split.end) turn_back(split, base + kSpan, split.shared.query[buffer ^ 1]);
-        wait_for_copies<1>();
-        sync_warp();
-        if (ahead.page) attend(split, rotation, ahead, token, buffer, sums);
-        ahead = next;
-        sync_block();
-    }
-    // Nothing is under way; still, the staging buffers are about to be used otherwise.
-    wait_for_copies<0>();
 }
 
 // --- Results.
@@ -65,102 +69,138 @@ ANTKV_DEVICE void attend_split(const Split& split, const Rotation& rotation, Sum
 // A split's: the output relative to `maximum` (group, head_size), maxima and sums (group).
 constexpr int kPartial = kGroup * (kHeadSize + 2);
 
-// Join the warps, a few queries at a time: that is what shared memory has room for.
-ANTKV_DEVICE void write_partial(const Split& split, const Sums& sums, float* partial) {
-    Shared& shared = split.shared;
-    const Lane lane = split.lane;
+ANTKV_DEVICE float* partial_at(const Layer& layer, const Results& results, i64 item, int head) {
+    return results.partials + (item * layer.num_kv_heads + head) * kPartial;
+}
+
+// A channel of the output of query `q` of the group, and with the first of them the log-sum-exp.
+ANTKV_DEVICE void write_output(const Layer& layer, const Results& results, int token, int head, int q, int channel,
+                               float result, float maximum, float total) {
+    results.output.at(token, head * kGroup + q)[channel] = (u16)pack(result / total, 0);
+    if (results.lse && channel == 0)
+        results.lse[(i64)token * layer.num_kv_heads * kGroup + head * kGroup + q] = maximum / kLog2E + logarithm(total);
+}
+
+// Join the warps, a few queries at a time: that is what shared memory has room for. The only split of a request is its
+// output.
+ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work, const Sums& sums,
+                              Lane lane, int warp) {
     for (int q = 0; q < kGroup; ++q) {
         const float total = sum_of_warp(sums.total[q]);
         if (lane.index) continue;
-        shared.statistics[split.warp][q][0] = sums.maximum[q];
-        shared.statistics[split.warp][q][1] = total;
+        shared.statistics[warp][q][0] = sums.maximum[q];
+        shared.statistics[warp][q][1] = total;
     }
-    float(*output)[kValueColumns][kHeadSize] = ((Merging*)shared.staging)->output;
+    float* partial = work.num_splits > 1 ? partial_at(in.layer, in.results, work.item, in.head) : nullptr;
+    float(*output)[kValueColumns][kHeadSize] = ((Merging*)shared.scratch)->output;
     for (int group = 0; group < kValueGroups; ++group) {
-        sync_block();
+        sync_attending();
         for (int i = 0; i < 2; ++i) {
             const int column = lane.column * 2 + i;
             for (int own = 0; own < kOwnSets; ++own) {
                 const int set = kOwnSets == 1 ? column % kSets : own, channel = Tables::value_quad(lane.row, set) * 4;
                 const float(&sum)[2][4] = sums.output[own][group];
-                float4* to = (float4*)&output[split.warp][column / Tables::kSetColumns][channel];
+                float4* to = (float4*)&output[warp][column / Tables::kSetColumns][channel];
                 *to = {sum[0][i], sum[0][2 + i], sum[1][i], sum[1][2 + i]};
             }
         }
-        sync_block();
-        for (int item = (int)threadIdx.x; item < kValueColumns * kHeadSize; item += kThreads) {
-            const int column = item / kHeadSize, q = group * kValueColumns + column;
+        sync_attending();
+        for (int at = (int)threadIdx.x; at < kValueColumns * kHeadSize; at += kThreads) {
+            const int column = at / kHeadSize, q = group * kValueColumns + column, channel = at % kHeadSize;
             if (q >= kGroup) continue;
             float maximum = -ANTKV_INFINITY, total = 0, result = 0;
             for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, shared.statistics[w][q][0]);
             for (int w = 0; w < kWarps; ++w) {
                 const float weight = exp2_fast(shared.statistics[w][q][0] - maximum);
                 total += weight * shared.statistics[w][q][1];
-                result += weight * output[w][column][item % kHeadSize];
+                result += weight * output[w][column][channel];
             }
-            partial[q * kHeadSize + item % kHeadSize] = result;
-            if (item % kHeadSize) continue;
+            if (!partial) {
+                write_output(in.layer, in.results, work.hand, in.head, q, channel, result, maximum, total);
+                continue;
+            }
+            partial[q * kHeadSize + channel] = result;
+            if (channel) continue;
             partial[kGroup * kHeadSize + q] = maximum;
             partial[kGroup * (kHeadSize + 1) + q] = total;
         }
     }
-    sync_block();
+    // The next tile writes where the warps' outputs are.
+    sync_attending();
 }
 
-ANTKV_DEVICE i64 partial_at(const Layer& layer, i64 max_splits, int request, int split, int head) {
-    return ((request * max_splits + split) * layer.num_kv_heads + head) * kPartial;
+ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tables, Lane lane, int warp) {
+    const Rotation rotation = lane_rotation(in.layer, in.head, lane, warp);
+    Sums sums;
+    clear(sums);
+    for (Turn turn;; turn.advance()) {
+        wait(&shared.full[turn.slot], turn.parity);
+        const Span& span = shared.ring[turn.slot];
+        const uint4 first = *(const uint4*)&span.work;
+        const u32 exact = span.exact[warp];
+        if ((int)first.x == kNoMore) return;
+        const Tile tile = {in, shared, span, tables, lane, warp, (int)first.x + warp * kTokens, (int)first.y, (int)first.z};
+        if (tile.token < tile.end) attend(tile, exact, rotation, sums);
+        if (first.w) {
+            write_split(in, shared, span.work, sums, lane, warp);
+            clear(sums);
+        }
+        // Also, the next tile writes what this one has read.
+        sync_warp();
+        if (lane.index == 0) arrive(&shared.empty[turn.slot]);
+    }
 }
 
 }  // namespace
 
 // Grid: (workers, num_kv_heads). Shared memory: the tables, then `Shared`.
-// partials: (num_reqs, max_splits, num_kv_heads, kPartial).
-ANTKV_KERNEL(kThreads)
-antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query, Rows key, Rows value, i64 max_splits,
-             float* partials) {
+ANTKV_KERNEL(kDecodeThreads)
+antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query, Rows key, Rows value,
+             ANTKV_ARGUMENT(Results) results) {
     ANTKV_DYNAMIC_SHARED(memory);
     const Lane lane((int)threadIdx.x);
-    const int head = (int)blockIdx.y, warp = (int)threadIdx.x / kWarp;
+    const int warp = (int)threadIdx.x / kWarp, item = (int)blockIdx.x;
+    const Inputs in = {layer, step, query, key, value, results, (int)blockIdx.y};
     Shared& shared = *(Shared*)(memory + Tables::kBytes);
-    Items items;
-    if (!items.find(layer, step, (int)blockIdx.x, lane.index)) return;
-    const Tables tables(layer, head, lane, memory);
-    const Rotation rotation = lane_rotation(layer, head, lane, warp);
-    int item = (int)blockIdx.x;
-    do {
-        const int length = step.seq_lens[items.request], begin = items.split * layer.split;
-        const int end = begin + layer.split < length ? begin + layer.split : length;
-        const int hand = step.query_start_loc[items.request];
-        const Split split = {layer, step, shared, tables, query, key, value, head, items.request,
-                             begin, end, length - 1, hand, lane, warp};
-        Sums sums;
-        attend_split(split, rotation, sums);
-        write_partial(split, sums, partials + partial_at(layer, max_splits, items.request, items.split, head));
-        item += (int)gridDim.x;
-    } while (items.find(layer, step, item, lane.index));
+    Items items(layer, step, results.capacity);
+    if (!items.find(item, lane.index)) return;
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < kRing; ++slot) {
+            make_barrier(&shared.full[slot], kBringing + 1);
+            make_barrier(&shared.empty[slot], kWarps);
+        }
+        publish_barriers();
+    }
+    sync_block();
+    if (warp == kWarps) {
+        bring_all(in, shared, items, item, (int)gridDim.x, lane);
+        return;
+    }
+    const Tables tables(layer, in.head, lane, memory);
+    attend_all(in, shared, tables, lane, warp);
 }
 
-// Grid: (num_reqs, num_kv_heads), a thread per channel. lse: (num_tokens, num_heads), written, or null.
-ANTKV_KERNEL(kHeadSize)
-antkv_merge(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows output, float* lse, i64 max_splits,
-            const float* partials) {
-    const int request = (int)blockIdx.x, head = (int)blockIdx.y, channel = (int)threadIdx.x;
-    const int count = num_splits(layer, step, request);
-    if (count == 0) return;
-    const int token = step.query_start_loc[request];
-    const float* first = partials + partial_at(layer, max_splits, request, 0, head);
+// Grid: (num_reqs, num_kv_heads); a thread per query of the group and channel, or as many as a CTA can have.
+constexpr int kMergeThreads = smaller(kGroup * kHeadSize, 1024);
+ANTKV_KERNEL(kMergeThreads)
+antkv_merge(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, ANTKV_ARGUMENT(Results) results) {
+    const int request = (int)blockIdx.x, head = (int)blockIdx.y;
+    // Whether there is anything in `places`.
+    if (wanted_splits(layer, step, request) == 0) return;
+    const Place place = results.places[request];
+    if (place.num_splits == 1) return;
+    const float* first = partial_at(layer, results, place.item, head);
     const i64 stride = (i64)layer.num_kv_heads * kPartial;
-    for (int q = 0; q < kGroup; ++q) {
+    for (int at = (int)threadIdx.x; at < kGroup * kHeadSize; at += kMergeThreads) {
+        const int q = at / kHeadSize;
         const float *maxima = first + kGroup * kHeadSize + q, *totals = maxima + kGroup;
         float maximum = -ANTKV_INFINITY, total = 0, result = 0;
-        for (int i = 0; i < count; ++i) maximum = fmaxf(maximum, maxima[i * stride]);
-        for (int i = 0; i < count; ++i) {
+        for (int i = 0; i < place.num_splits; ++i) maximum = fmaxf(maximum, maxima[i * stride]);
+        for (int i = 0; i < place.num_splits; ++i) {
             const float weight = exp2_fast(maxima[i * stride] - maximum);
             total += weight * totals[i * stride];
-            result += weight * first[i * stride + q * kHeadSize + channel];
+            result += weight * first[i * stride + at];
         }
-        output.at(token, head * kGroup + q)[channel] = (u16)pack(result / total, 0);
-        if (lse && channel == 0)
-            lse[(i64)token * layer.num_kv_heads * kGroup + head * kGroup + q] = maximum / kLog2E + logarithm(total);
+        write_output(layer, results, step.query_start_loc[request], head, q, at % kHeadSize, result, maximum, total);
     }
 }

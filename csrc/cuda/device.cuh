@@ -79,6 +79,22 @@ ANTKV_DEVICE u32 neg_f16x2(u32 a) {
     asm("neg.f16x2 %0, %1;" : "=r"(word) : "r"(a));
     return word;
 }
+// Two e4m3 numbers in float16, of `kFp8Unit` times less.
+#if __CUDA_ARCH__ >= 890
+constexpr float kFp8Unit = 1;
+ANTKV_DEVICE u32 widen_e4m3x2(u32 word) {
+    u32 pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)word));
+    return pair;
+}
+#else
+constexpr float kFp8Unit = 256;
+// The exponent is moved, not rebiased.
+ANTKV_DEVICE u32 widen_e4m3x2(u32 word) {
+    const u32 pair = __byte_perm(word, 0, 0x1404);
+    return (pair & 0x80008000u) | (pair & 0x7f007f00u) >> 1;
+}
+#endif
 ANTKV_DEVICE float exp2_fast(float x) {
     float value;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
@@ -135,27 +151,42 @@ ANTKV_DEVICE T from_lane_xor(T value, int mask) {
 ANTKV_DEVICE int first_bit(u32 mask) { return __ffs((int)mask) - 1; }
 ANTKV_DEVICE float logarithm(float x) { return __logf(x); }
 
-// --- From compute capability 9.0 on.
-
 ANTKV_DEVICE void make_barrier(Barrier* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-// Between making barriers and the meeting after which others use them, bulk copies and other blocks among them.
-ANTKV_DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 ANTKV_DEVICE void arrive(Barrier* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
+                 : "memory");
 }
+// An arrival of this thread, as soon as all that it has copied 16 bytes at a time has come.
+ANTKV_DEVICE void arrive_when_copied(Barrier* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Until the phase of this parity is over, or if the one before the current has it: a new barrier passes parity 1.
+ANTKV_DEVICE void wait(Barrier* barrier, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+#define ANTKV_TRY_WAIT "mbarrier.try_wait.parity"
+#else
+#define ANTKV_TRY_WAIT "mbarrier.test_wait.parity"
+#endif
+    asm volatile("{\n.reg .pred over;\nagain:\n" ANTKV_TRY_WAIT
+                 ".shared::cta.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+}
+// Between making barriers and the meeting after which others use them, bulk copies and other blocks among them.
+ANTKV_DEVICE void publish_barriers() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// --- From compute capability 9.0 on.
+
 // Announces bytes, which must be done before their copies are started.
 ANTKV_DEVICE void arrive_expecting(Barrier* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
-}
-// Until the phase of this parity is over, or if the one before the current has it: a new barrier passes parity 1.
-ANTKV_DEVICE void wait(Barrier* barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred over;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 over, [%0], %1;\n@!over bra again;\n}"
-        ::"r"(shared_address(barrier)), "r"(parity)
-        : "memory");
 }
 // Between ordinary writes to shared memory and the meeting after which bulk copies read or overwrite it.
 ANTKV_DEVICE void fence_before_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

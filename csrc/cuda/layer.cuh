@@ -34,6 +34,7 @@ struct Layer {
     i32 num_kv_heads, rotary_dim, is_neox_style, rotary_rows;
     i32 recency_block_size, anchor_rows;
     i32 split;                                  // tokens of a split, whatever the batch
+    i32 staged_bytes;                           // of a page that decoding brings at once: its codes, or all of it
     i32 num_blocks;                             // pages that there are, of either kind
 };
 
@@ -48,6 +49,20 @@ struct Rows {
     u16* data;
     i64 stride;
     ANTKV_DEVICE u16* at(i64 token, int head) const { return data + token * stride + (i64)head * kHeadSize; }
+};
+
+// Where a request's partial results start, and how many there are.
+struct Place {
+    i32 item, num_splits;
+};
+
+// Where decoding writes.
+struct Results {
+    Rows output;
+    float* lse;       // (num_tokens, num_heads), or null
+    float* partials;  // (capacity, num_kv_heads, kPartial): of the items of `Items`
+    Place* places;    // (num_reqs)
+    i64 capacity;
 };
 
 ANTKV_DEVICE float to_float(u16 element) { return kBFloat16 ? bf16_to_float(element) : f16_to_float(element); }

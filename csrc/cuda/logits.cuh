@@ -12,39 +12,36 @@ ANTKV_DEVICE void turn(Quad& first, Quad& second, const u32 (&cosine)[2], const 
 }
 
 // A product of two K rows, 8 tokens apart, with all queries; columns of B are (query, order).
-ANTKV_DEVICE void add_key_quads(const Quad (&rows)[kRowsPerLane], const uint2 (*query)[kQuads], int quad, Lane lane,
-                                float (&logits)[kTiles][kKeyGroups][4]) {
+ANTKV_DEVICE void add_key_quads(const Quad (&rows)[2], const uint2 (*query)[kQuads], int quad, Lane lane,
+                                float (&logits)[kKeyGroups][4]) {
     for (int group = 0; group < kKeyGroups; ++group) {
         const int q = group * kKeyColumns + lane.row / Tables::kOrders;
         const uint2 b = query[q < kGroup ? q : kGroup - 1][quad];
-        for (int tile = 0; tile < kTiles; ++tile) {
-            const Quad &upper = rows[2 * tile], &lower = rows[2 * tile + 1];
-            const u32 a[4] = {upper.low, lower.low, upper.high, lower.high};
-            mma_f16(logits[tile][group], a, b.x, b.y);
-        }
+        const u32 a[4] = {rows[0].low, rows[1].low, rows[0].high, rows[1].high};
+        mma_f16(logits[group], a, b.x, b.y);
     }
 }
 
-ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, int buffer) {
-    const Lane lane = split.lane;
-    const Tables& tables = split.tables;
-    const u8* codes = ((const Staging*)split.shared.staging)->codes[split.warp][buffer][0];
-    const uint2(*query)[kQuads] = split.shared.query[buffer];
-    Tables::KeyCodes words[kRowsPerLane];
-    for (int row = 0; row < kRowsPerLane; ++row)
-        words[row] = tables.key_codes(codes + (row * 8 + lane.row) * kCodeBytes);
-    float logits[kTiles][kKeyGroups][4] = {};
+// half: of the tile, 16 tokens.
+ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation, int half) {
+    const Lane lane = tile.lane;
+    const Tables& tables = tile.tables;
+    const u8* codes = tile.codes() + half * 16 * kCodeBytes;
+    const uint2(*query)[kQuads] = tile.span.query[half];
+    Tables::KeyCodes words[2];
+    for (int row = 0; row < 2; ++row) words[row] = tables.key_codes(codes + (row * 8 + lane.row) * kCodeBytes);
+    float logits[kKeyGroups][4] = {};
     const int order = lane.row % Tables::kOrders;
 #pragma unroll
-    for (int j = 0; j < kPairs; j += Tables::kAtOnce) {
-        Tables::Load first[kRowsPerLane], second[kRowsPerLane];
-        for (int row = 0; row < kRowsPerLane; ++row) {
+    for (int j = 0; j < kPairs; j += Tables::kKeysAtOnce) {
+        Tables::KeyLoad first[2], second[2];
+        for (int row = 0; row < 2; ++row) {
             first[row] = tables.load_keys(words[row], j, false);
             second[row] = tables.load_keys(words[row], j, true);
         }
-        for (int i = 0; i < Tables::kAtOnce; ++i) {
-            Quad low[kRowsPerLane], high[kRowsPerLane];
-            for (int row = 0; row < kRowsPerLane; ++row) {
+        for (int i = 0; i < Tables::kKeysAtOnce; ++i) {
+            Quad low[2], high[2];
+            for (int row = 0; row < 2; ++row) {
                 low[row] = first[row].quads[i], high[row] = second[row].quads[i];
                 turn(low[row], high[row], rotation.cosine[row][j + i], rotation.sine[row][j + i]);
             }
@@ -60,29 +57,26 @@ ANTKV_DEVICE void coded_logits(const Split& split, const Rotation& rotation, int
         for (int group = 0; group < kKeyGroups; ++group) {
             const int q = group * kKeyColumns + column / Tables::kOrders;
             if (q >= kGroup) continue;
-            for (int row = 0; row < kRowsPerLane; ++row)
-                split.shared.logits[split.warp][q][row * 8 + lane.row] = logits[row / 2][group][row % 2 * 2 + i];
+            for (int row = 0; row < 2; ++row)
+                tile.logits()[q][half * 16 + row * 8 + lane.row] = logits[group][row * 2 + i];
         }
     }
 }
 
-// corrections: of which lanes `own_row` is one.
-ANTKV_DEVICE void kept_logits(const Split& split, const u8* own_row, u32 corrections, int tile) {
-    const Lane lane = split.lane;
+// own_row: of the lane's token, or null. half: of the tile.
+ANTKV_DEVICE void exact_logits(const Tile& tile, const u8* own_row, int half) {
+    const Lane lane = tile.lane;
     const u8* rows[2];
-    bool corrects[2];
-    for (int i = 0; i < 2; ++i) {
-        const int token = tile * 16 + i * 8 + lane.row;
-        rows[i] = (const u8*)from_lane((i64)own_row, token);
-        corrects[i] = corrections >> token & 1;
-    }
+    for (int i = 0; i < 2; ++i) rows[i] = (const u8*)from_lane((i64)own_row, half * 16 + i * 8 + lane.row);
     float logits[kExactGroups][4] = {};
+#pragma unroll
     for (int channel = 0; channel < kHeadSize; channel += 32) {
         const int own = channel + lane.column * 8;
-        const uint4 upper = load_kept(rows[0], corrects[0], own), lower = load_kept(rows[1], corrects[1], own);
+        const uint4 upper = load16(rows[0], own * 2), lower = load16(rows[1], own * 2);
         const u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
         for (int group = 0; group < kExactGroups; ++group) {
-            const uint4 b = load16((const u8*)query_row(split, group * 8 + lane.row), own * 2);
+            const int q = group * 8 + lane.row;
+            const uint4 b = load16((const u8*)tile.span.raw[q < kGroup ? q : kGroup - 1], own * 2);
             multiply<kBFloat16>(logits[group], first, b.x, b.y);
             multiply<kBFloat16>(logits[group], second, b.z, b.w);
         }
@@ -91,8 +85,36 @@ ANTKV_DEVICE void kept_logits(const Split& split, const u8* own_row, u32 correct
         for (int i = 0; i < 4; ++i) {
             const int q = group * 8 + lane.column * 2 + i % 2;
             if (q >= kGroup || !rows[i / 2]) continue;
-            float& logit = split.shared.logits[split.warp][q][tile * 16 + i / 2 * 8 + lane.row];
-            logit = logits[group][i] * (split.layer.scale * kLog2E) + (corrects[i / 2] ? logit : 0);
+            tile.logits()[q][half * 16 + i / 2 * 8 + lane.row] = logits[group][i] * (tile.in.layer.scale * kLog2E);
+        }
+    }
+}
+
+// What 8 anchors add to logits: their rows are the upper ones of A, the queries as they are B. A lane has every fourth 8
+// channels of row `first` + its own. lanes: of `anchors`, the first of them.
+ANTKV_DEVICE void correct_logits(const Tile& tile, Anchors anchors, int lanes, int first, u32 exact) {
+    const Lane lane = tile.lane;
+    const int token = from_lane(anchors.at, lanes + lane.row);
+    const bool hit = (anchors.hits >> (lanes + lane.row) & 1) && !(exact >> token & 1);
+    const u8* row = anchor_page(tile) + tile.in.layer.k_anchors + (first + lane.row) * kHeadSize;
+    float logits[kExactGroups][4] = {};
+#pragma unroll
+    for (int channel = 0; channel < kHeadSize; channel += 32) {
+        const int own = channel + lane.column * 8;
+        const uint2 words = hit ? *(const uint2*)(row + own) : uint2{0, 0};
+        const Quad low = widen_e4m3(words.x), high = widen_e4m3(words.y);
+        const u32 a[2][4] = {{low.low, 0, low.high, 0}, {high.low, 0, high.high, 0}};
+        for (int group = 0; group < kExactGroups; ++group) {
+            const int q = group * 8 + lane.row;
+            const uint4 b = *(const uint4*)&tile.span.plain[q < kGroup ? q : kGroup - 1][own];
+            mma_f16(logits[group], a[0], b.x, b.y);
+            mma_f16(logits[group], a[1], b.z, b.w);
+        }
+    }
+    for (int group = 0; group < kExactGroups; ++group) {
+        for (int i = 0; i < 2; ++i) {
+            const int q = group * 8 + lane.column * 2 + i;
+            if (hit && q < kGroup) tile.logits()[q][token] += logits[group][i] * kFp8Unit;
         }
     }
 }

@@ -1,108 +1,62 @@
-// Loading ahead of a tile's turn; where its rows in full precision and its anchors are.
+// What is kept beside the codes of a tile: anchors of closed blocks, and rows in full precision.
 #pragma once
 
 #include "split.cuh"
 
-ANTKV_DEVICE const u8* page_at(const Split& split, int token) {
-    if (token >= split.end) return nullptr;
-    return vq_page(split.layer, split.step, split.request, split.head, token / kBlockSize);
+// The page with its anchors, which lie in global memory where a span has no room for them.
+ANTKV_DEVICE const u8* anchor_page(const Tile& tile) {
+    const int page = tile.warp / kTilesPerPage;
+    return tile.in.layer.staged_bytes > 2 * kCodeSection ? tile.span.pages[page] : tile.span.pages_at[page];
 }
 
-ANTKV_DEVICE void copy_codes(const Split& split, const u8* page, int token, int buffer) {
-    if (page) {
-        u8(*to)[kTokens * kCodeBytes] = ((Staging*)split.shared.staging)->codes[split.warp][buffer];
-        const u8* from = page + (token % kBlockSize) * kCodeBytes;
-        for (int at = split.lane.index * 16; at < kTokens * kCodeBytes; at += kWarp * 16) {
-            copy16_async(to[0] + at, from + at);
-            copy16_async(to[1] + at, from + split.layer.v_codes + at);
-        }
-    }
-    commit_copies();
+// A query sees the anchors of the blocks before its own.
+ANTKV_DEVICE int visible_anchors(const Tile& tile) {
+    return tile.token / kBlockSize < tile.position / kBlockSize ? tile.in.layer.anchor_rows : 0;
 }
 
-ANTKV_DEVICE const i16* anchor_offsets(const Split& split, const u8* page) {
-    return (const i16*)(page + split.layer.anchor_offsets);
+// Of 16 anchor rows of K and as many of V, those of the tile's tokens.
+constexpr int kAnchorsAtOnce = 16;
+struct Anchors {
+    int at;    // the token of anchor row `first + lane % 16`, of K in the lower half of the lanes
+    u32 hits;  // lanes whose tokens are in the tile
+    bool are_more;
+
+    ANTKV_DEVICE bool of_keys() const { return (hits & 0xffff) || are_more; }
+    ANTKV_DEVICE bool of_values() const { return hits >> kAnchorsAtOnce || are_more; }
+};
+
+ANTKV_DEVICE Anchors find_anchors(const Tile& tile, int first) {
+    const int row = first + tile.lane.index % kAnchorsAtOnce, kind = tile.lane.index / kAnchorsAtOnce;
+    const int num_rows = visible_anchors(tile);
+    const i16* offsets = (const i16*)(anchor_page(tile) + tile.in.layer.anchor_offsets) + kind * tile.in.layer.anchor_rows;
+    const int at = row < num_rows ? offsets[row] - tile.token % kBlockSize : -1;
+    return {at, ballot_warp((u32)at < kTokens), num_rows > kAnchorsAtOnce};
 }
 
-ANTKV_DEVICE Ahead look_ahead(const Split& split, const u8* page, int token) {
-    Ahead ahead = {page, -1, -1, -1};
-    if (!page) return ahead;
-    const int own = token + split.lane.index, rows = split.layer.anchor_rows;
-    if (own < split.end) ahead.last_query = split.layer.last_query[own];
-    // A query sees the anchors of the blocks before its own.
-    if (token / kBlockSize < split.position / kBlockSize && split.lane.index < rows) {
-        ahead.k_anchor = anchor_offsets(split, page)[split.lane.index];
-        ahead.v_anchor = anchor_offsets(split, page)[rows + split.lane.index];
-    }
-    return ahead;
-}
+// The row in full precision of a lane's token, which takes the place of its code; null where the query sees the code.
+struct ExactRow {
+    const u8 *key, *value;
+};
 
-// --- What is kept beside the codes.
-
-// Give each anchor row to the lane of its token.
-ANTKV_DEVICE void take_anchors(const Split& split, int token, int offset, const u8* first_row, const u8*& row) {
-    const int at = offset - token % kBlockSize;
-    u32 hits = ballot_warp(at >= 0 && at < kTokens);
-    while (hits) {
-        const int anchor = first_bit(hits);
-        hits &= hits - 1;
-        if (from_lane(at, anchor) == split.lane.index) row = first_row + anchor * kHeadSize;
+// exact: of the tile's tokens; those whose pages are gone are taken out.
+ANTKV_DEVICE ExactRow find_row(const Tile& tile, u32& exact) {
+    const Work& work = tile.span.work;
+    const int own = tile.token + tile.lane.index;
+    const bool has_row = exact >> tile.lane.index & 1;
+    ExactRow row = {};
+    if (has_row && own < tile.position) {
+        const u8* key = recency_row(tile.in.layer, tile.in.step, work.request, tile.in.head, own);
+        if (key) row = {key, key + tile.in.layer.recency_v};
+    } else if (has_row) {
+        row = {(const u8*)tile.in.key.at(work.hand, tile.in.head), (const u8*)tile.in.value.at(work.hand, tile.in.head)};
     }
-}
-
-ANTKV_DEVICE KeptRows kept_rows(const Split& split, const Ahead& ahead, int token) {
-    const Layer& layer = split.layer;
-    const int own = token + split.lane.index;
-    KeptRows rows = {};
-    if (token / kBlockSize < split.position / kBlockSize) {
-        for (int first = 0; first < layer.anchor_rows; first += kWarp) {
-            int k_anchor = ahead.k_anchor, v_anchor = ahead.v_anchor;
-            if (first) {
-                const bool some = first + split.lane.index < layer.anchor_rows;
-                const i16* offsets = anchor_offsets(split, ahead.page) + first + split.lane.index;
-                k_anchor = some ? offsets[0] : -1;
-                v_anchor = some ? offsets[layer.anchor_rows] : -1;
-            }
-            take_anchors(split, token, k_anchor, ahead.page + layer.k_anchors + first * kHeadSize, rows.key);
-            take_anchors(split, token, v_anchor, ahead.page + layer.v_anchors + first * kHeadSize, rows.value);
-        }
-        rows.corrects_key = rows.key;
-        rows.corrects_value = rows.value;
-    }
-    if (own < split.position && ahead.last_query >= split.position) {
-        const u8* key = recency_row(layer, split.step, split.request, split.head, own);
-        rows = {key, key + layer.recency_v, false, false};
-    }
-    if (own == split.position) {
-        const u8* key = (const u8*)split.key.at(split.hand, split.head);
-        rows = {key, (const u8*)split.value.at(split.hand, split.head), false, false};
-    }
-    // Whatever was said of a token that is not there yet.
-    return own < split.end ? rows : KeptRows{};
+    exact = ballot_warp(row.key);
+    return row;
 }
 
 // 16 bytes of a row, or zeros where there is none.
 ANTKV_DEVICE uint4 load16(const u8* row, int offset) {
     return row ? *(const uint4*)(row + offset) : uint4{0, 0, 0, 0};
-}
-
-// Four channels of a correction in the model dtype.
-ANTKV_DEVICE Quad widen_correction(u32 word) {
-    constexpr u32 kUnit = 0x5c005c00u;  // 256, twice
-    static_assert(kFp8Unit == 256);
-    Quad quad = widen_e4m3(word);
-    quad = {mul_f16x2(quad.low, kUnit), mul_f16x2(quad.high, kUnit)};
-    if constexpr (!kBFloat16) return quad;
-    const auto to_bf16 = [](u32 pair) { return pack_bf16(f16_to_float((u16)pair), f16_to_float((u16)(pair >> 16))); };
-    return {to_bf16(quad.low), to_bf16(quad.high)};
-}
-
-// Eight channels of what is kept of a token, in the model dtype; zeros where nothing is.
-ANTKV_DEVICE uint4 load_kept(const u8* row, bool corrects, int channel) {
-    if (!corrects) return load16(row, channel * 2);
-    const uint2 words = *(const uint2*)(row + channel);
-    const Quad first = widen_correction(words.x), second = widen_correction(words.y);
-    return {first.low, first.high, second.low, second.high};
 }
 
 template <bool kBrain>

@@ -1,4 +1,6 @@
-// What decoding a split has in shared memory and in registers, and what a lane knows before it reads any code.
+// What the warps of a CTA share while they decode, and what they have in registers.
+//
+// One warp brings what the others attend to: a span of tokens at a time, through a ring in shared memory.
 #pragma once
 
 #include "tables.cuh"
@@ -6,7 +8,8 @@
 constexpr int kTiles = 2;                    // of 16 tokens, per warp: halves the reads of the query
 constexpr int kTokens = 16 * kTiles;         // a warp's: one per lane
 constexpr int kSpan = kWarps * kTokens;      // tokens of all warps together
-constexpr int kRowsPerLane = 2 * kTiles;     // K rows of a lane: 8 apart
+constexpr int kSpanPages = kSpan / kBlockSize;
+constexpr int kTilesPerPage = kBlockSize / kTokens;
 constexpr int kKeyColumns = 8 / Tables::kOrders;        // queries in the 8 columns of mma's B, for K
 constexpr int kKeyGroups = (kGroup + kKeyColumns - 1) / kKeyColumns;
 constexpr int kValueColumns = 8 / Tables::kSetColumns;  // and for V
@@ -16,9 +19,42 @@ constexpr int kExactGroups = (kGroup + 7) / 8;
 constexpr float kLog2E = 1.4426950408889634f;
 // The maximum that weights are relative to moves when a logit passes it by this much: 2^8 fits float16, and it is rare.
 constexpr float kSlack = 8.0f;
+static_assert(kSpan % kBlockSize == 0, "spans are whole pages");
 
-struct Staging {
-    u8 codes[kWarps][2][2][kTokens * kCodeBytes];  // [warp][buffer][K, V]
+// Behind the warps that attend comes the one that brings spans.
+constexpr int kDecodeThreads = kThreads + kWarp;
+constexpr int kRing = ANTKV_RING;   // spans
+constexpr bool kBulk = ANTKV_BULK;  // there are bulk copies: compute capability 9.0
+// The attending warps' own meeting.
+ANTKV_DEVICE void sync_attending() { sync_threads<kThreads>(1); }
+
+// Codes of K, codes of V, and the anchors behind them where there is room for so many (`Layer::staged_bytes`).
+constexpr int kCodeSection = kBlockSize * kCodeBytes;
+constexpr int kPageBytes = 2 * kCodeSection + ANTKV_STAGED_ANCHORS;
+
+// A span is of a split. What every tile asks first comes first: one read.
+struct alignas(16) Work {
+    i32 token, end;       // the first token, or kNoMore; where the split ends
+    i32 position;         // of the query
+    i32 is_last;          // of the split
+    i32 hand, request;    // row of the query in the step's tensors, whose it is
+    i32 item, num_splits; // the split's number in `Results`; of the request
+};
+constexpr int kNoMore = -1;
+
+struct Span {
+    alignas(16) u8 pages[kSpanPages][kPageBytes];
+    alignas(16) u16 raw[kGroup][kHeadSize];  // the queries as they are
+    u16 plain[kGroup][kHeadSize];            // the same, scaled for base-2 exponentials, float16
+    uint2 query[kTiles][kGroup][kQuads];     // `plain` turned back, in the order of codes
+    Work work;
+    const u8* pages_at[kSpanPages];          // in global memory
+    u32 exact[kWarps];                       // tokens of each warp that the query sees in full precision
+};
+
+struct Weighing {
+    float logits[kWarps][kGroup][kTokens];
+    u16 weights[kWarps][2][kGroup][kTokens];  // [coded, exact], tokens in the order of mma's B
 };
 struct Merging {
     float output[kWarps][kValueColumns][kHeadSize];
@@ -26,17 +62,19 @@ struct Merging {
 
 // Shared memory behind the tables.
 struct Shared {
-    uint2 query[2][kGroup][kQuads];        // turned back, float16; one buffer per span
-    float logits[kWarps][kGroup][kTokens];
-    u16 weights[kWarps][2][kGroup][kTokens];  // [coded, kept], tokens in the order of mma's B
-    float statistics[kWarps][kGroup][2];   // maximum and sum of each warp
-    alignas(16) u8 staging[larger(sizeof(Staging), sizeof(Merging))];
+    Span ring[kRing];
+    alignas(16) u8 scratch[larger(sizeof(Weighing), sizeof(Merging))];
+    float statistics[kWarps][kGroup][2];  // maximum and sum of each warp
+    Barrier full[kRing], empty[kRing];
+
+    ANTKV_DEVICE float (*logits(int warp))[kTokens] { return ((Weighing*)scratch)->logits[warp]; }
+    ANTKV_DEVICE u16 (*weights(int warp))[kGroup][kTokens] { return ((Weighing*)scratch)->weights[warp]; }
 };
 
 static_assert(Tables::kBytes + sizeof(Shared) == ANTKV_DECODE_SHARED, "vllm_antkv/ops/cuda_build.py counts otherwise");
 
 struct Rotation {
-    u32 cosine[kRowsPerLane][kPairs][2], sine[kRowsPerLane][kPairs][2];  // float16 pairs of channels
+    u32 cosine[2][kPairs][2], sine[2][kPairs][2];  // [row of a half, 8 apart], float16 pairs of channels
 };
 
 // What a warp has added up.
@@ -45,37 +83,40 @@ struct Sums {
     float maximum[kGroup], total[kGroup];  // `total` is of the lane's own tokens
 };
 
-// What is kept of a lane's token beside its codes: rows in full precision, which take their place, or corrections (e4m3),
-// which are added to them. Null where the query sees the code alone.
-struct KeptRows {
-    const u8 *key, *value;
-    bool corrects_key, corrects_value;
-};
-
-// What was loaded ahead of a tile's turn.
-struct Ahead {
-    const u8* page;
-    i32 last_query;
-    i32 k_anchor, v_anchor;  // offset in the block of anchor row `lane`
-};
-
-struct Split {
+// What decoding is handed.
+struct Inputs {
     const Layer& layer;
     const Step& step;
-    Shared& shared;
-    const Tables& tables;
     const Rows query, key, value;
-    const int head, request, begin, end, position, hand;  // `position` of the query, row `hand` of the step's tensors
-    const Lane lane;
-    const int warp;
+    const Results& results;
+    const int head;
 };
 
-// Cosines and sines of the offsets of the lane's rows. The scales of the tables, which the channels of a rotary pair
-// share, ride on them.
+// A warp's 32 tokens of a span.
+struct Tile {
+    const Inputs& in;
+    Shared& shared;
+    const Span& span;
+    const Tables& tables;
+    const Lane lane;
+    const int warp;
+    const int token, end, position;  // the first token; as in `Work`
+
+    // Of K; those of V are `kCodeSection` behind.
+    ANTKV_DEVICE const u8* codes() const {
+        return span.pages[warp / kTilesPerPage] + warp % kTilesPerPage * kTokens * kCodeBytes;
+    }
+    ANTKV_DEVICE float (*logits() const)[kTokens] { return shared.logits(warp); }
+    ANTKV_DEVICE u16 (*weights(int kind) const)[kTokens] { return shared.weights(warp)[kind]; }
+};
+
+// Cosines and sines of the offsets of the lane's rows in the first half of a tile. The other half's are the same, since it
+// has a query of its own, turned back by 16 positions more: so they fit in registers. The scales of the tables, which
+// the channels of a rotary pair share, ride on them.
 ANTKV_DEVICE Rotation lane_rotation(const Layer& layer, int head, Lane lane, int warp) {
     Rotation rotation;
 #pragma unroll
-    for (int row = 0; row < kRowsPerLane; ++row) {
+    for (int row = 0; row < 2; ++row) {
         const int offset = warp * kTokens + row * 8 + lane.row;
         const i64 angles = (i64)(offset < layer.rotary_rows ? offset : 0) * (kHeadSize / 2);
 #pragma unroll
@@ -94,31 +135,4 @@ ANTKV_DEVICE Rotation lane_rotation(const Layer& layer, int head, Lane lane, int
         }
     }
     return rotation;
-}
-
-ANTKV_DEVICE const u16* query_row(const Split& split, int q) {
-    return split.query.at(split.hand, split.head * kGroup + (q < kGroup ? q : kGroup - 1));
-}
-
-// The query, scaled for base-2 exponentials, turned back by position `base`, its channels where decoded rows have them.
-ANTKV_DEVICE void turn_back(const Split& split, int base, uint2 (*to)[kQuads]) {
-    const Layer& layer = split.layer;
-    const float scale = layer.scale * kLog2E / layer.rotary_magnitude;
-    constexpr int kItems = kGroup * kHeadSize / 4;  // two channels and their partners
-    for (int item = (int)threadIdx.x; item < kItems; item += kThreads) {
-        const int q = item / (kHeadSize / 4), channel = item % (kHeadSize / 4) * 2;
-        const u16* from = query_row(split, q);
-        float low[2], high[2];
-        for (int i = 0; i < 2; ++i) {
-            const float a = to_float(from[channel_at(layer, channel + i)]) * scale;
-            const float b = to_float(from[channel_at(layer, channel + i + kHeadSize / 2)]) * scale;
-            const i64 at = (i64)base * (kHeadSize / 2) + channel + i;
-            const float cos = layer.cos ? layer.cos[at] : 1, sin = layer.cos ? layer.sin[at] : 0;
-            low[i] = a * cos + b * sin;
-            high[i] = b * cos - a * sin;
-        }
-        u32* row = (u32*)to[q];
-        row[channel / 2] = pack_f16(low[0], low[1]);
-        row[channel / 2 + kHeadSize / 4] = pack_f16(high[0], high[1]);
-    }
 }

@@ -29,8 +29,10 @@ struct StagedTables {
     static constexpr int kValueCodes = kSets * 4 / kSubVector;
 
     static constexpr int kBytes = kTables * kTableBytes;
-    static constexpr int kAtOnce = 1;
-    static constexpr int kOrders = 4;
+    // A look-up of K reads 16 bytes where that is a centroid; 8 lanes are then served together, of two orders.
+    static constexpr bool kWide = !kFp8 && kSubVector == 8;
+    static constexpr int kKeysAtOnce = kWide ? 2 : 1, kValuesAtOnce = 1;
+    static constexpr int kOrders = kWide ? 2 : 4;
     static constexpr int kSetColumns = kSets;
 
     const u8* data;
@@ -43,7 +45,7 @@ struct StagedTables {
         for (int at = (int)threadIdx.x * 16; at < kBytes; at += kThreads * 16) copy16_async(shared + at, from + at);
         commit_copies();
         wait_for_copies<0>();
-        sync_block();
+        sync_threads<kThreads>(1);
         const int order = lane.row % kOrders;
         for (int j = 0; j < kPairs; ++j) {
             for (int second = 0; second < 2; ++second)
@@ -64,12 +66,16 @@ struct StagedTables {
         value_code = lane.row * kValueCodes;
     }
 
-    // Of 16 lanes with four orders, no two read the same 8 columns.
+    // Of the lanes that are served together, no two read the same columns.
     ANTKV_DEVICE static int key_quad(int column, int order, int j, bool second) {
-        const int turn = kPairs == 4 ? (j + order) % 4 : j ^ (order & 1);
+        int turn = kPairs == 4 ? (j + order) % 4 : j ^ (order & 1);
+        if (kWide) turn = kPairs == 4 ? j ^ 2 * order : j;
         return kPairs * column + turn + (takes_upper(order, second) ? kQuads / 2 : 0);
     }
-    ANTKV_DEVICE static bool takes_upper(int order, bool second) { return second != (kPairs == 2 && (order & 2)); }
+    // At head size 64 there are too few pairs for all orders: some take the partners first.
+    ANTKV_DEVICE static bool takes_upper(int order, bool second) {
+        return second != (kPairs == 2 && (order & kOrders / 2));
+    }
     // Lanes of different columns read different sets at a time.
     ANTKV_DEVICE static int value_set(int column, int turn) { return (turn + column) % kSets; }
     ANTKV_DEVICE static int value_quad(int row, int set) { return kSets * row + set; }
@@ -82,17 +88,29 @@ struct StagedTables {
         u32 words[2];
     };
     using ValueCodes = u32;
-    struct Load {
-        Quad quads[kAtOnce];
+    struct KeyLoad {
+        Quad quads[kKeysAtOnce];
+    };
+    struct ValueLoad {
+        Quad quads[kValuesAtOnce];
     };
     ANTKV_DEVICE KeyCodes key_codes(const u8* row) const {
         return {load_codes<kKeyCodes>(row + key_code[0]), load_codes<kKeyCodes>(row + key_code[1])};
     }
     ANTKV_DEVICE ValueCodes value_codes(const u8* row) const { return load_codes<kValueCodes>(row + value_code); }
-    ANTKV_DEVICE Load load_keys(KeyCodes codes, int j, bool second) const {
-        return {load_quad(data, codes.words[second], key_column[j][second], key_selector[j])};
+    ANTKV_DEVICE KeyLoad load_keys(KeyCodes codes, int j, bool second) const {
+        if constexpr (kWide) {
+            const u32 at = permute_bytes(codes.words[second], key_column[j][second], key_selector[j]);
+            const uint4 words = *(const uint4*)(data + at);
+            KeyLoad load;
+            load.quads[0] = {words.x, words.y};
+            load.quads[kKeysAtOnce - 1] = {words.z, words.w};
+            return load;
+        } else {
+            return {load_quad(data, codes.words[second], key_column[j][second], key_selector[j])};
+        }
     }
-    ANTKV_DEVICE Load load_values(ValueCodes codes, int turn) const {
+    ANTKV_DEVICE ValueLoad load_values(ValueCodes codes, int turn) const {
         Quad quad = load_quad(data + kValueTable, codes, value_column[turn], value_selector[turn]);
         if constexpr (kFp8) {
             quad.low = mul_f16x2(quad.low, value_scale[turn]);

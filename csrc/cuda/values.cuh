@@ -29,23 +29,26 @@ ANTKV_DEVICE void raise_maxima(const float (&logits)[kGroup], Lane lane, Sums& s
     }
 }
 
-// exact: the token's row takes the place of its code. kept: its row or correction counts; `any_kept` for the warp.
-ANTKV_DEVICE void write_weights(const Split& split, bool visible, bool exact, bool kept, bool any_kept, Sums& sums) {
-    const Lane lane = split.lane;
+// A lane of mma's B has tokens c, c + 4, c + 8 and c + 12 of a tile: their weights lie side by side.
+ANTKV_DEVICE int weight_place(int token) { return token / 16 * 16 + token % 4 * 4 + token / 4 % 4; }
+
+// exact: tokens whose rows take the place of their codes.
+ANTKV_DEVICE void write_weights(const Tile& tile, u32 exact, Sums& sums) {
+    const Lane lane = tile.lane;
+    const bool visible = tile.token + lane.index < tile.end, own_exact = exact >> lane.index & 1;
     float logits[kGroup];
     bool above = false;
     for (int q = 0; q < kGroup; ++q) {
-        logits[q] = visible ? split.shared.logits[split.warp][q][lane.index] : -ANTKV_INFINITY;
+        logits[q] = visible ? tile.logits()[q][lane.index] : -ANTKV_INFINITY;
         above |= logits[q] > sums.maximum[q] + kSlack;
     }
     if (ballot_warp(above)) raise_maxima(logits, lane, sums);
-    // A lane of mma's B has tokens c, c + 4, c + 8 and c + 12 of a tile: they lie side by side.
-    const int at = lane.index / 16 * 16 + lane.index % 4 * 4 + lane.index / 4 % 4;
+    const int at = weight_place(lane.index);
     for (int q = 0; q < kGroup; ++q) {
         const float weight = exp2_fast(logits[q] - sums.maximum[q]);
         sums.total[q] += weight;
-        split.shared.weights[split.warp][0][q][at] = (u16)pack_f16(exact ? 0 : weight, 0);
-        if (any_kept) split.shared.weights[split.warp][1][q][at] = (u16)pack(kept ? weight : 0, 0);
+        tile.weights(0)[q][at] = (u16)pack_f16(own_exact ? 0 : weight, 0);
+        if (exact) tile.weights(1)[q][at] = (u16)pack(own_exact ? weight : 0, 0);
     }
 }
 
@@ -72,54 +75,95 @@ ANTKV_DEVICE void add_values(const Quad (&tokens)[4], const uint2 (&weights)[kVa
     }
 }
 
-ANTKV_DEVICE void load_weights(const Split& split, int kind, int tile, uint2 (&weights)[kValueGroups]) {
+// kind: 0 for tokens that are seen as codes, 1 for exact ones. half: of the tile.
+ANTKV_DEVICE void load_weights(const Tile& tile, int kind, int half, uint2 (&weights)[kValueGroups]) {
     for (int group = 0; group < kValueGroups; ++group) {
-        const int q = group * kValueColumns + split.lane.row / Tables::kSetColumns;
-        const u16* row = split.shared.weights[split.warp][kind][q < kGroup ? q : kGroup - 1];
-        weights[group] = *(const uint2*)(row + tile * 16 + split.lane.column * 4);
+        const int q = group * kValueColumns + tile.lane.row / Tables::kSetColumns;
+        const u16* row = tile.weights(kind)[q < kGroup ? q : kGroup - 1];
+        weights[group] = *(const uint2*)(row + half * 16 + tile.lane.column * 4);
     }
 }
 
-ANTKV_DEVICE void coded_values(const Split& split, int buffer, int tile, Sums& sums) {
-    const Lane lane = split.lane;
-    const u8* codes = ((const Staging*)split.shared.staging)->codes[split.warp][buffer][1];
+ANTKV_DEVICE void coded_values(const Tile& tile, int half, Sums& sums) {
+    const Lane lane = tile.lane;
+    const u8* codes = tile.codes() + kCodeSection;
     uint2 weights[kValueGroups];
-    load_weights(split, 0, tile, weights);
+    load_weights(tile, 0, half, weights);
     Tables::ValueCodes words[4];
     for (int i = 0; i < 4; ++i)
-        words[i] = split.tables.value_codes(codes + (tile * 16 + lane.column + 4 * i) * kCodeBytes);
+        words[i] = tile.tables.value_codes(codes + (half * 16 + lane.column + 4 * i) * kCodeBytes);
 #pragma unroll
-    for (int turn = 0; turn < kSets; turn += Tables::kAtOnce) {
-        Tables::Load loads[4];
-        for (int i = 0; i < 4; ++i) loads[i] = split.tables.load_values(words[i], turn);
-        for (int j = 0; j < Tables::kAtOnce; ++j) {
+    for (int turn = 0; turn < kSets; turn += Tables::kValuesAtOnce) {
+        Tables::ValueLoad loads[4];
+        for (int i = 0; i < 4; ++i) loads[i] = tile.tables.load_values(words[i], turn);
+        for (int j = 0; j < Tables::kValuesAtOnce; ++j) {
             const Quad tokens[4] = {loads[0].quads[j], loads[1].quads[j], loads[2].quads[j], loads[3].quads[j]};
             add_values<false>(tokens, weights, Tables::value_set(lane.column, turn + j), lane, sums);
         }
     }
 }
 
-// corrections: of which lanes `own_row` is one.
-ANTKV_DEVICE void kept_values(const Split& split, const u8* own_row, u32 corrections, int tile, Sums& sums) {
-    const Lane lane = split.lane;
+// own_row: of the lane's token, or null.
+ANTKV_DEVICE void exact_values(const Tile& tile, const u8* own_row, int half, Sums& sums) {
+    const Lane lane = tile.lane;
     uint2 weights[kValueGroups];
-    load_weights(split, 1, tile, weights);
+    load_weights(tile, 1, half, weights);
     const u8* rows[4];
-    bool corrects[4];
-    for (int i = 0; i < 4; ++i) {
-        const int token = tile * 16 + lane.column + 4 * i;
-        rows[i] = (const u8*)from_lane((i64)own_row, token);
-        corrects[i] = corrections >> token & 1;
-    }
+    for (int i = 0; i < 4; ++i) rows[i] = (const u8*)from_lane((i64)own_row, half * 16 + lane.column + 4 * i);
 #pragma unroll
     for (int set = 0; set < kSets; set += 2) {
         Quad first[4], second[4];
         for (int i = 0; i < 4; ++i) {
-            const uint4 words = load_kept(rows[i], corrects[i], Tables::value_quad(lane.row, set) * 4);
+            const uint4 words = load16(rows[i], Tables::value_quad(lane.row, set) * 8);
             first[i] = {words.x, words.y};
             second[i] = {words.z, words.w};
         }
         add_values<kBFloat16>(first, weights, set, lane, sums);
         add_values<kBFloat16>(second, weights, set + 1, lane, sums);
+    }
+}
+
+// Four channels of a correction, `kFp8Unit` times less.
+ANTKV_DEVICE void widen_correction(u32 word, float (&channels)[4]) {
+    const Quad quad = widen_e4m3(word);
+    channels[0] = f16_to_float((u16)quad.low), channels[1] = f16_to_float((u16)(quad.low >> 16));
+    channels[2] = f16_to_float((u16)quad.high), channels[3] = f16_to_float((u16)(quad.high >> 16));
+}
+
+// What an anchor adds to the sums of the channels that a lane has: two quads of neighbouring sets at a time.
+ANTKV_DEVICE void correct_values(const Tile& tile, const u8* row, int token, Sums& sums) {
+    const Lane lane = tile.lane;
+    const int place = weight_place(token);
+    float weights[kValueGroups][2];
+    for (int group = 0; group < kValueGroups; ++group) {
+        for (int i = 0; i < 2; ++i) {
+            // Where sets lie side by side, both columns of a lane are of the same query.
+            const int column = kOwnSets == 1 ? lane.column * 2 : lane.column * 2 + i;
+            const int q = group * kValueColumns + column / Tables::kSetColumns;
+            const u16 weight = tile.weights(0)[kGroup % kValueColumns && q >= kGroup ? kGroup - 1 : q][place];
+            weights[group][i] = f16_to_float(weight) * kFp8Unit;
+        }
+    }
+#pragma unroll
+    for (int own = 0; own < kOwnSets; own += 2) {
+        const int set = kOwnSets == 1 ? 2 * lane.column % kSets : own;
+        const uint2 words = *(const uint2*)(row + Tables::value_quad(lane.row, set) * 4);
+        float quads[2][4];
+        widen_correction(words.x, quads[0]);
+        widen_correction(words.y, quads[1]);
+        for (int group = 0; group < kValueGroups; ++group) {
+            for (int i = 0; i < 2; ++i) {
+                for (int k = 0; k < 4; ++k) {
+                    const float weight = weights[group][i];
+                    // Then, each column is of one of the two sets.
+                    if constexpr (kOwnSets == 1) {
+                        sums.output[0][group][k / 2][k % 2 * 2 + i] += weight * quads[i][k];
+                    } else {
+                        sums.output[own][group][k / 2][k % 2 * 2 + i] += weight * quads[0][k];
+                        sums.output[own + 1][group][k / 2][k % 2 * 2 + i] += weight * quads[1][k];
+                    }
+                }
+            }
+        }
     }
 }

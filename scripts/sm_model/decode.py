@@ -11,13 +11,11 @@ from scripts.sm_model.backend import ModelledBackend
 from scripts.sm_model.constants import Constants
 from scripts.sm_model.sm import Report
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.ops.cuda import CudaOperations
+from vllm_antkv.ops.cuda import SPLIT, CudaOperations
 from vllm_antkv.ops.paged import ReferenceOperations
 
 #: Tokens that a warp decodes together.
 TILE = 32
-#: Tokens of a split at contexts that are no longer than one.
-SPLIT = 1024
 
 
 @dataclass(frozen=True)

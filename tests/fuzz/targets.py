@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.spoilt import MODEL, PRESET, good_codebook, head
 from vllm_antkv.codebook import Codebook
-from vllm_antkv.codebook_prefix import TrainedPrefix
+from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig, Recency
 from vllm_antkv.errors import AntKVError, CodebookError, SettingsError
 from vllm_antkv.presets import PRESETS

@@ -36,7 +36,7 @@ def build_for(fp8: bool = False):
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(("shape", "fp8"), [case[:2] for case in LAYERS if not case[1]], ids=str)
 def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape, fp8):
-    monkeypatch.setattr(cuda, "_MIN_SPLIT", 256)
+    monkeypatch.setattr(cuda, "SPLIT", 256)
     prompts = [0, 1, 126, 255, 330, *[3] * 33]
     engine = Engine(config, shape, build_for(fp8))
     sequences = [draw_sequence(seed, prompt + 4, shape) for seed, prompt in enumerate(prompts)]
@@ -46,13 +46,15 @@ def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape, 
 
 def test_machine_code_is_compiled_once_for_a_source_and_an_architecture(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda_backend, "user_cache_path", lambda name: tmp_path)
-    layer = Build(64, 3, 4, 256, bfloat16=False, fp8=False)
+    layer = Build(64, 3, 4, 256, bfloat16=False, fp8=False, bulk=True)
     first = cuda_backend.cubin("encode_store", layer, "sm_90")
     written = first.stat().st_mtime_ns
     assert cuda_backend.cubin("encode_store", layer, "sm_90") == first
     assert first.stat().st_mtime_ns == written
     assert cuda_backend.cubin("encode_store", layer, "sm_80") != first
-    assert cuda_backend.cubin("encode_store", Build(64, 3, 8, 256, bfloat16=False, fp8=False), "sm_90") != first
+    assert (
+        cuda_backend.cubin("encode_store", Build(64, 3, 8, 256, bfloat16=False, fp8=False, bulk=True), "sm_90") != first
+    )
 
 
 def test_fp8_centroids_answer_as_float16_ones_do():

@@ -3,6 +3,8 @@
 The properties are those of tests/kernels/test_triton_interpreted.py, on tiles of the sizes that GPUs run.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,6 +39,13 @@ def on_device(layer):
 def test_layers(shape):
     engine = Engine(AntKVConfig(recency="sliding:8", prefix=2), shape, on_device)
     assert_offline(engine, serve(engine))
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_a_long_past(shape):
+    """Decoding over splits, and over anchors of several chunks of blocks in each."""
+    engine = Engine(AntKVConfig(), replace(shape, max_len=3000), on_device)
+    assert_offline(engine, serve(engine, [(2700, 1400), (1, 1), (1, 1)]))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.anchor_share} {config.recency}")

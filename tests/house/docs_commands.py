@@ -161,7 +161,7 @@ def check_antkv(arguments: list[str]) -> None:
         command, arguments = command.commands[arguments[0]], arguments[1:]
     try:
         given = command.make_context("antkv", arguments).params
-    except cli._UsageError as error:
+    except cli.UsageError as error:
         raise WrongCommand(error.format_message()) from None
     _check_names(given)
 
@@ -206,15 +206,15 @@ def check_vllm(arguments: list[str]) -> None:
 @functools.cache
 def _vllm_parsers() -> dict[str, argparse.ArgumentParser]:
     from vllm.benchmarks.serve import add_cli_args
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from vllm_antkv.hooks.moved import serve_arguments
     from vllm_antkv.plugin import register
 
     register()
     bench = FlexibleArgumentParser()
     add_cli_args(bench)
-    return {"serve": make_arg_parser(FlexibleArgumentParser()), "bench serve": bench}
+    return {"serve": serve_arguments().make_arg_parser(FlexibleArgumentParser()), "bench serve": bench}
 
 
 def _parsed(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:

@@ -2,19 +2,34 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
+
+import pytest
 
 from vllm_antkv.config import AntKVConfig
 
 ROOT = Path(__file__).parents[2]
 
 
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_settings_page_is_current():
     """Run `make docs` when it is not."""
-    spec = importlib.util.spec_from_file_location("settings_page", ROOT / "scripts" / "settings_page.py")
-    settings_page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(settings_page)
+    settings_page = script("settings_page")
     assert settings_page.PAGE.read_text() == settings_page.render()
+
+
+def test_the_table_of_families_is_current():
+    """Run `make docs` when it is not."""
+    families_table = script("families_table")
+    page = families_table.PAGE.read_text()
+    assert page == families_table.render(page)
 
 
 def test_every_setting_says_what_it_does():
@@ -27,3 +42,11 @@ def test_the_readme_has_exactly_two_commands_to_set_up_and_run():
     readme = (ROOT / "README.md").read_text()
     commands = [line[2:] for line in readme.splitlines() if line.startswith("$ make")]
     assert commands == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_page_begins_with_what_its_reader_can_do_then(page):
+    title, opening = page.read_text().split("\n\n", 1)
+    assert title.startswith("# ")
+    if page.name != "index.md":
+        assert re.sub(r"^<!--.*?-->\s*", "", opening, flags=re.S).startswith("After this page you ")

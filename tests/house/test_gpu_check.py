@@ -221,12 +221,14 @@ def test_large_caches_are_left_out():
 
 def test_speed_is_that_of_decoding_alone():
     result = {"capacity": 20480, "batch": 20, "prefill_seconds": 2.0, "seconds": 12.0, "start_seconds": 30.0}
-    row = gpu_end_to_end.summary("auto", [result, result | {"seconds": 22.0}, result | {"seconds": 7.0}])
+    row = gpu_end_to_end.summary(
+        "auto", [result, result | {"seconds": 22.0}, result | {"seconds": 7.0}], lambda side, batch: 15.875 * batch
+    )
     assert row["tokens_per_second"] == pytest.approx(20 * 127 / 10)
     assert row["spread"] == pytest.approx(20 * 127 * (1 / 5 - 1 / 20))
     assert row["seconds"] == 12.0
     line = tables.end_to_end_table({"kv_gib": 8, "prompt": 896, "output": 128, "rows": [row]}).splitlines()[-1]
-    assert line == "| auto | 20,480 | 20 | 254 ± 190 | 1.00 | 2.0 | 30 |"
+    assert line == "| auto | 20,480 | 20 | 254 ± 190 | 1.00 | 80% | 2.0 | 30 |"
 
 
 def decode_report():

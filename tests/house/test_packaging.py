@@ -16,6 +16,8 @@ import vllm_antkv
 
 ROOT = Path(__file__).parents[2]
 TAKEN = ("vllm_antkv", "triton_kernels", "centroids", "configs", "csrc")
+#: Kinds of entry points that the wheel has one of.
+GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins", "console_scripts")
 RESOURCES = ("centroids", "configs", "csrc", "triton_kernels")
 
 
@@ -103,6 +105,52 @@ def test_resources_are_found_in_an_installed_wheel(installed):
 def test_resources_are_found_where_this_package_lives():
     """In a checkout (editable) or in site-packages, whichever is under test."""
     assert all((folder / "__init__.py").is_file() for folder in find_resources())
+
+
+@pytest.fixture(scope="module")
+def beside_vllm(wheel, tmp_path_factory):
+    """An environment with nothing but vLLM and what it needs, into which pip has installed the wheel; its Python."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    # The checkout that is installed here in place is not found this way: its own .pth is not read.
+    (site / "vllm.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python = folder / "bin" / "python"
+    # With our requirements, and without an index: nothing may be missing, and nothing be brought up to date.
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index"]
+    subprocess.run([*install, "--ignore-installed", "--no-deps", str(wheel)], check=True)
+    subprocess.run([*install, str(wheel)], check=True)
+    return python
+
+
+def test_installing_the_wheel_leaves_vllm_alone(beside_vllm):
+    site = next(beside_vllm.parents[1].glob("lib/python*/site-packages"))
+    added = {path.name for path in site.iterdir()} - {"vllm.pth", "__pycache__"}
+    assert added == {"vllm_antkv", f"vllm_antkv-{vllm_antkv.__version__}.dist-info"}
+    assert {path.name for path in beside_vllm.parent.iterdir() if "antkv" in path.name} == {"antkv"}
+
+
+def test_vllm_loads_the_plugin_of_an_installed_wheel(beside_vllm, tmp_path):
+    code = (
+        f"GROUPS = {GROUPS}"
+        + """
+from importlib.metadata import entry_points, version
+import vllm_antkv
+from vllm.config.cache import CacheConfig
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+print(">", CacheConfig(cache_dtype="antkv-1bit").cache_dtype, version("vllm-antkv"), vllm_antkv.__file__)
+for group in GROUPS:
+    print(">", group, [callable(e.load()) for e in entry_points(group=group) if e.value.startswith("vllm_antkv")])
+"""
+    )
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [str(beside_vllm), "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    first, *groups = [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")]
+    site = next(beside_vllm.parents[1].glob("lib/python*/site-packages"))
+    assert first == f"antkv-1bit {vllm_antkv.__version__} {site / 'vllm_antkv' / '__init__.py'}"
+    assert groups == [f"{group} [True]" for group in GROUPS]
 
 
 def test_vllm_can_find_the_plugin():

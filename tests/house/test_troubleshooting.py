@@ -11,6 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import vllm
+
+from vllm_antkv.hooks.moved import kv_cache_planning
+from vllm_antkv.releases import minor_release
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -23,6 +27,8 @@ SOURCES = [
     ROOT / "vllm_antkv" / "server" / "dashboard" / "dashboard.js",
     *(_VLLM / "v1" / name for name in ("core/kv_cache_utils.py", "worker/cpu_worker.py", "worker/utils.py")),
     *(_VLLM / name for name in ("v1/engine/exceptions.py", "renderers/params.py", "plugins/__init__.py")),
+    _VLLM / "config" / "cache.py",
+    Path(kv_cache_planning().__file__),
     Path(argparse.__file__),
     Path(importlib.metadata.__file__),
 ]
@@ -36,10 +42,16 @@ _LEAST = 12
 
 
 def messages() -> list[str]:
-    """The terms of the page's definition lists."""
+    """The terms of the page's definition lists, without those that are said to be another vLLM's."""
     lines = PAGE.read_text().splitlines()
-    terms = [line for line, below in pairwise(lines) if below.startswith(":   ")]
+    terms = [line for line, below in pairwise(lines) if below.startswith(":   ") and is_of_this_vllm(below)]
     return [re.fullmatch(r"(`+)(.*)\1", term)[2] for term in terms if term.endswith("`")]
+
+
+def is_of_this_vllm(definition: str) -> bool:
+    """Whether a definition names no release first, or the one that is installed."""
+    named = re.match(r":   vLLM (\d+\.\d+):", definition)
+    return named is None or named[1] == minor_release(vllm.__version__)
 
 
 def _texts(path: Path) -> Iterator[str]:

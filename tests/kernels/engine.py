@@ -10,11 +10,12 @@ import torch
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.evaluate.attention import attend_window
-from vllm_antkv.evaluate.methods.base import Method
-from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
+from vllm_antkv.offline.attention import attend_window
+from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.counters import Counters
-from vllm_antkv.ops.layer import LayerOperations, LayerState, run
+from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows, run
 from vllm_antkv.ops.rope import RotaryTable, reordered
 from vllm_antkv.ops.step import Step
 from vllm_antkv.presets import PRESETS
@@ -134,7 +135,8 @@ class Workspace:
         num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes_and_dtypes)
         assert num_bytes <= self.num_bytes or not self.locked
         self.num_bytes = max(self.num_bytes, num_bytes)
-        return [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in shapes_and_dtypes]
+        garbage = {True: torch.nan, False: -1}
+        return [torch.full(shape, garbage[dtype.is_floating_point], dtype=dtype) for shape, dtype in shapes_and_dtypes]
 
 
 class Engine:
@@ -196,9 +198,10 @@ class Engine:
             torch.cat([getattr(s, name)[part] for s, part in parts]) for name in ("query", "key", "value", "is_sink")
         )
         output = torch.full_like(query, torch.nan)
-        run(self.operations, self.state, query, key, value, is_sink if self.config.sinks else None, output, step)
-        for (sequence, part), rows in zip(parts, output.split([n for _, n in work]), strict=True):
-            sequence.output[part] = rows
+        rows = StepRows(query, key, value, is_sink if self.config.sinks else None)
+        run(self.operations, self.state, rows, output, step)
+        for (sequence, part), computed in zip(parts, output.split([n for _, n in work]), strict=True):
+            sequence.output[part] = computed
             sequence.computed = part.stop
             self._release(sequence)
 
@@ -232,7 +235,8 @@ class Engine:
         method = Method(
             "x", 1.0, self.config, VectorQuantiser(self.codebook), sinks=SinkRule(layer=0, channels=(0,), threshold=1.0)
         )
-        rows = (tensor[None].double() for tensor in (sequence.query, sequence.key, sequence.value))
+        rows = [tensor[None].double() for tensor in (sequence.query, sequence.key, sequence.value)]
         is_sink = sequence.is_sink[None] if self.config.sinks else None
         unturned = RotaryTable(torch.ones(self.shape.max_len, 1), torch.zeros(self.shape.max_len, 1))
-        return attend_window(*rows, self.shape.scale, 0, method, rotary(self.shape) or unturned, is_sink)[0]
+        window = LayerWindow(0, *rows, self.shape.scale, rotary(self.shape) or unturned)
+        return attend_window(window, method, is_sink)[0]

@@ -36,7 +36,16 @@ pytestmark = pytest.mark.skipif(
 
 SMALL = LAYERS[1][0]
 #: The smallest layers whose tables stay in L2.
-LOW_BITS = [LAYERS[5][0], LAYERS[7][0]]
+LOW_BITS = [LAYERS[6][0], LAYERS[8][0]]
+
+
+def build_of(shape: Shape, fp8: bool = False, shared_bytes: int = 232448) -> Build:
+    """What the kernels are compiled for where CTAs have so much shared memory."""
+    layer, backend = (
+        Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state.kind,
+        EmulatedBackend(shared_bytes),
+    )
+    return Build.of(layer, fp8, shared_bytes, backend.capability)
 
 
 def operations(fp8: bool = False, shared_bytes: int = 232448):
@@ -62,7 +71,7 @@ def codebook_that_fits_fp8(monkeypatch):
 
 @pytest.mark.parametrize(("shape", "fp8", "shared_bytes"), LAYERS, ids=str)
 def test_decoding_gives_what_the_evaluator_computes(codebook_that_fits_fp8, monkeypatch, shape, fp8, shared_bytes):
-    monkeypatch.setattr(cuda, "_MIN_SPLIT", 256)
+    monkeypatch.setattr(cuda, "SPLIT", 256)
 
     @settings(max_examples=6, deadline=None)
     @given(
@@ -80,12 +89,37 @@ def test_decoding_gives_what_the_evaluator_computes(codebook_that_fits_fp8, monk
 
 
 def test_more_splits_than_ctas_and_more_requests_than_a_warp_looks_at(monkeypatch):
-    monkeypatch.setattr(cuda, "_MIN_SPLIT", 256)
+    monkeypatch.setattr(cuda, "SPLIT", 256)
     engine = Engine(AntKVConfig(), SMALL, operations())
     prompts = [300, 256, 1, *[3] * 33, 380]
     sequences = [draw_sequence(seed, prompt + 2, SMALL) for seed, prompt in enumerate(prompts)]
     decode_from(engine, sequences, prompts, 2)
     assert_decoded(engine, sequences, prompts, 2)
+
+
+def test_requests_that_together_are_longer_than_the_pool(monkeypatch):
+    """As they may be where they share blocks: with room for four splits, the second request gets one instead of two."""
+    monkeypatch.setattr(cuda, "SPLIT", 256)
+    engine = Engine(AntKVConfig(), SMALL, operations())
+    monkeypatch.setattr(engine.operations, "_pool_splits", 1)
+    prompts = [300, 380, 3]
+    sequences = [draw_sequence(seed, prompt + 2, SMALL) for seed, prompt in enumerate(prompts)]
+    decode_from(engine, sequences, prompts, 2)
+    assert_decoded(engine, sequences, prompts, 2)
+
+
+def test_a_row_whose_page_is_gone_is_seen_as_its_code():
+    """Nobody reads where the null block would have it."""
+    outputs = []
+    for recency in ("sliding:256", "none"):
+        config = AntKVConfig(anchor_share=0.0, sinks=False, recency=recency, prefix=0)
+        engine = Engine(config, SMALL, operations())
+        sequence = draw_sequence(0, 200, SMALL)
+        engine.step([(sequence, 199)])
+        sequence.table = [0] * len(sequence.table)
+        engine.step([(sequence, 1)])
+        outputs.append(sequence.output[199])
+    torch.testing.assert_close(*outputs)
 
 
 @pytest.mark.parametrize("shape", [SMALL, LAYERS[0][0], LOW_BITS[1]], ids=str)
@@ -105,14 +139,19 @@ def test_every_byte_of_an_anchor_is_read(shape):
     assert_reads_every_byte(operations(), shape, 2e-3 if shape.dtype == FLOAT16 else 2e-2)
 
 
-def test_who_else_is_served_changes_no_bit():
+@pytest.mark.parametrize("chunk", [0, 30])
+def test_who_else_is_served_changes_no_bit(chunk):
+    """Be they single tokens or chunks of prompts in the same steps."""
     outputs = []
     for others in ([], [5, 300]):
         engine = Engine(AntKVConfig(), SMALL, operations())
         prompts = [*others, 290]
-        sequences = [draw_sequence(prompt, prompt + 3, SMALL) for prompt in prompts]
-        decode_from(engine, sequences, prompts, 3)
-        outputs.append(sequences[-1].output[290:293])
+        sequences = [draw_sequence(prompt, prompt + 3 * (chunk or 1), SMALL) for prompt in prompts]
+        *company, decoded = sequences
+        decode_from(engine, sequences, prompts, 0)
+        for _ in range(3):
+            engine.step([*((other, chunk or 1) for other in company), (decoded, 1)])
+        outputs.append(decoded.output[290:293])
     assert torch.equal(*outputs)
 
 
@@ -212,31 +251,35 @@ def test_equal_distances_take_the_lower_code(monkeypatch, shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "fp8", "lanes"),
+    ("shape", "fp8", "reads"),
     [
-        (LAYERS[0][0], False, {"key_quad": 16, "value_quad": 16}),
-        (SMALL, False, {"key_quad": 16, "value_quad": 8}),
-        (LAYERS[4][0], True, {"key_quad": 16, "value_quad": 32}),
+        (LAYERS[0][0], False, {"key_quad": (2, 8), "value_quad": (1, 16)}),
+        (LAYERS[3][0], False, {"key_quad": (1, 16), "value_quad": (1, 16)}),
+        (LAYERS[2][0], False, {"key_quad": (2, 8), "value_quad": (1, 8)}),
+        (SMALL, False, {"key_quad": (1, 16), "value_quad": (1, 8)}),
+        (LAYERS[5][0], True, {"key_quad": (1, 16), "value_quad": (1, 32)}),
     ],
     ids=str,
 )
-def test_lanes_that_are_served_together_read_other_banks(shape, fp8, lanes):
-    """So many lanes read at once: 16 of 8 bytes or 32 of 4 bytes fill the 32 banks of 4 bytes."""
-    build = Build.of(Engine(AntKVConfig(), shape, operations(fp8)).state.kind, fp8, 232448)
-    at_once = 32 if fp8 else 16
-    for name, together in lanes.items():
-        steps = build.head_size // 32 * (2 if name == "key_quad" else 1)
-        for step in range(steps):
-            columns = [getattr(library(build), name)(lane, step) % at_once for lane in range(32)]
+def test_lanes_that_are_served_together_read_other_banks(shape, fp8, reads):
+    """`reads`: quads that a lane reads at a time, and how many of the lanes that fill the banks read other columns."""
+    build = build_of(shape, fp8)
+    quad_bytes = 4 if fp8 else 8
+    for name, (width, together) in reads.items():
+        pairs, at_once = build.head_size // 32, 128 // (quad_bytes * width)
+        steps = [2 * j + second for j in range(0, pairs, width) for second in (0, 1)]
+        for step in steps if name == "key_quad" else range(pairs):
+            quads = [getattr(library(build), name)(lane, step) for lane in range(32)]
+            assert all(quad % width == 0 for quad in quads)
+            columns = [quad // width % at_once for quad in quads]
             for first in range(0, 32, at_once):
                 assert len(set(columns[first : first + at_once])) == together
 
 
-@pytest.mark.parametrize("case", LAYERS[5:], ids=str)
+@pytest.mark.parametrize("case", LAYERS[6:], ids=str)
 def test_lanes_read_whole_sectors_of_l2_together(case):
     """A sector is 32 bytes: 4 quads of 8. A lane reads two quads at a time."""
-    shape, fp8, shared_bytes = case
-    build = Build.of(Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state.kind, fp8, shared_bytes)
+    build = build_of(*case)
     pairs = build.head_size // 32
     # Steps of K are (pair, half).
     for name, first_steps, next_step, same_token in (
@@ -251,8 +294,8 @@ def test_lanes_read_whole_sectors_of_l2_together(case):
 
 
 def test_every_lane_reads_its_part_of_a_row_once():
-    for shape, fp8, shared_bytes in LAYERS:
-        build = Build.of(Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state.kind, fp8, shared_bytes)
+    for case in LAYERS:
+        build = build_of(*case)
         quads = set(range(build.head_size // 4))
         for row in range(8):
             lanes = range(4 * row, 4 * row + 4)

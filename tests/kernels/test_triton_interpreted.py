@@ -60,7 +60,8 @@ def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda shape: f"{shape.preset}, {shape.head_size} channels, {shape.num_heads} heads, {shape.dtype}",
 )
 def test_layers(shape):
-    engine = Engine(AntKVConfig(recency="sliding:8", prefix=2), shape, TritonOperations)
+    """Without a prefix, so that the last steps see a tile through codes alone."""
+    engine = Engine(AntKVConfig(recency="sliding:8", prefix=0), shape, TritonOperations)
     assert_offline(engine, serve(engine))
 
 
@@ -104,6 +105,54 @@ def test_warming_up_counts_nothing_and_leaves_nothing_that_anybody_sees(monkeypa
     assert (engine.raw != 0xFF).any()
     assert engine.state.counters.report()["anchors_chosen"] == 0
     assert_offline(engine, serve(engine))
+
+
+def test_warming_up_tunes_decoding_on_a_decode_step(monkeypatch):
+    """The first launch is the one that tunes: with a prompt, every program would return at once."""
+    query_lens = []
+
+    def recorded(rows, output, lse, partial_output, partial_lse, pages, tables, batch, shape, scale):
+        query_lens.append(batch.query_start_loc.diff().tolist())
+
+    monkeypatch.setattr(warm_up, "_PROMPT", 140)
+    monkeypatch.setattr(warm_up, "_BATCH", 3)
+    monkeypatch.setattr(triton_operations, "decode", recorded)
+    warm_up.warm_up(TritonOperations, Engine(AntKVConfig(), ONE_HEAD, TritonOperations).state)
+    assert query_lens[0] == [1, 1, 1]
+
+
+def test_centroids_on_a_gpu_are_there_once():
+    """A layer on a GPU has them in float16 (`attention.attach`)."""
+    engine = Engine(AntKVConfig(), ONE_HEAD, TritonOperations, compute_dtype=torch.float16)
+    tables = engine.operations._tables
+    for name in ("k_centroids", "v_centroids"):
+        assert getattr(tables, name).data_ptr() == getattr(engine.state, name).data_ptr()
+    assert tables.k_half_norms is engine.state.half_norms[0]
+
+
+@dataclass
+class Decoding:
+    """The Triton kernels decode; longer queries are the reference's, which takes less time."""
+
+    layer: LayerState
+
+    def __post_init__(self) -> None:
+        self._triton, self._reference = TritonOperations(self.layer), ReferenceOperations(self.layer)
+        self.encode_store, self.anchor_score = self._reference.encode_store, self._reference.anchor_score
+
+    def attend(self, query, key, value, output, lse, step):
+        operations = self._triton if step.max_query_len == 1 else self._reference
+        operations.attend(query, key, value, output, lse, step)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("share", [0.015, 0.0, 0.2])
+def test_a_long_past(monkeypatch, share, num_splits):
+    """Anchors of several chunks of blocks, of which the last is not full, and no anchor rows, and many."""
+    monkeypatch.setattr(triton_operations, "_MAX_SPLITS", num_splits)
+    shape = replace(ONE_HEAD, max_len=1500)
+    engine = Engine(AntKVConfig(anchor_share=share, sinks=share > 0), shape, Decoding)
+    assert_offline(engine, serve(engine, [(1330, 700), (1, 1), (1, 1)]))
 
 
 @pytest.mark.parametrize("shape", [Shape("antkv-1bit", 48, 2, 1, reorders=True), Shape("antkv-0.75bit", 48, 2, 1)])

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.serving.conftest import EMBEDDED
 from tests.unit import spoilt
 from vllm_antkv.codebook import codebook_path
-from vllm_antkv.errors import AntKVError
+from vllm_antkv.errors import AntKVError, SettingsError
+from vllm_antkv.hooks.moved import serve_arguments
 from vllm_antkv.plugin import register
 
 pytestmark = pytest.mark.serving
@@ -34,19 +34,16 @@ def settings(**values: Any) -> list[str]:
 
 #: Options after `--kv-cache-dtype antkv-1bit`, words of what vLLM's parser says. It ends with exit code 2.
 USAGE: list[tuple[list[str], str]] = [
-    (["--kv-cache-dtype", "antkv"], "invalid choice: 'antkv'"),
-    (["--kv-cache-dtype", "antkv-3bit"], "invalid choice: 'antkv-3bit'"),
-    (["--kv-cache-dtype", "ANTKV-1BIT"], "invalid choice: 'ANTKV-1BIT'"),
-    (["--kv-cache-dtype", "antkv_1bit"], "invalid choice: 'antkv_1bit'"),
-    (["--kv-cache-dtype", "antkv-1bit,antkv-2bit"], "invalid choice"),
-    (["--kv-cache-dtype", " antkv-1bit"], "invalid choice"),
-    (["--kv-cache-dtype", ""], "invalid choice: ''"),
     (["--kv-cache-dtype"], "expected one argument"),
     ([CONFIG], "expected one argument"),
     ([CONFIG, '{"antkv": {"prefix": 5}'], "cannot be converted"),
     ([CONFIG, "{antkv: {}}"], "cannot be converted"),
     ([CONFIG, '{"antkv": {"prefix": ' + "1" * 5000 + "}}"], "cannot be converted"),
 ]
+
+#: What somebody who wants a preset may write.
+TYPOS = ("antkv", "antkv-3bit", "ANTKV-1BIT", "antkv_1bit", "antkv-1bit,antkv-2bit", " antkv-1bit")
+NO_DTYPES = (*TYPOS, "")
 
 #: Options, words of the sentence. It is ours, in the process that the user started.
 OURS: list[tuple[list[str], str]] = [
@@ -108,7 +105,7 @@ CODEBOOKS: dict[str, tuple[spoilt.Spoil, str]] = {
 def configure(engine_environment: None) -> Callable[[list[str]], object]:
     """Everything that `vllm serve` does before it starts an engine."""
     register()
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = serve_arguments().make_arg_parser(FlexibleArgumentParser())
 
     def configure(options: list[str]) -> object:
         arguments = parser.parse_args(["--model", str(EMBEDDED), "--kv-cache-dtype", PRESET, *options])
@@ -129,6 +126,26 @@ def test_the_parser_refuses(
         configure(options)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_what_is_no_preset_is_refused(reads_well: Callable[[BaseException], str], typo: str) -> None:
+    """With one sentence, by whatever way it comes: vLLM 0.33's parser takes any word."""
+    register()
+    with pytest.raises(SettingsError) as caught:
+        AsyncEngineArgs(model=str(EMBEDDED), kv_cache_dtype=typo).create_engine_config()  # type: ignore[arg-type]
+    assert f"Unknown preset '{typo}': choose one of antkv-4bit" in reads_well(caught.value)
+
+
+@pytest.mark.parametrize("typo", NO_DTYPES)
+def test_a_typo_never_starts_a_server(
+    configure: Callable[[list[str]], object], capsys: pytest.CaptureFixture[str], typo: str
+) -> None:
+    """The parser of vLLM 0.32 refuses it; after that of 0.33 we do or, where nothing of a preset is in it, vLLM."""
+    with pytest.raises((SystemExit, ValueError)) as ended:
+        configure(["--kv-cache-dtype", typo])
+    said = capsys.readouterr().err if isinstance(ended.value, SystemExit) else str(ended.value)
+    assert "antkv-0.375bit" in said
 
 
 @pytest.mark.parametrize(("options", "words"), OURS, ids=shorter)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.hooks.moved import serve_arguments
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -17,7 +17,7 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_an_example_is_accepted(path):
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = serve_arguments().make_arg_parser(FlexibleArgumentParser())
     arguments = parser.parse_args(["--config", str(path)])
     assert arguments.kv_cache_dtype == "antkv-1bit"
     settings = AntKVConfig.from_additional_config(arguments.additional_config)

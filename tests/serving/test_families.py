@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tests.serving.conftest import EMBEDDED
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.attention import quantised_past
-from vllm_antkv.evaluate.methods import MethodRequest, build_method
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.families import FAMILIES
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.presets import PRESETS
 
 pytestmark = pytest.mark.serving
@@ -88,6 +90,12 @@ def make_codebook(folder: Path, model: Path, preset: str, sinks: SinkRule | None
         format_version=FORMAT_VERSION, preset=preset, model=identity, sinks=sinks, calibration={"text": "random"}
     )
     Codebook(header, tuple(k), tuple(v)).save(codebook_path(folder, preset))
+
+
+def test_every_served_family_is_among_them() -> None:
+    assert {model_type for model_type, *_ in SUPPORTED.values()} == {
+        family.model_type for family in FAMILIES.values() if family.served
+    }
 
 
 PROMPTS = [[0, *range(3 + i, 3 + i + length)] for i, length in enumerate((5, 126, 127, 200, 300))]

@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.planted import CONTEXT, PRESET, calibrated_rule, is_planted, plant_embedded, text_windows, write_codebook
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.attention import quantised_past
-from vllm_antkv.evaluate.methods import MethodRequest, build_method
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
 
 pytestmark = pytest.mark.serving
 

@@ -13,7 +13,13 @@ pytestmark = pytest.mark.serving
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 REQUESTS = (bad_requests.COMPLETION_FIELDS, bad_requests.CHAT_FIELDS, bad_requests.RAW, bad_requests.WIRE)
-STARTS = (test_bad_starts.USAGE, test_bad_starts.OURS, test_bad_starts.VLLMS, test_bad_starts.CODEBOOKS)
+STARTS = (
+    test_bad_starts.USAGE,
+    test_bad_starts.NO_DTYPES,
+    test_bad_starts.OURS,
+    test_bad_starts.VLLMS,
+    test_bad_starts.CODEBOOKS,
+)
 REFUSALS = (test_refusals.MODELS, test_refusals.VISION_MODELS, test_refusals.OPTIONS)
 
 COUNTS = {

@@ -12,11 +12,12 @@ from tests.unit.evaluate.conftest import random_codebook
 from vllm_antkv.codebook import SinkRule, codebook_path
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
-from vllm_antkv.evaluate.methods import MethodRequest, build_method
-from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.served import evaluate_served
-from vllm_antkv.evaluate.windows import load_windows
+from vllm_antkv.evaluate.windows import TextWindows, load_windows
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.ops.rope import RotaryTable, interleaved
 from vllm_antkv.presets import get_preset
 
@@ -58,11 +59,11 @@ def codebooks(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Path
 def offline(card: ModelCard, name: str, config: AntKVConfig, windows: torch.Tensor) -> float:
     folder = None if config.codebooks is None else Path(config.codebooks)
     method = build_method(name, MethodRequest(card.name, card.identity, folder, config))
-    return evaluate_perplexity(card, card.load(), method, windows, TEXT).perplexity
+    return evaluate_perplexity(card, card.load(), method, TextWindows(TEXT, windows)).perplexity
 
 
 def test_auto_is_fp16(card: ModelCard, windows: torch.Tensor, engine_environment: None) -> None:
-    served = evaluate_served(card, "auto", AntKVConfig(), windows, TEXT)
+    served = evaluate_served(card, "auto", AntKVConfig(), TextWindows(TEXT, windows))
     assert served.tokens == NUM_WINDOWS * (CONTEXT - 1)
     assert served.perplexity == pytest.approx(offline(card, "fp16", AntKVConfig(), windows), rel=0.005)
 
@@ -79,7 +80,7 @@ def test_served_agrees_with_offline(
     card: ModelCard, windows: torch.Tensor, codebooks: Path, engine_environment: None, settings: dict[str, Any]
 ) -> None:
     config = AntKVConfig(codebooks=str(codebooks), **settings)
-    served = evaluate_served(card, "antkv-1bit", config, windows, TEXT)
+    served = evaluate_served(card, "antkv-1bit", config, TextWindows(TEXT, windows))
     assert served.perplexity == pytest.approx(offline(card, "antkv-1bit", config, windows), rel=0.005)
     assert served.settings["kv_cache_dtype"] == "antkv-1bit"
     assert served.nominal_bits == sum(get_preset(name).nominal_bits for name in LAYERS) / len(LAYERS)
@@ -89,7 +90,7 @@ def test_a_dtype_that_there_is_not(
     card: ModelCard, windows: torch.Tensor, engine_environment: None, reads_well: Any
 ) -> None:
     with pytest.raises(SettingsError) as caught:
-        evaluate_served(card, "antkv-3bit", AntKVConfig(), windows, TEXT)
+        evaluate_served(card, "antkv-3bit", AntKVConfig(), TextWindows(TEXT, windows))
     assert "antkv-1bit" in reads_well(caught.value)
 
 
@@ -97,5 +98,5 @@ def test_a_refusal_of_vllm_is_one_sentence(
     card: ModelCard, windows: torch.Tensor, engine_environment: None, reads_well: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
-        evaluate_served(card, "antkv-1bit", AntKVConfig(codebooks=str(tmp_path)), windows, TEXT)
+        evaluate_served(card, "antkv-1bit", AntKVConfig(codebooks=str(tmp_path)), TextWindows(TEXT, windows))
     assert "antkv calibrate" in reads_well(caught.value)

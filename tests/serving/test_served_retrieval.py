@@ -7,12 +7,13 @@ import torch
 
 from tests.serving.conftest import EMBEDDED, ROOT
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.methods import MethodRequest, build_method
-from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.retrieval import evaluate_retrieval
 from vllm_antkv.evaluate.retrieval_prompts import make_prompts
 from vllm_antkv.evaluate.served import evaluate_retrieval_served, evaluate_served
-from vllm_antkv.evaluate.windows import load_windows
+from vllm_antkv.evaluate.windows import TextWindows, load_windows
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.models import ModelCard
 
 pytestmark = pytest.mark.serving
 
@@ -34,7 +35,7 @@ def test_served_retrieval_agrees_with_offline(engine_environment: None) -> None:
 def test_a_coarser_cache_is_farther_from_auto(engine_environment: None) -> None:
     card = ModelCard.read(str(EMBEDDED))
     windows: torch.Tensor = load_windows(Path(ROOT / "LICENSE"), card.tokenizer, 300, 2)
-    found = evaluate_served(card, "antkv-1bit", BARE, windows, ROOT / "LICENSE", against="auto").against
+    found = evaluate_served(card, "antkv-1bit", BARE, TextWindows(ROOT / "LICENSE", windows), against="auto").against
     assert found is not None
     assert found.kv_cache_dtype == "auto"
     assert 0.5 < found.top1_agreement < 1

@@ -8,8 +8,8 @@ import pytest
 from tests.serving.conftest import EMBEDDED
 from tests.serving.server import API_KEY, Server
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.models import ModelCard
 from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, evaluate_tasks, evaluate_tasks_on_server
+from vllm_antkv.offline.models import ModelCard
 
 pytestmark = pytest.mark.serving
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'vllm-antkv[tasks]'")

@@ -13,10 +13,12 @@ from vllm.config import CUDAGraphMode
 
 from tests.serving.conftest import EMBEDDED, Completion, Engine
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
-from vllm_antkv.codebook_prefix import TrainedPrefix
+from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.attention import quantised_past
-from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.method import Method
 
 pytestmark = pytest.mark.serving
 

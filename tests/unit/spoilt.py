@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity
-from vllm_antkv.codebook_prefix import TrainedPrefix
+from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.presets import get_preset
 
 #: Puts something into the place of a codebook.

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
 from vllm_antkv import cli
+from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.errors import CalibrationError, CodebookError, SettingsError
 from vllm_antkv.evaluate.compare import gap_closed
 from vllm_antkv.evaluate.report import PerplexityReport
@@ -120,32 +121,33 @@ def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, c
 
 
 def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
-    calls = []
+    calls: list[CalibrationSettings] = []
     monkeypatch.setattr(
-        "vllm_antkv.calibrate.run.calibrate", lambda *args, **kwargs: calls.append((args, kwargs)) or [Path("a.file")]
+        "vllm_antkv.calibrate.run.calibrate", lambda settings: calls.append(settings) or [Path("a.file")]
     )
     args = ["MODEL", "--preset", "antkv-1bit", "--text", "A", "--text", "B", "--out", str(tmp_path)]
     assert cli.run(["calibrate", *args]) == 0
     assert calls == [
-        (
-            ("MODEL", ["antkv-1bit"], ["A", "B"], tmp_path),
-            {
-                "samples": 128,
-                "seq_len": 2048,
-                "weights": "grad",
-                "channels": "interleaved",
-                "bits": "uniform",
-                "refine": 0,
-                "train_prefix": False,
-                "prefix_text": None,
-                "device": "auto",
-                "seed": 0,
-            },
+        CalibrationSettings(
+            model="MODEL",
+            presets=["antkv-1bit"],
+            texts=["A", "B"],
+            out=tmp_path,
+            samples=128,
+            seq_len=2048,
+            weights="grad",
+            channels="interleaved",
+            bits="uniform",
+            refine=0,
+            train_prefix=False,
+            prefix_text=None,
+            device="auto",
+            seed=0,
         )
     ]
     assert capsys.readouterr().out == "a.file\n"
     assert cli.run(["calibrate", *args, "--weights", "none", "--bits", "mixed", "--refine", "50", "--seed", "3"]) == 0
-    passed = [calls[1][1][name] for name in ("weights", "bits", "refine", "seed")]
+    passed = [getattr(calls[1], name) for name in ("weights", "bits", "refine", "seed")]
     assert passed == ["none", "mixed", 50, 3]
 
 

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from vllm_antkv import codebook as codebook_module
 from vllm_antkv.codebook import (
     Codebook,
     CodebookHeader,
@@ -20,10 +19,13 @@ from vllm_antkv.codebook import (
     codebook_path,
     default_folders,
     find_codebook,
+    search,
     shipped_folder,
     user_folder,
 )
-from vllm_antkv.codebook_prefix import TrainedPrefix, starts_with
+from vllm_antkv.codebook import file as file_module
+from vllm_antkv.codebook.prefix import TrainedPrefix, starts_with
+from vllm_antkv.codebook.tensors import checksum_of
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import PRESETS, get_preset
@@ -137,7 +139,7 @@ def test_a_file_from_before_there_were_prefixes_is_loaded(tmp_path):
         header = json.loads(file.metadata()["antkv"])
     del header["prefix"]
     tensors = load_file(path)
-    header["checksum"] = codebook_module._checksum(header, tensors)
+    header["checksum"] = checksum_of(header, tensors)
     save_file(tensors, path, {"antkv": json.dumps(header)})
     assert Codebook.load(path).prefix is None
 
@@ -334,7 +336,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
 
     for step in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(codebook_module.os, step, full_disk)
+            patch.setattr(file_module.os, step, full_disk)
             with pytest.raises(OSError, match="No space"):
                 make(seed=2).save(path)
         assert path.read_bytes() == before
@@ -350,7 +352,7 @@ def test_a_codebook_that_could_not_be_loaded_is_not_saved(tmp_path):
 
 def test_lookup_goes_from_the_model_to_what_we_ship_to_the_users_cache(tmp_path, monkeypatch, reads_well):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(codebook_module.importlib.resources, "files", lambda _: tmp_path / "shipped")
+    monkeypatch.setattr(search.importlib.resources, "files", lambda _: tmp_path / "shipped")
     name = str(tmp_path / "model")
     os.mkdir(name)
     folders = default_folders(name, MODEL)

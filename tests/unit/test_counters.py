@@ -25,11 +25,16 @@ def test_a_new_worker_has_counted_nothing(counters: Counters) -> None:
 def test_tokens_and_sinks_add_up_over_steps(counters: Counters) -> None:
     for is_sink in ([True, False, True], [False], [False, False]):
         counters.count_step(len(is_sink))
-        counters.count_sinks(torch.tensor(is_sink))
+        counters.count_sinks(torch.tensor(is_sink), torch.tensor(len(is_sink)))
     report = counters.report()
     assert report["steps"] == 3
     assert report["tokens_stored"] == 6
     assert report["sinks_found"] == 2
+
+
+def test_rows_that_pad_a_step_are_no_sinks(counters: Counters) -> None:
+    counters.count_sinks(torch.tensor([True, False, True, True]), torch.tensor(2))
+    assert counters.report()["sinks_found"] == 1
 
 
 def test_anchors_are_tokens_averaged_over_kv_heads_and_over_k_and_v(counters: Counters) -> None:

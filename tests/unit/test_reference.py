@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_antkv.ops.reference import (
+    SeenRows,
     anchor_score,
     corrected,
     correction,
@@ -11,11 +12,10 @@ from vllm_antkv.ops.reference import (
     encode,
     mixed_attention,
     pack_codes,
-    top_rows,
     unpack_codes,
 )
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.select.anchors import RECENT_VOTE, SINK_SCORE, block_anchors, vote_weights
+from vllm_antkv.select.anchors import RECENT_VOTE, SINK_SCORE, block_anchors, top_rows, vote_weights
 
 presets = st.sampled_from(list(PRESETS.values()))
 seeds = st.integers(0, 2**31)
@@ -119,7 +119,7 @@ def naive_attention(query, key, value, mask):
 @given(seeds)
 def test_mixed_attention_is_softmax_attention_over_both_kinds_of_rows(seed):
     query, coded, coded_mask, exact, exact_mask = draw_attention(seed)
-    output, lse = mixed_attention(query, *coded, coded_mask, *exact, exact_mask, SCALE)
+    output, lse = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), SCALE)
     key, value = torch.cat((coded[0], exact[0]), 1), torch.cat((coded[1], exact[1]), 1)
     expected, probs = naive_attention(query, key, value, torch.cat((coded_mask, exact_mask), -1))
     torch.testing.assert_close(output, expected)
@@ -132,15 +132,15 @@ def test_mixed_attention_is_softmax_attention_over_both_kinds_of_rows(seed):
 def test_which_kind_a_row_is_of_does_not_matter_when_codes_are_exact(seed):
     query, _, _, rows, mask = draw_attention(seed)
     as_codes = torch.rand(SEGMENTS, 1, EXACT, generator=generator(seed)) < 0.5
-    split = mixed_attention(query, *rows, mask & as_codes, *rows, mask & ~as_codes, SCALE)
-    whole = mixed_attention(query, *rows, torch.zeros_like(mask), *rows, mask, SCALE)
+    split = mixed_attention(query, SeenRows(*rows, mask & as_codes), SeenRows(*rows, mask & ~as_codes), SCALE)
+    whole = mixed_attention(query, SeenRows(*rows, torch.zeros_like(mask)), SeenRows(*rows, mask), SCALE)
     torch.testing.assert_close(split, whole)
 
 
 def test_a_query_that_sees_nothing_gives_zeros_not_nan():
     query, coded, coded_mask, exact, exact_mask = draw_attention(0)
     coded_mask[0, 2], exact_mask[0, 2] = False, False
-    output, lse = mixed_attention(query, *coded, coded_mask, *exact, exact_mask, SCALE)
+    output, lse = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), SCALE)
     assert (output[0, 2] == 0).all()
     assert (lse[0, 2] == -torch.inf).all()
     assert output.isfinite().all()
@@ -151,12 +151,12 @@ def test_a_query_that_sees_nothing_gives_zeros_not_nan():
 def test_what_is_masked_cannot_be_felt():
     query, coded, coded_mask, exact, exact_mask = draw_attention(0)
     coded_mask[..., 3], exact_mask[..., 4] = False, False
-    before = mixed_attention(query, *coded, coded_mask, *exact, exact_mask, SCALE)
+    before = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), SCALE)
     for rows in coded:
         rows[:, 3] = 1e3
     for rows in exact:
         rows[:, 4] = -1e3
-    after = mixed_attention(query, *coded, coded_mask, *exact, exact_mask, SCALE)
+    after = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), SCALE)
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])
 
@@ -170,7 +170,7 @@ def test_anchor_score_sums_the_terms_of_equation_5_or_their_squares(seed, power)
     weight = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * mask
     nothing = torch.zeros(SEGMENTS, QUERIES, 0, dtype=torch.bool)
     no_rows = torch.zeros(SEGMENTS, 0, KV_HEADS, HEAD_SIZE, dtype=torch.float64)
-    _, lse = mixed_attention(query, no_rows, no_rows, nothing, *exact, mask, SCALE)
+    _, lse = mixed_attention(query, SeenRows(no_rows, no_rows, nothing), SeenRows(*exact, mask), SCALE)
     key_score, value_score = anchor_score(query, exact[0], lse, weight, SCALE, power)
     _, probs = naive_attention(query, *exact, mask)
     for s in range(SEGMENTS):
@@ -189,7 +189,9 @@ def test_anchor_score_sums_the_terms_of_equation_5_or_their_squares(seed, power)
 
 def test_queries_that_do_not_vote_do_not_count():
     query, _, _, exact, mask = draw_attention(0)
-    _, lse = mixed_attention(query, *exact, torch.zeros_like(mask), *exact, torch.ones_like(mask), SCALE)
+    _, lse = mixed_attention(
+        query, SeenRows(*exact, torch.zeros_like(mask)), SeenRows(*exact, torch.ones_like(mask)), SCALE
+    )
     votes = torch.zeros_like(mask)
     votes[:, 3] = True
     alone = anchor_score(query[:, 3:4], exact[0], lse[:, 3:4], votes[:, 3:4], SCALE, 1)
@@ -245,7 +247,8 @@ def choose(scores, num_rows, prefix, scope="prompt", anchors=True, errors=None):
     exact = torch.zeros(len(scores), 1, 4)
     coded = exact.clone()
     coded[:, 0, 0] = torch.ones(len(scores)) if errors is None else torch.tensor(errors)
-    rows = block_anchors(torch.tensor([scores]), exact, coded, num_rows, torch.tensor([prefix]), anchors, scope)
+    voted = scope if anchors else None
+    rows = block_anchors(torch.tensor([scores]), exact, coded, num_rows, torch.tensor([prefix]), voted)
     return rows[0].tolist()
 
 

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoTokenizer
 
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.methods import MethodRequest, build_method
-from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.retrieval import answers_right
 from vllm_antkv.evaluate.retrieval_prompts import KINDS, make_prompts
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.models import ModelCard
 
 MODELS = Path(__file__).parents[2] / "models"
 RETRIEVAL = MODELS / "retrieval"

@@ -59,16 +59,14 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
         LayerKind(presets[index], layer.head_size, layer.num_heads // layer.num_kv_heads, dtype, rotaries[index])
         for index, (layer, _) in layers.items()
     ]
-    shared = _Shared.of(settings, codebook, vllm_config, device, choose(settings.kernels, device, kinds))
+    shared = _Shared.of(settings, codebook, vllm_config, device, choose(settings.kernels, device, kinds), max(layers))
     if shared.prefix_tokens is not None:
         set_prefix_tokens(context, shared.prefix_tokens)
     layouts = page_layouts(settings, presets, codebook.header.model.head_size, dtype)
-    last = max(layers)
     for index, (layer, _) in layers.items():
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
-        # The last layer counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
-        _attach_layer(layer, index, codebook, layouts[index], rotaries[index], sinks, index == last, shared)
-    set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[last][0].layer_name))
+        _attach_layer(layer, index, layouts[index], rotaries[index], sinks, shared)
+    set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[shared.last_layer][0].layer_name))
     return shared.counters
 
 
@@ -77,15 +75,18 @@ class _Shared:
     """What all layers of a worker have in common; other fields as in `Attachment`.
 
     prefix_tokens: where the codebook has a trained prefix.
+    last_layer: the index of the last layer here.
     """
 
     settings: AntKVConfig
+    codebook: Codebook
     vllm_config: VllmConfig
     device: torch.device
     kernels: Kernels
     counters: Counters
     last_query: torch.Tensor
     prefix_tokens: PrefixTokens | None
+    last_layer: int
 
     @classmethod
     def of(
@@ -95,6 +96,7 @@ class _Shared:
         vllm_config: VllmConfig,
         device: torch.device,
         kernels: Kernels,
+        last_layer: int,
     ) -> "_Shared":
         """Make what is shared, and say which kernels run."""
         logger.info("antkv kernels: %s", kernels.title)
@@ -102,31 +104,32 @@ class _Shared:
         ids = codebook.header.prefix
         prefix_tokens = None if ids is None else PrefixTokens(ids, device)
         counters = Counters(device, kernels.name)
-        return cls(settings, vllm_config, device, kernels, counters, last_query, prefix_tokens)
+        return cls(settings, codebook, vllm_config, device, kernels, counters, last_query, prefix_tokens, last_layer)
 
 
 def _attach_layer(
     layer: Attention,
     index: int,
-    codebook: Codebook,
     layout: PageLayout,
     rotary: RotaryTable,
     sinks: SinkFlags | None,
-    counts_rows: bool,
     shared: _Shared,
 ) -> None:
     settings, device, dtype = shared.settings, shared.device, shared.vllm_config.model_config.dtype
+    codebook = shared.codebook
     companion = RecencyLayer(layout, layer.num_kv_heads, dtype, settings)
     name = recency_layer_name(layer.layer_name)
     shared.vllm_config.compilation_config.static_forward_context[name] = companion
     heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
     assert isinstance(layer.impl, AntKVImpl)
+    # As the file has them where kernels can read that: a second copy at 4,096 centroids is over a gigabyte.
+    held_in = torch.float16 if shared.kernels.on_gpu else torch.float32
     layer.impl.attachment = Attachment(
         settings=settings,
         layout=layout,
         dtype=dtype,
-        k_centroids=codebook.k[index][heads].to(device, torch.float32),
-        v_centroids=codebook.v[index][heads].to(device, torch.float32),
+        k_centroids=codebook.k[index][heads].to(device, held_in),
+        v_centroids=codebook.v[index][heads].to(device, held_in),
         k_order=_k_order(codebook, index, device),
         rotary=rotary,
         sinks=sinks,
@@ -134,7 +137,8 @@ def _attach_layer(
         recency_name=name,
         recency=companion,
         counters=shared.counters,
-        counts_rows=counts_rows,
+        # It counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
+        counts_rows=index == shared.last_layer,
         last_query=shared.last_query,
         kernels=shared.kernels,
         max_num_reqs=shared.vllm_config.scheduler_config.max_num_seqs,

@@ -15,7 +15,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels
-from vllm_antkv.ops.layer import LayerOperations, LayerState, Scratch, run
+from vllm_antkv.ops.layer import LayerOperations, LayerState, Scratch, StepRows, run
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.warm_up import warm_up
 
@@ -25,7 +25,7 @@ class Attachment:
     """What a layer is given after the model is loaded.
 
     k_centroids, v_centroids: of this rank's KV heads, (num_kv_heads, num_sub_vectors, num_centroids,
-        sub_vector_size) float32.
+        sub_vector_size); dtype and the others as in `ops.layer.LayerState`.
     k_order, rotary: see `ops.layer.LayerState`.
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
     prefix: rows of the codebook's trained prefix, if it has one.
@@ -130,17 +130,14 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         sinks = self.attachment.sinks
         is_sink = None if sinks is None else sinks.of_step(num_tokens)
         if is_sink is not None and self._layer.counts_rows:
-            self._layer.counters.count_sinks(is_sink)
+            self._layer.counters.count_sinks(is_sink, attn_metadata.query_start_loc[-1])
         if self.attachment.prefix is not None:
             key, value = self.attachment.prefix.put_in(key, value)
         recency_metadata = get_forward_context().attn_metadata[self.attachment.recency_name]
         run(
             self._operations,
             self._layer,
-            query[:num_tokens],
-            key[:num_tokens],
-            value[:num_tokens],
-            is_sink,
+            StepRows(query[:num_tokens], key[:num_tokens], value[:num_tokens], is_sink),
             output[:num_tokens],
             attn_metadata.step(recency_metadata),
         )

@@ -10,15 +10,8 @@ from vllm.platforms import current_platform
 
 from vllm_antkv.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.families import SERVED_ARCHITECTURES
 
-#: Families whose attention is exercised by the tests.
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Phi3ForCausalLM",
-)
 #: Kinds of RoPE, as in `rope_parameters`, whose turn depends on the position alone; `attention.rope` reads the tables.
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "ntk", "llama3", "yarn")
 
@@ -74,8 +67,8 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
         "sliding-window attention (for Mistral-style models, --hf-overrides '{\"sliding_window\": null}' serves them "
         "with full attention)": _has_sliding_window(vllm_config),
         "attention with a logits soft cap": bool(getattr(text_config, "attn_logit_softcapping", None)),
-        f"the architecture {model_config.architecture} (supported: {', '.join(SUPPORTED_ARCHITECTURES)})": (
-            model_config.architecture not in SUPPORTED_ARCHITECTURES
+        f"the architecture {model_config.architecture} (supported: {', '.join(SERVED_ARCHITECTURES)})": (
+            model_config.architecture not in SERVED_ARCHITECTURES
         ),
         f"head size {model_config.get_head_size()} (supported: {', '.join(map(str, SUPPORTED_HEAD_SIZES))})": (
             model_config.get_head_size() not in SUPPORTED_HEAD_SIZES

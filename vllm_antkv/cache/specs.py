@@ -1,6 +1,6 @@
 """What vLLM is told about the pages: one KV cache spec per page class."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from vllm.config import VllmConfig
@@ -15,7 +15,10 @@ from vllm_antkv.select.retention import PageRetention, page_retention
 class RecencySpec(SlidingWindowSpec):
     """Recency pages: allocated for the tokens that are still read in full precision, and freed after that.
 
-    A SlidingWindowSpec for vLLM's grouping and prefix-cache rules; which pages live is decided by `retention`.
+    A SlidingWindowSpec, since vLLM accepts a retention interval, and bounds what a request may reserve, for its own
+    kinds of specs only. Which pages live is decided by `retention` alone: whatever the parent says about that is
+    overridden here (tests/serving/test_recency_spec.py has the list), and its window is the longest sequence, so that
+    nothing is ever below it.
 
     settings: the user's settings, which decide the retention.
     max_len: longest sequence served.
@@ -27,6 +30,18 @@ class RecencySpec(SlidingWindowSpec):
     max_len: int
     interval: int
     max_steps: int
+
+    sliding_window: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.extra_retained_tokens == 0, "Speculative decoding is refused at start-up."
+        object.__setattr__(self, "sliding_window", self.max_len)
+
+    @property
+    def num_retained_tokens(self) -> int:
+        """0: vLLM 0.33's worker must not null pages below a window, for the first pages of a sequence stay."""
+        return 0
 
     @property
     def retention(self) -> PageRetention:
@@ -67,7 +82,6 @@ def recency_spec(layout: PageLayout, num_kv_heads: int, settings: AntKVConfig, v
         dtype=torch.uint8,
         state_content_bytes=layout.recency_page_bytes,
         tokens_per_state=layout.recency_block_size,
-        sliding_window=max(settings.recency_policy.window, VQ_BLOCK_SIZE),
         dcp_sharded=False,
         settings=settings,
         max_len=vllm_config.model_config.max_model_len,

@@ -7,7 +7,7 @@ straight to one memory-mapped file a layer, so memory holds one window at a time
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
-from vllm_antkv.calibrate.models import CapturePoint, decoder_layers
+from vllm_antkv.calibrate.models import CapturePoint
 from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.hidden import captured_hidden, loss_of
+from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.sinks import SinkChannels
 
 #: Receives the rows, or the norms, of a capture point.
 Receiver = Callable[[CapturePoint, torch.Tensor], None]
-
-
-@dataclass(frozen=True)
-class SinkChannels:
-    """Sinks show after decoder layer `layer` (hidden_states[layer + 1]) in `channels`, strongest first."""
-
-    layer: int
-    channels: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -99,21 +93,6 @@ class CaptureFiles:
         return self._maps[name]
 
 
-def loss_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
-    """Causal language-model loss of one window, summed over its tokens.
-
-    The sum, not the mean, so that gradients do not shrink with the window's length.
-
-    Args:
-        window: (seq_len,) int64.
-    """
-    # The parameters are frozen: the embeddings are where the graph that reaches every K and V begins.
-    embeddings = model.get_input_embeddings()(window[None]).detach()  # type: ignore[operator]
-    embeddings.requires_grad_(torch.is_grad_enabled())
-    logits = model(inputs_embeds=embeddings, use_cache=False).logits[0, :-1]
-    return functional.cross_entropy(logits.float(), window[1:], reduction="sum")
-
-
 @contextmanager
 def captured(
     points: Sequence[CapturePoint], num_kv_heads: int, on_rows: Receiver, on_norms: Receiver
@@ -165,15 +144,21 @@ def checkpointed(model: nn.Module, active: bool) -> Iterator[None]:
         model.gradient_checkpointing_disable()  # type: ignore[operator]
 
 
-def capture_window(
-    model: nn.Module,
-    window: torch.Tensor,
-    points: Sequence[CapturePoint],
-    files: CaptureFiles,
-    index: int,
-    with_gradients: bool,
-    sinks: SinkChannels | None,
-) -> None:
+@dataclass(frozen=True)
+class Capture:
+    """What is taken of every window, and where it goes.
+
+    with_gradients: gradient norms too.
+    sinks: the channels that show sinks; None where there are none.
+    """
+
+    points: Sequence[CapturePoint]
+    files: CaptureFiles
+    with_gradients: bool = True
+    sinks: SinkChannels | None = None
+
+
+def capture_window(model: nn.Module, window: torch.Tensor, index: int, capture: Capture) -> None:
     """Run one window and write its rows, its gradient norms where asked for, and its sink channels where there are any.
 
     Args:
@@ -183,6 +168,7 @@ def capture_window(
     Raises:
         CalibrationError: a K or V value does not fit float16, or a gradient is not finite.
     """
+    files, sinks = capture.files, capture.sinks
 
     def write_rows(point: CapturePoint, rows: torch.Tensor) -> None:
         half = rows.to(torch.float16)
@@ -199,27 +185,13 @@ def capture_window(
     channels = list(sinks.channels) if sinks else []
     sink_layers = [decoder_layers(model)[sinks.layer]] if sinks else []
     with (
-        captured(points, files.shape.num_kv_heads, write_rows, write_norms),
+        captured(capture.points, files.shape.num_kv_heads, write_rows, write_norms),
         captured_hidden(sink_layers, write_sinks),
-        torch.set_grad_enabled(with_gradients),
+        torch.set_grad_enabled(capture.with_gradients),
     ):
         loss = loss_of(model, window)
-        if with_gradients:
+        if capture.with_gradients:
             loss.backward()
-
-
-@contextmanager
-def captured_hidden(layers: Iterable[nn.Module], on_hidden: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """While active, hand the hidden state after each of these layers, (seq_len, hidden_size), to `on_hidden`."""
-
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        on_hidden(hidden.detach()[0])
-
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(layer.register_forward_hook(hook).remove)
-        yield
 
 
 def _check_finite(tensor: torch.Tensor, point: CapturePoint, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""The model families that can be calibrated, and where each keeps the K and V that a cache would hold.
+"""A model to be calibrated, and where it keeps the K and V that a cache would hold.
 
 K is taken before RoPE (AnTKV, section 4.1) and after a key norm where the family has one: rows are coded at exactly
 that point when serving.
@@ -12,32 +12,9 @@ from torch import nn
 
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
-from vllm_antkv.pretrained import load_weights, read_config
-
-
-@dataclass(frozen=True)
-class Family:
-    """Sub-modules of a family's attention module whose outputs are K before RoPE and V.
-
-    key, value: attribute names; the same name twice means one projection that yields Q, K and V side by side.
-    attention: transformers' attention implementation that computes what the model was trained with.
-    """
-
-    key: str = "k_proj"
-    value: str = "v_proj"
-    attention: str = "sdpa"
-
-
-#: By `model_type` of the Hugging Face config.
-FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(key="k_norm"),
-    "phi3": Family(key="qkv_proj", value="qkv_proj"),
-    # Only the eager implementation soft-caps the logits.
-    "gemma2": Family(attention="eager"),
-}
+from vllm_antkv.families import FAMILIES, Family
+from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.pretrained import load_weights, read_config
 
 
 @dataclass(frozen=True)
@@ -61,7 +38,7 @@ def load_config(model: str) -> Any:
 
     Raises:
         CalibrationError: there is no such model, or its config cannot be read.
-        UnsupportedModelError: its architecture is not in `FAMILIES`, or its weights are quantised.
+        UnsupportedModelError: its architecture is not in `families.FAMILIES`, or its weights are quantised.
     """
     config = read_config(model, CalibrationError)
     if config.model_type not in FAMILIES:
@@ -96,11 +73,6 @@ def compute_dtype(config: Any, device: torch.device) -> torch.dtype:
         return torch.float32
     stored = config.dtype or torch.bfloat16
     return torch.bfloat16 if stored == torch.float16 else stored
-
-
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers, in model order."""
-    return model.get_decoder().layers  # type: ignore[operator, union-attr, return-value]
 
 
 def capture_points(model: nn.Module, config: Any) -> list[CapturePoint]:

@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from transformers import PreTrainedModel
 
-from vllm_antkv.calibrate.models import decoder_layers
 from vllm_antkv.calibrate.training import TRAINING, Schedule, split, train
 from vllm_antkv.codebook import Codebook
-from vllm_antkv.codebook_prefix import TrainedPrefix
-from vllm_antkv.evaluate.attention import quantised_past
-from vllm_antkv.evaluate.methods.base import Method
-from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
+from vllm_antkv.codebook.prefix import TrainedPrefix
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 
 #: Of the paper.
 STEPS = 160

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from vllm_antkv.calibrate.training import TRAINING, Schedule, split, train
 from vllm_antkv.codebook import Codebook
-from vllm_antkv.evaluate.attention import quantised_past
-from vllm_antkv.evaluate.methods.base import Method
-from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 
 #: The largest step, in standard deviations of the centroids.
 _STEP_SIZE = 0.01

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from vllm_antkv.errors import CalibrationError
-from vllm_antkv.pretrained import reason
+from vllm_antkv.offline.pretrained import reason
+from vllm_antkv.offline.windows import body_size, in_windows
 
 #: Characters tokenised at a time, per token of a window. A piece then holds about four windows of English, so that few
 #: windows straddle two pieces, and a window of any text up to 16 characters per token fits in one.
@@ -74,22 +75,20 @@ def token_windows(texts: Sequence[Text], tokenizer: Any, samples: int, seq_len: 
     Raises:
         CalibrationError: the texts do not fill one window.
     """
-    prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    body = seq_len - len(prefix)
+    body = body_size(tokenizer, seq_len)
     pieces = _pieces(texts, _PIECE_CHARS_PER_TOKEN * seq_len)
     tokens: list[int] = []
     for index in np.random.default_rng(seed).permutation(len(pieces)):
         tokens += tokenizer(pieces[index], add_special_tokens=False, verbose=False)["input_ids"]
         if len(tokens) >= samples * body:
             break
-    num_windows = min(samples, len(tokens) // body)
-    if num_windows == 0:
+    windows = in_windows(tokens[: samples * body], tokenizer, seq_len)
+    if len(windows) == 0:
         raise CalibrationError(
             f"The calibration text has {len(tokens)} tokens, fewer than one window of {seq_len}: give more text or a "
             "smaller --seq-len."
         )
-    windows = torch.tensor(tokens[: num_windows * body], dtype=torch.int64).view(num_windows, body)
-    return torch.cat((torch.tensor(prefix, dtype=torch.int64).expand(num_windows, -1), windows), dim=1)
+    return windows
 
 
 def prefix_ids(tokenizer: Any, path: str | None) -> tuple[int, ...]:

@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from vllm_antkv.calibrate.training import Progress
 from vllm_antkv.errors import CalibrationError
 
-#: Values of each parameter that go into a model's fingerprint.
-_FINGERPRINT_VALUES = 64
 _WINDOWS_DONE = "windows.json"
 _MEASURED = "measured.json"
 
@@ -116,17 +113,6 @@ def open_workspace(out: Path, settings: Mapping[str, Any]) -> Iterator[Workspace
                 f"The same calibration is already running in {folder}: wait for it, or end it."
             ) from None
         yield Workspace(folder)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Hash of a sample of every parameter: tells a model from its retrained self under the same name."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        values = flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)]
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def check_writable(out: Path) -> None:

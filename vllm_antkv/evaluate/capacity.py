@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.presets import PRESETS, Preset
 
 #: vLLM's default --gpu-memory-utilization.
@@ -52,7 +52,7 @@ def capacities(card: ModelCard, config: AntKVConfig, context: int, memory: Seque
     for preset in PRESETS.values():
         if identity.head_size % preset.sub_vector_size == 0:
             cost = footprint([PageLayout.of(config, preset, identity.head_size, card.dtype)], config, context)
-            sizes.append((preset.name, cost.total, heads * _codebook_bytes(preset, identity.head_size)))
+            sizes.append((preset.name, cost.total, heads * codebook_bytes(preset, identity.head_size)))
     for name, per_head, codebooks in sizes:
         pools = (GPU_SHARE * 1e9 * size - weights - codebooks - WORKSPACE_BYTES for size in memory)
         tokens = [max(0, int(pool * context / (heads * per_head))) for pool in pools]
@@ -66,6 +66,6 @@ def weight_bytes(card: ModelCard) -> int:
     return int(sum(parameter.numel() for parameter in model.parameters()) * card.dtype.itemsize)
 
 
-def _codebook_bytes(preset: Preset, head_size: int) -> int:
+def codebook_bytes(preset: Preset, head_size: int) -> int:
     """Of one layer and KV head: K and V centroids in float16."""
     return 2 * preset.num_centroids * head_size * 2

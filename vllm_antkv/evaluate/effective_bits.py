@@ -7,7 +7,8 @@ import torch
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.codebook import ModelIdentity
-from vllm_antkv.evaluate.methods.base import CountedQuantiser, Method
+from vllm_antkv.laboratory.base import CountedQuantiser
+from vllm_antkv.offline.method import Method
 
 #: Of a full-precision element in a paper's cache, whatever the checkpoint is stored in.
 FULL_BITS = 16.0

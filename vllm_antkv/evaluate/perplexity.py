@@ -1,41 +1,20 @@
 """Perplexity of a model on fixed windows when every position sees a past that went through a method."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 from transformers import PreTrainedModel
 
-from vllm_antkv.evaluate.attention import quantised_past
 from vllm_antkv.evaluate.effective_bits import effective_bits
-from vllm_antkv.evaluate.methods import Method
-from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.report import OwnFidelity, PerplexityReport, perplexity_of, versions
-
-#: Tokens in one forward pass: enough to keep two cores or a GPU busy, few enough for the activations of an 8B model.
-_TOKENS_PER_PASS = 4096
-#: Positions whose logits are held at a time: 128 x a vocabulary of 128 K in float32 is 64 MB.
-_LOGITS_CHUNK = 128
-
-#: Called after every batch with the number of windows done since the last call.
-Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Means over the scored positions of all windows; fields as in `PerplexityReport`."""
-
-    nll: float
-    fidelity: OwnFidelity | None
+from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
+from vllm_antkv.evaluate.windows import TextWindows
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.score import Progress, score
 
 
 def evaluate_perplexity(
     card: ModelCard,
     model: PreTrainedModel,
     method: Method,
-    windows: torch.Tensor,
-    text: Path,
+    windows: TextWindows,
     progress: Progress = lambda done: None,
     against_own: bool = False,
 ) -> PerplexityReport:
@@ -45,18 +24,17 @@ def evaluate_perplexity(
         card: what is known of the model.
         model: the model itself, from `card.load()`.
         method: what its past goes through.
-        windows: (num_windows, context) int64.
-        text: where the windows come from, for the report.
+        windows: what is scored.
         progress: see `Progress`.
         against_own: compare with the model's own predictions as well, which runs it twice.
     """
-    num_windows, context = windows.shape
-    card.check_windows(windows)
-    scores = score(model, method, windows, progress, against_own)
+    num_windows, context = windows.ids.shape
+    card.check_windows(windows.ids)
+    scores = score(model, method, windows.ids, progress, against_own)
     return PerplexityReport(
         model=card.name,
         method=method.name,
-        text=str(text),
+        text=str(windows.text),
         context=context,
         windows=num_windows,
         tokens=num_windows * (context - 1),
@@ -68,44 +46,3 @@ def evaluate_perplexity(
         settings=method.settings,
         versions=versions("torch", "transformers"),
     )
-
-
-def score(
-    model: PreTrainedModel,
-    method: Method,
-    windows: torch.Tensor,
-    progress: Progress = lambda done: None,
-    against_own: bool = False,
-) -> Scores:
-    """The model on windows through a method; summed in float64, so that it does not depend on the batches."""
-    num_windows, context = windows.shape
-    nll = kl = agreed = 0.0
-    with torch.inference_mode():
-        for batch in windows.split(max(1, _TOKENS_PER_PASS // context)):
-            batch = batch.to(model.device)
-            own = model.get_decoder()(batch, use_cache=False).last_hidden_state if against_own else None
-            with quantised_past(model, method, context):
-                hidden = model.get_decoder()(batch, use_cache=False).last_hidden_state
-            for start in range(0, context - 1, _LOGITS_CHUNK):
-                stop = min(start + _LOGITS_CHUNK, context - 1)
-                found = _log_probs(model, hidden[:, start:stop])
-                nll -= found.gather(-1, batch[:, start + 1 : stop + 1, None]).double().sum().item()
-                if own is not None:
-                    wanted = _log_probs(model, own[:, start:stop])
-                    kl += (wanted.exp() * (wanted - found)).sum(-1).double().sum().item()
-                    agreed += (wanted.argmax(-1) == found.argmax(-1)).sum().item()
-            progress(len(batch))
-    tokens = num_windows * (context - 1)
-    fidelity = OwnFidelity(kl=kl / tokens, top1_agreement=agreed / tokens) if against_own else None
-    return Scores(nll / tokens, fidelity)
-
-
-def mean_nll(model: PreTrainedModel, method: Method, windows: torch.Tensor) -> float:
-    """Mean negative log-likelihood in nats."""
-    return score(model, method, windows).nll
-
-
-def _log_probs(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """Natural logarithms of the next-token distributions, (num_windows, num_positions, vocab_size) float32."""
-    logits: torch.Tensor = model.get_output_embeddings()(hidden)
-    return logits.float().log_softmax(-1)

@@ -13,19 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_antkv import __version__
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
-
-
-class OwnFidelity(BaseModel):
-    """One entry of `fidelity` in the JSON of `antkv eval compare`.
-
-    kl: mean divergence of the next-token distributions from the model's own, in nats.
-    top1_agreement: share of positions with the model's own most likely token.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    kl: float
-    top1_agreement: float
+from vllm_antkv.offline.score import OwnFidelity
 
 
 class PerplexityReport(BaseModel):

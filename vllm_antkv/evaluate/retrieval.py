@@ -12,13 +12,13 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel
 
-from vllm_antkv.evaluate.attention import quantised_past
 from vllm_antkv.evaluate.effective_bits import effective_bits
-from vllm_antkv.evaluate.methods import Method
-from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.perplexity import Progress
 from vllm_antkv.evaluate.report import versions
 from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.score import Progress
 
 #: Tokens in one forward pass.
 _TOKENS_PER_PASS = 8192

@@ -17,14 +17,16 @@ from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.fidelity import TOP_TOKENS, Fidelity, TopTokens, divergence, top1_agreement
 from vllm_antkv.evaluate.methods import antkv
-from vllm_antkv.evaluate.methods.base import Method, MethodRequest
-from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.perplexity import Progress
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
 from vllm_antkv.evaluate.retrieval import RetrievalReport, report_retrieval
 from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt, is_right
+from vllm_antkv.evaluate.windows import TextWindows
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.pretrained import reason
+from vllm_antkv.offline.score import Progress
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.pretrained import reason
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -64,8 +66,7 @@ def evaluate_served(
     card: ModelCard,
     kv_cache_dtype: str,
     config: AntKVConfig,
-    windows: torch.Tensor,
-    text: Path,
+    windows: TextWindows,
     progress: Progress = lambda done: None,
     against: str | None = None,
 ) -> ServedReport:
@@ -75,8 +76,7 @@ def evaluate_served(
         card: what is known of the model.
         kv_cache_dtype: a preset, or a value that vLLM knows (`auto`).
         config: the antkv settings; `prefill_reads_cache` must be on, or positions would not see a quantised past.
-        windows: (num_windows, context) int64.
-        text: where the windows come from, for the report.
+        windows: what is scored.
         progress: called with the number of windows done since the last call, by one engine and then by the other.
         against: another `kv_cache_dtype` to compare predictions with, in a second engine.
 
@@ -84,15 +84,15 @@ def evaluate_served(
         SettingsError: windows that do not fit the model, or a `kv_cache_dtype` that there is not.
         UnsupportedModelError: vLLM is missing, or refuses the model with these settings.
     """
-    num_windows, context = windows.shape
+    num_windows, context = windows.ids.shape
     with_top = against is not None
-    found = serve_windows(card, kv_cache_dtype, config, windows, with_top, progress)
-    reference = None if against is None else serve_windows(card, against, config, windows, with_top, progress)
+    found = serve_windows(card, kv_cache_dtype, config, windows.ids, with_top, progress)
+    reference = None if against is None else serve_windows(card, against, config, windows.ids, with_top, progress)
     method = as_method(card, kv_cache_dtype, config)
     return ServedReport(
         model=card.name,
         method=kv_cache_dtype,
-        text=str(text),
+        text=str(windows.text),
         context=context,
         windows=num_windows,
         tokens=num_windows * (context - 1),

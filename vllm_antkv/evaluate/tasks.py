@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
-from vllm_antkv.evaluate.models import ModelCard
 from vllm_antkv.evaluate.report import versions
 from vllm_antkv.evaluate.served import engine_options, shut_down, starting
+from vllm_antkv.offline.models import ModelCard
 
 if TYPE_CHECKING:
     from vllm_antkv.evaluate.harness import Answer

@@ -1,15 +1,29 @@
 """Evaluation text: from a file to windows of token ids, the same for the offline and the served evaluator."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from vllm_antkv.errors import SettingsError
+from vllm_antkv.offline.windows import in_windows
 
 #: Files that hold exact token ids. Text that a model sampled does not tokenise back to what was sampled.
 IDS_SUFFIX = "_ids.json"
+
+
+@dataclass(frozen=True)
+class TextWindows:
+    """What is evaluated.
+
+    text: where the windows come from, for the report.
+    ids: (num_windows, context) int64.
+    """
+
+    text: Path
+    ids: torch.Tensor
 
 
 def load_windows(
@@ -45,14 +59,11 @@ def _read(path: Path) -> str:
 
 
 def _text_windows(path: Path, content: str, tokenizer: PreTrainedTokenizerBase, context: int) -> torch.Tensor:
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    body = context - len(bos)
     tokens = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
-    num_windows = len(tokens) // body
-    if num_windows == 0:
+    windows = in_windows(tokens, tokenizer, context)
+    if len(windows) == 0:
         raise SettingsError(f"{path} has {len(tokens)} tokens, fewer than one window of --context {context}.")
-    windows = torch.tensor(tokens[: num_windows * body], dtype=torch.int64).view(num_windows, body)
-    return torch.cat((torch.tensor(bos, dtype=torch.int64).expand(num_windows, -1), windows), dim=1)
+    return windows
 
 
 def _exact_windows(path: Path, content: str, vocab_size: int, context: int) -> torch.Tensor:

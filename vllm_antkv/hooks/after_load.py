@@ -6,16 +6,14 @@ worker's and then attaches. Wrapping the worker class instead would be too late 
 
 from typing import Any
 
-from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
+from vllm_antkv.hooks.base import Hook, new_plugin_groups
+from vllm_antkv.hooks.patches import Patches
 from vllm_antkv.presets import PRESETS
 
 
-def _install() -> None:
-    if "load_model" in vars(WorkerWrapperBase):
-        return
-
+def _install(patches: Patches) -> None:
     def load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> None:
         self.worker.load_model(*args, **kwargs)
         if self.vllm_config.cache_config.cache_dtype in PRESETS:
@@ -23,7 +21,14 @@ def _install() -> None:
 
             self.antkv_counters = attach(self.worker.get_model(), self.vllm_config, self.worker.device)  # type: ignore[attr-defined]
 
-    WorkerWrapperBase.load_model = load_model  # type: ignore[attr-defined]
+    load_model._antkv = True  # type: ignore[attr-defined]
+    patches.set(WorkerWrapperBase, "load_model", load_model)
+
+
+def _missing() -> str | None:
+    """A method of that name would be vLLM's own, and do more than ours."""
+    there = vars(WorkerWrapperBase).get("load_model")
+    return None if there is None or hasattr(there, "_antkv") else "WorkerWrapperBase has a load_model of its own"
 
 
 HOOK = Hook(
@@ -31,9 +36,6 @@ HOOK = Hook(
     why="plugins are not told when a model has been loaded",
     upstream="https://github.com/vllm-project/vllm/issues/42449",
     install=_install,
-    missing=lambda: (
-        missing_attributes(WorkerWrapperBase, "init_worker", "__getattr__")
-        or missing_attributes(WorkerBase, "load_model", "get_model")
-    ),
+    missing=_missing,
     superseded=lambda: bool(new_plugin_groups()),
 )

@@ -11,20 +11,19 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
+from vllm_antkv.hooks.base import Hook, new_plugin_groups
+from vllm_antkv.hooks.patches import Patches
 from vllm_antkv.presets import PRESETS
 
 _NAME = "ANTKV"
 _PATH = "vllm_antkv.attention.backend.AntKVBackend"
 
 
-def _install() -> None:
-    if _NAME not in AttentionBackendEnum.__members__:
-        AttentionBackendEnum.register(_NAME, _PATH)
+def _install(patches: Patches) -> None:
+    member = AttentionBackendEnum.register(_NAME, _PATH)
+    patches.on_undo(lambda: _forget(member))
     platform = type(current_platform)
     original = platform.get_attn_backend_cls.__func__
-    if getattr(original, "_antkv", False):
-        return
 
     @functools.wraps(original)
     def get_attn_backend_cls(cls: type, selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
@@ -33,8 +32,14 @@ def _install() -> None:
         _validate(attn_selector_config)
         return _PATH
 
-    get_attn_backend_cls._antkv = True  # type: ignore[attr-defined]
-    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)  # type: ignore[assignment,method-assign]
+    patches.set(platform, "get_attn_backend_cls", classmethod(get_attn_backend_cls))
+
+
+def _forget(member: AttentionBackendEnum) -> None:
+    """Take a member out of the enumeration, which has no method for that."""
+    delattr(AttentionBackendEnum, member.name)
+    del AttentionBackendEnum._member_map_[member.name], AttentionBackendEnum._value2member_map_[member.value]
+    AttentionBackendEnum._member_names_.remove(member.name)
 
 
 def _validate(selector: Any) -> None:
@@ -47,17 +52,10 @@ def _validate(selector: Any) -> None:
         )
 
 
-def _missing() -> str | None:
-    return missing_attributes(AttentionBackendEnum, "register") or missing_attributes(
-        type(current_platform), "get_attn_backend_cls"
-    )
-
-
 HOOK = Hook(
     name="backend",
     why="platforms choose the attention backend from a fixed list of dtypes",
     upstream="https://github.com/vllm-project/vllm/issues/51751",
     install=_install,
-    missing=_missing,
     superseded=lambda: bool(new_plugin_groups()),
 )

@@ -3,8 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: The vLLM releases whose internals these hooks were written against.
-SUPPORTED_VLLM = "0.32"
+from vllm_antkv.hooks.patches import Patches
+from vllm_antkv.hooks.signatures import changed_signature
+from vllm_antkv.releases import minor_release, not_supported
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -14,28 +19,30 @@ class Hook:
     name: of its file.
     why: what vLLM lacks, in one sentence.
     upstream: the thread that would make it unnecessary.
-    install: applies it; doing so twice changes nothing.
-    missing: what of vLLM's internals is not where this hook expects it, or None.
+    install: applies it.
     superseded: True once vLLM itself offers what the hook adds; a test fails then.
+    missing: what of vLLM's internals is not as this hook expects it, beside what `RECORDED` has, or None.
+    verify: asked once all hooks are installed: what vLLM does not do that it should do by now, or None. For what would
+        otherwise be wrong without an error.
     """
 
     name: str
     why: str
     upstream: str
-    install: Callable[[], None]
-    missing: Callable[[], str | None]
+    install: Callable[[Patches], None]
     superseded: Callable[[], bool]
+    missing: Callable[[], str | None] = _nothing
+    verify: Callable[[], str | None] = _nothing
 
     def applies(self) -> str | None:
         """None when the hook fits this vLLM, else the reason why not."""
         import vllm
 
-        if not vllm.__version__.startswith(SUPPORTED_VLLM + "."):
-            return f"vLLM {vllm.__version__} is installed, this release of vllm-antkv supports {SUPPORTED_VLLM}.x"
-        return self.missing()
+        version = vllm.__version__
+        return not_supported(version) or changed_signature(self.name, minor_release(version)) or self.missing()
 
 
-#: vLLM's plugin groups in SUPPORTED_VLLM; none of them covers what the hooks do.
+#: vLLM's plugin groups in the supported releases; none of them covers what the hooks do.
 _KNOWN_PLUGIN_GROUPS = {
     "DEFAULT_PLUGINS_GROUP",
     "IO_PROCESSOR_PLUGINS_GROUP",
@@ -46,7 +53,7 @@ _KNOWN_PLUGIN_GROUPS = {
 
 
 def new_plugin_groups() -> set[str]:
-    """Kinds of plugins that this vLLM has and SUPPORTED_VLLM has not: one of them may do what a hook does."""
+    """Kinds of plugins that this vLLM has and the supported releases had not: one of them may do what a hook does."""
     import vllm.plugins
 
     return {name for name in vars(vllm.plugins) if name.endswith("_PLUGINS_GROUP")} - _KNOWN_PLUGIN_GROUPS

@@ -9,18 +9,17 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
-from vllm_antkv.presets import PRESETS
+from vllm_antkv.hooks.base import Hook, new_plugin_groups
+from vllm_antkv.hooks.patches import Patches
+from vllm_antkv.presets import get_preset
 
 
-def _install() -> None:
+def _install(patches: Patches) -> None:
     original = EngineArgs.create_engine_config
-    if getattr(original, "_antkv", False):
-        return
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        if self.kv_cache_dtype not in PRESETS:
+        if _is_no_preset(self.kv_cache_dtype):
             return original(self, *args, **kwargs)
         from vllm_antkv.attention.refusals import refuse_context_parallelism
         from vllm_antkv.attention.startup import complete
@@ -30,8 +29,18 @@ def _install() -> None:
         complete(vllm_config)
         return vllm_config
 
-    create_engine_config._antkv = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    patches.set(EngineArgs, "create_engine_config", create_engine_config)
+
+
+def _is_no_preset(kv_cache_dtype: str) -> bool:
+    """Whether a cache dtype is vLLM's own business.
+
+    Raises SettingsError for what was meant to be a preset: vLLM 0.32's parser names the choices, 0.33's takes any word.
+    """
+    if not kv_cache_dtype.strip().lower().startswith("antkv"):
+        return True
+    get_preset(kv_cache_dtype)
+    return False
 
 
 HOOK = Hook(
@@ -39,6 +48,5 @@ HOOK = Hook(
     why="plugins cannot validate or complete the configuration of a cache dtype",
     upstream="https://github.com/vllm-project/vllm/issues/51751",
     install=_install,
-    missing=lambda: missing_attributes(EngineArgs, "create_engine_config"),
     superseded=lambda: bool(new_plugin_groups()),
 )

@@ -1,51 +1,44 @@
 """Makes the presets values of `--kv-cache-dtype`.
 
-vLLM's cache dtypes are a Literal: its arguments are extended in place, and the pydantic dataclass and the argument
-parser that were made from it are made again. A typo stays an error, other values behave as before.
+How depends on what vLLM has: `dtype_registry.py` where it has a registry, `dtype_literal.py` where it has none. A typo
+stays an error, other values behave as before.
 """
 
-from typing import get_args
-
 import torch
-from pydantic.dataclasses import rebuild_dataclass
 from vllm.config import cache as cache_module
-from vllm.engine import arg_utils
-from vllm.utils import torch_utils
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
-from vllm_antkv.hooks.base import Hook, missing_attributes
+from vllm_antkv.hooks.base import Hook
 from vllm_antkv.presets import PRESETS
 
+if hasattr(cache_module, "register_kv_cache_dtype"):
+    from vllm_antkv.hooks.dtype_registry import install, known_dtypes, missing
+else:
+    from vllm_antkv.hooks.dtype_literal import install, known_dtypes, missing
 
-def known_dtypes() -> tuple[str, ...]:
-    """The values that vLLM accepts for `--kv-cache-dtype` by now."""
-    return get_args(cache_module.CacheDType)
-
-
-def _install() -> None:
-    new = tuple(name for name in PRESETS if name not in known_dtypes())
-    if new:
-        cache_module.CacheDType.__args__ += new
-        rebuild_dataclass(cache_module.CacheConfig, force=True)
-        arg_utils._compute_kwargs.cache_clear()
-    for name in PRESETS:
-        # Opaque bytes: the backend alone knows what they mean.
-        torch_utils.STR_DTYPE_TO_TORCH_DTYPE[name] = torch.uint8
+__all__ = ["HOOK", "known_dtypes"]
 
 
-def _missing() -> str | None:
-    return (
-        missing_attributes(cache_module, "CacheDType", "CacheConfig")
-        or missing_attributes(cache_module.CacheDType, "__args__")
-        or missing_attributes(arg_utils, "_compute_kwargs")
-        or missing_attributes(torch_utils, "STR_DTYPE_TO_TORCH_DTYPE")
-    )
+def _verify() -> str | None:
+    """The presets must be values of the option, and their pages bytes that vLLM's own code knows nothing of."""
+    for preset in PRESETS:
+        # Raises where it is refused.
+        cache_module.CacheConfig(cache_dtype=preset)  # type: ignore[arg-type]
+        if get_kv_quant_mode(preset) is not KVQuantMode.NONE:
+            return f"{preset} has the quantisation mode {get_kv_quant_mode(preset).name}"
+        if STR_DTYPE_TO_TORCH_DTYPE.get(preset) is not torch.uint8:
+            return f"{preset} is stored as {STR_DTYPE_TO_TORCH_DTYPE.get(preset)}"
+    return None
 
 
 HOOK = Hook(
     name="dtype",
-    why="plugins cannot register values of --kv-cache-dtype",
+    why="plugins cannot register values of --kv-cache-dtype in vLLM 0.32",
     upstream="https://github.com/vllm-project/vllm/issues/51751",
-    install=_install,
-    missing=_missing,
-    superseded=lambda: hasattr(cache_module, "register_kv_cache_dtype"),
+    install=install,
+    missing=missing,
+    verify=_verify,
+    # What stays where vLLM has a registry is the registration.
+    superseded=lambda: False,
 )

@@ -11,17 +11,16 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from vllm_antkv.codebook_prefix import starts_with
+from vllm_antkv.codebook.prefix import starts_with
 from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
+from vllm_antkv.hooks.patches import Patches
 from vllm_antkv.presets import PRESETS
 
 _SALT = "antkv-trained-prefix"
 
 
-def _install() -> None:
+def _install(patches: Patches) -> None:
     original = EngineCore.preprocess_add_request
-    if getattr(original, "_antkv", False):
-        return
 
     @functools.wraps(original)
     def preprocess_add_request(self: EngineCore, request: EngineCoreRequest) -> tuple[Request, int]:
@@ -33,8 +32,7 @@ def _install() -> None:
                 request.cache_salt = f"{request.cache_salt or ''} {_SALT}"
         return original(self, request)
 
-    preprocess_add_request._antkv = True  # type: ignore[attr-defined]
-    EngineCore.preprocess_add_request = preprocess_add_request  # type: ignore[method-assign]
+    patches.set(EngineCore, "preprocess_add_request", preprocess_add_request)
 
 
 HOOK = Hook(
@@ -42,9 +40,6 @@ HOOK = Hook(
     why="plugins cannot add to the hash of a request's blocks",
     upstream="https://github.com/vllm-project/vllm/issues/42449",
     install=_install,
-    missing=lambda: (
-        missing_attributes(EngineCore, "preprocess_add_request")
-        or missing_attributes(EngineCoreRequest, "cache_salt", "prompt_token_ids", "prompt_embeds")
-    ),
+    missing=lambda: missing_attributes(EngineCoreRequest, "cache_salt", "prompt_token_ids", "prompt_embeds"),
     superseded=lambda: bool(new_plugin_groups()),
 )

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vllm_antkv.codebook_prefix import starts_with
+from vllm_antkv.codebook.prefix import starts_with
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.hooks.base import Hook, missing_attributes, new_plugin_groups
+from vllm_antkv.hooks.patches import Patches
+from vllm_antkv.hooks.signatures import changed_signature
 from vllm_antkv.presets import PRESETS
 
 
-def _install() -> None:
+def _install(patches: Patches) -> None:
     original = WorkerWrapperBase.initialize_from_config
-    if getattr(original, "_antkv", False):
-        return
 
     @functools.wraps(original)
     def initialize_from_config(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> None:
@@ -35,25 +35,26 @@ def _install() -> None:
             if tokens is not None:
                 watch(self.worker.model_runner, tokens)  # type: ignore[attr-defined]
 
-    initialize_from_config._antkv = True  # type: ignore[attr-defined]
-    WorkerWrapperBase.initialize_from_config = initialize_from_config  # type: ignore[method-assign]
+    patches.set(WorkerWrapperBase, "initialize_from_config", initialize_from_config)
 
 
 def watch(runner: Any, tokens: Any) -> None:
     """Let a model runner of either version choose `tokens`, a `PrefixTokens`, in every step.
 
     Raises:
-        UnsupportedModelError: neither version's methods are there.
+        UnsupportedModelError: neither version's methods are there, or they take other arguments than they did.
     """
+    reason: str | None = "it has the methods of neither version"
     if not missing_attributes(runner, "add_requests", "gather_batch_req_state", "req_states"):
-        _watch_v2(runner, tokens)
+        watch_it, reason = _watch_v2, changed_signature("model runner V2", release=None)
     elif not missing_attributes(runner, "_determine_batch_execution_and_padding", "input_batch", "requests"):
-        _watch_v1(runner, tokens)
-    else:
+        watch_it, reason = _watch_v1, changed_signature("model runner V1", release=None)
+    if reason is not None:
         raise UnsupportedModelError(
-            f"The trained prefix of this codebook cannot be served by vLLM's {type(runner).__name__}: run "
+            f"The trained prefix of this codebook cannot be served by vLLM's {type(runner).__name__} ({reason}): run "
             "`antkv calibrate` without --train-prefix."
         )
+    watch_it(runner, tokens)
 
 
 def _watch_v1(runner: Any, tokens: Any) -> None:
@@ -114,6 +115,5 @@ HOOK = Hook(
     why="attention metadata does not say of which prompts the tokens of a step are",
     upstream="https://github.com/vllm-project/vllm/issues/42449",
     install=_install,
-    missing=lambda: missing_attributes(WorkerWrapperBase, "initialize_from_config"),
     superseded=lambda: bool(new_plugin_groups()),
 )

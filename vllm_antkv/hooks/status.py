@@ -9,15 +9,14 @@ so that their anchors can be looked up.
 from functools import wraps
 from typing import Any
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.hooks.base import Hook, missing_attributes
+from vllm_antkv.hooks.base import Hook
+from vllm_antkv.hooks.patches import Patches
 from vllm_antkv.ops.counters import Report
 from vllm_antkv.presets import PRESETS
 
@@ -27,14 +26,12 @@ _MAX_ROWS = 65536
 _MAX_BLOCKS = 16
 
 
-def _install() -> None:
-    if hasattr(EngineCore, "antkv_status"):
-        return
-    EngineCore.add_request = _remembering(EngineCore.add_request)  # type: ignore[method-assign]
-    EngineCore.antkv_status = _engine_status  # type: ignore[attr-defined]
-    EngineCore.antkv_anchors = _engine_anchors  # type: ignore[attr-defined]
-    WorkerWrapperBase.antkv_report = _worker_report  # type: ignore[attr-defined]
-    WorkerWrapperBase.antkv_anchor_offsets = _worker_anchor_offsets  # type: ignore[attr-defined]
+def _install(patches: Patches) -> None:
+    patches.set(EngineCore, "add_request", _remembering(EngineCore.add_request))
+    patches.set(EngineCore, "antkv_status", _engine_status)
+    patches.set(EngineCore, "antkv_anchors", _engine_anchors)
+    patches.set(WorkerWrapperBase, "antkv_report", _worker_report)
+    patches.set(WorkerWrapperBase, "antkv_anchor_offsets", _worker_anchor_offsets)
 
 
 def _engine_status(self: EngineCore) -> dict[str, Any]:
@@ -124,11 +121,5 @@ HOOK = Hook(
     why="stat logger plugins see vLLM's own statistics only, and nothing else carries a plugin's to the API server",
     upstream="https://github.com/vllm-project/vllm/pull/34161",
     install=_install,
-    missing=lambda: (
-        missing_attributes(EngineCore, "collective_rpc", "add_request")
-        or missing_attributes(AsyncMPClient, "call_utility_all_async")
-        or missing_attributes(KVCacheManager, "free")
-        or missing_attributes(WorkerWrapperBase, "__getattr__")
-    ),
     superseded=lambda: "extras" in SchedulerStats.__dataclass_fields__,
 )

@@ -83,8 +83,20 @@ def step_argument(step: Step) -> StepArgument:
 
 
 def rows_argument(rows: torch.Tensor) -> RowsArgument:
-    """(num_tokens, heads, head_size) whose heads lie side by side, as they come from one projection."""
+    """(num_tokens, heads, head_size) whose heads lie side by side, as they come from one projection.
+
+    Raises:
+        ValueError: they do not; the kernels would read other rows.
+    """
+    check_heads(rows)
     return RowsArgument(rows.data_ptr(), rows.stride(0))
+
+
+def check_heads(rows: torch.Tensor) -> None:
+    """(num_tokens, heads, head_size): kernels take the heads of a token to lie side by side; ValueError where not."""
+    _, num_heads, head_size = rows.shape
+    if rows.stride(2) != 1 or (num_heads > 1 and rows.stride(1) != head_size):
+        raise ValueError(f"The heads of a token must be contiguous, not of strides {rows.stride()}.")
 
 
 def _stride(pages: torch.Tensor, dim: int) -> int:

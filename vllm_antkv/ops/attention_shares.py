@@ -34,13 +34,12 @@ def attention_shares(
     Returns:
         (3,) float64 in the order of `counters.ROW_CLASSES`; they add up to 1.
     """
-    position = step.seq_lens[-1].long() - 1
     grouped = query.unflatten(0, (key.shape[0], -1))[kv_head]
     num_blocks = min(-(-step.max_seq_len // VQ_BLOCK_SIZE), step.vq_block_table.shape[1])
     chunks = []
     for first in range(0, num_blocks, _CHUNK_BLOCKS):
-        last = min(first + _CHUNK_BLOCKS, num_blocks)
-        chunks.append(_chunk(layer, grouped, key[kv_head], step, position, first, last, kv_head))
+        blocks = range(first, min(first + _CHUNK_BLOCKS, num_blocks))
+        chunks.append(_chunk(layer, grouped, key[kv_head], step, blocks, kv_head))
     logits, recent, anchors = (torch.cat(parts, dim=-1) for parts in zip(*chunks, strict=True))
     probs = logits.softmax(-1)
     recent_share = (probs * recent).sum(-1).mean().double()
@@ -49,20 +48,14 @@ def attention_shares(
 
 
 def _chunk(
-    layer: LayerState,
-    query: torch.Tensor,
-    own_key: torch.Tensor,
-    step: Step,
-    position: torch.Tensor,
-    first: int,
-    last: int,
-    kv_head: int,
+    layer: LayerState, query: torch.Tensor, own_key: torch.Tensor, step: Step, blocks: range, kv_head: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks `first .. last`: logits (heads of the KV head, T), `recent` (T,) bool, `anchors` (T,) 0, 1/2 or 1."""
-    positions = torch.arange(first * VQ_BLOCK_SIZE, last * VQ_BLOCK_SIZE, device=query.device)
-    block_ids = step.vq_block_table[-1, first:last].long()
+    """Some blocks: logits (heads of the KV head, T), `recent` (T,) bool, `anchors` (T,) 0, 1/2 or 1."""
+    position = step.seq_lens[-1].long() - 1
+    positions = torch.arange(blocks.start * VQ_BLOCK_SIZE, blocks.stop * VQ_BLOCK_SIZE, device=query.device)
+    block_ids = step.vq_block_table[-1, blocks.start : blocks.stop].long()
     # A query sees the anchors of the blocks before its own.
-    closed = torch.arange(first, last, device=query.device) < position // VQ_BLOCK_SIZE
+    closed = torch.arange(blocks.start, blocks.stop, device=query.device) < position // VQ_BLOCK_SIZE
     coded, anchors = _coded_rows(layer, positions, block_ids, closed, kv_head)
     known = positions.clamp(max=len(layer.last_query) - 1)
     recent = (layer.last_query[known] >= position) & (positions <= position)

@@ -75,9 +75,9 @@ class Counters:
         self._steps += 1
         self._tokens += num_tokens
 
-    def count_sinks(self, is_sink: torch.Tensor) -> None:
-        """Count the sinks of a step: (num_tokens,) bool."""
-        self._sinks += is_sink.sum()
+    def count_sinks(self, is_sink: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """Count the sinks of a step: (rows,) bool, of which the first `num_tokens`, () int, are tokens; others pad."""
+        self._sinks += (is_sink & (torch.arange(len(is_sink), device=is_sink.device) < num_tokens)).sum()
 
     def count_anchors(self, offsets: torch.Tensor) -> None:
         """Count the K, or the V, anchors of blocks that close: (..., num_kv_heads, rows), negative if unused."""

@@ -4,16 +4,16 @@ A launch hands over addresses on PyTorch's current stream, allocates nothing and
 it.
 """
 
-import ctypes
 import importlib.util
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 
+from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.arguments import rows_argument, step_argument
-from vllm_antkv.ops.cuda_arguments import layer_argument, tables_of
+from vllm_antkv.ops.cuda_arguments import ResultsArgument, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
 from vllm_antkv.ops.layer import LayerKind, LayerOperations, LayerState
@@ -27,11 +27,9 @@ HEAD_SIZES = (64, 128)
 FORMATS = ((4, 256), (8, 256), (16, 4096), (32, 4096))
 #: Compute capability from which there is mma with bfloat16 and cp.async.
 _MIN_CAPABILITY = (8, 0)
-#: Tokens of a split: at least this, since a CTA reads the tables once, and never more splits than this per request.
-#: It depends on the longest request the server takes and on nothing else: results do not depend on who else is served.
-_MIN_SPLIT, _MAX_SPLITS = 1024, 16
-#: Tokens that the warps of a CTA take together; splits are multiples of it.
-_SPAN = 256
+#: Tokens of a split, a multiple of what the warps of a CTA take together. A constant: who else is served changes no bit
+#: of a result. Long enough for what a split costs beside its tokens, short enough for 16 CTAs to share 32K tokens.
+SPLIT = 2048
 #: Tokens of a tile of antkv_encode_store.
 _ENCODE_TILE = 16
 
@@ -46,14 +44,14 @@ def missing(device: torch.device, layers: Sequence[LayerKind] = ()) -> str | Non
     if capability < _MIN_CAPABILITY:
         return f"the CUDA kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
     try:
-        shared_bytes = _backend(device).shared_bytes
+        backend = _backend(device)
     except ImportError as error:
         return f"CuPy, which the CUDA kernels need, cannot be loaded ({error})"
-    return next((reason for layer in layers if (reason := unsupported(layer, False, shared_bytes)) is not None), None)
+    return next((reason for layer in layers if (reason := unsupported(layer, False, backend)) is not None), None)
 
 
-def unsupported(layer: LayerKind, fp8: bool, shared_bytes: int) -> str | None:
-    """What the kernels have no code for in this layer, on a GPU whose CTAs have `shared_bytes`; or None."""
+def unsupported(layer: LayerKind, fp8: bool, backend: Backend) -> str | None:
+    """What the kernels have no code for in this layer, on this GPU; or None."""
     preset = layer.preset
     if (preset.sub_vector_size, preset.num_centroids) not in FORMATS:
         return f"the CUDA kernels have no code for {preset.name}"
@@ -69,9 +67,12 @@ def unsupported(layer: LayerKind, fp8: bool, shared_bytes: int) -> str | None:
         return "the CUDA kernels turn whole heads as Llama does, and this model's RoPE is partial or interleaved"
     if layer.rotary is not None and not angles_are_linear(layer.rotary):
         return "the CUDA kernels need angles that are linear in the position, and this model's RoPE is not"
-    needed = Build.of(layer, fp8, shared_bytes).decode_shared_bytes
-    if needed > shared_bytes:
-        return f"the CUDA kernels need {needed} bytes of shared memory for this model, and this GPU has {shared_bytes}"
+    needed = Build.of(layer, fp8, backend.shared_bytes, backend.capability).decode_shared_bytes
+    if needed > backend.shared_bytes:
+        return (
+            f"the CUDA kernels need {needed} bytes of shared memory for this model, and this GPU has"
+            f" {backend.shared_bytes}"
+        )
     return None
 
 
@@ -98,16 +99,17 @@ class CudaOperations:
         others: LayerOperations | None = None,
     ) -> None:
         self._backend = _backend(layer.recency.k.device) if backend is None else backend
-        reason = unsupported(layer.kind, fp8, self._backend.shared_bytes)
+        reason = unsupported(layer.kind, fp8, self._backend)
         if reason is not None:
             raise UnsupportedModelError(f"This model cannot run here: {reason}: use the antkv setting kernels=triton.")
         self._others = _triton(layer) if others is None else others
-        self._build = Build.of(layer.kind, fp8, self._backend.shared_bytes)
+        self._build = Build.of(layer.kind, fp8, self._backend.shared_bytes, self._backend.capability)
         self._backend.load(self._build)
         self._scratch = layer.scratch
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
-        self._layer = layer_argument(layer, self._tensors, _split_of(layer))
+        self._layer = layer_argument(layer, self._tensors, self._build, SPLIT)
+        self._pool_splits = len(layer.vq.k_codes) * VQ_BLOCK_SIZE // SPLIT
         # As much as any step will take.
         self._partials(layer.max_num_reqs, len(layer.last_query))
 
@@ -123,7 +125,7 @@ class CudaOperations:
             build,
             "antkv_encode_store",
             (num_runs, num_kv_heads, 2),
-            build.threads,
+            build.encode_threads,
             build.encode_shared_bytes,
             (self._layer, step_argument(step), rows_argument(key), rows_argument(value)),
         )
@@ -149,10 +151,10 @@ class CudaOperations:
         lse: torch.Tensor | None,
         step: Step,
     ) -> None:
-        """See `LayerOperations`. Steps with longer queries, which are no graphs, are Triton's."""
+        """See `LayerOperations`. Longer queries are Triton's; single tokens beside them get the bits they get alone."""
         if step.max_query_len > 1:
             self._others.attend(query, key, value, output, lse, step)
-        elif step.num_reqs:
+        if step.num_reqs:
             self._decode(query, key, value, output, lse, step)
 
     def _decode(
@@ -165,49 +167,51 @@ class CudaOperations:
         step: Step,
     ) -> None:
         build, num_kv_heads = self._build, key.shape[1]
-        partials = self._partials(step.num_reqs, step.max_seq_len)
-        max_splits = partials.shape[1]
-        common = (ctypes.c_int64(max_splits), ctypes.c_void_p(partials.data_ptr()))
-        workers = min(max(self._backend.multiprocessors // num_kv_heads, 1), step.num_reqs * max_splits)
-        rows = (rows_argument(query), rows_argument(key), rows_argument(value))
+        partials, places = self._partials(step.num_reqs, step.max_seq_len)
+        capacity = len(partials)
+        results = ResultsArgument(
+            rows_argument(output),
+            None if lse is None else lse.data_ptr(),
+            partials.data_ptr(),
+            places.data_ptr(),
+            capacity,
+        )
         self._backend.launch(
             build,
             "antkv_decode",
-            (workers, num_kv_heads),
-            build.threads,
+            (min(max(self._backend.multiprocessors // num_kv_heads, 1), capacity), num_kv_heads),
+            build.decode_threads,
             build.decode_shared_bytes,
-            (self._layer, step_argument(step), *rows, *common),
+            (
+                self._layer,
+                step_argument(step),
+                rows_argument(query),
+                rows_argument(key),
+                rows_argument(value),
+                results,
+            ),
         )
         self._backend.launch(
             build,
             "antkv_merge",
             (step.num_reqs, num_kv_heads),
-            build.head_size,
+            build.merge_threads,
             0,
-            (
-                self._layer,
-                step_argument(step),
-                rows_argument(output),
-                ctypes.c_void_p(None if lse is None else lse.data_ptr()),
-                *common,
-            ),
+            (self._layer, step_argument(step), results),
         )
 
-    def _partials(self, num_reqs: int, max_seq_len: int) -> torch.Tensor:
-        """Scratch for what the splits leave to be merged."""
-        max_splits = -(-max_seq_len // self._layer.split)
-        shape = (num_reqs, max_splits, self._layer.num_kv_heads, self._build.partial_floats)
-        (partials,) = self._scratch((shape, torch.float32))
-        return partials
+    def _partials(self, num_reqs: int, max_seq_len: int) -> list[torch.Tensor]:
+        """Scratch for what the splits leave to be merged, and where each request's start.
 
-
-def _split_of(layer: LayerState) -> int:
-    """Tokens of a split."""
-    wanted = -(-len(layer.last_query) // _MAX_SPLITS)
-    return max(_MIN_SPLIT, -(-wanted // _SPAN) * _SPAN)
+        All sequences together are rarely longer than the pool, even where they share blocks. Where they are, the
+        kernels make do with it (csrc/cuda/items.cuh).
+        """
+        capacity = min(num_reqs * -(-max_seq_len // SPLIT), num_reqs + self._pool_splits)
+        shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)
+        return self._scratch((shape, torch.float32), ((num_reqs, 2), torch.int32))
 
 
 def _triton(layer: LayerState) -> LayerOperations:
     from vllm_antkv.ops.triton import TritonOperations
 
-    return TritonOperations(layer)
+    return TritonOperations(layer, decodes=False)

@@ -5,7 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from vllm_antkv.ops.arguments import layer_fields, plain_tables
+from vllm_antkv.cache.pages import ALIGNMENT
+from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.ops.arguments import RowsArgument, layer_fields, plain_tables, section_offset
 from vllm_antkv.ops.cuda_build import Build
 from vllm_antkv.ops.layer import LayerState
 
@@ -27,7 +29,18 @@ class LayerArgument(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k_order", "last_query")),
         *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
         *((name, ctypes.c_int32) for name in ("num_kv_heads", "rotary_dim", "is_neox_style", "rotary_rows")),
-        *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "split", "num_blocks")),
+        *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "split", "staged_bytes")),
+        ("num_blocks", ctypes.c_int32),
+    ]
+
+
+class ResultsArgument(ctypes.Structure):
+    """Results of csrc/cuda/layer.cuh."""
+
+    _fields_: ClassVar = [
+        ("output", RowsArgument),
+        *((name, ctypes.c_void_p) for name in ("lse", "partials", "places")),
+        ("capacity", ctypes.c_int64),
     ]
 
 
@@ -63,11 +76,29 @@ def _power_of_two_scales(centroids: torch.Tensor, shared_by_halves: bool) -> tor
     return torch.exp2(torch.ceil(torch.log2(largest / _FP8_MAX)))
 
 
-def layer_argument(layer: LayerState, tables: dict[str, torch.Tensor], split: int) -> LayerArgument:
-    """Addresses of a layer's pages and of its `tables_of`, which must live as long; `split` in tokens."""
+def layer_argument(layer: LayerState, tables: dict[str, torch.Tensor], build: Build, split: int) -> LayerArgument:
+    """Addresses of a layer's pages and of its `tables_of`, which must live as long; `split` in tokens.
+
+    Raises:
+        ValueError: pages do not start at multiples of 16 bytes, as copies need.
+    """
+    fields = layer_fields(layer, tables)
+    for name in ("vq", "vq_block_stride", "vq_head_stride", "recency", "recency_block_stride", "recency_head_stride"):
+        if fields[name] % ALIGNMENT:
+            raise ValueError(f"Pages must start at multiples of {ALIGNMENT} bytes, but {name} is {fields[name]}.")
     return LayerArgument(
-        **layer_fields(layer, tables),
+        **fields,
         rotary_rows=0 if layer.rotary is None else len(layer.rotary.cos),
         split=split,
+        staged_bytes=_staged_bytes(layer, build),
         num_blocks=len(layer.vq.k_codes),
     )
+
+
+def _staged_bytes(layer: LayerState, build: Build) -> int:
+    """Of a page: with its anchors, where a span has room for them."""
+    codes = 2 * VQ_BLOCK_SIZE * build.code_bytes
+    offsets = layer.vq.anchor_offsets
+    end = section_offset(layer.vq.k_codes, offsets) + offsets.shape[2] * offsets.shape[3] * offsets.itemsize
+    content = -(-end // ALIGNMENT) * ALIGNMENT
+    return content if content - codes <= build.staged_anchor_bytes else codes

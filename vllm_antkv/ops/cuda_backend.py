@@ -29,10 +29,12 @@ class Backend(Protocol):
 
     multiprocessors: CTAs that run at a time.
     shared_bytes: the most shared memory of a CTA.
+    capability: compute capability.
     """
 
     multiprocessors: int
     shared_bytes: int
+    capability: tuple[int, int]
 
     def load(self, build: Build) -> None:
         """Make the kernels of a build ready."""
@@ -53,6 +55,7 @@ class CudaBackend:
         properties = torch.cuda.get_device_properties(device)
         self.multiprocessors: int = properties.multi_processor_count
         self.shared_bytes: int = cupy.cuda.Device(device.index).attributes["MaxSharedMemoryPerBlockOptin"]
+        self.capability: tuple[int, int] = (properties.major, properties.minor)
         self._device = device
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._kernels: dict[tuple[Build, str], Any] = {}

@@ -4,12 +4,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerKind
 
 #: Bytes of a staged table: 256 codes in rows of 256 bytes.
 _TABLE = 256 * 256
 #: Tokens of a CTA of antkv_encode_store at most, whose centroids are read once.
 ENCODE_RUN = 64
+#: Compute capability from which bulk copies bring pages; cp.async before.
+_BULK_CAPABILITY = (9, 0)
+#: What decoding would have, as (warps, spans in the ring, anchor rows per page there), the first that fits. Rows that a
+#: span has no room for are read where they are; 8 are 6% of a block.
+_SIZES = ((8, 4, 8), (8, 3, 8), (8, 2, 8), (8, 2, 2), (4, 4, 8), (4, 3, 2), (4, 2, 2), (4, 2, 0))
 
 
 @dataclass(frozen=True)
@@ -22,11 +28,14 @@ class Build:
     num_centroids: int
     bfloat16: bool
     fp8: bool
+    bulk: bool
     warps: int = 8
+    ring: int = 4
+    staged_rows: int = 8
 
     @classmethod
-    def of(cls, layer: LayerKind, fp8: bool, shared_bytes: int) -> "Build":
-        """For a layer on a GPU whose CTAs have `shared_bytes`."""
+    def of(cls, layer: LayerKind, fp8: bool, shared_bytes: int, capability: tuple[int, int]) -> "Build":
+        """For a layer on a GPU of this compute capability whose CTAs have `shared_bytes`."""
         build = cls(
             head_size=layer.head_size,
             group=layer.group,
@@ -34,18 +43,24 @@ class Build:
             num_centroids=layer.preset.num_centroids,
             bfloat16=layer.dtype == torch.bfloat16,
             fp8=fp8,
+            bulk=capability >= _BULK_CAPABILITY,
         )
         return build.fitted(shared_bytes)
 
     def fitted(self, shared_bytes: int) -> "Build":
-        """With as many warps per CTA as there is shared memory for; with the fewest, where even they do not fit."""
-        most, fewest = (replace(self, warps=warps) for warps in (8, 4))
-        return most if most.decode_shared_bytes <= shared_bytes else fewest
+        """With as much of everything as there is shared memory for; with the least, where even that does not fit."""
+        sizes = [replace(self, warps=warps, ring=ring, staged_rows=rows) for warps, ring, rows in _SIZES]
+        return next((build for build in sizes if build.decode_shared_bytes <= shared_bytes), sizes[-1])
 
     @property
-    def threads(self) -> int:
-        """Of a CTA of antkv_decode or antkv_encode_store."""
+    def encode_threads(self) -> int:
+        """Of a CTA of antkv_encode_store."""
         return self.warps * 32
+
+    @property
+    def decode_threads(self) -> int:
+        """Of a CTA of antkv_decode: `warps` attend, and one brings pages."""
+        return (self.warps + 1) * 32
 
     @property
     def stages_tables(self) -> bool:
@@ -71,17 +86,35 @@ class Build:
         return self.group * (self.head_size + 2)
 
     @property
+    def merge_threads(self) -> int:
+        """Of a CTA of antkv_merge."""
+        return min(self.group * self.head_size, 1024)
+
+    @property
     def decode_shared_bytes(self) -> int:
         """Of a CTA of antkv_decode; csrc/cuda/decode.cu asserts that it is the same."""
-        query = 2 * self.group * self.head_size * 2
+        row = self.group * self.head_size * 2
+        pages = self.warps * 32 // VQ_BLOCK_SIZE
+        # Where a span is of, 8 numbers; addresses of its pages, the exact tokens of each warp.
+        span = pages * self.page_bytes + 4 * row + 8 * 4 + pages * 8 + self.warps * 4
         logits_and_weights = self.warps * self.group * 32 * (4 + 2 * 2)
-        statistics = self.warps * self.group * 2 * 4
-        staged_codes = self.warps * 2 * 2 * 32 * self.code_bytes
         # Queries that share the 8 columns of an mma: with staged tables, sets of 32 channels lie side by side there.
         merged_queries = 8 // (self.head_size // 32) if self.stages_tables else 8
         merging = self.warps * merged_queries * self.head_size * 4
-        content = query + logits_and_weights + statistics
-        return self.num_tables * _TABLE + -(-content // 16) * 16 + max(staged_codes, merging)
+        statistics = self.warps * self.group * 2 * 4
+        barriers = 2 * self.ring * 8
+        content = self.ring * _align(span) + max(logits_and_weights, merging) + statistics + barriers
+        return self.num_tables * _TABLE + _align(content)
+
+    @property
+    def staged_anchor_bytes(self) -> int:
+        """Room for the anchors of a page in a span: rows of K and V, and their offsets."""
+        return 2 * self.staged_rows * self.head_size + _align(2 * 2 * self.staged_rows)
+
+    @property
+    def page_bytes(self) -> int:
+        """Room for a page in a span."""
+        return 2 * VQ_BLOCK_SIZE * self.code_bytes + self.staged_anchor_bytes
 
     @property
     def encode_shared_bytes(self) -> int:
@@ -93,15 +126,21 @@ class Build:
     @property
     def definitions(self) -> dict[str, str]:
         """Preprocessor macros."""
-        flags = {"BFLOAT16": self.bfloat16, "FP8": self.fp8}
+        flags = {"BFLOAT16": self.bfloat16, "FP8": self.fp8, "BULK": self.bulk}
         numbers = {
             "HEAD_SIZE": self.head_size,
             "GROUP": self.group,
             "SUB_VECTOR": self.sub_vector_size,
             "CENTROIDS": self.num_centroids,
             "WARPS": self.warps,
+            "RING": self.ring,
+            "STAGED_ANCHORS": self.staged_anchor_bytes,
             "DECODE_SHARED": self.decode_shared_bytes,
             "ENCODE_SHARED": self.encode_shared_bytes,
         }
         values = {name: str(value) for name, value in numbers.items()}
         return {f"ANTKV_{k}": v for k, v in (values | {n: str(f).lower() for n, f in flags.items()}).items()}
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16

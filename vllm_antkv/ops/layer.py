@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -37,7 +38,8 @@ class LayerKind:
 class LayerState:
     """One layer's pages, centroids and rotary table, and what a query sees exactly.
 
-    k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float32.
+    k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size); float16 for kernels on
+        GPUs, which read them as codebooks hold them, else float32, in which the others compute.
     k_order: (head_size,) int32, the channel of K that stands at each place of the rows that codes stand for; the pairs
         of RoPE stay pairs (`rope.interleaved`). None: channels as the model has them. Rows in full precision, in hand
         and in pages, are always in the model's order.
@@ -73,6 +75,15 @@ class LayerState:
         num_kv_heads, num_sub_vectors, _, size = self.k_centroids.shape
         group = self.num_heads // num_kv_heads
         return LayerKind(self.preset, num_sub_vectors * size, group, self.recency.k.dtype, self.rotary)
+
+    @cached_property
+    def half_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Half the squared norms of the centroids of K and V, (num_kv_heads, num_sub_vectors, num_centroids) float32.
+
+        One pair of tensors, whichever kernels read them.
+        """
+        k, v = (centroids.half().float().square().sum(-1) / 2 for centroids in (self.k_centroids, self.v_centroids))
+        return k, v
 
     @property
     def votes_on_prompt(self) -> bool:
@@ -142,13 +153,19 @@ class LayerOperations(Protocol):
         ...
 
 
+class StepRows(NamedTuple):
+    """A step's rows of one layer; shapes as in `LayerOperations`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    is_sink: torch.Tensor | None
+
+
 def run(
     operations: LayerOperations,
     layer: LayerState,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_sink: torch.Tensor | None,
+    rows: StepRows,
     output: torch.Tensor,
     step: Step,
 ) -> None:
@@ -157,6 +174,7 @@ def run(
     Votes need nothing but the rows of a block, so that anchors are ready before any query attends, and a query sees
     the same anchors however its prompt was cut. Only the paper's votes (scope `prompt`) come from attention itself.
     """
+    query, key, value, is_sink = rows
     counters = layer.counters
     with counters.timed("encode_store"):
         operations.encode_store(key, value, step)

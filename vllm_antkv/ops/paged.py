@@ -12,6 +12,7 @@ from vllm_antkv.cache.pages import NO_ANCHOR
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.reference import (
+    SeenRows,
     anchor_score,
     causal_lse,
     corrected,
@@ -137,12 +138,12 @@ class ReferenceOperations:
                 rows = request.rows(begin, end)
                 result, statistics = mixed_attention(
                     query[None, rows].to(self._dtype),
-                    coded_key[None, :end],
-                    coded_value[None, :end],
-                    (causal & ~exact)[None],
-                    self._exact_rows(key, self._layer.recency.k, columns, step, request)[None],
-                    self._exact_rows(value, self._layer.recency.v, columns, step, request)[None],
-                    exact[None, :, columns],
+                    SeenRows(coded_key[None, :end], coded_value[None, :end], (causal & ~exact)[None]),
+                    SeenRows(
+                        self._exact_rows(key, self._layer.recency.k, columns, step, request)[None],
+                        self._exact_rows(value, self._layer.recency.v, columns, step, request)[None],
+                        exact[None, :, columns],
+                    ),
                     self._layer.scale,
                 )
                 output[rows] = result[0].to(output.dtype)
@@ -236,8 +237,7 @@ class ReferenceOperations:
                 coded[kind],
                 anchors.shape[2],
                 positions[None] < config.prefix,
-                config.anchor_share > 0,
-                config.anchor_scope,
+                config.anchor_scope if config.anchor_share > 0 else None,
             )
             layer.vq.anchor_offsets[block_id, :, kind] = offsets.to(torch.int16)
             if layer.counts_rows:

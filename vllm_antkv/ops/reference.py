@@ -5,6 +5,8 @@ reference in tests. They know nothing of pages, requests or vLLM. `S` below coun
 of one request that lie in one VQ block.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from vllm_antkv.presets import Preset
@@ -75,24 +77,29 @@ def unpack_codes(packed: torch.Tensor, preset: Preset, num_sub_vectors: int) -> 
     return codes[..., :num_sub_vectors]
 
 
+class SeenRows(NamedTuple):
+    """Rows, and who sees them.
+
+    key, value: (S, T, num_kv_heads, head_size).
+    mask: (S, num_queries, T) bool, True where a query sees the row.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor
+
+
 def mixed_attention(
     query: torch.Tensor,
-    coded_key: torch.Tensor,
-    coded_value: torch.Tensor,
-    coded_mask: torch.Tensor,
-    exact_key: torch.Tensor,
-    exact_value: torch.Tensor,
-    exact_mask: torch.Tensor,
+    coded: SeenRows,
+    exact: SeenRows,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One softmax over two kinds of rows: those decoded from codes (anchors corrected) and those kept exactly.
 
     Args:
         query: (S, num_queries, num_heads, head_size).
-        coded_key, coded_value: (S, T, num_kv_heads, head_size).
-        coded_mask: (S, num_queries, T) bool, True where a query sees the coded row.
-        exact_key, exact_value: (S, E, num_kv_heads, head_size).
-        exact_mask: (S, num_queries, E) bool, True where a query sees the exact row.
+        coded, exact: rows of each kind, see `SeenRows`.
         scale: multiplies the logits.
 
     Returns:
@@ -101,16 +108,16 @@ def mixed_attention(
     """
     logits = torch.cat(
         (
-            _logits(query, coded_key, scale).masked_fill(~coded_mask[:, None], -torch.inf),
-            _logits(query, exact_key, scale).masked_fill(~exact_mask[:, None], -torch.inf),
+            _logits(query, coded.key, scale).masked_fill(~coded.mask[:, None], -torch.inf),
+            _logits(query, exact.key, scale).masked_fill(~exact.mask[:, None], -torch.inf),
         ),
         dim=-1,
     )
     lse = logits.logsumexp(-1)
     # A padded query sees nothing: its LSE is -inf and its row of A is 0, not NaN.
     probs = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0)[..., None])
-    split = coded_key.shape[1]
-    output = _weighted_sum(probs[..., :split], coded_value) + _weighted_sum(probs[..., split:], exact_value)
+    split = coded.key.shape[1]
+    output = _weighted_sum(probs[..., :split], coded.value) + _weighted_sum(probs[..., split:], exact.value)
     return output, lse.transpose(1, 2)
 
 
@@ -173,20 +180,6 @@ def anchor_score(
         for votes in anchor_votes(query, key, lse, scale)
     )
     return of_key, of_value
-
-
-def top_rows(scores: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Offsets of the highest scores, highest first; equal scores take the lower offset.
-
-    Args:
-        scores: (..., block_size); -inf marks a row that cannot be chosen.
-
-    Returns:
-        (..., num_rows) int64, -1 where fewer rows can be chosen.
-    """
-    num_rows = min(num_rows, scores.shape[-1])
-    values, offsets = scores.sort(dim=-1, descending=True, stable=True)
-    return offsets[..., :num_rows].masked_fill(values[..., :num_rows] == -torch.inf, -1)
 
 
 def correction(exact_rows: torch.Tensor, coded_rows: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,12 @@ import triton
 
 from vllm_antkv.cache.pages import ALIGNMENT
 from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.ops.arguments import check_heads
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 from vllm_antkv.select.anchors import RECENT_VOTE, VOTE_PRIOR
+from vllm_antkv.select.recency import exact_bounds
 from vllm_antkv.triton_kernels.anchor_score import anchor_score
 from vllm_antkv.triton_kernels.arguments import Batch, Pages, Policy, Rows, Shape, Tables
 from vllm_antkv.triton_kernels.decode import decode
@@ -26,10 +28,14 @@ _MAX_SPLITS = 64
 
 
 class TritonOperations:
-    """See `LayerOperations`."""
+    """See `LayerOperations`.
 
-    def __init__(self, layer: LayerState) -> None:
+    decodes: attend from requests with one new token too; other kernels may do that.
+    """
+
+    def __init__(self, layer: LayerState, decodes: bool = True) -> None:
         self._layer = layer
+        self._decodes = decodes
         self._shape = _shape(layer)
         self._pages = _pages(layer)
         self._tables = _tables(layer)
@@ -39,7 +45,8 @@ class TritonOperations:
             vote_prior=VOTE_PRIOR,
             recent_vote=RECENT_VOTE,
         )
-        self._reserve()
+        if decodes:
+            self._reserve()
 
     def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
@@ -81,9 +88,11 @@ class TritonOperations:
     ) -> None:
         """See `LayerOperations`."""
         rows, batch, scale = _rows(query, key, value), _batch(step), self._layer.scale
-        _token_stride(output)
+        check_heads(output)
         if step.max_query_len > 1:
             prefill(rows, output, lse, self._pages, self._tables, batch, self._shape, scale)
+        if not self._decodes:
+            return
         partial_output, partial_lse = self._partials(step.num_reqs, step.max_seq_len)
         decode(rows, output, lse, partial_output, partial_lse, self._pages, self._tables, batch, self._shape, scale)
 
@@ -114,6 +123,7 @@ def _shape(layer: LayerState) -> Shape:
     group = layer.num_heads // num_kv_heads
     sub_pad = max(triton.next_power_of_2(num_sub_vectors), 16 // size)
     anchor_rows = layer.vq.k_anchors.shape[2]
+    exact_prefix, exact_reach = exact_bounds(layer.last_query)
     return Shape(
         head_size=head_size,
         half_pad=max(triton.next_power_of_2(half), 16),
@@ -137,6 +147,8 @@ def _shape(layer: LayerState) -> Shape:
         page_size=layer.recency.k.shape[2],
         block_size=VQ_BLOCK_SIZE,
         reads_cache=layer.config.prefill_reads_cache,
+        exact_prefix=exact_prefix,
+        exact_reach=exact_reach,
     )
 
 
@@ -167,9 +179,9 @@ def _units(section: torch.Tensor, dimension: int) -> int:
 
 
 def _tables(layer: LayerState) -> Tables:
-    """Centroids in float16, as codebooks hold them."""
+    """Centroids in float16, as codebooks hold them, and as a layer on a GPU has them: nothing is copied there."""
     centroids = [table.half().contiguous() for table in (layer.k_centroids, layer.v_centroids)]
-    half_norms = [table.float().square().sum(-1) / 2 for table in centroids]
+    half_norms = layer.half_norms
     no_angles = layer.k_centroids.new_empty(0, dtype=torch.float32)
     return Tables(
         k_centroids=centroids[0],
@@ -199,7 +211,6 @@ def _rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
 
 
 def _token_stride(rows: torch.Tensor) -> int:
-    """Elements between the tokens of (num_tokens, heads, head_size); the heads of a token must lie side by side."""
-    if rows.stride()[1:] != (rows.shape[2], 1):
-        raise ValueError(f"The heads of a token must be contiguous, not of strides {rows.stride()}.")
+    """Elements between the tokens of (num_tokens, heads, head_size)."""
+    check_heads(rows)
     return rows.stride(0)

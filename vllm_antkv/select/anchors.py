@@ -2,8 +2,6 @@
 
 import torch
 
-from vllm_antkv.ops.reference import top_rows
-
 #: Score of an attention sink: ahead of every anchor (KVSink rows are pinned first).
 SINK_SCORE = torch.inf
 #: Votes that every row of a block is credited with, so that the few votes for its last rows weigh less.
@@ -40,8 +38,7 @@ def block_anchors(
     coded_rows: torch.Tensor,
     num_rows: int,
     already_exact: torch.Tensor,
-    anchors: bool,
-    scope: str,
+    scope: str | None,
 ) -> torch.Tensor:
     """Choose the rows of one block whose codes are corrected for the queries past its end.
 
@@ -55,14 +52,13 @@ def block_anchors(
         exact_rows, coded_rows: (..., block_size, num_kv_heads, head_size), the rows and what their codes stand for.
         num_rows: rows to keep.
         already_exact: (..., 1, block_size) bool, tokens of the intact prefix.
-        anchors: False keeps only sinks.
-        scope: `block` or `prompt`, as in the settings.
+        scope: `block` or `prompt`, as in the settings; None where there are no anchors, and only sinks are kept.
 
     Returns:
         (..., num_kv_heads, num_rows) int64 offsets in the block, -1 for an unused row.
     """
     is_sink = scores == SINK_SCORE
-    if anchors:
+    if scope is not None:
         error = (exact_rows - coded_rows).norm(dim=-1).transpose(-1, -2)
         weighted = scores * error ** VOTE_POWER[scope]
         if scope == "block":
@@ -72,3 +68,17 @@ def block_anchors(
         weighted = torch.full_like(scores, -torch.inf)
     ranked = weighted.masked_fill(is_sink, SINK_SCORE).masked_fill(already_exact, -torch.inf)
     return top_rows(ranked, num_rows)
+
+
+def top_rows(scores: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Offsets of the highest scores, highest first; equal scores take the lower offset.
+
+    Args:
+        scores: (..., block_size); -inf marks a row that cannot be chosen.
+
+    Returns:
+        (..., num_rows) int64, -1 where fewer rows can be chosen.
+    """
+    num_rows = min(num_rows, scores.shape[-1])
+    values, offsets = scores.sort(dim=-1, descending=True, stable=True)
+    return offsets[..., :num_rows].masked_fill(values[..., :num_rows] == -torch.inf, -1)

@@ -39,6 +39,24 @@ def last_use_table(config: AntKVConfig, max_len: int) -> torch.Tensor:
     return table
 
 
+def exact_bounds(last_query: torch.Tensor) -> tuple[int, int]:
+    """Where queries look for exact rows of closed blocks: among the first tokens, and shortly before themselves.
+
+    Args:
+        last_query: (max_len,) int32 table.
+
+    Returns:
+        `(prefix, reach)`: if a query sees a token of an earlier VQ block than its own exactly, then the token is one of
+        the first `prefix`, or at most `reach` before the query.
+    """
+    positions = torch.arange(len(last_query))
+    # No query comes behind the end of the table.
+    table = last_query.long().cpu().clamp(max=len(last_query) - 1)
+    prefix = int((table == len(table) - 1).int().cumprod(0).sum())
+    seen_later = (positions >= prefix) & (table > _block_end(positions))
+    return prefix, int(((table - positions) * seen_later).max())
+
+
 def _block_end(positions: torch.Tensor) -> torch.Tensor:
     return (positions // VQ_BLOCK_SIZE + 1) * VQ_BLOCK_SIZE - 1
 

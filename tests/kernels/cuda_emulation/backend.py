@@ -50,6 +50,8 @@ class EmulatedBackend:
 
     def __init__(self, shared_bytes: int = 232448) -> None:
         self.shared_bytes = shared_bytes
+        # As GPUs have it that have so much.
+        self.capability = (9, 0) if shared_bytes > 200_000 else (8, 0)
 
     def load(self, build: Build) -> None:
         library(build)

@@ -73,6 +73,19 @@ inline void arrive(Barrier* barrier, ANTKV_SITE) {
     if (emulation::is_left_out("arrive", file, line)) return;
     emulation::arrive_at(emulation::phases_of(barrier), 0);
 }
+// The copies that the thread has not waited for land as bulk copies do.
+inline void arrive_when_copied(Barrier* barrier, ANTKV_SITE) {
+    if (emulation::is_left_out("arrive_when_copied", file, line)) return;
+    emulation::Phases& phases = emulation::phases_of(barrier);
+    for (auto& group : emulation::thread->copies) {
+        for (const emulation::Copy& copy : group) {
+            phases.bytes += 16;
+            emulation::start_copy(copy.to, copy.from, 16, phases);
+        }
+        group.clear();
+    }
+    emulation::arrive_at(phases, 0);
+}
 inline void arrive_expecting(Barrier* barrier, u32 bytes, ANTKV_SITE) {
     const emulation::Change change = emulation::change_at("arrive_expecting", file, line, true);
     if (change == emulation::Change::kLeftOut) return;

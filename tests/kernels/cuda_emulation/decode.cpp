@@ -3,15 +3,12 @@
 
 extern "C" void launch_antkv_decode(const int* sizes, void** a) {
     emulation::launch(sizes, [=] {
-        antkv_decode(*(Layer*)a[0], *(Step*)a[1], *(Rows*)a[2], *(Rows*)a[3], *(Rows*)a[4], *(i64*)a[5],
-                     *(float**)a[6]);
+        antkv_decode(*(Layer*)a[0], *(Step*)a[1], *(Rows*)a[2], *(Rows*)a[3], *(Rows*)a[4], *(Results*)a[5]);
     });
 }
 
 extern "C" void launch_antkv_merge(const int* sizes, void** a) {
-    emulation::launch(sizes, [=] {
-        antkv_merge(*(Layer*)a[0], *(Step*)a[1], *(Rows*)a[2], *(float**)a[3], *(i64*)a[4], *(float**)a[5]);
-    });
+    emulation::launch(sizes, [=] { antkv_merge(*(Layer*)a[0], *(Step*)a[1], *(Results*)a[2]); });
 }
 
 // Quads that the lane reads, for the tests of memory accesses. In step `step` of its pairs of K, and of its sets of V.

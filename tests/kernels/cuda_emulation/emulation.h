@@ -80,6 +80,11 @@ inline u32 fma_f16x2(u32 a, u32 b, u32 c) {
 }
 inline u32 mul_f16x2(u32 a, u32 b) { return fma_f16x2(a, b, 0x80008000u); }
 inline u32 neg_f16x2(u32 a) { return a ^ 0x80008000u; }
+constexpr float kFp8Unit = 256;
+inline u32 widen_e4m3x2(u32 word) {
+    const auto one = [=](u32 byte) { return (byte & 0x80) << 8 | (byte & 0x7f) << 7; };
+    return one(word & 0xff) | one(word >> 8 & 0xff) << 16;
+}
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float logarithm(float x) { return std::log(x); }
 

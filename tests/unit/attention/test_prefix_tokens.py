@@ -117,6 +117,14 @@ def test_the_second_model_runner_is_asked_in_the_order_of_its_batch() -> None:
     assert tokens.places is None
 
 
+def test_a_runner_whose_methods_take_other_arguments_is_refused(reads_well, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name it had, a method may have another meaning."""
+    monkeypatch.setattr(GPUModelRunner, "gather_batch_req_state", lambda self, scheduler_output, dummy_run, where: None)
+    with pytest.raises(UnsupportedModelError) as caught:
+        watch(_Runner(), PrefixTokens(PREFIX, torch.device("cpu")))
+    assert "gather_batch_req_state takes (self, scheduler_output, dummy_run, where)" in reads_well(caught.value)
+
+
 def test_a_runner_of_another_kind_is_refused(reads_well) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         watch(SimpleNamespace(), PrefixTokens(PREFIX, torch.device("cpu")))

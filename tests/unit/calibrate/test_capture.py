@@ -12,18 +12,14 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from vllm_antkv.calibrate.capture import (
-    CaptureFiles,
-    CaptureShape,
-    SinkChannels,
-    capture_window,
-    captured_hidden,
-    checkpointed,
-    loss_of,
-)
-from vllm_antkv.calibrate.models import FAMILIES, capture_points, decoder_layers, load_config, load_model
+from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape, capture_window, checkpointed
+from vllm_antkv.calibrate.models import capture_points, load_config, load_model
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import CalibrationError
+from vllm_antkv.families import FAMILIES
+from vllm_antkv.offline.hidden import captured_hidden, loss_of
+from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.sinks import SinkChannels
 from vllm_antkv.ops.rope import RotaryTable, rotate
 
 CPU = torch.device("cpu")
@@ -69,7 +65,7 @@ def test_rows_and_norms_are_those_of_attention(family: str, make_model: Callable
     model, config, identity = load(make_model(family))
     window = a_window()
     files = CaptureFiles(tmp_path, shape_for(identity))
-    capture_window(model, window, capture_points(model, config), files, 0, True, None)
+    capture_window(model, window, 0, Capture(capture_points(model, config), files, True, None))
 
     positions = torch.arange(SEQ_LEN)
     cos, sin = model.model.rotary_emb(torch.zeros(1), positions[None])  # type: ignore[operator, union-attr]
@@ -97,7 +93,7 @@ def test_checkpointing_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None
         folder.mkdir()
         files = CaptureFiles(folder, shape_for(identity))
         with checkpointed(model, active):
-            capture_window(model, a_window(), capture_points(model, config), files, 0, True, None)
+            capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, True, None))
         captured.append([np.array(array) for layer in range(2) for array in (files.rows(layer), files.norms(layer))])
     for plain, recomputed in zip(*captured, strict=True):
         np.testing.assert_allclose(plain, recomputed, rtol=1e-5)
@@ -111,7 +107,7 @@ def test_without_gradients_rows_are_the_same_and_no_norms_are_written(tiny_llama
         folder = tmp_path / str(with_gradients)
         folder.mkdir()
         files = CaptureFiles(folder, shape_for(identity))
-        capture_window(model, a_window(), capture_points(model, config), files, 0, with_gradients, None)
+        capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, with_gradients, None))
         rows.append(np.array(files.rows(1)))
     np.testing.assert_array_equal(*rows)
     assert not list((tmp_path / "False").glob("norms*"))
@@ -121,7 +117,7 @@ def test_files_take_the_bytes_they_promise(tiny_llama: Path, tmp_path: Path) -> 
     model, config, identity = load(tiny_llama)
     shape = shape_for(identity, num_sink_channels=1)
     files = CaptureFiles(tmp_path, shape)
-    capture_window(model, a_window(), capture_points(model, config), files, 0, True, SinkChannels(0, (3,)))
+    capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, True, SinkChannels(0, (3,))))
     files.flush()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == shape.num_bytes
 
@@ -129,7 +125,7 @@ def test_files_take_the_bytes_they_promise(tiny_llama: Path, tmp_path: Path) -> 
 def test_sink_values_are_the_hidden_state_after_the_layer(tiny_llama: Path, tmp_path: Path) -> None:
     model, config, identity = load(tiny_llama)
     files = CaptureFiles(tmp_path, shape_for(identity, num_sink_channels=2))
-    capture_window(model, a_window(), capture_points(model, config), files, 0, False, SinkChannels(0, (5, 2)))
+    capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, False, SinkChannels(0, (5, 2))))
     hidden = model(a_window()[None], output_hidden_states=True).hidden_states[1][0]
     expected = hidden[:, [5, 2]].abs().detach().numpy()
     np.testing.assert_allclose(files.sink_values()[0], expected, rtol=1e-5)
@@ -138,7 +134,7 @@ def test_sink_values_are_the_hidden_state_after_the_layer(tiny_llama: Path, tmp_
 def test_hooks_are_gone_afterwards(tiny_llama: Path, tmp_path: Path) -> None:
     model, config, identity = load(tiny_llama)
     files = CaptureFiles(tmp_path, shape_for(identity))
-    capture_window(model, a_window(), capture_points(model, config), files, 0, True, None)
+    capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, True, None))
     with captured_hidden(decoder_layers(model), lambda hidden: None):
         pass
     assert not any(module._forward_hooks for module in model.modules())
@@ -151,5 +147,5 @@ def test_values_beyond_float16_are_refused(
     decoder_layers(model)[1].self_attn.v_proj.weight.mul_(1e6)  # type: ignore[operator, union-attr]
     files = CaptureFiles(tmp_path, shape_for(identity))
     with pytest.raises(CalibrationError) as refused:
-        capture_window(model, a_window(), capture_points(model, config), files, 0, False, None)
+        capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, False, None))
     assert "Layer 1" in reads_well(refused.value)

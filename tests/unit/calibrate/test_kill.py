@@ -18,6 +18,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.codebook import Codebook
 
 model, text, folder, kills = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
@@ -28,7 +29,7 @@ def start(out):
     child = os.fork()
     if not child:
         torch.set_num_threads(1)
-        calibrate(model, presets, [text], folder / out, samples=8, seq_len=64, device="cpu")
+        calibrate(CalibrationSettings(model, presets, [text], folder / out, samples=8, seq_len=64, device="cpu"))
         os._exit(0)
     return child
 

@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from vllm_antkv.calibrate import mix, run
+from vllm_antkv.calibrate import finish, mix
 from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.codebook import Codebook, codebook_path
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
-from vllm_antkv.evaluate.methods.base import Method
-from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
-from vllm_antkv.evaluate.perplexity import score
+from vllm_antkv.offline import divergences as divergences_module
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.score import score
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS, get_preset
 
@@ -83,16 +85,17 @@ def long_llama(make_model) -> Path:
 def _hard() -> Iterator[None]:
     """Nothing recent is exact: these models read little else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mix, "_SERVED", AntKVConfig(recency="none", prefix=0))
+        patch.setattr(divergences_module, "_SERVED", AntKVConfig(recency="none", prefix=0))
         yield
 
 
 @pytest.fixture(scope="module")
 def learned(long_llama: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("learned")
-    calibrate(str(long_llama), [PRESET, "antkv-4bit"], [str(text_file)], out / "mixed", bits="mixed", **SMALL)
+    both = [PRESET, "antkv-4bit"]
+    calibrate(CalibrationSettings(str(long_llama), both, [str(text_file)], out / "mixed", bits="mixed", **SMALL))
     parts = ["antkv-4bit", "antkv-2bit", "antkv-1bit"]
-    calibrate(str(long_llama), parts, [str(text_file)], out / "uniform", **SMALL)
+    calibrate(CalibrationSettings(str(long_llama), parts, [str(text_file)], out / "uniform", **SMALL))
     return out
 
 
@@ -176,26 +179,29 @@ def test_a_mix_that_does_not_help_is_not_kept(books, model, windows) -> None:
 def test_a_run_stopped_after_measuring_does_not_measure_again(
     long_llama: Path, text_file: Path, learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = (str(long_llama), [PRESET, "antkv-4bit"], [str(text_file)], tmp_path)
+    both = [PRESET, "antkv-4bit"]
+    settings = CalibrationSettings(str(long_llama), both, [str(text_file)], tmp_path, bits="mixed", **SMALL)
 
     def stop(*args: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "mix", stop)
+        patch.setattr(finish, "mix", stop)
         with pytest.raises(KeyboardInterrupt):
-            calibrate(*command, bits="mixed", **SMALL)
+            calibrate(settings)
     measured: list[object] = []
-    original = mix._divergence
-    monkeypatch.setattr(mix, "_divergence", lambda *args: measured.append(args) or original(*args))
-    (path, _) = calibrate(*command, bits="mixed", **SMALL)
+    original = mix.divergence
+    monkeypatch.setattr(mix, "divergence", lambda *args: measured.append(args) or original(*args))
+    (path, _) = calibrate(settings)
     assert len(measured) == 2, "the whole model before and after"
     assert path.read_bytes() == codebook_path(learned / "mixed", PRESET).read_bytes()
 
 
 def test_a_preset_that_cannot_be_mixed_is_named(long_llama: Path, text_file: Path, tmp_path: Path, caplog) -> None:
     """Tables of 4,096 centroids need more tokens than there are, and 1 bit then has no cheaper preset."""
-    (path,) = calibrate(str(long_llama), ["antkv-1bit"], [str(text_file)], tmp_path, bits="mixed", **SMALL)
+    (path,) = calibrate(
+        CalibrationSettings(str(long_llama), ["antkv-1bit"], [str(text_file)], tmp_path, bits="mixed", **SMALL)
+    )
     assert Codebook.load(path).header.layers is None
     assert "antkv-1bit is not mixed" in caplog.text
 
@@ -203,7 +209,7 @@ def test_a_preset_that_cannot_be_mixed_is_named(long_llama: Path, text_file: Pat
 def test_what_cannot_be_mixed_is_refused_before_any_work(make_model, long_llama, text_file, tmp_path: Path) -> None:
     def refuse(model: Path, **settings) -> None:
         settings = {"bits": "mixed", "device": "cpu", **settings}
-        calibrate(str(model), [PRESET], [str(text_file)], tmp_path / "out", **settings)
+        calibrate(CalibrationSettings(str(model), [PRESET], [str(text_file)], tmp_path / "out", **settings))
 
     with pytest.raises(UnsupportedModelError, match="gemma2"):
         refuse(make_model("gemma2"), samples=8, seq_len=64)

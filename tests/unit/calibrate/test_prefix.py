@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm_antkv.calibrate import prefix
 from vllm_antkv.calibrate.prefix import PrefixTraining, train_prefix
 from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import prefix_ids, with_prefix
 from vllm_antkv.calibrate.training import Progress, Schedule
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity
@@ -87,13 +88,17 @@ def test_calibrate_writes_the_prefix_into_the_codebook(
 ) -> None:
     # The text is soon known by heart: hardly anything is lost through codes that are read late.
     monkeypatch.setattr(prefix, "TRAINING", AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0))
-    monkeypatch.setattr("vllm_antkv.calibrate.run.PREFIX_STEPS", 6)
+    monkeypatch.setattr("vllm_antkv.calibrate.finish.PREFIX_STEPS", 6)
     system_prompt = tmp_path / "system.txt"
     system_prompt.write_text("never asks why")
     command = (str(long_llama), ["antkv-1bit"], [str(text_file)])
-    plain = Codebook.load(calibrate(*command, tmp_path / "plain", **SMALL)[0])
+    plain = Codebook.load(calibrate(CalibrationSettings(*command, tmp_path / "plain", **SMALL))[0])
     trained = Codebook.load(
-        calibrate(*command, tmp_path / "trained", train_prefix=True, prefix_text=str(system_prompt), **SMALL)[0]
+        calibrate(
+            CalibrationSettings(
+                *command, tmp_path / "trained", train_prefix=True, prefix_text=str(system_prompt), **SMALL
+            )
+        )[0]
     )
     assert plain.prefix is None
     assert all(map(torch.equal, plain.k, trained.k))
@@ -121,7 +126,7 @@ def test_what_cannot_be_trained_is_refused_before_any_work(
 ) -> None:
     def refuse(model: Path, **settings) -> None:
         settings = {"train_prefix": True, "device": "cpu", **settings}
-        calibrate(str(model), ["antkv-1bit"], [str(text_file)], tmp_path / "out", **settings)
+        calibrate(CalibrationSettings(str(model), ["antkv-1bit"], [str(text_file)], tmp_path / "out", **settings))
 
     with pytest.raises(UnsupportedModelError, match="gemma2"):
         refuse(make_model("gemma2"), samples=8, seq_len=64)

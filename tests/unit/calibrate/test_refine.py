@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm_antkv.calibrate import refine, training
 from vllm_antkv.calibrate.refine import Refined
 from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.training import Progress, Schedule
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
@@ -125,7 +126,11 @@ def test_calibrate_writes_refined_codebooks_and_says_what_it_gained(
     small = {"samples": 4, "seq_len": 256, "device": "cpu"}
     plain, refined = (
         Codebook.load(
-            calibrate(str(long_llama), ["antkv-1bit"], [str(text_file)], tmp_path / str(n), refine=n, **small)[0]
+            calibrate(
+                CalibrationSettings(
+                    str(long_llama), ["antkv-1bit"], [str(text_file)], tmp_path / str(n), refine=n, **small
+                )
+            )[0]
         )
         for n in (0, STEPS)
     )
@@ -140,7 +145,11 @@ def test_what_cannot_be_refined_is_refused_before_any_work(
     make_model, long_llama: Path, text_file: Path, tmp_path
 ) -> None:
     def refuse(model: Path, **settings) -> None:
-        calibrate(str(model), ["antkv-1bit"], [str(text_file)], tmp_path / "out", device="cpu", **settings)
+        calibrate(
+            CalibrationSettings(
+                str(model), ["antkv-1bit"], [str(text_file)], tmp_path / "out", device="cpu", **settings
+            )
+        )
 
     with pytest.raises(UnsupportedModelError, match="gemma2"):
         refuse(make_model("gemma2"), refine=1, samples=8, seq_len=64)

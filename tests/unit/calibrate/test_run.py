@@ -15,20 +15,27 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_antkv.calibrate import resources, run
-from vllm_antkv.calibrate.capture import CaptureFiles
+from vllm_antkv.calibrate import learn, resources, run
+from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape
+from vllm_antkv.calibrate.layers import Clustering
+from vllm_antkv.calibrate.models import capture_points, load_config, load_model
 from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.calibrate.settings import CalibrationSettings
+from vllm_antkv.calibrate.texts import read_text, token_windows
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 from vllm_antkv.errors import CalibrationError, SettingsError, UnsupportedModelError
+from vllm_antkv.offline.pretrained import read_tokenizer
 from vllm_antkv.ops.reference import decode, encode
-from vllm_antkv.presets import PRESETS, Preset, get_preset
+from vllm_antkv.presets import PRESETS, get_preset
 
 #: Enough tokens for 256 centroids, and no more time than needed.
 SMALL: dict[str, Any] = {"samples": 8, "seq_len": 64, "device": "cpu"}
 
 
 def calibrate_small(model: Path, text: Path, out: Path, *presets: str, **changes: Any) -> list[Codebook]:
-    paths = calibrate(str(model), presets or ["antkv-1bit"], [str(text)], out, **{**SMALL, **changes})
+    paths = calibrate(
+        CalibrationSettings(str(model), presets or ["antkv-1bit"], [str(text)], out, **{**SMALL, **changes})
+    )
     return [Codebook.load(path) for path in paths]
 
 
@@ -41,7 +48,7 @@ def learned(tiny_llama: Path, text_file: Path, tmp_path_factory: pytest.TempPath
 
 
 def test_writes_codebooks_that_fit_the_model(learned: Path, tiny_llama: Path) -> None:
-    identity = ModelIdentity.from_hf_config(run.load_config(str(tiny_llama)))
+    identity = ModelIdentity.from_hf_config(load_config(str(tiny_llama)))
     for name in ("antkv-4bit", "antkv-1bit"):
         book = Codebook.load(codebook_path(learned, name), preset=name, model=identity)
         assert book.header.sinks is None
@@ -63,12 +70,12 @@ def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama:
     """Layers, K and V, heads, sub-vectors, channels: any other place's centroids would fit far worse."""
     book = Codebook.load(codebook_path(learned, "antkv-4bit"))
     folder = str(tiny_llama)
-    config = run.load_config(folder)
-    model = run.load_model(folder, config, torch.device("cpu"))
-    text = [run.read_text(str(text_file))]
-    window = run.token_windows(text, run.read_tokenizer(folder, CalibrationError), 8, 64, 0)[0]
+    config = load_config(folder)
+    model = load_model(folder, config, torch.device("cpu"))
+    text = [read_text(str(text_file))]
+    window = token_windows(text, read_tokenizer(folder, CalibrationError), 8, 64, 0)[0]
     rows: dict[tuple[int, int], torch.Tensor] = {}
-    points = run.capture_points(model, config)
+    points = capture_points(model, config)
     for point in points:
         point.module.register_forward_hook(
             lambda module, args, output, point=point: rows.update(
@@ -119,7 +126,8 @@ _KILLS = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from vllm_antkv.calibrate import run
+from vllm_antkv.calibrate import learn, run
+from vllm_antkv.calibrate.settings import CalibrationSettings
 
 model, text, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 
@@ -128,23 +136,25 @@ def child(out, log, kill_at_window=None, kill_at_layer=None):
         return os.wait()[1]
     torch.set_num_threads(1)
     worked = []
-    capture_window, learn_layer = run.capture_window, run.learn_layer
+    capture_window, learn_layer = run.capture_window, learn.learn_layer
     def note(what):
         worked.append(what)
         (folder / log).write_text(json.dumps(worked))
-    def capture(model, window, points, files, index, *rest):
+    def capture(model, window, index, into):
         note(f"window {index}")
-        capture_window(model, window, points, files, index, *rest)
+        capture_window(model, window, index, into)
         if index == kill_at_window:
             os.kill(os.getpid(), signal.SIGKILL)
-    def learn(files, layer, *rest):
+    def learned_layer(files, layer, *rest):
         note(f"layer {layer}")
         learned = learn_layer(files, layer, *rest)
         if layer == kill_at_layer:
             os.kill(os.getpid(), signal.SIGKILL)
         return learned
-    run.capture_window, run.learn_layer = capture, learn
-    run.calibrate(model, ["antkv-1bit"], [text], folder / out, samples=12, seq_len=64, device="cpu")
+    run.capture_window, learn.learn_layer = capture, learned_layer
+    run.calibrate(
+        CalibrationSettings(model, ["antkv-1bit"], [text], folder / out, samples=12, seq_len=64, device="cpu")
+    )
     os._exit(0)
 
 codes = [child("killed", "1", kill_at_window=9), child("killed", "2", kill_at_layer=2), child("killed", "3"),
@@ -225,10 +235,11 @@ def test_a_long_window_is_clipped_with_a_note(
 def test_all_means_every_preset(
     make_model: Callable[..., Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def learn_nothing(files: CaptureFiles, layer: int, kept: np.ndarray, preset: Preset, *rest: Any) -> np.ndarray:
+    def learn_nothing(files: CaptureFiles, layer: int, kept: np.ndarray, how: Clustering, *rest: Any) -> np.ndarray:
+        preset = how.preset
         return np.zeros((2, 1, preset.num_sub_vectors(32), preset.num_centroids, preset.sub_vector_size), np.float16)
 
-    monkeypatch.setattr(run, "learn_layer", learn_nothing)
+    monkeypatch.setattr(learn, "learn_layer", learn_nothing)
     model = make_model("llama", num_hidden_layers=1, num_key_value_heads=1, head_dim=32)
     books = calibrate_small(model, text_file, tmp_path, "all", samples=100)
     assert [book.preset for book in books] == list(PRESETS.values())
@@ -259,7 +270,7 @@ def test_bad_input_is_refused_in_one_sentence(
     changes, kind, says = BAD[case]
     good = {"model": str(tiny_llama), "presets": ["antkv-1bit"], "texts": [str(text_file)], "out": tmp_path, **SMALL}
     with pytest.raises(kind) as refused:
-        calibrate(**{**good, **changes})
+        calibrate(CalibrationSettings(**{**good, **changes}))
     assert says in reads_well(refused.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -336,9 +347,9 @@ def test_two_runs_do_not_work_in_one_folder(
         with pytest.raises(CalibrationError) as refused:
             calibrate_small(tiny_llama, text_file, tmp_path)
         refusals.append(reads_well(refused.value))
-        return run.learn_layer(*args)
+        return learn.learn_layer(*args)
 
-    monkeypatch.setattr(run, "learn_layer", second_run)
+    monkeypatch.setattr(learn, "learn_layer", second_run)
     calibrate_small(tiny_llama, text_file, tmp_path)
     assert len(refusals) == 1
     assert "already running" in refusals[0]
@@ -356,7 +367,7 @@ def test_runs_for_other_presets_work_side_by_side_and_each_goes_on_after_a_kill(
     def capture_nothing(*args: Any) -> None:
         pytest.fail("everything was captured before the kill")
 
-    monkeypatch.setattr(run, "learn_layer", other_run_then_kill)
+    monkeypatch.setattr(learn, "learn_layer", other_run_then_kill)
     with pytest.raises(KeyboardInterrupt):
         calibrate_small(tiny_llama, text_file, tmp_path, "antkv-1bit")
     monkeypatch.setattr(run, "capture_window", capture_nothing)
@@ -372,7 +383,7 @@ def test_the_order_of_presets_is_no_other_command(
     def kill(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "learn_layer", kill)
+    monkeypatch.setattr(learn, "learn_layer", kill)
     for presets in (("antkv-1bit", "antkv-4bit"), ("antkv-4bit", "antkv-1bit", "antkv-4bit")):
         with pytest.raises(KeyboardInterrupt):
             calibrate_small(tiny_llama, text_file, tmp_path, *presets)
@@ -395,7 +406,7 @@ def test_the_memory_estimate_is_what_a_llama_8b_needs() -> None:
     gib = resources.memory_needed(config, 2048, torch.device("cuda")) / 2**30
     assert 15 < gib < 30
     assert resources.needs_checkpointing(config, 2048, torch.bfloat16)
-    shape = run.CaptureShape(32, 128, 2048, 8, 128, 4)
+    shape = CaptureShape(32, 128, 2048, 8, 128, 4)
     assert 30 < shape.num_bytes / 2**30 < 35
 
 

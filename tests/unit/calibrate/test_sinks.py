@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm_antkv.calibrate.capture import SinkChannels
 from vllm_antkv.calibrate.models import load_config, load_model
-from vllm_antkv.calibrate.sinks import find_channels, find_rule, peak_ratios, sink_mask
+from vllm_antkv.offline.sinks import SinkChannels, find_channels, find_rule, peak_ratios, sink_mask
 
 WINDOWS, LAYERS, HIDDEN, TOKENS = 10, 6, 32, 400
 

@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.capacity import GPU_SHARE, WORKSPACE_BYTES, capacities, weight_bytes
-from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.presets import PRESETS
 
 

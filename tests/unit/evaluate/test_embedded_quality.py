@@ -7,18 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_antkv.calibrate.mix import layer_divergences, mix
+from vllm_antkv.calibrate.mix import mix
 from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, find_codebook
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.attention import quantised_past
-from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
-from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
-from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.perplexity import score
+from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.retrieval_prompts import pair_lines
-from vllm_antkv.evaluate.sample import take_sample
 from vllm_antkv.evaluate.windows import load_windows
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.laboratory.sample import take_sample
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.divergences import layer_divergences
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.score import score
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.rope import RotaryTable, unrotate
 from vllm_antkv.presets import get_preset
 
@@ -147,8 +151,8 @@ def test_antkv_is_ahead_of_cq_and_cq_of_kvquant_at_one_bit(name: str, text, tmp_
     file = tmp_path / "text.txt"
     file.write_text(text())
     learn = {"presets": [PRESET.name], "texts": [str(file)], "samples": 8, "seq_len": 512, "device": "cpu"}
-    calibrate(card.name, out=tmp_path, **learn)
-    calibrate(card.name, out=tmp_path / "cq", weights="none", channels="consecutive", **learn)
+    calibrate(CalibrationSettings(card.name, out=tmp_path, **learn))
+    calibrate(CalibrationSettings(card.name, out=tmp_path / "cq", weights="none", channels="consecutive", **learn))
     learned = load_windows(file, card.tokenizer, context=512)
     seen = learned[-2:] if name == "retrieval" else load_windows(ROOT / "LICENSE", card.tokenizer, context=512)[:2]
     sample = take_sample(model, learned[:8], "text")

@@ -8,7 +8,6 @@ import torch
 
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.attention import quantised_past
 from vllm_antkv.evaluate.figures import FIGURES
 from vllm_antkv.evaluate.figures.activations import LayerRows, hidden_states, visit_layers
 from vllm_antkv.evaluate.figures.anchor_choice import CHOICES, ORACLE, best_of_blocks, equation_5
@@ -18,8 +17,9 @@ from vllm_antkv.evaluate.figures.eviction_error import full_attention
 from vllm_antkv.evaluate.figures.row_error import attention, causal, row_errors
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of
 from vllm_antkv.evaluate.figures.token_error import covered, spearman
-from vllm_antkv.evaluate.methods import MethodRequest
-from vllm_antkv.evaluate.models import ModelCard
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.models import ModelCard
 
 TOKENS = 40
 

@@ -7,10 +7,11 @@ import torch
 
 from tests.unit.evaluate.conftest import random_codebook
 from vllm_antkv.codebook import codebook_path
-from vllm_antkv.codebook_prefix import TrainedPrefix
+from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, SettingsError
-from vllm_antkv.evaluate.methods import ADDITIONS, METHODS, MethodRequest, build_method
+from vllm_antkv.evaluate.methods import ADDITIONS, METHODS, build_method
+from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.presets import PRESETS
 
 

@@ -10,14 +10,18 @@ from tests.unit.evaluate.conftest import VOCAB
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.evaluate import perplexity
-from vllm_antkv.evaluate.attention import quantised_past
 from vllm_antkv.evaluate.compare import gap_closed
 from vllm_antkv.evaluate.effective_bits import effective_bits
-from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
-from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.perplexity import evaluate_perplexity, mean_nll, score
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.report import PerplexityReport
+from vllm_antkv.evaluate.windows import TextWindows
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline import score as score_module
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.score import mean_nll, score
 from vllm_antkv.presets import PRESETS
 
 
@@ -50,14 +54,14 @@ def test_the_figure_does_not_depend_on_batches(card, loaded, windows, codebook_f
         "antkv-1bit", MethodRequest("tiny", card.identity, codebook_folder, AntKVConfig(anchor_share=0.05))
     )
     together = mean_nll(loaded, method, windows)
-    monkeypatch.setattr(perplexity, "_TOKENS_PER_PASS", 1)
+    monkeypatch.setattr(score_module, "_TOKENS_PER_PASS", 1)
     done = []
     assert score(loaded, method, windows, done.append).nll == pytest.approx(together, rel=1e-5)
     assert done == [1] * 5
 
 
 def test_the_report_says_what_was_measured(card, loaded, windows) -> None:
-    report = evaluate_perplexity(card, loaded, FP16, windows, Path("text.txt"))
+    report = evaluate_perplexity(card, loaded, FP16, TextWindows(Path("text.txt"), windows))
     assert (report.windows, report.context, report.tokens) == (5, 300, 5 * 299)
     assert report.perplexity == pytest.approx(math.exp(report.nll))
     assert (report.nominal_bits, report.effective_bits) == (16, 16)
@@ -80,8 +84,9 @@ def test_predictions_are_compared_with_the_models_own(card, loaded, windows, cod
 
 @pytest.mark.parametrize("context", [1, 513])
 def test_windows_that_do_not_fit_the_model(card, loaded, reads_well, context) -> None:
+    windows = TextWindows(Path("text.txt"), torch.ones(1, context, dtype=torch.int64))
     with pytest.raises(SettingsError) as caught:
-        evaluate_perplexity(card, loaded, FP16, torch.ones(1, context, dtype=torch.int64), Path("text.txt"))
+        evaluate_perplexity(card, loaded, FP16, windows)
     assert str(context) in reads_well(caught.value)
 
 

@@ -20,14 +20,15 @@ from tests.planted import (
     text_windows,
     write_codebook,
 )
-from vllm_antkv.calibrate.capture import captured_hidden
-from vllm_antkv.calibrate.models import decoder_layers
 from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.attention import quantised_past
-from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
-from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.sample import take_sample
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.laboratory.sample import take_sample
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.hidden import captured_hidden
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard, decoder_layers
 
 
 @pytest.fixture(scope="module")

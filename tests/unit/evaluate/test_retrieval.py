@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from vllm_antkv import cli
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.attention import quantised_past
-from vllm_antkv.evaluate.methods import Method
-from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
-from vllm_antkv.evaluate.models import ModelCard
 from vllm_antkv.evaluate.retrieval import answers_right, report_retrieval
 from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 
 from .conftest import VOCAB, random_codebook
 

@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vllm_antkv.calibrate.capture import captured_hidden
-from vllm_antkv.calibrate.models import decoder_layers
+from vllm_antkv.offline.hidden import captured_hidden
+from vllm_antkv.offline.models import decoder_layers
 
 
 @dataclass(frozen=True)

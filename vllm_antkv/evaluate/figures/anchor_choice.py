@@ -19,13 +19,12 @@ from vllm_antkv.evaluate.figures.activations import LayerRows
 from vllm_antkv.evaluate.figures.row_error import RowScores, causal, row_errors
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import canvas, label, legend_beside, lines
-from vllm_antkv.evaluate.methods import Method
-from vllm_antkv.evaluate.methods.base import Quantiser
-from vllm_antkv.evaluate.perplexity import Scores, score
 from vllm_antkv.evaluate.report import perplexity_of
-from vllm_antkv.ops.reference import anchor_score, anchor_votes, causal_lse, top_rows
+from vllm_antkv.offline.method import Method, Quantiser
+from vllm_antkv.offline.score import Scores, score
+from vllm_antkv.ops.reference import anchor_score, anchor_votes, causal_lse
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.select.anchors import VOTE_POWER, block_anchors, vote_weights
+from vllm_antkv.select.anchors import VOTE_POWER, block_anchors, top_rows, vote_weights
 from vllm_antkv.select.recency import last_query_table
 
 SHARES = (0.01, 0.02, 0.05, 0.10)
@@ -109,9 +108,7 @@ def _by_anchor_score(scope: str) -> Choice:
         def kept(config: AntKVConfig, score: torch.Tensor, exact: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
             def of_block(block: slice) -> torch.Tensor:
                 already = torch.arange(block.start, block.stop, device=exact.device) < config.prefix
-                return block_anchors(
-                    score[:, block], exact[block], coded[block], config.anchor_rows, already, True, scope
-                )
+                return block_anchors(score[:, block], exact[block], coded[block], config.anchor_rows, already, scope)
 
             return _in_blocks(of_block, score)
 

@@ -9,10 +9,10 @@ from vllm_antkv.evaluate.figures.activations import LayerRows
 from vllm_antkv.evaluate.figures.row_error import attention, causal
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import canvas, label, lines
-from vllm_antkv.evaluate.methods.h2o import HeavyHitters
-from vllm_antkv.evaluate.methods.logquant import LogQuant
-from vllm_antkv.evaluate.methods.retention import sliding
-from vllm_antkv.evaluate.methods.streamingllm import SinksAndWindow
+from vllm_antkv.laboratory.h2o import HeavyHitters
+from vllm_antkv.laboratory.logquant import LogQuant
+from vllm_antkv.laboratory.streamingllm import SinksAndWindow
+from vllm_antkv.offline.retention import sliding
 
 #: W of LogQuant, which keeps up to 3W tokens; 42 is the paper's.
 WINDOWS = (14, 28, 42, 84)

@@ -11,14 +11,14 @@ from vllm_antkv.evaluate.figures.coverage import kept_by_table
 from vllm_antkv.evaluate.figures.row_error import attention
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label, legend_beside
-from vllm_antkv.evaluate.methods import Method
-from vllm_antkv.evaluate.methods.base import Eviction, Quantiser
-from vllm_antkv.evaluate.methods.h2o import HeavyHitters
-from vllm_antkv.evaluate.methods.kivi import Kivi
-from vllm_antkv.evaluate.methods.logquant import LogQuant
-from vllm_antkv.evaluate.methods.retention import Retention, Table, sliding
-from vllm_antkv.evaluate.methods.streamingllm import SinksAndWindow
-from vllm_antkv.evaluate.retained import attend_retained
+from vllm_antkv.laboratory.h2o import HeavyHitters
+from vllm_antkv.laboratory.kivi import Kivi
+from vllm_antkv.laboratory.logquant import LogQuant
+from vllm_antkv.laboratory.streamingllm import SinksAndWindow
+from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.offline.method import Eviction, Method, Quantiser
+from vllm_antkv.offline.retained import attend_retained
+from vllm_antkv.offline.retention import Retention, Table, sliding
 
 #: W of LogQuant and the tokens that all policies keep exactly, at most.
 WINDOW, TOKENS = 42, 126
@@ -66,18 +66,10 @@ def numbers(scene: Scene) -> dict[str, Any]:
     for rows in track(layers, "eviction-error"):
         exact = full_attention(rows)
         norm += float(exact.abs().mean())
+        window = LayerWindow(rows.layer, rows.query[None], rows.key[None], rows.value[None], rows.scale, scene.rotary)
         for name, of_name in methods.items():
             for treatment, method in of_name.items():
-                output = attend_retained(
-                    rows.query[None],
-                    rows.key[None],
-                    rows.value[None],
-                    rows.scale,
-                    rows.layer,
-                    method,
-                    scene.rotary,
-                    None,
-                )[0]
+                output = attend_retained(window, method, None)[0]
                 error[name][treatment] += float((output - exact).abs().mean())
     return {
         "tokens": TOKENS,

@@ -5,10 +5,10 @@ from typing import Any
 
 from matplotlib.figure import Figure as Canvas
 
-from vllm_antkv.evaluate.attention import quantised_past
 from vllm_antkv.evaluate.figures.activations import hidden_states
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of, track
 from vllm_antkv.evaluate.figures.style import canvas, label, legend_beside, lines
+from vllm_antkv.offline.attention import quantised_past
 
 SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
 

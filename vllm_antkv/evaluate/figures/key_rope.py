@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure as Canvas
 
-from vllm_antkv.calibrate.kmeans import Problem, learn_centroids, pick_backend
 from vllm_antkv.evaluate.figures.activations import LayerRows
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of, track
 from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label
+from vllm_antkv.offline.kmeans import Problem, learn_centroids, pick_backend
 from vllm_antkv.ops.reference import decode, encode
 from vllm_antkv.ops.rope import unrotate
 from vllm_antkv.presets import get_preset

@@ -4,11 +4,11 @@ from typing import Any
 
 from matplotlib.figure import Figure as Canvas
 
-from vllm_antkv.calibrate.mix import layer_divergences
 from vllm_antkv.codebook import Codebook, find_codebook
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import canvas, label, lines
+from vllm_antkv.offline.divergences import layer_divergences
 
 
 def numbers(scene: Scene) -> dict[str, Any]:

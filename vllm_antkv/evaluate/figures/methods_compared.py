@@ -8,7 +8,8 @@ from vllm_antkv.errors import CodebookError, SettingsError
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import COLOURS, MARKERS, canvas, label, legend_beside
-from vllm_antkv.evaluate.methods import METHODS, Method
+from vllm_antkv.evaluate.methods import METHODS
+from vllm_antkv.offline.method import Method
 
 
 def numbers(scene: Scene) -> dict[str, Any]:

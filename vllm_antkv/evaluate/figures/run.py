@@ -3,51 +3,56 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_antkv import __version__
-from vllm_antkv.calibrate.workspace import fingerprint
 from vllm_antkv.codebook import Codebook, find_codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, SettingsError
 from vllm_antkv.evaluate.figures import Figure
 from vllm_antkv.evaluate.figures.scene import DEFAULT_PRESET, Scene
 from vllm_antkv.evaluate.figures.style import save
-from vllm_antkv.evaluate.methods import MethodRequest
-from vllm_antkv.evaluate.models import ModelCard
 from vllm_antkv.evaluate.report import versions, write_json
-from vllm_antkv.evaluate.sample import MAX_TOKENS, take_sample
 from vllm_antkv.evaluate.windows import load_windows
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.laboratory.sample import MAX_TOKENS, take_sample
+from vllm_antkv.offline.models import ModelCard, fingerprint
 from vllm_antkv.presets import PRESETS
 
 
-def inspect_model(
-    model: str,
-    figures: Sequence[Figure],
-    text: Path,
-    out: Path,
-    config: AntKVConfig,
-    calibration: Path | None,
-    context: int,
-    max_windows: int,
-) -> Iterator[tuple[str, bool]]:
+@dataclass(frozen=True)
+class Inspection:
+    """What is looked at.
+
+    model: folder or Hugging Face name.
+    text: evaluation text, see `load_windows`.
+    config: the settings of the cache; `codebooks` says where centroids are.
+    calibration: text that calibrated methods learn from; without it the windows of `text` that follow those shown.
+    context: tokens per window.
+    max_windows: windows shown.
+    """
+
+    model: str
+    text: Path
+    config: AntKVConfig
+    calibration: Path | None
+    context: int
+    max_windows: int
+
+
+def inspect_model(of: Inspection, figures: Sequence[Figure], out: Path) -> Iterator[tuple[str, bool]]:
     """Write NAME.json, NAME.png and NAME.svg for every figure into `out`.
 
     A figure whose JSON is there with the same settings is not measured again, only drawn.
 
     Args:
-        model: folder or Hugging Face name.
+        of: the model, the text and the settings.
         figures: what to draw.
-        text: evaluation text, see `load_windows`.
         out: folder, made if it does not exist.
-        config: the settings of the cache; `codebooks` says where centroids are.
-        calibration: text that calibrated methods learn from; without it the windows of `text` that follow those shown.
-        context: tokens per window.
-        max_windows: windows shown.
 
     Yields:
         the name of each figure as it is finished, and whether it was measured before.
@@ -57,21 +62,23 @@ def inspect_model(
         CodebookError: there is no codebook for this model.
     """
     _make_folder(out)
-    card = ModelCard.read(model)
-    card.check_context(context)
-    windows, learned = _texts(card, text, calibration, context, max_windows)
+    card, config = ModelCard.read(of.model), of.config
+    card.check_context(of.context)
+    windows, learned = _texts(card, of)
     card.check_windows(windows)
     card.check_windows(learned)
     codebooks = _codebooks(card, config.codebooks)
-    request = MethodRequest(model, card.identity, None if config.codebooks is None else Path(config.codebooks), config)
+    request = MethodRequest(
+        of.model, card.identity, None if config.codebooks is None else Path(config.codebooks), config
+    )
     loaded = card.load()
     scene = Scene(card, loaded, list(codebooks), windows, request)
     settings = {
-        "model": model,
+        "model": of.model,
         "weights": fingerprint(loaded),
-        "text": [text.name, _digest(windows)],
-        "calibration": [(calibration or text).name, _digest(learned)],
-        "context": context,
+        "text": [of.text.name, _digest(windows)],
+        "calibration": [(of.calibration or of.text).name, _digest(learned)],
+        "context": of.context,
         "windows": len(windows),
         "codebooks": codebooks,
         "config": config.model_dump(exclude={"codebooks", "prefill_reads_cache", "kernels"}),
@@ -81,7 +88,7 @@ def inspect_model(
         numbers = _measured(out / f"{figure.name}.json", settings)
         known = numbers is not None
         if numbers is None:
-            scene = _with_sample(scene, learned, calibration or text)
+            scene = _with_sample(scene, learned, of.calibration or of.text)
             numbers = json.loads(json.dumps(figure.numbers(scene)))
             content = {"figure": figure.name, "settings": settings, "numbers": numbers}
             write_json(out / f"{figure.name}.json", {**content, "versions": versions("torch", "transformers")})
@@ -89,15 +96,14 @@ def inspect_model(
         yield figure.name, known
 
 
-def _texts(
-    card: ModelCard, text: Path, calibration: Path | None, context: int, max_windows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _texts(card: ModelCard, of: Inspection) -> tuple[torch.Tensor, torch.Tensor]:
     """Windows that are shown and windows that are learned from, both (num_windows, context) int64."""
+    text, context, max_windows = of.text, of.context, of.max_windows
     wanted = max(1, MAX_TOKENS // context)
-    if calibration is not None:
+    if of.calibration is not None:
         return (
             load_windows(text, card.tokenizer, context, max_windows),
-            load_windows(calibration, card.tokenizer, context, wanted),
+            load_windows(of.calibration, card.tokenizer, context, wanted),
         )
     windows = load_windows(text, card.tokenizer, context, max_windows + wanted)
     if len(windows) <= max_windows:

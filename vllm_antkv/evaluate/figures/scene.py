@@ -11,13 +11,15 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.attention import quantised_past
 from vllm_antkv.evaluate.figures.activations import LayerRows, visit_layers
-from vllm_antkv.evaluate.methods import Method, MethodRequest, build_method
-from vllm_antkv.evaluate.models import ModelCard
-from vllm_antkv.evaluate.perplexity import mean_nll
+from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.report import perplexity_of
-from vllm_antkv.evaluate.rotary import rotary_table
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.rotary import rotary_table
+from vllm_antkv.offline.score import mean_nll
 from vllm_antkv.ops.rope import RotaryTable
 
 T = TypeVar("T")

@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable
 
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.evaluate.methods import (
-    antkv,
+from vllm_antkv.evaluate.methods import antkv, fp16
+from vllm_antkv.laboratory import (
     cq,
-    fp16,
     h2o,
     intactkv,
     kivi,
@@ -23,7 +22,8 @@ from vllm_antkv.evaluate.methods import (
     streamingllm,
     turboquant,
 )
-from vllm_antkv.evaluate.methods.base import Builder, Method, MethodRequest
+from vllm_antkv.laboratory.base import Builder, MethodRequest
+from vllm_antkv.offline.method import Method
 
 _MODULES = (fp16, rtn, kivi, kvquant, turboquant, skvq, logquant, cq, antkv, streamingllm, h2o)
 

@@ -1,8 +1,9 @@
 """`antkv-Xbit`: what is served with `--kv-cache-dtype antkv-Xbit` under the same settings."""
 
 from vllm_antkv.codebook import Codebook, find_codebook
-from vllm_antkv.evaluate.methods.base import Method, MethodRequest
-from vllm_antkv.evaluate.methods.vector_quantiser import VectorQuantiser
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.presets import PRESETS, nominal_bits
 
 NAMES = tuple(PRESETS)

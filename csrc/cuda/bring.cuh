@@ -1,0 +1,202 @@
+// The warp that brings spans to the others: it finds the splits, resolves their blocks, and turns the query.
+//
+// It is ahead by the ring, across splits, so that nobody waits for the chain from a request to its blocks to their codes.
+// The VQ page of a head is one run of bytes (codes, anchors, offsets of anchors), so one bulk copy brings it.
+#pragma once
+
+#include "items.cuh"
+#include "split.cuh"
+
+// The query turned back by some position, of which a lane has neighbouring channels and their rotary partners.
+constexpr int kTurned = kHeadSize / 2 / kWarp;
+struct Turned {
+    float first[kGroup][kTurned], second[kGroup][kTurned];
+};
+
+// What turns it on by so many positions.
+struct Turning {
+    float cosine[kTurned], sine[kTurned];
+
+    ANTKV_DEVICE Turning(const Layer& layer, int positions, Lane lane) {
+        const i64 at = (i64)positions * (kHeadSize / 2) + lane.index * kTurned;
+        const float unit = 1 / layer.rotary_magnitude;
+        for (int i = 0; i < kTurned; ++i) {
+            // Shorter tables are not turned on so far.
+            const bool known = layer.cos && positions < layer.rotary_rows;
+            cosine[i] = known ? layer.cos[at + i] * unit : 1;
+            sine[i] = known ? layer.sin[at + i] * unit : 0;
+        }
+    }
+
+    ANTKV_DEVICE void apply(Turned& query) const {
+#pragma unroll
+        for (int i = 0; i < kTurned; ++i) {
+#pragma unroll
+            for (int q = 0; q < kGroup; ++q) {
+                const float a = query.first[q][i], b = query.second[q][i];
+                query.first[q][i] = a * cosine[i] + b * sine[i];
+                query.second[q][i] = b * cosine[i] - a * sine[i];
+            }
+        }
+    }
+};
+
+// Scaled for base-2 exponentials and for cosines and sines of any magnitude.
+ANTKV_DEVICE Turned turn_back(const Inputs& in, int position, int hand, Lane lane) {
+    const float scale = in.layer.scale * kLog2E;
+    Turned query;
+#pragma unroll
+    for (int i = 0; i < kTurned; ++i) {
+        const int channel = lane.index * kTurned + i;
+        const int first = channel_at(in.layer, channel), second = channel_at(in.layer, channel + kHeadSize / 2);
+#pragma unroll
+        for (int q = 0; q < kGroup; ++q) {
+            const u16* from = in.query.at(hand, in.head * kGroup + q);
+            query.first[q][i] = to_float(from[first]) * scale;
+            query.second[q][i] = to_float(from[second]) * scale;
+        }
+    }
+    Turning(in.layer, position, lane).apply(query);
+    return query;
+}
+
+ANTKV_DEVICE void write_query(const Turned& query, uint2 (*to)[kQuads], Lane lane) {
+#pragma unroll
+    for (int q = 0; q < kGroup; ++q) {
+        u16* row = (u16*)to[q] + lane.index * kTurned;
+        if constexpr (kTurned == 2) {
+            *(u32*)row = pack_f16(query.first[q][0], query.first[q][1]);
+            *(u32*)(row + kHeadSize / 2) = pack_f16(query.second[q][0], query.second[q][1]);
+        } else {
+            *row = (u16)pack_f16(query.first[q][0], 0);
+            *(row + kHeadSize / 2) = (u16)pack_f16(query.second[q][0], 0);
+        }
+    }
+}
+
+// The query as it is, of which a lane has neighbouring channels.
+struct Plain {
+    u32 words[kGroup][kTurned];
+
+    ANTKV_DEVICE Plain(const Inputs& in, int hand, Lane lane) {
+        const float scale = in.layer.scale * kLog2E;
+#pragma unroll
+        for (int q = 0; q < kGroup; ++q) {
+            const u16* from = in.query.at(hand, in.head * kGroup + q) + lane.index * kTurned * 2;
+            for (int i = 0; i < kTurned; ++i)
+                words[q][i] = pack_f16(to_float(from[2 * i]) * scale, to_float(from[2 * i + 1]) * scale);
+        }
+    }
+    ANTKV_DEVICE void write(u16 (*to)[kHeadSize], Lane lane) const {
+#pragma unroll
+        for (int q = 0; q < kGroup; ++q)
+            for (int i = 0; i < kTurned; ++i) ((u32*)to[q])[lane.index * kTurned + i] = words[q][i];
+    }
+};
+
+// Whose turn in the ring it is.
+struct Turn {
+    int slot = 0;
+    u32 parity = 0;
+    ANTKV_DEVICE void advance() {
+        if (++slot == kRing) slot = 0, parity ^= 1;
+    }
+};
+
+// Brings `bytes` from global memory and counts as an arrival at the barrier, of one thread or of the whole warp.
+constexpr int kBringing = kBulk ? 1 : kWarp;
+ANTKV_DEVICE void bring_pages(const Inputs& in, Span& span, const u8* page, int num_pages, int hand, Barrier* full,
+                              Lane lane) {
+    const u8* raw = (const u8*)in.query.at(hand, in.head * kGroup);
+    const int bytes = in.layer.staged_bytes;
+    if constexpr (kBulk) {
+        if (lane.index == 0) arrive_expecting(full, num_pages * bytes + sizeof span.raw);
+        sync_warp();
+        if (lane.index < num_pages) copy_bulk(span.pages[lane.index], page, bytes, full);
+        if (lane.index == kSpanPages) copy_bulk(span.raw, raw, sizeof span.raw, full);
+    } else {
+        for (int i = 0; i < num_pages; ++i) {
+            const u8* from = (const u8*)from_lane((i64)page, i);
+            for (int at = lane.index * 16; at < bytes; at += kWarp * 16) copy16_async(span.pages[i] + at, from + at);
+        }
+        for (int at = lane.index * 16; at < (int)sizeof span.raw; at += kWarp * 16)
+            copy16_async((u8*)span.raw + at, raw + at);
+        arrive_when_copied(full);
+    }
+}
+
+// Which of a lane's neighbouring tokens the query sees in full precision: one bit each.
+constexpr int kLooked = kSpan / kWarp;
+static_assert(kLooked % 4 == 0, "the table of last queries is read 16 bytes at a time");
+ANTKV_DEVICE u32 find_exact(const i32* last_query, int token, int end, int position, Lane lane) {
+    const int first = token + lane.index * kLooked;
+    u32 exact = 0;
+#pragma unroll
+    for (int i = 0; i < kLooked; i += 4) {
+        int last[4] = {-1, -1, -1, -1};
+        if (first + i + 4 <= end) {
+            const uint4 words = *(const uint4*)(last_query + first + i);
+            last[0] = words.x, last[1] = words.y, last[2] = words.z, last[3] = words.w;
+        } else {
+            for (int j = 0; j < 4; ++j)
+                if (first + i + j < end) last[j] = last_query[first + i + j];
+        }
+        for (int j = 0; j < 4; ++j) exact |= (u32)(last[j] >= position) << (i + j);
+    }
+    return exact;
+}
+
+// A word for each of the warps that attend.
+ANTKV_DEVICE void write_exact(u32 exact, u32 (&to)[kWarps], Lane lane) {
+    constexpr int kLanes = kWarp / kLooked;
+    u32 word = exact << lane.index % kLanes * kLooked;
+    for (int mask = 1; mask < kLanes; mask *= 2) word |= from_lane_xor(word, mask);
+    if (lane.index % kLanes == 0) to[lane.index / kLanes] = word;
+}
+
+ANTKV_DEVICE void bring_split(const Inputs& in, Shared& shared, const Items& items, int item, Lane lane, Turn& turn) {
+    const int length = in.step.seq_lens[items.request], hand = in.step.query_start_loc[items.request];
+    const int begin = items.split * in.layer.split;
+    const int end = items.split + 1 == items.num_splits ? length : begin + in.layer.split;
+    if (in.head == 0 && items.split == 0 && lane.index == 0)
+        in.results.places[items.request] = {item, items.num_splits};
+    const Plain plain(in, hand, lane);
+    Turned query = turn_back(in, begin, hand, lane);
+    const Turning by_half(in.layer, 16, lane), by_rest(in.layer, kSpan - 16, lane);
+    for (int token = begin; token < end; token += kSpan, turn.advance()) {
+        Span& span = shared.ring[turn.slot];
+        const int num_pages = smaller((end - token + kBlockSize - 1) / kBlockSize, kSpanPages);
+        const u8* page = nullptr;
+        if (lane.index < num_pages)
+            page = vq_page(in.layer, in.step, items.request, in.head, token / kBlockSize + lane.index);
+        const u32 exact = find_exact(in.layer.last_query, token, end, length - 1, lane);
+        wait(&shared.empty[turn.slot], turn.parity ^ 1);
+        bring_pages(in, span, page, num_pages, hand, &shared.full[turn.slot], lane);
+        plain.write(span.plain, lane);
+        write_query(query, span.query[0], lane);
+        by_half.apply(query);
+        write_query(query, span.query[1], lane);
+        by_rest.apply(query);
+        write_exact(exact, span.exact, lane);
+        if (lane.index < kSpanPages) span.pages_at[lane.index] = page;
+        if (lane.index == 0)
+            span.work = {token, end, length - 1, token + kSpan >= end, hand, items.request, item, items.num_splits};
+        sync_warp();
+        if (lane.index == 0) arrive(&shared.full[turn.slot]);
+    }
+}
+
+// Brings the splits `item`, of which `items` stands at the first, `item + stride`, ...
+ANTKV_DEVICE void bring_all(const Inputs& in, Shared& shared, Items& items, int item, int stride, Lane lane) {
+    Turn turn;
+    do {
+        bring_split(in, shared, items, item, lane, turn);
+        item += stride;
+    } while (items.find(item, lane.index));
+    wait(&shared.empty[turn.slot], turn.parity ^ 1);
+    if (lane.index == 0) shared.ring[turn.slot].work.token = kNoMore;
+    sync_warp();
+    // Nothing is copied.
+    if (lane.index < kBringing) arrive(&shared.full[turn.slot]);
+    if (lane.index == 0) arrive(&shared.full[turn.slot]);
+}

@@ -1,0 +1,212 @@
+"""What `vllm_antkv.attention` derives from, and reads of a step."""
+
+from scripts.vllm_contract.reliance import How, Reliance
+
+_BACKEND = "vllm.v1.attention.backend"
+_ROPE = "vllm.model_executor.layers.rotary_embedding"
+
+
+def _override(method: str, parameters: str, why: str) -> Reliance:
+    return Reliance(f"{_BACKEND}:{method}", How.OVERRIDE, parameters, why)
+
+
+_BACKENDS = (
+    Reliance(f"{_BACKEND}:AttentionBackend", How.SUBCLASS, "", "backend: two of them, one per class of pages"),
+    _override("AttentionBackend.get_name", "-", "backend: ANTKV"),
+    _override("AttentionBackend.get_impl_cls", "-", "backend: what a layer runs"),
+    _override("AttentionBackend.get_builder_cls", "-", "backend: what plans a step"),
+    _override("AttentionBackend.get_supported_kernel_block_sizes", "kv_cache_spec=", "backend: VQ pages are not split"),
+    _override("AttentionBackend.get_preferred_block_size", "cls, default_block_size", "backend: the VQ block"),
+    _override("AttentionBackend.get_supported_head_sizes", "cls", "backend: the tested ones"),
+    _override("AttentionBackend.supported_kv_cache_layouts", "cls", "backend: block outermost"),
+    _override("AttentionBackend.supports_kv_connector", "cls", "backend: never"),
+    Reliance(
+        f"{_BACKEND}:AttentionBackend",
+        How.FIELDS,
+        "supported_dtypes supported_kv_cache_dtypes forward_includes_kv_cache_update",
+        "backend: what it declares",
+    ),
+    Reliance(f"{_BACKEND}:MultipleOf", How.NAME, "", "backend: in a return type"),
+    Reliance(
+        "vllm.v1.kv_cache_layout:KVCacheLayout", How.FIELDS, "BLHNC", "backend: pages lie side by side in a block"
+    ),
+    Reliance(f"{_BACKEND}:AttentionImpl", How.SUBCLASS, "", "impl: AntKVImpl"),
+    Reliance(
+        f"{_BACKEND}:AttentionImpl.forward",
+        How.OVERRIDE,
+        "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=, output_block_scale=",
+        "impl: what a layer calls in each step",
+    ),
+    Reliance(
+        f"{_BACKEND}:AttentionImpl.__init__",
+        How.OVERRIDE,
+        "self, num_heads, head_size, scale, num_kv_heads=, alibi_slopes=, sliding_window=, kv_cache_dtype=, "
+        "logits_soft_cap=, attn_type=, kv_sharing_target_layer_name=",
+        "impl: how a layer makes it",
+    ),
+    Reliance(f"{_BACKEND}:AttentionImpl", How.FIELDS, "head_size kv_cache_dtype num_heads scale", "impl: set by ours"),
+    Reliance(f"{_BACKEND}:AttentionLayer", How.NAME, "", "impl: in a signature"),
+    Reliance(f"{_BACKEND}:AttentionType", How.FIELDS, "DECODER", "impl: all other kinds are refused"),
+)
+
+_METADATA = (
+    Reliance(f"{_BACKEND}:AttentionMetadata", How.SUBCLASS, "", "metadata: one class per class of pages"),
+    Reliance(f"{_BACKEND}:AttentionMetadataBuilder", How.SUBCLASS, "", "metadata: likewise"),
+    _override(
+        "AttentionMetadataBuilder.__init__",
+        "self, kv_cache_spec, layer_names, vllm_config, device",
+        "metadata: made so",
+    ),
+    _override(
+        "AttentionMetadataBuilder.build",
+        "self, common_prefix_len, common_attn_metadata, fast_build=",
+        "metadata: once per step and group of layers",
+    ),
+    _override(
+        "AttentionMetadataBuilder.build_for_cudagraph_capture",
+        "self, common_attn_metadata",
+        "metadata: for a step that is captured, not counted",
+    ),
+    _override(
+        "AttentionMetadataBuilder.get_cudagraph_support",
+        "cls, vllm_config, kv_cache_spec",
+        "metadata: steps of one token per request on GPUs",
+    ),
+    Reliance(
+        f"{_BACKEND}:AttentionCGSupport", How.FIELDS, "NEVER UNIFORM_SINGLE_TOKEN_DECODE", "metadata: what is answered"
+    ),
+    Reliance(
+        f"{_BACKEND}:CommonAttentionMetadata",
+        How.FIELDS,
+        "block_table_tensor max_query_len max_seq_len num_actual_tokens num_reqs query_start_loc seq_lens",
+        "metadata: everything that is known of a step",
+    ),
+    Reliance("vllm.forward_context:get_forward_context", How.CALL, "-", "impl, sinks: of the step that runs"),
+    Reliance(
+        "vllm.forward_context:ForwardContext",
+        How.FIELDS,
+        "attn_metadata no_compile_layers",
+        "impl, sinks: metadata by layer name; what was put into static_forward_context",
+    ),
+    Reliance("vllm.v1.worker.workspace:current_workspace_manager", How.CALL, "-", "worker: vLLM's scratch memory"),
+    Reliance(
+        "vllm.v1.worker.workspace:WorkspaceManager.get_simultaneous",
+        How.CALL,
+        "shapes_and_dtypes",
+        "worker: several tensors at once, that do not grow once graphs are captured",
+    ),
+)
+
+_LAYERS = (
+    Reliance(
+        "vllm.model_executor.layers.attention:Attention",
+        How.FIELDS,
+        "head_size impl kv_cache layer_name num_heads num_kv_heads",
+        "attach: of every attention layer",
+    ),
+    Reliance(
+        "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec",
+        How.WRAP,
+        "self, vllm_config",
+        "attach: replaced on each layer, which alone knows its page's bytes",
+    ),
+    Reliance(
+        "vllm.model_executor.layers.attention:Attention.forward",
+        How.BEHAVIOUR,
+        "",
+        "impl: query, key and value come as the impl expects, and unquantised",
+    ),
+    Reliance(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+        How.SUBCLASS,
+        "",
+        "layer: the recency companion of a layer",
+    ),
+    Reliance(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.bind_kv_cache",
+        How.OVERRIDE,
+        "self, kv_cache",
+        "layer: where the pages come from",
+    ),
+    Reliance(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_attn_backend",
+        How.OVERRIDE,
+        "self",
+        "layer: RecencyBackend",
+    ),
+    Reliance(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_kv_cache_spec",
+        How.OVERRIDE,
+        "self, vllm_config",
+        "layer: RecencySpec",
+    ),
+    Reliance(
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
+        How.FIELDS,
+        "kv_cache",
+        "layer: the pages, set by ours",
+    ),
+    Reliance(
+        "vllm.model_executor.models.utils:extract_layer_index",
+        How.CALL,
+        "layer_name",
+        "attach: which of the codebook's layers it is",
+    ),
+    Reliance(
+        "vllm.distributed:get_tensor_model_parallel_rank", How.CALL, "-", "attach: which KV heads this process has"
+    ),
+    Reliance("vllm.distributed:get_tensor_model_parallel_world_size", How.CALL, "-", "attach: of how many"),
+    Reliance(
+        "vllm.utils.torch_utils:direct_register_custom_op",
+        How.CALL,
+        "op_name=, op_func=, mutates_args=, fake_impl=",
+        "sinks: an op that torch.compile neither drops nor moves",
+    ),
+)
+
+_ROTARY = (
+    Reliance(
+        f"{_ROPE}.base:RotaryEmbedding._compute_cos_sin_cache", How.CALL, "-", "rope: cosines and sines in float32"
+    ),
+    Reliance(f"{_ROPE}.base:RotaryEmbedding", How.FIELDS, "is_neox_style", "rope: which channels are a pair"),
+    Reliance(
+        f"{_ROPE}.base:RotaryEmbedding.forward_native",
+        How.BEHAVIOUR,
+        "",
+        "rope: the turn depends on the position alone, through the table",
+    ),
+    *(
+        Reliance(f"{_ROPE}.{module}:{name}._compute_cos_sin_cache", How.CALL, "-", "rope: its own table")
+        for module, name in (
+            ("dynamic_ntk_alpha_rope", "DynamicNTKAlphaRotaryEmbedding"),
+            ("dynamic_ntk_scaling_rope", "DynamicNTKScalingRotaryEmbedding"),
+            ("linear_scaling_rope", "LinearScalingRotaryEmbedding"),
+            ("llama3_rope", "Llama3RotaryEmbedding"),
+            ("ntk_scaling_rope", "NTKScalingRotaryEmbedding"),
+            ("yarn_scaling_rope", "YaRNScalingRotaryEmbedding"),
+        )
+    ),
+    Reliance(f"{_ROPE}:get_rope", How.NAME, "", "tests: makes the rotary modules that are refused"),
+    *(
+        Reliance(
+            f"vllm.model_executor.models.{module}:{name}",
+            How.BEHAVIOUR,
+            "",
+            "attach, sinks: `rotary_emb` stands beside the attention layer, K comes after RoPE; decoder layers return "
+            "(hidden, residual)",
+        )
+        for module, name in (
+            ("llama", "LlamaAttention"),
+            ("llama", "LlamaDecoderLayer"),
+            ("qwen2", "Qwen2Attention"),
+            ("qwen2", "Qwen2DecoderLayer"),
+            ("qwen3", "Qwen3Attention"),
+            ("qwen3", "Qwen3DecoderLayer"),
+            ("phi3", "Phi3ForCausalLM"),
+            ("mistral", "MistralAttention"),
+            ("mistral", "MistralDecoderLayer"),
+        )
+    ),
+)
+
+ENTRIES = (*_BACKENDS, *_METADATA, *_LAYERS, *_ROTARY)

@@ -1,0 +1,290 @@
+"""What `vllm_antkv.hooks` wraps, adds to and asks."""
+
+from scripts.vllm_contract.reliance import How, Reliance
+
+_CACHE = "vllm.config.cache"
+_KV = "vllm.v1.kv_cache_interface"
+_WORKER = "vllm.v1.worker.worker_base"
+_CORE = "vllm.v1.engine.core:EngineCore"
+_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_V2 = "vllm.v1.worker.gpu.model_runner"
+
+_DTYPE = (
+    Reliance("vllm.config:cache", How.NAME, "", "dtype: the module whose names are extended"),
+    Reliance(f"{_CACHE}:CacheDType", How.BEHAVIOUR, "", "dtype: a Literal of strings whose arguments can grow"),
+    Reliance(
+        f"{_CACHE}:CacheConfig._validate_cache_dtype",
+        How.BEHAVIOUR,
+        "",
+        "dtype: refuses what is not registered, and says what is",
+    ),
+    Reliance(
+        f"{_CACHE}:register_kv_cache_dtype",
+        How.CALL,
+        "name",
+        "dtype: the registry, a decorator of a handler class",
+        since="0.33",
+    ),
+    Reliance(
+        f"{_CACHE}:KV_CACHE_DTYPES",
+        How.BEHAVIOUR,
+        "",
+        "dtype: the values of --kv-cache-dtype, to which registering adds",
+        since="0.33",
+    ),
+    Reliance(
+        f"{_CACHE}:_KV_CACHE_DTYPE_HANDLERS",
+        How.NAME,
+        "",
+        "dtype: handlers by name, from which ours go where the plugin stays inactive",
+        since="0.33",
+    ),
+    Reliance("vllm.engine:arg_utils", How.NAME, "", "dtype: the module that makes the parser's arguments"),
+    Reliance(
+        "vllm.engine.arg_utils:_compute_kwargs",
+        How.BEHAVIOUR,
+        "",
+        "dtype: caches a parser's arguments; emptied so that it sees the presets",
+    ),
+    Reliance("vllm.utils:torch_utils", How.NAME, "", "dtype: the module of the table of torch dtypes"),
+    Reliance(
+        "vllm.utils.torch_utils:STR_DTYPE_TO_TORCH_DTYPE",
+        How.NAME,
+        "",
+        "dtype: a dict in which the presets become uint8, opaque bytes",
+    ),
+    Reliance(
+        f"{_KV}:KVQuantMode", How.FIELDS, "NONE", "dtype: what the presets are to vLLM's own kernels: not quantised"
+    ),
+    Reliance(
+        f"{_KV}:get_kv_quant_mode", How.CALL, "kv_cache_dtype", "dtype: answers NONE for names that it does not know"
+    ),
+)
+
+_BACKEND = (
+    Reliance("vllm.platforms:current_platform", How.NAME, "", "backend: the platform whose choice is wrapped"),
+    Reliance(
+        "vllm.platforms.interface:Platform.get_attn_backend_cls",
+        How.WRAP,
+        "cls, selected_backend, attn_selector_config, num_heads=",
+        "backend: answers a class path; ours for the presets",
+    ),
+    Reliance(
+        "vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
+        How.WRAP,
+        "cls, selected_backend, attn_selector_config, num_heads=",
+        "backend: as above, on CPUs; what it refuses is passed by for the presets",
+    ),
+    Reliance(
+        "vllm.platforms.cuda:CudaPlatformBase.get_attn_backend_cls",
+        How.WRAP,
+        "cls, selected_backend, attn_selector_config, num_heads=",
+        "backend: as above, on GPUs",
+    ),
+    Reliance(
+        "vllm.platforms.interface:Platform",
+        How.FIELDS,
+        "get_device_capability is_cpu is_cuda device_name",
+        "backend, refusals: what kind of device this is",
+    ),
+    Reliance(
+        "vllm.platforms.interface:DeviceCapability",
+        How.FIELDS,
+        "major minor",
+        "backend: a NamedTuple; stands for no capability on CPUs",
+    ),
+    Reliance(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum",
+        How.FIELDS,
+        "register get_class",
+        "backend: ours becomes a member",
+    ),
+    Reliance(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.register",
+        How.CALL,
+        "name, value",
+        "backend: makes the member ANTKV",
+    ),
+    Reliance(
+        "vllm.v1.attention.backend:AttentionBackend.validate_configuration",
+        How.CALL,
+        "device_capability=, head_size=, dtype=, kv_cache_dtype=, block_size=, use_mla=, has_sink=, use_sparse=, "
+        "use_mm_prefix=, use_per_head_quant_scales=, attn_type=",
+        "backend: asked with the fields of AttentionSelectorConfig, as vLLM does",
+    ),
+    Reliance(
+        "vllm.v1.attention.selector:AttentionSelectorConfig",
+        How.FIELDS,
+        "head_size kv_cache_dtype",
+        "backend: a NamedTuple whose fields are arguments of validate_configuration",
+    ),
+)
+
+_SPECS = (
+    Reliance(
+        "vllm.v1.kv_cache_spec_registry:_REGISTRY_KVCACHESPEC_LIST",
+        How.NAME,
+        "",
+        "specs: what is registered, from which ours goes where the plugin stays inactive",
+    ),
+    Reliance(
+        "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered",
+        How.CALL,
+        "-",
+        "specs: registers the built-in specs, if nothing is registered yet",
+    ),
+    Reliance(
+        "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.register",
+        How.CALL,
+        "kvcache_spec_cls, manager_class, uniform_type_base_spec=",
+        "specs: RecencySpec gets RecencyManager",
+    ),
+    Reliance(
+        "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry.get_manager_class",
+        How.CALL,
+        "kvcache_spec",
+        "specs: who manages pages of a spec",
+    ),
+)
+
+_WORKERS = (
+    Reliance(
+        "vllm.engine.arg_utils:EngineArgs", How.FIELDS, "kv_cache_dtype", "config: whether a preset was asked for"
+    ),
+    Reliance(
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        How.WRAP,
+        "self, usage_context=, headless=",
+        "config: refusals and defaults, in the process that the user started",
+    ),
+    Reliance(
+        f"{_WORKER}:WorkerWrapperBase",
+        How.FIELDS,
+        "worker vllm_config init_worker",
+        "after_load, prefix_tokens, status: what every executor calls, whatever the worker",
+    ),
+    Reliance(
+        f"{_WORKER}:WorkerWrapperBase.__getattr__",
+        How.BEHAVIOUR,
+        "",
+        "after_load: calls of unknown methods go to the worker, so that load_model can be added in front",
+    ),
+    Reliance(
+        f"{_WORKER}:WorkerWrapperBase.initialize_from_config",
+        How.WRAP,
+        "self, kv_cache_configs",
+        "prefix_tokens: when the model runner is ready",
+    ),
+    Reliance(
+        f"{_WORKER}:WorkerBase.load_model",
+        How.CALL,
+        "load_dummy_weights=",
+        "after_load: called with what the executor gave",
+    ),
+    Reliance(f"{_WORKER}:WorkerBase.get_model", How.CALL, "-", "after_load: the model whose layers get codebooks"),
+    Reliance(f"{_WORKER}:WorkerBase", How.FIELDS, "device model_runner", "after_load, prefix_tokens: of a worker"),
+    Reliance(
+        f"{_V1}._determine_batch_execution_and_padding",
+        How.CALL,
+        "num_tokens=, num_reqs=, num_scheduled_tokens_np=, max_num_scheduled_tokens=, use_cascade_attn=, force_eager=",
+        "prefix_tokens: asked once per step by runner V1, before a graph is chosen; force_eager keeps graphs out",
+    ),
+    Reliance(f"{_V1}", How.FIELDS, "input_batch requests", "prefix_tokens: requests of a step, runner V1"),
+    Reliance(
+        "vllm.v1.worker.gpu_input_batch:InputBatch",
+        How.FIELDS,
+        "num_reqs num_computed_tokens_cpu req_ids",
+        "prefix_tokens: the order of a step's requests, runner V1",
+    ),
+    Reliance(
+        f"{_V2}:GPUModelRunner.add_requests",
+        How.WRAP,
+        "self, scheduler_output",
+        "prefix_tokens: where runner V2 learns of new requests",
+    ),
+    Reliance(
+        f"{_V2}:GPUModelRunner.gather_batch_req_state",
+        How.WRAP,
+        "self, scheduler_output, dummy_run",
+        "prefix_tokens: asked once per step by runner V2, before a graph is chosen",
+    ),
+    Reliance(
+        f"{_V2}:BatchReqState",
+        How.FIELDS,
+        "idx_mapping_np num_computed_prefill_tokens_np num_scheduled_tokens decode_graph_eligible",
+        "prefix_tokens: a NamedTuple; a step with trained rows is made not eligible for decode graphs",
+    ),
+    Reliance(
+        f"{_V2}:GPUModelRunner",
+        How.FIELDS,
+        "req_states adaptive_verification decode_query_len pcp_manager use_pp",
+        "prefix_tokens: state of runner V2, also set by its test",
+    ),
+    Reliance(
+        "vllm.v1.worker.gpu.states:RequestState",
+        How.FIELDS,
+        "max_num_reqs req_id_to_index prefill_len",
+        "prefix_tokens: rows of runner V2's requests",
+    ),
+    Reliance(
+        "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor",
+        How.FIELDS,
+        "np",
+        "prefix_tokens: its test fills runner V2's state",
+    ),
+    Reliance(
+        "vllm.v1.core.sched.output:NewRequestData",
+        How.FIELDS,
+        "req_id prompt_token_ids prompt_embeds",
+        "prefix_tokens: what the scheduler says of a new request",
+    ),
+    Reliance(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        How.FIELDS,
+        "scheduled_new_reqs num_scheduled_tokens make_empty",
+        "prefix_tokens: what the scheduler says of a step",
+    ),
+)
+
+_CORES = (
+    Reliance(
+        f"{_CORE}.preprocess_add_request",
+        How.WRAP,
+        "self, request",
+        "prefix_salt: every request passes before its blocks are hashed",
+    ),
+    Reliance(
+        f"{_CORE}.add_request", How.WRAP, "self, request, request_wave=", "status: the last requests are remembered"
+    ),
+    Reliance(
+        f"{_CORE}.collective_rpc", How.CALL, "method, args=", "status: calls a method that was added to the workers"
+    ),
+    Reliance(_CORE, How.FIELDS, "scheduler vllm_config", "status, prefix_salt: of an engine core"),
+    Reliance(
+        "vllm.v1.engine:EngineCoreRequest",
+        How.FIELDS,
+        "cache_salt prompt_token_ids prompt_embeds",
+        "prefix_salt: the salt is set where the prompt starts with the trained prefix",
+    ),
+    Reliance(
+        "vllm.v1.engine.core_client:AsyncMPClient.call_utility_all_async",
+        How.CALL,
+        "method",
+        "status: the API server asks every engine core",
+    ),
+    Reliance(
+        "vllm.v1.metrics.stats:SchedulerStats",
+        How.SUBCLASS,
+        "",
+        "status: superseded once statistics carry a plugin's (`extras`)",
+    ),
+    Reliance("vllm:plugins", How.NAME, "", "all: a new group of plugins may do what a hook does"),
+    Reliance("vllm.plugins:DEFAULT_PLUGINS_GROUP", How.NAME, "", "all: the group that this plugin is in"),
+    Reliance("vllm.plugins:IO_PROCESSOR_PLUGINS_GROUP", How.NAME, "", "all: known"),
+    Reliance("vllm.plugins:PLATFORM_PLUGINS_GROUP", How.NAME, "", "all: known"),
+    Reliance("vllm.plugins:STAT_LOGGER_PLUGINS_GROUP", How.NAME, "", "all: known"),
+    Reliance("vllm.plugins:ENDPOINT_PLUGINS_GROUP", How.NAME, "", "server: the group of the routes"),
+    Reliance("vllm.plugins:load_general_plugins", How.BEHAVIOUR, "", "all: called in every process of vLLM"),
+)
+
+ENTRIES = (*_DTYPE, *_BACKEND, *_SPECS, *_WORKERS, *_CORES)

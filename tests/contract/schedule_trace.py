@@ -1,0 +1,184 @@
+"""What vLLM's scheduler does with antkv pages under random schedules, step by step, with no model and no worker.
+
+Run as `python -m tests.contract.schedule_trace FILE`, which gets one JSON line per step, to compare releases by.
+Nothing in a trace depends on time: the tokens that a model would give are a function of their positions.
+"""
+
+import json
+import random
+import sys
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.utils import record_kv_cache_layout
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_antkv import plugin
+from vllm_antkv.attention.startup import resolved_codebook
+from vllm_antkv.cache.pages import page_layouts
+from vllm_antkv.cache.specs import recency_spec, vq_spec
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.hooks.moved import kv_cache_planning
+
+EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
+_MAX_STEPS = 6000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pool, the settings of its pages, and requests drawn from a seed.
+
+    num_blocks: of the pool; small ones preempt.
+    chunk: most tokens of a step: prompts are cut by it.
+    """
+
+    recency: str
+    prefix: int
+    num_blocks: int
+    chunk: int
+    num_requests: int
+    interval: int | None
+
+
+CASES = (
+    Case("sliding:32", 8, 400, 512, 9, 512),
+    Case("sliding:32", 8, 70, 256, 9, 512),
+    Case("log:42", 8, 200, 384, 8, 384),
+    Case("none", 0, 120, 512, 8, None),
+    Case("sliding:512", 16, 300, 512, 8, 256),
+)
+
+
+def trace(case: Case, seed: int, is_async: bool) -> list[Any]:
+    """Of every step: what was scheduled, hit and preempted, block tables, blocks to zero, what is free, published."""
+    scheduler, lines = _scheduler(case, is_async)
+    requests = deque(_requests(case, seed, scheduler))
+    in_flight: deque[Any] = deque()
+    for step in range(_MAX_STEPS):
+        while requests and requests[0][0] <= step:
+            scheduler.add_request(requests.popleft()[1])
+        output = scheduler.schedule()
+        lines.append([step, *_seen(scheduler, output)])
+        if output.total_num_scheduled_tokens:
+            in_flight.append((output, _sampled(scheduler, output)))
+        while in_flight and (len(in_flight) > is_async or not output.total_num_scheduled_tokens):
+            scheduler.update_from_output(*in_flight.popleft())
+        if not (requests or in_flight or scheduler.has_unfinished_requests()):
+            break
+    pool = scheduler.kv_cache_manager.block_pool
+    assert not scheduler.has_unfinished_requests(), "no progress"
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "all but the null block are free in the end"
+    return lines
+
+
+def _scheduler(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
+    config = EngineArgs(
+        model=str(EMBEDDED),
+        kv_cache_dtype="antkv-1bit",
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_seqs=6,
+        max_num_batched_tokens=case.chunk,
+        prefix_cache_retention_interval=case.interval,
+        enable_prefix_caching=True,
+        async_scheduling=is_async,
+        skip_tokenizer_init=True,
+        additional_config={"antkv": {"recency": case.recency, "prefix": case.prefix}},
+    ).create_engine_config()
+    settings = AntKVConfig.from_additional_config(config.additional_config)
+    model = config.model_config
+    layouts = page_layouts(settings, resolved_codebook(config).presets, model.get_head_size(), model.dtype)
+    specs: dict[str, Any] = {}
+    for layer, layout in enumerate(layouts):
+        specs[f"layers.{layer}"] = vq_spec(layout, 2)
+        specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, 2, settings, config)
+    record_kv_cache_layout(config.cache_config, "BLHNC")
+    planning = kv_cache_planning()
+    groups = planning.get_kv_cache_groups(config, specs)
+    block_bytes = planning._pool_bytes_per_block(config, groups)
+    memory = planning.get_kv_cache_config_from_groups(config, groups, case.num_blocks * block_bytes)
+    pool = kv_cache_utils.generate_scheduler_kv_cache_config([memory])
+    config.cache_config.num_gpu_blocks = pool.num_blocks
+    config.cache_config.block_size = min(group.kv_cache_spec.block_size for group in pool.kv_cache_groups)
+    block_size, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(pool, config)
+    alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(pool, config, block_size, hash_block_size)
+    pool = replace(pool, hash_block_size=hash_block_size, cache_hit_alignment_tokens=alignment)
+    kind = AsyncScheduler if is_async else Scheduler
+    manager = StructuredOutputManager(config)
+    scheduler = kind(config, pool, manager, block_size=block_size, hash_block_size=hash_block_size)
+    shape = [(type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size, len(g.layer_names)) for g in groups]
+    return scheduler, [["pool", pool.num_blocks, block_bytes, shape, block_size, hash_block_size, alignment]]
+
+
+def _requests(case: Case, seed: int, scheduler: Any) -> list[tuple[int, Request]]:
+    """Prompts that share beginnings, with the step in which each arrives."""
+    hash_function = get_hash_fn_by_name("sha256")
+    kv_cache_utils.init_none_hash(hash_function)
+    hasher = kv_cache_utils.get_request_block_hasher(scheduler.hash_block_size, hash_function)
+    draw = random.Random(seed)
+    shared = [draw.randrange(300) for _ in range(700)]
+    found, step = [], 0
+    for index in range(case.num_requests):
+        tail = [draw.randrange(300) for _ in range(draw.randrange(1, 600))]
+        prompt = shared[: draw.choice([0, 100, 128, 384, 512, 640])] + tail
+        params = SamplingParams(max_tokens=draw.choice([1, 20, 150, 300]), ignore_eos=True, temperature=0)
+        request = Request(f"r{index}", prompt, params, None, arrival_time=float(index), block_hasher=hasher)
+        found.append((step, request))
+        step += draw.randrange(0, 4)
+    return found
+
+
+def _seen(scheduler: Any, output: Any) -> list[Any]:
+    manager = scheduler.kv_cache_manager
+    tables = {
+        request: [
+            [block.block_id for block in each.req_to_blocks.get(request, [])]
+            for each in manager.coordinator.single_type_managers
+        ]
+        for request in output.num_scheduled_tokens
+    }
+    pool = manager.block_pool
+    return [
+        dict(output.num_scheduled_tokens),
+        [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs],
+        sorted(output.preempted_req_ids or ()),
+        tables,
+        output.new_block_ids_to_zero,
+        pool.get_num_free_blocks(),
+        [block.block_id for block in pool.blocks if block.block_hash is not None],
+    ]
+
+
+def _sampled(scheduler: Any, output: Any) -> ModelRunnerOutput:
+    """A token for each request whose prompt is done with the step."""
+    ids = list(output.num_scheduled_tokens)
+    tokens = []
+    for each in ids:
+        # The scheduler has counted the step's tokens already.
+        computed = scheduler.requests[each].num_computed_tokens
+        is_done = computed >= scheduler.requests[each].num_prompt_tokens
+        tokens.append([computed * 7 % 300] if is_done else [])
+    return ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, tokens)
+
+
+def main() -> None:
+    """Write the traces of all cases, with the scheduler and with the one that runs a step ahead."""
+    plugin.register()
+    with Path(sys.argv[1]).open("w") as file:
+        for is_async in (False, True):
+            for seed, case in enumerate(CASES):
+                file.writelines(json.dumps(line) + "\n" for line in trace(case, seed, is_async))
+
+
+if __name__ == "__main__":
+    main()

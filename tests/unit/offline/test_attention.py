@@ -1,0 +1,389 @@
+"""The offline attention against a naive one written as loops, and the properties that the serving engine shares."""
+
+import gc
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from tests.unit.evaluate.conftest import HEAD_SIZE, LAYERS, VOCAB, random_codebook, tiny_model
+from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.families import EVALUATED_TYPES
+from vllm_antkv.offline import attention
+from vllm_antkv.offline.attention import attend_window, quantised_past
+from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.rotary import rotary_table
+from vllm_antkv.offline.vector_quantiser import VectorQuantiser
+from vllm_antkv.ops.rope import RotaryTable, unrotate
+from vllm_antkv.select.anchors import VOTE_PRIOR
+
+NOTHING_EXACT = {"anchor_share": 0.0, "sinks": False, "prefix": 0, "recency": "none"}
+
+
+def vq_method(codebook: Codebook, rule: SinkRule | None = None, **changes: object) -> Method:
+    config = AntKVConfig.model_validate({**NOTHING_EXACT, **changes})
+    return Method("antkv-1bit", 1.0, config, VectorQuantiser(codebook), codebook.preset, rule)
+
+
+def random_windows(num_windows: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
+    windows = torch.randint(3, VOCAB, (num_windows, num_tokens), generator=torch.Generator().manual_seed(seed))
+    windows[:, 0] = 1
+    return windows
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel, windows: torch.Tensor, method: Method | None = None) -> torch.Tensor:
+    method = method or Method("fp16", 16.0, AntKVConfig())
+    with quantised_past(model, method, windows.shape[1]):
+        return model(windows, use_cache=False).logits
+
+
+@pytest.fixture(scope="module")
+def codebook(identity: ModelIdentity) -> Codebook:
+    return random_codebook(identity)
+
+
+# --- against loops in float64 ----------------------------------------------------------------------------------------
+
+
+class Naive:
+    """One window of one layer in float64, a query and a key at a time; nothing shared with the code under test."""
+
+    def __init__(self, num_tokens: int, codebook: Codebook, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(*shape, HEAD_SIZE, generator=generator, dtype=torch.float64)  # noqa: E731
+        self.query, self.key, self.value = draw(num_tokens, 4), draw(num_tokens, 2), draw(num_tokens, 2)
+        angles = torch.arange(num_tokens, dtype=torch.float64)[:, None] * torch.logspace(
+            0, -3, HEAD_SIZE // 2, dtype=torch.float64
+        )
+        self.rotary = RotaryTable(angles.cos(), angles.sin())
+        self.turns = torch.polar(torch.ones_like(angles), angles)
+        self.codebook, self.scale = codebook, 1 / math.sqrt(HEAD_SIZE)
+
+    def coded_key(self, token: int, head: int) -> torch.Tensor:
+        half = HEAD_SIZE // 2
+        row = torch.complex(self.key[token, head, :half], self.key[token, head, half:]) / self.turns[token]
+        plain = self._nearest(torch.cat((row.real, row.imag)), self.codebook.k[0][head])
+        row = torch.complex(plain[:half], plain[half:]) * self.turns[token]
+        return torch.cat((row.real, row.imag))
+
+    def coded_value(self, token: int, head: int) -> torch.Tensor:
+        return self._nearest(self.value[token, head], self.codebook.v[0][head])
+
+    @staticmethod
+    def _nearest(row: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for part, candidates in zip(row.split(centroids.shape[-1]), centroids.double(), strict=True):
+            parts.append(candidates[(candidates - part).square().sum(-1).argmin()])
+        return torch.cat(parts)
+
+    def attend(self, sees_exactly, sinks: frozenset[int] = frozenset(), rows: int = 0, prefix: int = 0) -> torch.Tensor:
+        """sees_exactly(i, j): by position alone. Anchors are found block by block."""
+        num_tokens = len(self.query)
+        output = torch.zeros_like(self.query)
+        coded_key = [[self.coded_key(j, h) for h in range(2)] for j in range(num_tokens)]
+        coded_value = [[self.coded_value(j, h) for h in range(2)] for j in range(num_tokens)]
+        for block in range(0, num_tokens, VQ_BLOCK_SIZE):
+            inside = range(block, min(block + VQ_BLOCK_SIZE, num_tokens))
+            scores = {(kind, h, j): 0.0 for kind in "kv" for h in range(2) for j in inside}
+            for i in inside:
+                for head in range(4):
+                    kv_head = head // 2
+                    keys, values = [], []
+                    for j in range(i + 1):
+                        exact = sees_exactly(i, j)
+                        keys.append(self.key[j, kv_head] if exact else coded_key[j][kv_head])
+                        values.append(self.value[j, kv_head] if exact else coded_value[j][kv_head])
+                    weights = (torch.stack(keys) @ self.query[i, head] * self.scale).exp()
+                    output[i, head] = weights / weights.sum() @ torch.stack(values)
+                    self._vote(scores, i, head, inside)
+            if rows and len(inside) == VQ_BLOCK_SIZE:
+                for kind, coded, full in (("k", coded_key, self.key), ("v", coded_value, self.value)):
+                    for h in range(2):
+                        cost = {
+                            j: scores[kind, h, j] * (full[j, h] - coded[j][h]).norm() / (inside.stop - j + VOTE_PRIOR)
+                            for j in inside
+                        }
+                        free = [j for j in inside if j >= prefix]
+                        free.sort(key=lambda j: (j not in sinks, -cost[j]))
+                        for j in free[:rows]:
+                            coded[j][h] += (full[j, h] - coded[j][h]).to(torch.float8_e4m3fn).double()
+        return output
+
+    def _vote(self, scores: dict, i: int, head: int, inside: range) -> None:
+        """Equation 5, with the softmax over the exact rows of the block that the query sees."""
+        norm = float(self.query[i, head].norm())
+        logits = (self.key[inside[0] : i + 1, head // 2] @ self.query[i, head] * self.scale).tolist()
+        total = sum(map(math.exp, logits))
+        for j, logit in enumerate(logits, start=inside[0]):
+            a = math.exp(logit) / total
+            scores["v", head // 2, j] += a
+            scores["k", head // 2, j] += a * (1 - a) * norm
+
+
+def run(naive: Naive, method: Method, is_sink: torch.Tensor | None = None) -> torch.Tensor:
+    rows = [tensor[None] for tensor in (naive.query, naive.key, naive.value)]
+    return attend_window(LayerWindow(0, *rows, naive.scale, naive.rotary), method, is_sink)[0]
+
+
+def test_cq_is_attention_over_nearest_centroids(codebook: Codebook) -> None:
+    naive = Naive(40, codebook)
+    torch.testing.assert_close(run(naive, vq_method(codebook)), naive.attend(lambda i, j: i == j))
+
+
+def test_recency_and_the_open_block_are_seen_exactly(codebook: Codebook) -> None:
+    naive = Naive(150, codebook)
+    expected = naive.attend(lambda i, j: i - j < 32 or j // VQ_BLOCK_SIZE == i // VQ_BLOCK_SIZE)
+    torch.testing.assert_close(run(naive, vq_method(codebook, recency="sliding:32")), expected)
+
+
+def test_anchors_and_sinks_of_closed_blocks_are_corrected_and_the_prefix_is_seen_exactly(codebook: Codebook) -> None:
+    naive = Naive(140, codebook)
+    method = vq_method(codebook, SinkRule(layer=0, channels=(0,), threshold=1.0), anchor_share=0.03, prefix=3)
+    is_sink = torch.zeros(1, 140, dtype=torch.bool)
+    is_sink[0, 77] = True
+    expected = naive.attend(lambda i, j: i == j or j < 3, frozenset({77}), rows=method.config.anchor_rows, prefix=3)
+    torch.testing.assert_close(run(naive, method, is_sink), expected)
+
+
+# --- where nothing is lost -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recency", ["sliding:1", "sliding:32", "log:2"])
+def test_with_every_token_an_anchor_little_is_lost(model: PreTrainedModel, codebook: Codebook, recency: str) -> None:
+    """Three bits of mantissa leave at most a sixteenth of each channel's error, and half of that is typical."""
+    windows = random_windows(2, 300)
+    exact = logits_of(model, windows)
+    none, all_of_them = (
+        (logits_of(model, windows, vq_method(codebook, anchor_share=share, recency=recency)) - exact).norm()
+        for share in (0.0, 1.0)
+    )
+    assert 0 < all_of_them < none / 16
+
+
+@pytest.mark.parametrize("changes", [{"recency": "sliding:300"}, {"recency": "log:100"}, {"prefix": 300}])
+def test_where_recency_or_prefix_covers_everything_nothing_is_lost(
+    model: PreTrainedModel, codebook: Codebook, changes: dict
+) -> None:
+    windows = random_windows(1, 300)
+    torch.testing.assert_close(
+        logits_of(model, windows, vq_method(codebook, **changes)), logits_of(model, windows), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_without_full_precision_rows_something_is_lost(model: PreTrainedModel, codebook: Codebook) -> None:
+    windows = random_windows(1, 300)
+    difference = logits_of(model, windows, vq_method(codebook)) - logits_of(model, windows)
+    assert difference[:, 1:].abs().max() > 0.1
+    assert difference[:, 0].abs().max() < 1e-4, "a token always sees itself exactly"
+
+
+def test_anchors_bring_the_output_closer(codebook: Codebook) -> None:
+    """Keys that draw much attention are found, and correcting them pays."""
+    naive = Naive(400, codebook)
+    heavy = torch.randperm(256, generator=torch.Generator().manual_seed(3))[:6]
+    naive.key[heavy] = 2.5 * naive.query[:, 0].mean(0) / naive.query[:, 0].mean(0).norm()
+    naive.query += 2.5 * naive.query[:, 0].mean(0) / naive.query[:, 0].mean(0).norm()
+    exact = run(naive, vq_method(codebook, prefix=400))
+    errors = [
+        (run(naive, vq_method(codebook, anchor_share=share, recency="sliding:1")) - exact)[256:].norm()
+        for share in (0.0, 0.05, 0.2, 1.0)
+    ]
+    assert errors[1] < 0.9 * errors[0]
+    assert errors[2] < errors[1]
+    assert errors[3] < errors[0] / 16
+
+
+# --- causality -------------------------------------------------------------------------------------------------------
+
+SINK_RULE = SinkRule(layer=0, channels=(3, 5), threshold=2.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_tokens=st.integers(2, 300),
+    where=st.floats(0, 1, exclude_max=True),
+    anchor_share=st.sampled_from([0.0, 0.01, 0.1, 0.5]),
+    recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
+    prefix=st.sampled_from([0, 1, 8]),
+    sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_a_later_token_never_changes_an_earlier_position(
+    model: PreTrainedModel,
+    codebook: Codebook,
+    num_tokens: int,
+    where: float,
+    anchor_share: float,
+    recency: str,
+    prefix: int,
+    sinks: bool,
+    seed: int,
+) -> None:
+    method = vq_method(
+        codebook,
+        SINK_RULE if sinks else None,
+        anchor_share=anchor_share,
+        recency=recency,
+        prefix=prefix,
+        sinks=sinks,
+    )
+    windows = random_windows(1, num_tokens, seed)
+    changed = windows.clone()
+    position = int(where * num_tokens)
+    changed[0, position:] = random_windows(1, num_tokens, seed + 1)[0, position:].roll(1)
+    before, after = logits_of(model, windows, method), logits_of(model, changed, method)
+    torch.testing.assert_close(before[:, :position], after[:, :position], rtol=1e-4, atol=1e-4)
+
+
+def test_the_papers_scope_looks_ahead(model: PreTrainedModel, codebook: Codebook) -> None:
+    """Why it is not the default: with anchors chosen by the whole window, the future reaches the past."""
+    method = vq_method(codebook, anchor_share=0.1, recency="sliding:1", anchor_scope="prompt")
+    windows = random_windows(1, 384)
+    changed = windows.clone()
+    changed[0, 256:] = random_windows(1, 384, seed=9)[0, 256:]
+    before, after = logits_of(model, windows, method), logits_of(model, changed, method)
+    assert (before - after)[:, 128:256].abs().max() > 1e-3
+    torch.testing.assert_close(before[:, :128], after[:, :128], rtol=1e-4, atol=1e-4)
+
+
+def test_windows_do_not_touch_each_other(model: PreTrainedModel, codebook: Codebook) -> None:
+    method = vq_method(codebook, SINK_RULE, anchor_share=0.05, recency="sliding:8", prefix=2, sinks=True)
+    windows = random_windows(3, 260)
+    together = logits_of(model, windows, method)
+    alone = torch.cat([logits_of(model, window, method) for window in windows.split(1)])
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
+
+
+# --- on a Hugging Face model -----------------------------------------------------------------------------------------
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MODELS = {
+    "llama": ("llama", {}),
+    "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "yarn rope": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "phi3": ("phi3", {"hidden_size": 4 * HEAD_SIZE}),
+    "phi3 partial rope": ("phi3", {"hidden_size": 4 * HEAD_SIZE, "rope_parameters": PARTIAL}),
+}
+
+
+def test_every_evaluated_family_is_among_them() -> None:
+    assert {model_type for model_type, _ in MODELS.values()} == set(EVALUATED_TYPES)
+
+
+class Recording:
+    """Loses nothing, and keeps the keys as they are before RoPE."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, torch.Tensor] = {}
+
+    def read_back(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, rotary: RotaryTable
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys[layer] = unrotate(key, torch.arange(key.shape[1]), rotary)
+        return key.clone(), value.clone()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_method_that_loses_nothing_gives_the_models_own_logits(name: str) -> None:
+    family, changes = MODELS[name]
+    model = tiny_model(family, **changes)
+    windows = random_windows(2, 200)
+    method = Method("lossless", 16.0, AntKVConfig(**NOTHING_EXACT), Recording())
+    torch.testing.assert_close(logits_of(model, windows, method), logits_of(model, windows), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_are_unrotated_with_the_models_own_table(name: str) -> None:
+    family, changes = MODELS[name]
+    model = tiny_model(family, **changes)
+    attention_module = model.get_decoder().layers[1].self_attn
+    source = {"qwen3": "k_norm", "phi3": "qkv_proj"}.get(family, "k_proj")
+    projected = []
+    getattr(attention_module, source).register_forward_hook(lambda module, args, output: projected.append(output))
+    recording = Recording()
+    windows = random_windows(1, 200)
+    logits_of(model, windows, Method("lossless", 16.0, AntKVConfig(**NOTHING_EXACT), recording))
+    keys = projected[0]
+    if family == "phi3":
+        keys = keys[..., 4 * HEAD_SIZE : 6 * HEAD_SIZE]
+    torch.testing.assert_close(recording.keys[1], keys.reshape(1, 200, 2, HEAD_SIZE), rtol=1e-3, atol=1e-4)
+
+
+def test_the_rotary_table_is_float32_even_for_a_bfloat16_model() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    table = rotary_table(model, 100)
+    assert table.cos.dtype == torch.float32
+    torch.testing.assert_close(table.cos.square() + table.sin.square(), torch.ones(100, HEAD_SIZE // 2))
+
+
+def test_sinks_are_pinned_in_the_layers_after_the_one_that_reveals_them(
+    model: PreTrainedModel, codebook: Codebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[int, torch.Tensor | None] = {}
+
+    def spy(window, method, is_sink):
+        seen[window.layer] = is_sink
+        return attend_window(window, method, is_sink)
+
+    monkeypatch.setattr(attention, "attend_window", spy)
+    windows = random_windows(2, 140)
+    rule = SinkRule(layer=1, channels=(3, 5), threshold=2.0)
+    hidden = []
+    hook = model.get_decoder().layers[1].register_forward_hook(lambda module, args, output: hidden.append(output))
+    logits_of(model, windows, vq_method(codebook, rule, sinks=True))
+    hook.remove()
+    assert list(seen) == list(range(LAYERS))
+    assert seen[0] is None
+    assert seen[1] is None
+    expected = (hidden[0][..., 3].abs() > 2) | (hidden[0][..., 5].abs() > 2)
+    assert 0 < expected.sum() < expected.numel(), "the rule must tell tokens apart for this test to mean anything"
+    assert torch.equal(seen[2], expected)
+
+
+def test_the_models_own_attention_comes_back(model: PreTrainedModel, codebook: Codebook) -> None:
+    windows = random_windows(1, 20)
+    before, implementation = logits_of(model, windows), model.config._attn_implementation
+    # What another test left open is closed when it is collected, which must not happen in between.
+    gc.collect()
+    known = set(attention.ALL_ATTENTION_FUNCTIONS)
+    with pytest.raises(ZeroDivisionError), quantised_past(model, vq_method(codebook, SINK_RULE, sinks=True), 20):
+        raise ZeroDivisionError
+    assert model.config._attn_implementation == implementation
+    assert set(attention.ALL_ATTENTION_FUNCTIONS) == known
+    assert not model.get_decoder().layers[0]._forward_hooks
+    assert torch.equal(logits_of(model, windows), before)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("gpt_neox", {}, "gpt_neox"),
+        ("mistral", {"sliding_window": 64}, "--context 64"),
+    ],
+)
+def test_models_that_would_be_evaluated_wrongly_are_refused(
+    codebook: Codebook, reads_well, family: str, changes: dict, words: str
+) -> None:
+    model = tiny_model(family, **changes)
+    with pytest.raises(UnsupportedModelError) as caught:
+        logits_of(model, random_windows(1, 100), vq_method(codebook))
+    assert words in reads_well(caught.value)

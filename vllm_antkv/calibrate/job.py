@@ -1,0 +1,141 @@
+"""A calibration that was checked against its model and text, before the model is run."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_antkv.calibrate.capture import checkpointed
+from vllm_antkv.calibrate.mix import can_be_mixed, parts_of_mix
+from vllm_antkv.calibrate.models import compute_dtype, load_config, load_model
+from vllm_antkv.calibrate.resources import check_memory, needs_checkpointing, pick_device
+from vllm_antkv.calibrate.settings import CalibrationSettings
+from vllm_antkv.calibrate.texts import prefix_ids, read_text, text_hash, token_windows
+from vllm_antkv.calibrate.workspace import check_writable
+from vllm_antkv.codebook import ModelIdentity
+from vllm_antkv.codebook.header import MAX_PREFIX
+from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.attention import check_family
+from vllm_antkv.offline.pretrained import check_token_ids, read_tokenizer
+from vllm_antkv.presets import Preset
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Checked settings, and what they mean for this model and text.
+
+    presets: those asked for, each once.
+    parts: presets whose centroids may go into mixes of layers; empty: none are mixed.
+    windows: (num_windows, seq_len) int64.
+    prefix: token ids of the prefix that is trained; none: none is.
+    record: what the codebook's header says about the calibration.
+    """
+
+    settings: CalibrationSettings
+    config: Any
+    identity: ModelIdentity
+    presets: list[Preset]
+    parts: list[Preset]
+    windows: torch.Tensor
+    prefix: tuple[int, ...]
+    device: torch.device
+    record: dict[str, Any]
+
+    @property
+    def weighted(self) -> bool:
+        """Whether tokens count by their gradients."""
+        return self.settings.weights == "grad"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether decoder layers are recomputed on the way back, because memory is short."""
+        dtype = compute_dtype(self.config, self.device)
+        return needs_checkpointing(self.config, self.windows.shape[1], dtype)
+
+    @contextmanager
+    def reloaded_model(self) -> Iterator[Any]:
+        """The model, loaded again; it recomputes its layers where memory is short."""
+        model = load_model(self.settings.model, self.config, self.device)
+        with checkpointed(model, self.recomputes):
+            yield model
+
+
+def prepare(settings: CalibrationSettings) -> Job:
+    """Check everything that can be checked without running the model.
+
+    Raises SettingsError, UnsupportedModelError and CalibrationError, as `run.calibrate` does.
+    """
+    presets, model = settings.chosen(), settings.model
+    device = pick_device(settings.device)
+    config = load_config(model)
+    identity = ModelIdentity.from_hf_config(config)
+    for preset in presets:
+        preset.num_sub_vectors(identity.head_size)
+    texts = [read_text(source) for source in settings.texts]
+    seq_len = _clip(settings.seq_len, config.get_text_config().max_position_embeddings)
+    tokenizer = read_tokenizer(model, CalibrationError)
+    windows = token_windows(texts, tokenizer, settings.samples, seq_len, settings.seed)
+    check_token_ids(windows, model, identity.vocab_size, CalibrationError)
+    prefix = prefix_ids(tokenizer, settings.prefix_text) if settings.train_prefix else ()
+    if prefix:
+        check_token_ids(torch.tensor(prefix), model, identity.vocab_size, CalibrationError)
+    num_tokens = windows.numel() - len(windows)
+    check_enough(presets, num_tokens, seq_len)
+    parts = parts_of_mix(presets, identity.head_size, num_tokens) if settings.bits == "mixed" else []
+    trained = {"--bits mixed": bool(parts), "--refine": settings.refine > 0, "--train-prefix": bool(prefix)}
+    for option in (option for option, asked in trained.items() if asked):
+        _check_trainable(option, config, windows, len(prefix) if option == "--train-prefix" else 0)
+    for preset in presets:
+        if settings.bits == "mixed" and not can_be_mixed(preset, parts):
+            logger.warning(
+                "%s is not mixed: no cheaper, or no dearer, preset fits this model and has tokens enough.", preset.name
+            )
+    check_memory(config, seq_len, device)
+    # Last, since it makes the folder.
+    check_writable(settings.out)
+    record = {
+        "texts": [text.name for text in texts],
+        "text_sha256": text_hash(texts),
+        "samples": len(windows),
+        "seq_len": seq_len,
+        **settings.recorded(),
+    }
+    return Job(settings, config, identity, presets, parts, windows, prefix, device, record)
+
+
+def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> None:
+    """CalibrationError when there are fewer tokens to cluster than centroids."""
+    largest = max(presets, key=lambda preset: preset.num_centroids)
+    if num_tokens < largest.num_centroids:
+        raise CalibrationError(
+            f"{largest.name} needs at least {largest.num_centroids} calibration tokens beside first tokens and sinks, "
+            f"but there are {num_tokens}: give more text or more --samples (of {seq_len} tokens each)."
+        )
+
+
+def _clip(seq_len: int, context: int) -> int:
+    if seq_len > context:
+        logger.warning("--seq-len %d is longer than the model's context: using %d.", seq_len, context)
+    return min(seq_len, context)
+
+
+def _check_trainable(option: str, config: Any, windows: torch.Tensor, prefix_len: int) -> None:
+    """CalibrationError or UnsupportedModelError when nothing can be trained through codes."""
+    num_windows, seq_len = windows.shape
+    check_family(config.get_text_config(), seq_len)
+    least = prefix_len + 2 * VQ_BLOCK_SIZE
+    if prefix_len > MAX_PREFIX:
+        raise CalibrationError(f"--prefix-text has {prefix_len} tokens with BOS: at most {MAX_PREFIX} can be trained.")
+    if seq_len < least:
+        raise CalibrationError(
+            f"{option} learns from tokens that are read through their codes, of which windows of {seq_len} tokens have "
+            f"few: use --seq-len {least} or more."
+        )
+    if num_windows < 2:
+        raise CalibrationError(f"{option} judges by windows that it does not train on: give more text or --samples.")

@@ -1,0 +1,60 @@
+"""From what was captured to the codebook of one preset."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_antkv.calibrate.capture import CaptureFiles
+from vllm_antkv.calibrate.job import Job
+from vllm_antkv.calibrate.layers import Clustering, learn_layer
+from vllm_antkv.calibrate.progress import progress_bar
+from vllm_antkv.calibrate.workspace import Workspace
+from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, SinkRule
+from vllm_antkv.offline.kmeans import Backend
+from vllm_antkv.ops.rope import RotaryTable, interleaved
+from vllm_antkv.presets import Preset
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What the model did on the calibration text, and what follows from it.
+
+    kept: (num_windows, seq_len) bool, the tokens that are clustered.
+    sinks: None where no rule parts them from other tokens.
+    rotary: the turns of the model's channels.
+    """
+
+    files: CaptureFiles
+    kept: np.ndarray
+    sinks: SinkRule | None
+    rotary: RotaryTable
+
+
+def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace, backend: Backend) -> Codebook:
+    """Learn what is not learned yet of one preset."""
+    shape, settings = captured.files.shape, job.settings
+    interleaves = settings.channels == "interleaved"
+    k_order = interleaved(captured.rotary, shape.head_size, preset.sub_vector_size) if interleaves else None
+    how = Clustering(preset, k_order, job.weighted, settings.seed, backend)
+    per_layer = 2 * shape.num_kv_heads * preset.num_sub_vectors(shape.head_size)
+    layers = []
+    with progress_bar(f"Clustering for {preset.name}", per_layer * shape.num_layers) as progress:
+        for layer in range(shape.num_layers):
+            centroids = work.load_layer(preset.name, layer)
+            if centroids is None:
+                centroids = learn_layer(captured.files, layer, captured.kept, how, progress.update)
+                work.save_layer(preset.name, layer, centroids)
+            else:
+                progress.update(per_layer)
+            layers.append(centroids)
+    k, v = torch.from_numpy(np.stack(layers, axis=1))
+    header = CodebookHeader(
+        format_version=FORMAT_VERSION,
+        preset=preset.name,
+        model=job.identity,
+        sinks=captured.sinks,
+        k_orders={} if k_order is None else {preset.name: tuple(k_order)},
+        calibration={**job.record, "tokens": int(captured.kept.sum()), "kmeans": backend.name},
+    )
+    return Codebook(header, tuple(k), tuple(v))

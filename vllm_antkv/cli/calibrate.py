@@ -1,0 +1,68 @@
+"""`antkv calibrate`."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_antkv.calibrate.settings import Bits, CalibrationSettings, Channels, Weights
+from vllm_antkv.cli.options import Model, grouped
+
+
+@dataclass(frozen=True)
+class LearningOptions:
+    """How codebooks are learned."""
+
+    samples: Annotated[int, typer.Option(min=1, help="Windows of text, at most.")] = CalibrationSettings.samples
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = CalibrationSettings.seq_len
+    weights: Annotated[Weights, typer.Option(help="How tokens count: by their gradient, or all alike.")] = (
+        CalibrationSettings.weights
+    )
+    channels: Annotated[
+        Channels,
+        typer.Option(help="How sub-vectors take the channels of K; consecutive is CQ's way."),
+    ] = CalibrationSettings.channels
+    bits: Annotated[
+        Bits,
+        typer.Option(
+            help="uniform: all layers get --preset. mixed: each gets what it needs, all together no more bytes: closer "
+            "to full precision, but slower to learn and, with tables of 4,096 centroids, to decode."
+        ),
+    ] = CalibrationSettings.bits
+    refine: Annotated[
+        int, typer.Option(min=0, help="Steps of training the centroids end to end after k-means; 0: none.")
+    ] = CalibrationSettings.refine
+    train_prefix: Annotated[
+        bool,
+        typer.Option(
+            "--train-prefix",
+            help="Train K and V of the first tokens of prompts (IntactKV), 160 steps: of BOS, or of --prefix-text.",
+        ),
+    ] = CalibrationSettings.train_prefix
+    prefix_text: Annotated[
+        str | None,
+        typer.Option(help="Plain text file with the system prompt that --train-prefix trains, as prompts have it."),
+    ] = CalibrationSettings.prefix_text
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = CalibrationSettings.device
+    seed: Annotated[int, typer.Option(help="The same command and seed write the same file.")] = CalibrationSettings.seed
+
+
+@grouped
+def calibrate(
+    model: Model,
+    preset: Annotated[list[str], typer.Option(help="Preset to learn centroids for, e.g. antkv-1bit; repeatable.")],
+    text: Annotated[list[str], typer.Option(help="Calibration text: plain UTF-8 file or data set name; repeatable.")],
+    out: Annotated[Path, typer.Option(help="Folder for the codebooks.")],
+    learning: LearningOptions,
+) -> None:
+    """Learn codebooks for a model from text.
+
+    Example: `antkv calibrate MODEL --preset antkv-1bit --text FILE --out DIR`
+
+    The preset `all` stands for every preset. A killed run continues where it stopped.
+    """
+    from vllm_antkv.calibrate import run
+
+    for file in run.calibrate(CalibrationSettings(model, preset, text, out, **asdict(learning))):
+        print(file)

@@ -1,0 +1,56 @@
+"""`antkv eval compare`."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_antkv.cli.methods import perplexities
+from vllm_antkv.cli.options import Json, MethodOptions, Model, WindowOptions, grouped
+
+if TYPE_CHECKING:
+    from vllm_antkv.evaluate.report import PerplexityReport
+
+
+@grouped
+def compare(
+    model: Model,
+    methods: Annotated[str, typer.Option(help="Names of methods, separated by commas.")],
+    windows: WindowOptions,
+    json: Json,
+    cache: MethodOptions,
+) -> None:
+    """Perplexity of several methods side by side, how much of CQ's loss antkv-* closes, and how far each is from fp16.
+
+    Example: `antkv eval compare MODEL --methods fp16,cq-1bit,antkv-1bit --codebooks DIR --text FILE --json OUT`
+
+    `--recency` and `--context` apply to every method; the gap needs fp16 and the cq-* of the same bits in the list.
+    """
+    from vllm_antkv.evaluate.compare import gap_closed
+    from vllm_antkv.evaluate.report import write_json
+
+    reports = perplexities(model, methods.split(","), windows, json, cache, against_own=True)
+    closed = gap_closed(reports)
+    fidelity = {report.method: report.fidelity.model_dump() for report in reports if report.fidelity}
+    write_json(
+        json, {"results": [report.model_dump() for report in reports], "gap_closed": closed, "fidelity": fidelity}
+    )
+    Console().print(_table(reports, closed))
+
+
+def _table(reports: "list[PerplexityReport]", closed: dict[str, float]) -> Table:
+    table = Table("method", "perplexity", "nominal bits", "effective bits", "gap closed", "KL from fp16", "top-1")
+    for report in reports:
+        gap, fidelity = closed.get(report.method), report.fidelity
+        assert fidelity is not None
+        table.add_row(
+            report.method,
+            f"{report.perplexity:.4f}",
+            f"{report.nominal_bits:g}",
+            f"{report.effective_bits:.3f}",
+            "" if gap is None else f"{gap:.1%}",
+            f"{fidelity.kl:.5f}",
+            f"{fidelity.top1_agreement:.2%}",
+        )
+    return table

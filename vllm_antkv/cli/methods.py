@@ -1,0 +1,60 @@
+"""What the commands that evaluate methods have in common."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_antkv.cli.options import MethodOptions, WindowOptions
+from vllm_antkv.cli.progress import progress_on_stderr
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from vllm_antkv.evaluate.report import PerplexityReport
+    from vllm_antkv.offline.method import Method
+    from vllm_antkv.offline.models import ModelCard
+
+
+def perplexities(
+    model: str, methods: list[str], given: WindowOptions, json: Path, cache: MethodOptions, against_own: bool = False
+) -> "list[PerplexityReport]":
+    """Everything that can be wrong is checked before the weights are loaded, but for methods that need a sample."""
+    from vllm_antkv.evaluate.methods import check_method
+    from vllm_antkv.evaluate.perplexity import evaluate_perplexity
+    from vllm_antkv.evaluate.report import check_writable
+    from vllm_antkv.evaluate.windows import TextWindows, load_windows
+    from vllm_antkv.offline.models import ModelCard
+
+    cache.config()  # refuses settings that cannot be used
+    names = [check_method(name.strip()) for name in methods]
+    check_writable(json)
+    card = ModelCard.read(model)
+    card.check_context(given.context)
+    ids = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
+    windows = TextWindows(given.text, ids)
+    loaded, built = load_methods(card, names, cache, given.context)
+    with progress_on_stderr() as start:
+        return [
+            evaluate_perplexity(card, loaded, method, windows, start(method.name, len(ids)), against_own)
+            for method in built
+        ]
+
+
+def load_methods(
+    card: "ModelCard", names: list[str], cache: MethodOptions, context: int
+) -> "tuple[PreTrainedModel, list[Method]]":
+    """The model, and the methods; these first, unless they learn from a sample that the model has to read."""
+    from vllm_antkv.evaluate.methods import build_method
+    from vllm_antkv.evaluate.windows import load_windows
+    from vllm_antkv.laboratory.base import MethodRequest
+    from vllm_antkv.laboratory.sample import take_sample
+
+    request = MethodRequest(card.name, card.identity, cache.codebooks, cache.config(), cache.own_recency)
+    if cache.calibration is None:
+        built = [build_method(name, request) for name in names]
+        return card.load(), built
+    learned = load_windows(cache.calibration, card.tokenizer, context)
+    card.check_windows(learned)
+    loaded = card.load()
+    request = replace(request, sample=take_sample(loaded, learned, str(cache.calibration)))
+    return loaded, [build_method(name, request) for name in names]

@@ -1,0 +1,186 @@
+"""The options of commands: each is declared once, and those that belong together stand together in a dataclass.
+
+A command takes such a group as one parameter; `grouped` shows typer its fields.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+from pydantic import ValidationError
+
+from vllm_antkv.config import AntKVConfig, Recency
+from vllm_antkv.errors import SettingsError, first_problem
+
+#: As in `AntKVConfig.anchor_scope`.
+AnchorScope = Literal["block", "prompt"]
+
+#: The server's.
+DEFAULTS = AntKVConfig()
+#: The value of --recency that lets every method of the literature keep what its own paper keeps.
+_OWN = "own"
+
+
+def _recency(text: str) -> str:
+    try:
+        return str(Recency.parse(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _recency_or_own(text: str) -> str:
+    return text if text == _OWN else _recency(text)
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hugging Face name of a causal language model.")]
+Text = Annotated[
+    Path, typer.Option(help="Evaluation text: plain UTF-8, or *_ids.json with a list of windows of token ids.")
+]
+Anchors = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of tokens kept as anchors, per KV head.")]
+Prefix = Annotated[int, typer.Option(min=0, max=4096, help="First tokens that stay in full precision (IntactKV).")]
+RecentTokens = Annotated[
+    str,
+    typer.Option("--recency", parser=_recency, metavar="sliding:W|log:W|none", help="Recent tokens in full precision."),
+]
+Context = Annotated[int, typer.Option(min=2, help="Tokens per window, BOS first.")]
+Json = Annotated[Path, typer.Option("--json", help="Where the result is written.")]
+
+
+@dataclass(frozen=True)
+class KeptOptions:
+    """Where the codebooks are, and what is kept in full precision beside anchors."""
+
+    codebooks: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that `antkv calibrate` wrote to. Plain centroids for cq-* are taken from its folder cq, or "
+            "from itself when calibrated with --weights none. Without it: where the server looks."
+        ),
+    ] = None
+    sinks: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="0: no attention sinks. Anything else: sinks are the first anchors; how many there are is found by "
+            "the calibrated threshold, not by this number.",
+        ),
+    ] = 5
+    prefix: Prefix = DEFAULTS.prefix
+    recency: RecentTokens = DEFAULTS.recency
+
+    def config(self) -> AntKVConfig:
+        """As the server has them; SettingsError when one cannot be used."""
+        return self._config()
+
+    def _config(self, **more: Any) -> AntKVConfig:
+        folder = None if self.codebooks is None else str(self.codebooks)
+        values = {"codebooks": folder, "sinks": self.sinks > 0, "prefix": self.prefix, "recency": self.recency, **more}
+        try:
+            return AntKVConfig(**values)
+        except ValidationError as error:
+            setting, problem = first_problem(error, whole="antkv")
+            raise SettingsError(f"The setting {setting} is not usable ({problem}).") from None
+
+
+@dataclass(frozen=True)
+class CacheOptions(KeptOptions):
+    """Everything that decides what a cache with an antkv dtype keeps."""
+
+    anchors: Anchors = DEFAULTS.anchor_share
+    anchor_scope: Annotated[
+        AnchorScope,
+        typer.Option(help="Queries that vote for anchors: those of the block, or all of the window (paper)."),
+    ] = DEFAULTS.anchor_scope
+
+    def config(self) -> AntKVConfig:
+        """As the server has them; SettingsError when one cannot be used."""
+        return self._config(anchor_share=self.anchors, anchor_scope=self.anchor_scope)
+
+
+@dataclass(frozen=True)
+class MethodOptions(CacheOptions):
+    """The same for the methods of a comparison, those of the literature too."""
+
+    recency: Annotated[
+        str,
+        typer.Option(
+            "--recency",
+            parser=_recency_or_own,
+            metavar="sliding:W|log:W|none|own",
+            help="Recent tokens in full precision, the same for every method; own: the recent and first tokens that "
+            "each method's paper keeps, and the server's default for cq-* and antkv-*.",
+        ),
+    ] = DEFAULTS.recency
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text that kvquant-*, skvq-* and +kvsink-N learn from. Without it they learn from the first tokens of "
+            "each window, and kvsink from a codebook's sink rule."
+        ),
+    ] = None
+
+    @property
+    def own_recency(self) -> bool:
+        """Whether methods of the literature keep the recent tokens of their own papers."""
+        return self.recency == _OWN
+
+    def config(self) -> AntKVConfig:
+        """As the server has them; SettingsError when one cannot be used."""
+        recency = DEFAULTS.recency if self.own_recency else self.recency
+        return self._config(anchor_share=self.anchors, anchor_scope=self.anchor_scope, recency=recency)
+
+
+@dataclass(frozen=True)
+class WindowOptions:
+    """A text, and how it is cut into windows."""
+
+    text: Text
+    context: Context = 2048
+    max_windows: Annotated[int | None, typer.Option(min=1, help="Stop after so many windows.")] = None
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command as typer reads it: in the place of every parameter that is a dataclass stand its fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type[Any]] = {
+        name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
+    }
+    shown: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            shown += _fields_shown(groups[name])
+        else:
+            shown.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        made = {
+            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()
+        }
+        command(**given, **made)
+
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return run
+
+
+def _fields_shown(group: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]
+
+
+def names_in(text: str | None) -> list[str]:
+    """Names that were given separated by commas; none when the option was not given."""
+    return [] if text is None else [name.strip() for name in text.split(",")]

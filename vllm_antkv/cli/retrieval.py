@@ -1,0 +1,112 @@
+"""`antkv eval retrieval`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_antkv.cli.methods import load_methods
+from vllm_antkv.cli.options import Json, MethodOptions, Model, grouped, names_in
+from vllm_antkv.cli.progress import progress_on_stderr
+from vllm_antkv.errors import SettingsError
+
+if TYPE_CHECKING:
+    from vllm_antkv.evaluate.retrieval import RetrievalReport
+
+
+@dataclass(frozen=True)
+class AnswererOptions:
+    """Who is asked."""
+
+    methods: Annotated[str | None, typer.Option(help="Names of methods, offline, separated by commas.")] = None
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="Values of --kv-cache-dtype, through vLLM, separated by commas.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What is asked."""
+
+    kinds: Annotated[str, typer.Option(help="pairs: one of many key:value lines; passkey: a number in a text.")] = (
+        "pairs,passkey"
+    )
+    lengths: Annotated[str, typer.Option(help="Tokens of prompt and answer, separated by commas.")] = "512,1024,2048"
+    depths: Annotated[str, typer.Option(help="Where the answer is: 0 first line, 1 last.")] = "0,0.25,0.5,0.75,1"
+    prompts: Annotated[int, typer.Option(min=1, help="For every kind, length and depth.")] = 20
+    seed: Annotated[int, typer.Option(help="The same seed gives the same prompts.")] = 0
+
+
+@grouped
+def retrieval(
+    model: Model,
+    json: Json,
+    who: AnswererOptions,
+    what: PromptOptions,
+    cache: MethodOptions,
+    figure: Annotated[Path | None, typer.Option(help="Heat maps of length and depth: a .png or .svg file.")] = None,
+) -> None:
+    """Exact match on synthetic retrieval prompts, at several lengths and depths.
+
+    Example: `antkv eval retrieval MODEL --methods fp16,antkv-1bit --codebooks DIR --json OUT`
+
+    Through vLLM, with the same prompts: `--kv-cache-dtype auto,antkv-1bit`
+    """
+    from vllm_antkv.evaluate.heat_map import check_figure, write_heat_map
+    from vllm_antkv.evaluate.report import check_writable, write_json
+    from vllm_antkv.evaluate.retrieval import evaluate_retrieval
+    from vllm_antkv.evaluate.retrieval_prompts import make_prompts
+    from vllm_antkv.evaluate.served import evaluate_retrieval_served
+    from vllm_antkv.offline.models import ModelCard
+
+    names, dtypes = names_in(who.methods), names_in(who.kv_cache_dtype)
+    if not names and not dtypes:
+        raise SettingsError("Say what to evaluate, with --methods or --kv-cache-dtype.")
+    check_writable(json)
+    if figure is not None:
+        check_figure(figure)
+    card = ModelCard.read(model)
+    sizes = [int(length) for length in _numbers("--lengths", what.lengths)]
+    card.check_context(max(sizes))
+    asked = make_prompts(
+        card.tokenizer, names_in(what.kinds), sizes, _numbers("--depths", what.depths), what.prompts, what.seed
+    )
+    config = cache.config()
+    reports = []
+    with progress_on_stderr("prompts") as start:
+        if names:
+            loaded, built = load_methods(card, names, cache, max(sizes))
+            reports += [evaluate_retrieval(card, loaded, m, asked, start(m.name, len(asked))) for m in built]
+        for dtype in dtypes:
+            bar = start(f"{dtype} served", len(asked))
+            reports.append(evaluate_retrieval_served(card, dtype, config, asked, bar))
+    write_json(json, {"results": [report.model_dump() for report in reports]})
+    if figure is not None:
+        write_heat_map(figure, reports)
+    Console().print(_table(reports))
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise SettingsError(f"{option} is '{text}', but must be numbers separated by commas.") from None
+
+
+def _table(reports: "list[RetrievalReport]") -> Table:
+    cells = [(cell.kind, cell.length, cell.depth) for cell in reports[0].cells]
+    columns = list(dict.fromkeys((kind, length) for kind, length, _ in cells))
+    depths = list(dict.fromkeys(depth for *_, depth in cells))
+    table = Table("method", "bits", "all", "depth", *(f"{kind} {length}" for kind, length in columns))
+    for report in reports:
+        match = {(cell.kind, cell.length, cell.depth): cell.exact_match for cell in report.cells}
+        name = f"{report.method} served" if report.served else report.method
+        for depth in depths:
+            row = (f"{match[kind, length, depth]:.0%}" for kind, length in columns)
+            first = depth == depths[0]
+            about = (name, f"{report.effective_bits:.2f}", f"{report.exact_match:.1%}") if first else ("", "", "")
+            table.add_row(*about, f"{depth:.0%}", *row, end_section=depth == depths[-1])
+    return table

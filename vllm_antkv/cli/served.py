@@ -1,0 +1,51 @@
+"""`antkv eval served`."""
+
+from typing import Annotated
+
+import typer
+
+from vllm_antkv.cli.options import CacheOptions, Json, Model, WindowOptions, grouped
+from vllm_antkv.cli.progress import progress_on_stderr
+
+
+@grouped
+def served(
+    model: Model,
+    kv_cache_dtype: Annotated[str, typer.Option(help="A preset, or auto.")],
+    given: WindowOptions,
+    json: Json,
+    cache: CacheOptions,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Another --kv-cache-dtype, as a rule auto: a second engine serves it, and top-1 agreement and KL "
+            "divergence are reported."
+        ),
+    ] = None,
+) -> None:
+    """Perplexity through real vLLM, to be held against the offline figure for the same settings.
+
+    Example: `antkv eval served MODEL --kv-cache-dtype antkv-1bit --codebooks DIR --text FILE --json OUT`
+
+    The divergence is over the 20 most likely tokens of both and a rest: a lower bound of that over the vocabulary.
+    """
+    from vllm_antkv.evaluate.report import check_writable, write_json
+    from vllm_antkv.evaluate.served import evaluate_served
+    from vllm_antkv.evaluate.windows import TextWindows, load_windows
+    from vllm_antkv.offline.models import ModelCard
+
+    check_writable(json)
+    config = cache.config()
+    card = ModelCard.read(model)
+    ids = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
+    windows = TextWindows(given.text, ids)
+    name, total = (kv_cache_dtype, len(ids)) if against is None else (f"{kv_cache_dtype}, {against}", 2 * len(ids))
+    with progress_on_stderr() as start:
+        report = evaluate_served(card, kv_cache_dtype, config, windows, start(name, total), against)
+    write_json(json, report.model_dump())
+    print(f"{report.method} served: perplexity {report.perplexity:.4f}, {report.effective_bits:.3f} effective bits")
+    if report.against is not None:
+        print(
+            f"against {report.against.kv_cache_dtype} with perplexity {report.against.perplexity:.4f}: "
+            f"{report.against.top1_agreement:.2%} top-1 agreement, KL {report.against.kl:.5f} nats"
+        )

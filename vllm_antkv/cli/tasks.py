@@ -1,0 +1,93 @@
+"""`antkv eval tasks`."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_antkv.cli.options import CacheOptions, Json, Model, grouped, names_in
+from vllm_antkv.errors import SettingsError
+
+if TYPE_CHECKING:
+    from vllm_antkv.evaluate.tasks import TasksReport
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Who is asked."""
+
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="Values of --kv-cache-dtype, separated by commas: an engine is started for each.")
+    ] = None
+    server: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=URL", help="A running server instead, e.g. auto=http://localhost:8000; repeatable."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How the questions are put."""
+
+    include_path: Annotated[Path | None, typer.Option(help="Folder with task definitions of your own.")] = None
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in a prompt; without it, the task's.")] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task; without it, all.")] = None
+    max_gen_toks: Annotated[int, typer.Option(min=1, help="Cap on answers, where the task sets none.")] = 256
+    apply_chat_template: Annotated[bool, typer.Option(help="Ask as in a chat: for instruction-tuned models.")] = False
+    context: Annotated[int | None, typer.Option(min=2, help="Longest sequence; without it, the model's.")] = None
+
+
+@grouped
+def tasks(
+    model: Model,
+    tasks: Annotated[str, typer.Option(help="Tasks or groups of lm-evaluation-harness, separated by commas.")],
+    json: Json,
+    who: EngineOptions,
+    how: RunOptions,
+    cache: CacheOptions,
+) -> None:
+    """Tasks of lm-evaluation-harness through vLLM, side by side, with the length of the answers.
+
+    Example: `antkv eval tasks MODEL --tasks gsm8k,piqa --kv-cache-dtype auto,antkv-1bit --codebooks DIR --json OUT`
+
+    Needs the extra `tasks`: `pip install 'vllm-antkv[tasks]'`
+    """
+    from vllm_antkv.evaluate.report import check_writable, write_json
+    from vllm_antkv.evaluate.tasks import TaskRun, check_tasks, evaluate_tasks, evaluate_tasks_on_server
+    from vllm_antkv.offline.models import ModelCard
+
+    dtypes, servers = names_in(who.kv_cache_dtype), [_named_url(text) for text in who.server or []]
+    if bool(dtypes) == bool(servers):
+        raise SettingsError("Say what to evaluate, either with --kv-cache-dtype or with --server.")
+    check_writable(json)
+    card = ModelCard.read(model)
+    run = TaskRun(tasks=tuple(names_in(tasks)), **asdict(how))
+    check_tasks(run)
+    config = cache.config()
+    reports = [evaluate_tasks(card, dtype, config, run) for dtype in dtypes]
+    reports += [evaluate_tasks_on_server(card, name, url, run) for name, url in servers]
+    write_json(json, {"results": [report.model_dump() for report in reports]})
+    Console().print(_table(reports))
+
+
+def _named_url(text: str) -> tuple[str, str]:
+    name, _, url = text.partition("=")
+    if not name or not url.startswith(("http://", "https://")):
+        raise SettingsError(f"--server is '{text}', but must be NAME=URL, such as auto=http://localhost:8000.")
+    return name, url
+
+
+def _table(reports: "list[TasksReport]") -> Table:
+    from vllm_antkv.evaluate.tasks import metric_rows
+
+    table = Table("task", "metric", *(report.kv_cache_dtype for report in reports))
+    for task, metric, values, differences in metric_rows(reports):
+        others = (f"{value:.4f} ({far:+.4f})" for value, far in zip(values[1:], differences[1:], strict=True))
+        table.add_row(task, metric, f"{values[0]:.4f}", *others)
+    if reports[0].answers:
+        table.add_row("all", "tokens per answer", *(f"{report.answer_tokens:.1f}" for report in reports))
+        table.add_row("all", "answers cut off", *(f"{report.cap_hits:.1%}" for report in reports))
+    return table

@@ -1,0 +1,21 @@
+"""The codebook of one (model, preset): its file, its header, whose it is, its trained prefix, and where it is found."""
+
+from vllm_antkv.codebook.file import Codebook
+from vllm_antkv.codebook.header import FORMAT_VERSION, CodebookHeader, SinkRule
+from vllm_antkv.codebook.identity import ModelIdentity
+from vllm_antkv.codebook.prefix import TrainedPrefix
+from vllm_antkv.codebook.search import codebook_path, default_folders, find_codebook, shipped_folder, user_folder
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Codebook",
+    "CodebookHeader",
+    "ModelIdentity",
+    "SinkRule",
+    "TrainedPrefix",
+    "codebook_path",
+    "default_folders",
+    "find_codebook",
+    "shipped_folder",
+    "user_folder",
+]

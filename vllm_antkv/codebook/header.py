@@ -1,0 +1,142 @@
+"""The JSON header of a codebook file: what it says, and how it is checked.
+
+The header may come from anybody: nothing in it is believed, and no message shows it at length or unescaped.
+"""
+
+import json
+import reprlib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_antkv import __version__
+from vllm_antkv.codebook.identity import MAX_LAYERS, ModelIdentity
+from vllm_antkv.errors import CodebookError, first_problem
+from vllm_antkv.presets import PRESETS, Preset
+
+FORMAT_VERSION = 1
+#: The longest trained prefix, as many tokens as the setting `prefix` can keep exact.
+MAX_PREFIX = 4096
+
+
+class SinkRule(BaseModel):
+    """KVSink: after decoder layer `layer`, a token is a sink when |hidden[c]| > threshold for a c in `channels`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layer: int = Field(ge=0)
+    channels: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    threshold: float = Field(gt=0, allow_inf_nan=False)
+
+
+class CodebookHeader(BaseModel):
+    """The JSON header of a codebook file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int
+    preset: str
+    model: ModelIdentity
+    # Preset of every layer where they differ (`calibrate.mix`); None: all have `preset`.
+    layers: Annotated[tuple[str, ...], Field(max_length=MAX_LAYERS)] | None = None
+    sinks: SinkRule | None
+    # By preset, channels of K in the order in which its sub-vectors take them (`ops.rope.interleaved`); where there is
+    # none, as the model has them.
+    k_orders: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = Field(default_factory=dict)
+    # Token ids of the trained intact prefix (`codebook.prefix`); None: there is none.
+    prefix: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, max_length=MAX_PREFIX)] | None = None
+    calibration: dict[str, Any]
+    antkv_version: str = __version__
+    checksum: str = ""
+
+    @property
+    def layer_presets(self) -> tuple[Preset, ...]:
+        """The preset of every layer."""
+        names = (self.preset,) * self.model.num_layers if self.layers is None else self.layers
+        return tuple(PRESETS[name] for name in names)
+
+    @property
+    def mix(self) -> str:
+        """Which layers have which preset, in words."""
+        layers: dict[str, list[str]] = {}
+        for index, preset in enumerate(self.layer_presets):
+            layers.setdefault(preset.name, []).append(str(index))
+        return "; ".join(f"{name} in layers {', '.join(layers[name])}" for name in PRESETS if name in layers)
+
+    def k_order(self, layer: int) -> tuple[int, ...] | None:
+        """The order of K's channels in a layer; None: as the model has them."""
+        return self.k_orders.get(self.layer_presets[layer].name)
+
+
+def parse_header(text: str | None, path: Path) -> tuple[dict[str, Any], CodebookHeader]:
+    """The header as it is written and as it is understood; ValueError when it is no JSON."""
+    if text is None:
+        raise CodebookError(f"{path} is a safetensors file, but not a codebook of vllm-antkv.")
+    raw = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version != FORMAT_VERSION:
+        raise CodebookError(
+            f"{path} has codebook format {reprlib.repr(version)}, but this vllm-antkv reads format {FORMAT_VERSION}: "
+            "run `antkv calibrate` again."
+        )
+    try:
+        return raw, CodebookHeader.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        field, problem = first_problem(error, whole="header")
+        raise CodebookError(f"{path} is damaged: {field} of its header is not usable ({problem}).") from None
+
+
+def check_header(header: CodebookHeader, path: Path) -> None:
+    """CodebookError when parts of the header contradict each other."""
+    model, sinks = header.model, header.sinks
+    if header.preset not in PRESETS:
+        shown = reprlib.repr(header.preset)
+        raise CodebookError(f"{path} is for the preset {shown}, which is none of {', '.join(PRESETS)}.")
+    if header.layers is not None:
+        _check_layers(header, header.layers, path)
+    used = {PRESETS[header.preset], *header.layer_presets}
+    for preset in used:
+        if model.head_size % preset.sub_vector_size:
+            raise CodebookError(f"{path} is damaged: {preset.name} does not divide its head size {model.head_size}.")
+    _check_cost(header, path)
+    for name, order in header.k_orders.items():
+        if name not in {preset.name for preset in used} or sorted(order) != list(range(model.head_size)):
+            raise CodebookError(
+                f"{path} is damaged: its k_orders have for {reprlib.repr(name)} no order of the {model.head_size} "
+                "channels of a head."
+            )
+    if header.prefix is not None and max(header.prefix) >= model.vocab_size:
+        raise CodebookError(
+            f"{path} is damaged: its prefix has the token {max(header.prefix)}, beyond its {model.vocab_size} tokens."
+        )
+    if sinks is not None and (sinks.layer >= model.num_layers or max(sinks.channels) >= model.hidden_size):
+        raise CodebookError(f"{path} is damaged: its sink layer or channel lies outside the model.")
+
+
+def _check_layers(header: CodebookHeader, layers: tuple[str, ...], path: Path) -> None:
+    """CodebookError unless every layer has a preset."""
+    if len(layers) != header.model.num_layers or not set(layers) <= set(PRESETS):
+        raise CodebookError(
+            f"{path} is damaged: its layers are not one preset for each of the model's {header.model.num_layers}."
+        )
+
+
+def _check_cost(header: CodebookHeader, path: Path) -> None:
+    """CodebookError when the layers take more bytes than with the preset that the file is for."""
+    presets, head_size = header.layer_presets, header.model.head_size
+    budget = len(presets) * PRESETS[header.preset].code_bytes(head_size)
+    if sum(preset.code_bytes(head_size) for preset in presets) > budget:
+        raise CodebookError(f"{path} is damaged: its layers take more bytes together than {header.preset}.")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Other readers may take the first of two values where ours takes the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key of its header stands there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} in its header is no JSON")

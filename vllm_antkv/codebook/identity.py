@@ -1,0 +1,69 @@
+"""Which model a codebook belongs to: the sizes that must agree with those of the model that is served."""
+
+import hashlib
+import json
+import reprlib
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_antkv.errors import UnsupportedModelError
+
+#: Many times what any model has.
+MAX_LAYERS = 4096
+#: A size of a model. No product of the few that are multiplied is then beyond what a message can show.
+Size = Annotated[int, Field(gt=0, lt=1 << 31)]
+
+
+class ModelIdentity(BaseModel):
+    """What must agree between the model a codebook was learned from and the model it serves."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: str = Field(pattern=r"^[\w.-]{1,100}$")
+    num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)]
+    num_attention_heads: Size
+    num_kv_heads: Size
+    head_size: Size
+    hidden_size: Size
+    vocab_size: Size
+
+    @classmethod
+    def from_hf_config(cls, hf_config: Any) -> Self:
+        """Read the identity from a Hugging Face `PretrainedConfig` (of a text model, or holding one).
+
+        Raises UnsupportedModelError when the config lacks one of the sizes, or has one that is no size.
+        """
+        text = hf_config.get_text_config()
+        heads = getattr(text, "num_attention_heads", None)
+        kv_heads = getattr(text, "num_key_value_heads", None)
+        hidden_size = getattr(text, "hidden_size", None)
+        try:
+            return cls(
+                architecture=(getattr(hf_config, "architectures", None) or [text.model_type])[0],
+                num_layers=getattr(text, "num_hidden_layers", None),
+                num_attention_heads=heads,
+                num_kv_heads=heads if kv_heads is None else kv_heads,
+                head_size=getattr(text, "head_dim", None) or (hidden_size // heads if hidden_size and heads else None),
+                hidden_size=hidden_size,
+                vocab_size=getattr(text, "vocab_size", None),
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            field, value = first["loc"][0], reprlib.repr(first["input"])
+            raise UnsupportedModelError(
+                f"A model of type {text.model_type} with {field} {value} cannot be used with vllm-antkv "
+                f"({first['msg']})."
+            ) from None
+
+    @property
+    def key(self) -> str:
+        """Short stable hash, used as a folder name."""
+        text = json.dumps(self.model_dump(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(have: ModelIdentity, want: ModelIdentity) -> str:
+    """In which sizes a codebook's model is not the one that is served."""
+    pairs = ((name, getattr(have, name), getattr(want, name)) for name in ModelIdentity.model_fields)
+    return ", ".join(f"{name} is {a}, the served model's is {b}" for name, a, b in pairs if a != b)

@@ -1,0 +1,95 @@
+"""The tensors of a codebook file: their names and forms, which the header foretells, and their checks."""
+
+import hashlib
+import json
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_antkv.codebook.header import CodebookHeader
+from vllm_antkv.errors import CodebookError
+
+#: safetensors' names of dtypes.
+_DTYPE_NAMES = {torch.float16: "F16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """dtype, by safetensors' name, and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {reprlib.repr(self.shape)}"
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """Of a tensor in hand."""
+    return Form(_DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+
+
+def check_forms(header: CodebookHeader, forms: Mapping[str, Form], path: Path) -> None:
+    """CodebookError unless there are exactly the tensors that the header tells of."""
+    wanted = _wanted_forms(header)
+    if set(forms) != set(wanted):
+        raise CodebookError(
+            f"{path} is damaged: it holds tensors {reprlib.repr(sorted(forms))}, not {' and '.join(wanted)}."
+        )
+    for name, form in wanted.items():
+        if forms[name] != form:
+            raise CodebookError(f"{path} is damaged: {name} is {forms[name]}, but must be {form}.")
+
+
+def _wanted_forms(header: CodebookHeader) -> dict[str, Form]:
+    model, wanted = header.model, dict[str, Form]()
+    for suffix, indices in stacks(header).items():
+        preset = header.layer_presets[indices[0]]
+        num_sub_vectors = preset.num_sub_vectors(model.head_size)
+        shape = (len(indices), model.num_kv_heads, num_sub_vectors, preset.num_centroids, preset.sub_vector_size)
+        wanted |= dict.fromkeys(("k" + suffix, "v" + suffix), Form("F16", shape))
+    if header.prefix is not None:
+        # Not F16: rows are those of models in bfloat16, too, and those of sinks may be large.
+        rows = Form("F32", (model.num_layers, len(header.prefix), model.num_kv_heads, model.head_size))
+        wanted |= dict.fromkeys(("prefix_k", "prefix_v"), rows)
+    return wanted
+
+
+def stacks(header: CodebookHeader) -> dict[str, list[int]]:
+    """Which layers stand in one tensor, by what its name ends with: those of the header's own preset in `k` and `v`."""
+    found: dict[str, list[int]] = {}
+    for index, preset in enumerate(header.layer_presets):
+        suffix = "" if preset.name == header.preset else f".{preset.name}"
+        found.setdefault(suffix, []).append(index)
+    return found
+
+
+def by_layer(header: CodebookHeader, kind: str, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Every layer's centroids, from the tensors in which those of a preset are stacked."""
+    layers = {
+        index: layer
+        for suffix, indices in stacks(header).items()
+        for index, layer in zip(indices, tensors[kind + suffix], strict=True)
+    }
+    return tuple(layers[index] for index in range(header.model.num_layers))
+
+
+def check_values(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """CodebookError when a value is not finite. Layer by layer: a mask over all would be half a codebook more."""
+    for name, tensor in tensors.items():
+        if not all(layer.isfinite().all() for layer in tensor):
+            raise CodebookError(f"{path} is damaged: {name} holds values that are not finite.")
+
+
+def checksum_of(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    """Over everything that is served: the header as JSON, but for its checksum, and the tensors."""
+    content = {key: value for key, value in header.items() if key != "checksum"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().numpy().data)
+    return digest.hexdigest()

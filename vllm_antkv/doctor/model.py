@@ -1,0 +1,81 @@
+"""Whether a model can be served, and which codebooks fit it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_antkv.codebook import Codebook, ModelIdentity, find_codebook
+from vllm_antkv.doctor.finding import Finding
+from vllm_antkv.errors import AntKVError, SettingsError
+from vllm_antkv.families import SERVED_ARCHITECTURES
+from vllm_antkv.presets import PRESETS
+
+
+def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
+    """Whether the model is supported, and which presets have a codebook that fits it."""
+    from vllm_antkv.offline.pretrained import read_config
+
+    try:
+        identity = ModelIdentity.from_hf_config(read_config(model, SettingsError))
+    except AntKVError as error:
+        remedy = "Give the folder of a Hugging Face causal language model, or its name on the hub."
+        yield Finding("config", "problem", str(error), remedy)
+        return
+    yield _architecture(identity)
+    findings = [_codebook(model, identity, preset, codebooks) for preset in PRESETS]
+    yield from findings
+    if not any(finding.state == "ok" for finding in findings):
+        remedy = f"antkv calibrate {model} --preset antkv-1bit --text FILE"
+        yield Finding("codebooks", "problem", "no preset can be served", remedy)
+
+
+def _architecture(identity: ModelIdentity) -> Finding:
+    detail = (
+        f"{identity.architecture}: {identity.num_layers} layers, {identity.num_kv_heads} KV heads, "
+        f"head size {identity.head_size}"
+    )
+    if identity.architecture in SERVED_ARCHITECTURES:
+        return Finding("architecture", "ok", detail)
+    return Finding("architecture", "problem", detail, f"Supported are {', '.join(SERVED_ARCHITECTURES)}.")
+
+
+def _codebook(model: str, identity: ModelIdentity, preset: str, codebooks: str | None) -> Finding:
+    try:
+        PRESETS[preset].num_sub_vectors(identity.head_size)
+    except AntKVError as error:
+        return Finding(preset, "note", str(error))
+    try:
+        path = find_codebook(model, identity, preset, codebooks)
+    except AntKVError as error:
+        detail, _, remedy = str(error).partition(": make one with ")
+        return Finding(preset, "note", detail, f"Make one with {remedy}" if remedy else "")
+    try:
+        codebook = Codebook.load(path, preset, identity)
+    except AntKVError as error:
+        return Finding(preset, "problem", str(error), f"Remove {path} or calibrate again.")
+    sinks = codebook.header.sinks
+    described = "no sink rule" if sinks is None else f"sinks from layer {sinks.layer}, channels {list(sinks.channels)}"
+    if codebook.header.layers is not None:
+        described += f", {codebook.header.mix}"
+    if codebook.header.prefix is not None:
+        described += f", a trained prefix of {len(codebook.header.prefix)} tokens"
+    return Finding(preset, "ok", f"{path} ({codebook.identity}, {codebook.num_bytes / 2**20:.1f} MiB, {described})")
+
+
+def check_codebooks(folder: Path) -> Iterator[Finding]:
+    """Every codebook in a folder, without a model to compare with."""
+    try:
+        paths = sorted(folder.glob("*.safetensors"))
+    except OSError as error:
+        yield Finding("codebooks", "problem", f"cannot be looked for ({error.strerror})", "Name another folder.")
+        return
+    if not paths:
+        yield Finding(str(folder), "problem", "holds no codebook", "Name the folder given to `antkv calibrate --out`.")
+    for path in paths:
+        try:
+            header = Codebook.load(path).header
+        except AntKVError as error:
+            yield Finding(path.name, "problem", str(error), "Calibrate again.")
+        else:
+            model = header.model
+            detail = f"{header.preset} for {model.architecture}, {model.num_layers} layers, head size {model.head_size}"
+            yield Finding(path.name, "ok", detail)

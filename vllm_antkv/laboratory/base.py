@@ -1,0 +1,71 @@
+"""What the methods of the literature have in common: what they are built for, what they learn from, what they store."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from vllm_antkv.codebook import ModelIdentity
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.offline.method import Method, Quantiser
+
+
+class CountedQuantiser(Quantiser, Protocol):
+    """A quantiser of the literature, which says what it stores; the engine does not page it."""
+
+    def element_bits(self, identity: ModelIdentity, num_tokens: int) -> tuple[float, float]:
+        """Bits stored per K element and per V element of the tokens that are quantised.
+
+        Counts codes, scales, zero points and outliers, and tables that are learned anew for each sequence, spread over
+        its `num_tokens` tokens. Tables learned from a calibration text are per model and not counted.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What calibrated methods of the literature learn from: a text run through the model in full precision.
+
+    text: where it comes from.
+    key, plain_key, value: for every layer (num_windows, num_tokens, num_kv_heads, head_size) floating point; `key` is
+        after RoPE and `plain_key` before.
+    sink_layer, sink_channels: the decoder layer after which few tokens stand out, and the channels in which they do.
+    """
+
+    text: str
+    key: list[torch.Tensor] = field(repr=False)
+    plain_key: list[torch.Tensor] = field(repr=False)
+    value: list[torch.Tensor] = field(repr=False)
+    sink_layer: int
+    sink_channels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MethodRequest:
+    """What a method is built for.
+
+    model_name: folder or Hugging Face name of the model, for the messages and for finding codebooks.
+    identity: the model's sizes.
+    codebooks: folder with codebooks; None looks where the server looks.
+    config: the settings asked for; a method takes those it has.
+    own_recency: methods of the literature keep the recent tokens and sinks of their own papers, not `config.recency`.
+    sample: None lets calibrated methods learn from the first tokens of each window.
+    """
+
+    model_name: str
+    identity: ModelIdentity
+    codebooks: Path | None
+    config: AntKVConfig
+    own_recency: bool = False
+    sample: Sample | None = None
+
+    @property
+    def recency_name(self) -> str:
+        """What methods of the literature keep, for the settings of a figure."""
+        return "own" if self.own_recency else self.config.recency
+
+
+#: Builds the method called `name`; raises AntKVError when what it needs is missing.
+Builder = Callable[[str, MethodRequest], Method]

@@ -1,0 +1,260 @@
+"""Attention of a whole window through a quantised past: what the serving engine computes, on a Hugging Face model.
+
+The query at position i sees row j exactly (K after RoPE and V, full precision) iff i <= last_query[j] (recency, the
+intact prefix, itself; `select.recency`), and otherwise as it comes back from the cache: from its code, and if it is an
+anchor of a block that closed before i's block began, with the correction that is stored for it. Blocks are taken in
+order, because the anchors of one decide what the next sees.
+
+With `anchor_scope: prompt` anchors are those of the paper: chosen from full-precision attention of all queries of the
+window, serving all later blocks. There the future reaches the past, and the engine differs: it sees a prompt in steps,
+and blocks that close in a step serve nothing within it. The figures of that scope are the paper's, not the server's.
+
+In windows that start with the method's trained prefix, K and V of those tokens are the trained rows, in every layer.
+
+This file knows methods only by their interface, and nothing of perplexity or of files.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.families import EVALUATED_TYPES
+from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.retained import attend_retained
+from vllm_antkv.offline.rotary import rotary_table
+from vllm_antkv.offline.sinks import strongest_so_far
+from vllm_antkv.ops.reference import SeenRows, anchor_score, causal_lse, corrected, correction, mixed_attention
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.select.anchors import SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
+from vllm_antkv.select.recency import last_query_table
+
+
+@contextmanager
+def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> Iterator[None]:
+    """While open, `model` attends through `method`; its own attention comes back at the end.
+
+    The model must be called on whole windows of at most `num_tokens` tokens, without padding and without a KV cache.
+
+    Raises:
+        UnsupportedModelError: a family that is not known to fit, or a sliding window shorter than the windows.
+    """
+    if method.quantiser is None and method.eviction is None:
+        yield
+        return
+    check_family(model.config.get_text_config(), num_tokens)
+    run = _Run(method, rotary_table(model, num_tokens))
+    name, before = f"antkv_offline_{id(run)}", model.config._attn_implementation
+    hooks = _watch(model, run)
+    ALL_ATTENTION_FUNCTIONS.register(name, run.attend)
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
+        for hook in hooks:
+            hook.remove()
+
+
+class _Run:
+    """One method on one model: what the attention function and the sink hook share.
+
+    is_sink: (num_windows, num_tokens) bool of the windows in hand, None until the emergence layer has run; with
+        `num_sinks`, int64, the last query for which each token is one.
+    starts: (num_windows, 1, 1, 1) bool, whether the windows in hand start with the trained prefix; False before any.
+    """
+
+    def __init__(self, method: Method, rotary: RotaryTable) -> None:
+        self.method = method
+        self.rotary = rotary
+        self.is_sink: torch.Tensor | None = None
+        self.starts = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The signature of transformers' AttentionInterface: (num_windows, heads, num_tokens, head_size) in."""
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        # In bfloat16 the model hands over rows of the served precision; what is computed with them is float32.
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        prefix = self.method.trained_prefix
+        if prefix is not None:
+            key, value = (self._put_in(rows, trained[layer]) for rows, trained in ((key, prefix.k), (value, prefix.v)))
+        q, k, v = (rows.transpose(1, 2).to(dtype) for rows in (query, key, value))
+        rule = self.method.sinks
+        is_sink = self.is_sink if rule is not None and layer > rule.layer else None
+        of_literature = self.method.retention is not None or self.method.eviction is not None
+        attend = attend_retained if of_literature else attend_window
+        window = LayerWindow(layer, q, k, v, scaling, self.rotary)
+        return attend(window, self.method, is_sink).to(query.dtype), None
+
+    def _put_in(self, rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+        """K or V rows, (num_windows, num_kv_heads, num_tokens, head_size), with trained ones for the first tokens.
+
+        trained: (P, num_kv_heads, head_size).
+        """
+        if not self.starts.any():
+            return rows
+        first = torch.where(self.starts, trained.transpose(0, 1).to(rows), rows[:, :, : len(trained)])
+        return torch.cat((first, rows[:, :, len(trained) :]), dim=2)
+
+    def watch_tokens(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        """Forward pre-hook of the embeddings, which get the windows' token ids, (num_windows, num_tokens) int64."""
+        assert self.method.trained_prefix is not None
+        wanted = torch.tensor(self.method.trained_prefix.token_ids, device=args[0].device)
+        first = args[0][:, : len(wanted)]
+        long_enough = first.shape[1] == len(wanted)
+        starts = (first == wanted).all(1) if long_enough else first.new_zeros(len(first), dtype=torch.bool)
+        self.starts = starts[:, None, None, None]
+
+    def watch_sinks(self, module: nn.Module, args: Any, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        """Forward hook of decoder layer `rule.layer` (KVSink, algorithm 1, by threshold)."""
+        rule = self.method.sinks
+        assert rule is not None
+        hidden = output[0] if isinstance(output, tuple) else output
+        magnitude = hidden[..., list(rule.channels)].abs()
+        if self.method.num_sinks:
+            self.is_sink = strongest_so_far(magnitude.amax(-1), self.method.num_sinks)
+        else:
+            self.is_sink = (magnitude > rule.threshold).any(-1)
+
+
+def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | None) -> torch.Tensor:
+    """Attention of one layer over whole windows, every query seeing the past as it comes back from the cache.
+
+    Args:
+        window: rows in full precision.
+        method: with a quantiser.
+        is_sink: (num_windows, num_tokens) bool, or None where no sinks are known.
+
+    Returns:
+        (num_windows, num_tokens, num_heads, head_size).
+    """
+    assert method.quantiser is not None
+    query, key, value, scale = window.query, window.key, window.value, window.scale
+    num_tokens, config = key.shape[1], method.config
+    positions = torch.arange(num_tokens, device=key.device)
+    last_query = last_query_table(config, num_tokens).to(key.device)
+    # What queries of later blocks see: decoded rows, of which the anchors of closed blocks are corrected.
+    seen_key, seen_value = method.quantiser.read_back(window.layer, key, value, window.rotary)
+    prompt_scores = _prompt_scores(window, last_query) if config.anchor_scope == "prompt" else None
+    outputs = []
+    for start in range(0, num_tokens, VQ_BLOCK_SIZE):
+        block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
+        past = slice(0, block.stop)
+        causal = positions[past] <= positions[block, None]
+        exact = causal & (positions[block, None] <= last_query[past])
+        columns = exact.any(0).nonzero().flatten()
+        output, _ = mixed_attention(
+            query[:, block],
+            SeenRows(seen_key[:, past], seen_value[:, past], (causal & ~exact)[None]),
+            SeenRows(key[:, columns], value[:, columns], exact[None, :, columns]),
+            scale,
+        )
+        outputs.append(output)
+        # A block that never closes, or that no later query can see, has no anchors.
+        if config.anchor_rows == 0 or block.stop - start < VQ_BLOCK_SIZE or block.stop == num_tokens:
+            continue
+        if prompt_scores is None:
+            own = causal[None, :, block]
+            own_lse = causal_lse(query[:, block], key[:, block], own, scale)
+            weight = vote_weights(positions[block, None], positions[block], last_query, "block")
+            scores = anchor_score(query[:, block], key[:, block], own_lse, weight[None], scale, VOTE_POWER["block"])
+        else:
+            scores = (prompt_scores[0][..., block], prompt_scores[1][..., block])
+        for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
+            if is_sink is not None:
+                score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
+            _correct_anchors(seen[:, block], full[:, block], score, positions[block] < config.prefix, config)
+    return torch.cat(outputs, dim=1)
+
+
+def _prompt_scores(window: LayerWindow, last_query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchor Scores summed over all later queries of the window, from full-precision attention, as in the paper.
+
+    Returns scores of K and of V, each (num_windows, num_kv_heads, num_tokens).
+    """
+    query, key, value, scale = window.query, window.key, window.value, window.scale
+    num_windows, num_tokens, num_kv_heads, _ = key.shape
+    positions = torch.arange(num_tokens, device=key.device)
+    key_score, value_score = key.new_zeros(2, num_windows, num_kv_heads, num_tokens)
+    for start in range(0, num_tokens, VQ_BLOCK_SIZE):
+        block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
+        past = slice(0, block.stop)
+        causal = (positions[past] <= positions[block, None])[None]
+        nothing = key[:, :0]
+        _, lse = mixed_attention(
+            query[:, block],
+            SeenRows(nothing, nothing, causal[..., :0]),
+            SeenRows(key[:, past], value[:, past], causal),
+            scale,
+        )
+        weight = vote_weights(positions[block, None], positions[past], last_query, "prompt")
+        of_key, of_value = anchor_score(query[:, block], key[:, past], lse, weight[None], scale, VOTE_POWER["prompt"])
+        key_score[..., past] += of_key
+        value_score[..., past] += of_value
+    return key_score, value_score
+
+
+def _correct_anchors(
+    seen: torch.Tensor, full: torch.Tensor, score: torch.Tensor, already_exact: torch.Tensor, config: AntKVConfig
+) -> None:
+    """Choose the anchors of one block and correct their decoded rows as the cache would.
+
+    Args:
+        seen: (num_windows, block_size, num_kv_heads, head_size) decoded rows, written.
+        full: the same rows in full precision.
+        score: (num_windows, num_kv_heads, block_size) sums over queries, SINK_SCORE for sinks.
+        already_exact: (block_size,) bool, tokens of the intact prefix.
+        config: how many rows, and how they are ranked.
+    """
+    scope = config.anchor_scope if config.anchor_share > 0 else None
+    rows = block_anchors(score, full, seen, config.anchor_rows, already_exact, scope)
+    offsets = torch.arange(seen.shape[1], device=seen.device)
+    # An unused row is -1 and matches no offset.
+    chosen = (rows[..., None] == offsets).any(-2)
+    seen.copy_(torch.where(chosen.transpose(1, 2)[..., None], corrected(seen, correction(full, seen)), seen))
+
+
+def check_family(config: Any, num_tokens: int) -> None:
+    """UnsupportedModelError where `quantised_past` cannot take the place of a model's attention.
+
+    Args:
+        config: the text config of a Hugging Face model.
+        num_tokens: length of the windows.
+    """
+    if config.model_type not in EVALUATED_TYPES:
+        raise UnsupportedModelError(
+            f"Models of type '{config.model_type}' cannot be evaluated offline: known are {', '.join(EVALUATED_TYPES)}."
+        )
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if window is not None and slides and window < num_tokens:
+        raise UnsupportedModelError(
+            f"This model has attention layers with a sliding window of {window} tokens: evaluate it with "
+            f"--context {window} or less."
+        )
+
+
+def _watch(model: PreTrainedModel, run: _Run) -> list[torch.utils.hooks.RemovableHandle]:
+    hooks = []
+    if run.method.trained_prefix is not None:
+        hooks.append(model.get_input_embeddings().register_forward_pre_hook(run.watch_tokens))
+    if run.method.sinks is not None:
+        hooks.append(model.get_decoder().layers[run.method.sinks.layer].register_forward_hook(run.watch_sinks))
+    return hooks

@@ -1,0 +1,38 @@
+"""A forward pass over one window: its hidden states layer by layer, and its loss."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+def loss_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
+    """Causal language-model loss of one window, summed over its tokens.
+
+    The sum, not the mean, so that gradients do not shrink with the window's length.
+
+    Args:
+        window: (seq_len,) int64.
+    """
+    # The parameters are frozen: the embeddings are where the graph that reaches every K and V begins.
+    embeddings = model.get_input_embeddings()(window[None]).detach()  # type: ignore[operator]
+    embeddings.requires_grad_(torch.is_grad_enabled())
+    logits = model(inputs_embeds=embeddings, use_cache=False).logits[0, :-1]
+    return functional.cross_entropy(logits.float(), window[1:], reduction="sum")
+
+
+@contextmanager
+def captured_hidden(layers: Iterable[nn.Module], on_hidden: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """While active, hand the hidden state after each of these layers, (seq_len, hidden_size), to `on_hidden`."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        on_hidden(hidden.detach()[0])
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(hook).remove)
+        yield

@@ -1,0 +1,26 @@
+"""What the attention of one layer gets for whole windows."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_antkv.ops.rope import RotaryTable
+
+
+@dataclass(frozen=True)
+class LayerWindow:
+    """The rows of one layer.
+
+    layer: its index.
+    query: (num_windows, num_tokens, num_heads, head_size), after RoPE.
+    key, value: (num_windows, num_tokens, num_kv_heads, head_size), keys after RoPE.
+    scale: multiplies the logits.
+    rotary: the table that rotated `key`.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    rotary: RotaryTable

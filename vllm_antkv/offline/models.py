@@ -1,0 +1,95 @@
+"""A Hugging Face model: what can be known before its weights are loaded, and the model itself."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from vllm_antkv.codebook import ModelIdentity
+from vllm_antkv.errors import SettingsError, UnsupportedModelError
+from vllm_antkv.offline.pretrained import check_token_ids, load_weights, read_config, read_tokenizer
+
+#: Values of each parameter that go into a model's fingerprint.
+_FINGERPRINT_VALUES = 64
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model without its weights: enough to check every argument of an evaluation before the long work begins.
+
+    name: folder or Hugging Face name, as given by the user.
+    """
+
+    name: str
+    config: PretrainedConfig
+    tokenizer: Tokenizer
+    identity: ModelIdentity
+
+    @classmethod
+    def read(cls, name: str) -> Self:
+        """Read config and tokenizer.
+
+        Raises:
+            SettingsError: `name` is no model that can be read.
+            UnsupportedModelError: it is, but not one with a KV cache.
+        """
+        config = read_config(name, SettingsError)
+        return cls(name, config, read_tokenizer(name, SettingsError), ModelIdentity.from_hf_config(config))
+
+    @property
+    def max_context(self) -> int:
+        """Positions the model was made for; UnsupportedModelError when its config says none."""
+        text = self.config.get_text_config()
+        if not hasattr(text, "max_position_embeddings"):
+            raise UnsupportedModelError(f"The config of '{self.name}' has no max_position_embeddings.")
+        return int(text.max_position_embeddings)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the checkpoint: the dtype in which vLLM keeps full-precision rows when it is told to keep the model's."""
+        return self.config.dtype or torch.float32
+
+    def load(self) -> PreTrainedModel:
+        """The model on the GPU if there is one, in evaluation mode.
+
+        On a GPU in the dtype of the checkpoint; on a CPU in float32, where bfloat16 is slow and gains nothing.
+
+        Raises SettingsError when the weights cannot be loaded.
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.float32 if device.type == "cpu" else self.dtype
+        return load_weights(self.name, SettingsError, dtype=dtype).to(device).eval()  # type: ignore[arg-type]
+
+    def check_windows(self, windows: torch.Tensor) -> None:
+        """SettingsError when the model cannot score windows, (num_windows, context) int64."""
+        self.check_context(windows.shape[1])
+        check_token_ids(windows, self.name, self.identity.vocab_size, SettingsError)
+
+    def check_context(self, context: int) -> None:
+        """SettingsError when the model cannot score windows of `context` tokens."""
+        if context < 2:
+            raise SettingsError(f"--context is {context}, but a window needs 2 tokens or more to have one to predict.")
+        if context > self.max_context:
+            raise SettingsError(
+                f"--context is {context}, but the model was made for {self.max_context} tokens at most."
+            )
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers, in model order."""
+    return model.get_decoder().layers  # type: ignore[operator, union-attr, return-value]
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash of a sample of every parameter: tells a model from its retrained self under the same name."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        values = flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)]
+        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        digest.update(values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,81 @@
+"""The loss of a model whose past goes through a method, and how far its predictions are from the model's own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from transformers import PreTrainedModel
+
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.method import Method
+
+#: Tokens in one forward pass: enough to keep two cores or a GPU busy, few enough for the activations of an 8B model.
+_TOKENS_PER_PASS = 4096
+#: Positions whose logits are held at a time: 128 x a vocabulary of 128 K in float32 is 64 MB.
+_LOGITS_CHUNK = 128
+
+#: Called after every batch with the number of windows done since the last call.
+Progress = Callable[[int], None]
+
+
+class OwnFidelity(BaseModel):
+    """One entry of `fidelity` in the JSON of `antkv eval compare`.
+
+    kl: mean divergence of the next-token distributions from the model's own, in nats.
+    top1_agreement: share of positions with the model's own most likely token.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kl: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means over the scored positions of all windows; fields as in `PerplexityReport`."""
+
+    nll: float
+    fidelity: OwnFidelity | None
+
+
+def score(
+    model: PreTrainedModel,
+    method: Method,
+    windows: torch.Tensor,
+    progress: Progress = lambda done: None,
+    against_own: bool = False,
+) -> Scores:
+    """The model on windows through a method; summed in float64, so that it does not depend on the batches."""
+    num_windows, context = windows.shape
+    nll = kl = agreed = 0.0
+    with torch.inference_mode():
+        for batch in windows.split(max(1, _TOKENS_PER_PASS // context)):
+            batch = batch.to(model.device)
+            own = model.get_decoder()(batch, use_cache=False).last_hidden_state if against_own else None
+            with quantised_past(model, method, context):
+                hidden = model.get_decoder()(batch, use_cache=False).last_hidden_state
+            for start in range(0, context - 1, _LOGITS_CHUNK):
+                stop = min(start + _LOGITS_CHUNK, context - 1)
+                found = _log_probs(model, hidden[:, start:stop])
+                nll -= found.gather(-1, batch[:, start + 1 : stop + 1, None]).double().sum().item()
+                if own is not None:
+                    wanted = _log_probs(model, own[:, start:stop])
+                    kl += (wanted.exp() * (wanted - found)).sum(-1).double().sum().item()
+                    agreed += (wanted.argmax(-1) == found.argmax(-1)).sum().item()
+            progress(len(batch))
+    tokens = num_windows * (context - 1)
+    fidelity = OwnFidelity(kl=kl / tokens, top1_agreement=agreed / tokens) if against_own else None
+    return Scores(nll / tokens, fidelity)
+
+
+def mean_nll(model: PreTrainedModel, method: Method, windows: torch.Tensor) -> float:
+    """Mean negative log-likelihood in nats."""
+    return score(model, method, windows).nll
+
+
+def _log_probs(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Natural logarithms of the next-token distributions, (num_windows, num_positions, vocab_size) float32."""
+    logits: torch.Tensor = model.get_output_embeddings()(hidden)
+    return logits.float().log_softmax(-1)
