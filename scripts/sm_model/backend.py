@@ -53,7 +53,6 @@ class ModelledBackend:
     multiprocessors = 1
     capability = (9, 0)
     shared_bytes = 232448
-    capability = (9, 0)
 
     def __init__(self, constants: Constants) -> None:
         self._constants = constants
