@@ -30,17 +30,17 @@ ANTKV_KERNEL(256) mma_interval(float* out, int rounds) {
 
 // fma.rn.f16x2 of eight warps: cycles of one.
 ANTKV_KERNEL(256) half_interval(float* out, int rounds) {
-    u32 sums[8];
-    for (int i = 0; i < 8; ++i) sums[i] = threadIdx.x + i;
+    u32 sums[16];
+    for (int i = 0; i < 16; ++i) sums[i] = threadIdx.x + i;
     sync_block();
     const u32 begin = now();
     for (int round = 0; round < rounds; ++round)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sums[i] = fma_f16x2(sums[i], 0x3c013c01, 0x2c002c00);
+        for (int i = 0; i < 16; ++i) sums[i] = fma_f16x2(sums[i], 0x3c013c01, 0x2c002c00);
     const u32 end = now();
     u32 total = 0;
-    for (int i = 0; i < 8; ++i) total ^= sums[i];
-    if (threadIdx.x == 0) out[blockIdx.x] = (float)(end - begin) / (float)(rounds * 16);
+    for (int i = 0; i < 16; ++i) total ^= sums[i];
+    if (threadIdx.x == 0) out[blockIdx.x] = (float)(end - begin) / (float)(rounds * 32);
     if (total == 0x12345678) out[blockIdx.x] = 0;
 }
 

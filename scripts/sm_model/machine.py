@@ -435,7 +435,7 @@ def _arithmetic(i: Instruction, compute: Compute) -> Callable[[Warp, Group, np.n
             break
     target = next((text for text in i.operands[:2] if not is_predicate(text)), None)
     flags = [text for text in outputs if is_predicate(text)]
-    if i.name in ("ISETP", "FSETP", "PLOP3", "UISETP", "UPLOP3"):
+    if i.name in ("ISETP", "FSETP", "FCHK", "PLOP3", "UISETP", "UPLOP3"):
         target = None
 
     def step(warp: Warp, group: Group, active: np.ndarray) -> None:
