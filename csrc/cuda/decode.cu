@@ -49,6 +49,7 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
     write_weights(tile, exact, sums);
     sync_warp();
     if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
+#pragma unroll
     for (int half = 0; half < kTiles; ++half) coded_values(tile, half, sums);
     if (exact) {
         for (int half = 0; half < kTiles; ++half)

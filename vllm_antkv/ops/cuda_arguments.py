@@ -48,9 +48,9 @@ def tables_of(layer: LayerState, build: Build) -> dict[str, torch.Tensor]:
     """What the kernels read beside the pages, in their layouts."""
     tables = plain_tables(layer)
     columns = []
-    for name, centroids in (("k", layer.k_centroids), ("v", layer.v_centroids)):
+    for name, centroids, half_norms in zip("kv", (layer.k_centroids, layer.v_centroids), layer.half_norms, strict=True):
         tables[f"{name}_centroids"] = centroids.half()
-        tables[f"{name}_half_norms"] = centroids.float().square().sum(-1) / 2
+        tables[f"{name}_half_norms"] = half_norms
         if not build.stages_tables:
             continue
         entries = centroids.half()

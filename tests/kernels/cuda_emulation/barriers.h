@@ -73,10 +73,11 @@ inline void arrive(Barrier* barrier, ANTKV_SITE) {
     if (emulation::is_left_out("arrive", file, line)) return;
     emulation::arrive_at(emulation::phases_of(barrier), 0);
 }
-// The copies that the thread has not waited for land as bulk copies do.
+// The copies that the thread has not waited for land as bulk copies do; unlike those, they need no fence.
 inline void arrive_when_copied(Barrier* barrier, ANTKV_SITE) {
     if (emulation::is_left_out("arrive_when_copied", file, line)) return;
     emulation::Phases& phases = emulation::phases_of(barrier);
+    races::fence(*emulation::thread);
     for (auto& group : emulation::thread->copies) {
         for (const emulation::Copy& copy : group) {
             phases.bytes += 16;
