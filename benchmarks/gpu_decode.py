@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.gpu.llama import BFLOAT16_BYTES
 from benchmarks.gpu.tables import decode_table
+from vllm_antkv.config import AntKVConfig
 
 #: What the others are measured against.
 BASELINE = "FlashAttention 3, bfloat16"
@@ -33,6 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--anchor-share", type=float, help="of antkv's cache; 0: no sinks either (default: ours)")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     arguments = parser.parse_args()
     from benchmarks.gpu.device import require_gpu, write_report
@@ -43,7 +45,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     report = {"baseline": BASELINE, "preset": PRESET, "bandwidth": bandwidth, "rows": rows}
     for context, batch in settings(arguments.contexts, arguments.batches):
-        rows.append(row(context, batch, bandwidth))
+        rows.append(row(context, batch, bandwidth, config_of(arguments.anchor_share)))
         write_report(arguments.json, report)
     print(decode_table(report))
     # A side that could not run is in the table; the exit status says so too.
@@ -55,18 +57,24 @@ def settings(contexts: list[int], batches: list[int]) -> list[tuple[int, int]]:
     return [(c, b) for c in contexts for b in batches if c * b * BFLOAT16_BYTES <= MAX_CACHE_BYTES]
 
 
-def row(context: int, batch: int, bandwidth: float) -> dict[str, Any]:
+def config_of(anchor_share: float | None) -> AntKVConfig:
+    """The default settings, or those with another share of anchors."""
+    return AntKVConfig() if anchor_share is None else AntKVConfig(anchor_share=anchor_share, sinks=anchor_share > 0)
+
+
+def row(context: int, batch: int, bandwidth: float, config: AntKVConfig) -> dict[str, Any]:
     """All sides on one setting."""
     from benchmarks.gpu import flash_attention, turboquant
     from benchmarks.gpu.timing import attempt
 
+    others = "" if config == AntKVConfig() else f", anchors {config.anchor_share:g}"
     sides: dict[str, Prepare] = {
         BASELINE: partial(flash_attention.decode, batch, context, fp8=False),
         "FlashAttention 3, FP8": partial(flash_attention.decode, batch, context, fp8=True),
         "TurboQuant, 4 bit": partial(turboquant.decode, batch, context, "turboquant_4bit_nc"),
         "TurboQuant, 3 bit": partial(turboquant.decode, batch, context, "turboquant_3bit_nc"),
-        "antkv, Triton": partial(_antkv, batch, context, "triton"),
-        "antkv, CUDA": partial(_antkv, batch, context, "cuda"),
+        f"antkv, Triton{others}": partial(_antkv, batch, context, "triton", config),
+        f"antkv, CUDA{others}": partial(_antkv, batch, context, "cuda", config),
     }
     measured: dict[str, Any] = {}
     for name, prepare in sides.items():
@@ -84,13 +92,13 @@ def _measured(prepare: Prepare, bandwidth: float) -> dict[str, Any]:
     return measure(run, graph=True).moving(num_bytes, bandwidth)
 
 
-def _antkv(batch: int, context: int, kernels: str) -> tuple[Callable[[], Any], int]:
+def _antkv(batch: int, context: int, kernels: str, config: AntKVConfig) -> tuple[Callable[[], Any], int]:
     import torch
 
     from benchmarks.gpu.antkv_layer import Requests, Tokens
     from vllm_antkv.ops.dispatch import choose
 
-    requests, tokens = Requests(PRESET, batch, context, new=1), Tokens.random(batch)
+    requests, tokens = Requests(PRESET, batch, context, new=1, config=config), Tokens.random(batch)
     operations = choose(kernels, torch.device("cuda", 0)).build(requests.state)
 
     def run() -> torch.Tensor:

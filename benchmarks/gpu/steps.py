@@ -39,13 +39,23 @@ def _tests(file: str, timeout_s: int, *options: str) -> tuple[str, ...]:
     return ("-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", *timeout, *options, f"tests/gpu/{file}.py")
 
 
+#: The setting that decides about the kernels' design.
+_FIRST = ("--contexts", "32768", "--batches", "8")
+
 STEPS = (
+    # What decides about designs, for a machine that may be gone in ten minutes: do the kernels run, are they right, how
+    # fast is decoding with and without anchors, and is the model that they were designed with right.
     Step("environment", _benchmark("gpu.environment"), 45, 180),
+    Step("kernels-cuda", _tests("test_cuda_gpu", 120, "-n", "4"), 45, 240),
+    Step("first-decode default", _benchmark("gpu_decode", *_FIRST), 30, 180),
+    Step("first-decode no-anchors", _benchmark("gpu_decode", *_FIRST, "--anchor-share", "0"), 30, 180),
+    Step("constants", _benchmark("gpu_constants"), 20, 120),
+    # The same tests where an access outside of what a kernel was given names its line.
+    Step("checked-kernels-cuda", _tests("test_cuda_gpu", 120, "-n", "4"), 45, 240, {"ANTKV_CHECK": "1"}),
     Step("doctor", ("-c", "from vllm_antkv.cli import main; main()", "doctor"), 45, 120),
     # Kernels are compiled anew for every shape, in all configurations: processes side by side. A kernel that accesses
     # what it must not makes the other tests of its process fail too, and no others.
     Step("kernels-triton", _tests("test_triton_gpu", 240, "-n", "8"), 120, 420),
-    Step("kernels-cuda", _tests("test_cuda_gpu", 120, "-n", "4"), 45, 240),
     Step("graphs", _tests("test_graphs_gpu", 120), 30, 240),
     Step("exactness", _tests("test_exactness_gpu", 240), 90, 360),
     Step("compiled", _tests("test_compiled_gpu", 240), 120, 420),

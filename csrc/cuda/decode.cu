@@ -71,6 +71,7 @@ ANTKV_DEVICE void clear(Sums& sums) {
 constexpr int kPartial = kGroup * (kHeadSize + 2);
 
 ANTKV_DEVICE float* partial_at(const Layer& layer, const Results& results, i64 item, int head) {
+    ANTKV_EXPECT(item >= 0 && item < results.capacity);
     return results.partials + (item * layer.num_kv_heads + head) * kPartial;
 }
 

@@ -15,6 +15,25 @@ struct alignas(8) Barrier {
     u64 word;
 };
 
+// In builds with ANTKV_CHECK a condition that does not hold ends the kernel and names its line; else it costs nothing.
+#if defined(ANTKV_EMULATION)
+#define ANTKV_EXPECT(condition) ((condition) ? (void)0 : emulation::unexpected(#condition, __FILE__, __LINE__))
+#elif defined(ANTKV_CHECK)
+#ifndef __CUDACC_RTC__
+#include <cstdio>
+#endif
+#define ANTKV_EXPECT(condition)                                                                                \
+    do {                                                                                                       \
+        if (!(condition)) {                                                                                    \
+            printf("%s:%d: %s does not hold (block %d, %d, thread %d)\n", __FILE__, __LINE__, #condition,      \
+                   (int)blockIdx.x, (int)blockIdx.y, (int)threadIdx.x);                                        \
+            asm volatile("trap;");                                                                             \
+        }                                                                                                      \
+    } while (0)
+#else
+#define ANTKV_EXPECT(condition) ((void)0)
+#endif
+
 #ifdef ANTKV_EMULATION
 #include "emulation.h"
 #else

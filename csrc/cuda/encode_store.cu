@@ -36,6 +36,7 @@ ANTKV_DEVICE void find_token(const Step& step, int token, int& request, int& pos
     }
     request = low;
     position = step.seq_lens[low] - (step.query_start_loc[low + 1] - token);
+    ANTKV_EXPECT(position >= 0);
 }
 
 ANTKV_DEVICE u8* page_of(const Run& run, int t) {

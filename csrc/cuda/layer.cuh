@@ -35,6 +35,7 @@ struct Layer {
     i32 recency_block_size, anchor_rows;
     i32 split;                                  // tokens of a split, whatever the batch
     i32 staged_bytes;                           // of a page that decoding brings at once: its codes, or all of it
+    i32 num_blocks;                             // pages that there are, of either kind
 };
 
 // What a step computes; see vllm_antkv/ops/step.py. Table strides are in entries.
@@ -74,13 +75,18 @@ ANTKV_DEVICE u32 pack(float first, float second) {
 ANTKV_DEVICE int channel_at(const Layer& layer, int place) { return layer.k_order ? layer.k_order[place] : place; }
 
 ANTKV_DEVICE u8* vq_page(const Layer& layer, const Step& step, int request, int head, int block) {
+    ANTKV_EXPECT(request >= 0 && request < step.num_reqs && block >= 0 && block < step.vq_stride);
     const i64 id = step.vq_table[request * step.vq_stride + block];
+    ANTKV_EXPECT(id >= 0 && id < layer.num_blocks);
     return layer.vq + id * layer.vq_block_stride + head * layer.vq_head_stride;
 }
 
 // The recency row (K; V lies `recency_v` behind) of a token, or null where its page is the null block.
 ANTKV_DEVICE u8* recency_row(const Layer& layer, const Step& step, int request, int head, int position) {
-    const i64 id = step.recency_table[request * step.recency_stride + position / layer.recency_block_size];
+    const int index = position / layer.recency_block_size;
+    ANTKV_EXPECT(request >= 0 && request < step.num_reqs && position >= 0 && index < step.recency_stride);
+    const i64 id = step.recency_table[request * step.recency_stride + index];
+    ANTKV_EXPECT(id >= 0 && id < layer.num_blocks);
     if (id == 0) return nullptr;
     u8* page = layer.recency + id * layer.recency_block_stride + head * layer.recency_head_stride;
     return page + (position % layer.recency_block_size) * kRowBytes;

@@ -28,9 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     constants = measured(arguments.constants)
     found: dict[str, dict[str, Prediction]] = {}
-    print(
-        "Predicted cycles per (token, KV head), head size 128, 4 query heads, sm_90, and times as fast as FlashAttention 3"
-    )
+    print("Predicted cycles per (token, KV head) at head size 128, 4 query heads; speed against FlashAttention 3")
     print(f"{'preset':15} {'anchors':>8} {'cycles':>7} {'a split':>8} {'instructions':>13} {'H100':>6} {'H200':>6}")
     for preset in arguments.preset:
         for share in (None, *arguments.anchor_share):

@@ -241,6 +241,18 @@ def compare_reals(i: Instruction) -> Compute:
     return compute
 
 
+def check_division(i: Instruction) -> Compute:
+    """FCHK: whether a quotient needs more care than a reciprocal and its corrections."""
+    operands = real(i.operands[1]), real(i.operands[2])
+
+    def compute(warp: Warp) -> Any:
+        above, below = (np.abs(operand(warp)) for operand in operands)
+        ordinary = (above == 0) | ((above > 2.0**-100) & (above < 2.0**100))
+        return None, [~(ordinary & (below > 2.0**-100) & (below < 2.0**100))]
+
+    return compute
+
+
 def _combined(i: Instruction, result: np.ndarray, other: np.ndarray) -> list[np.ndarray]:
     if "OR" in i.modifiers:
         return [result | other, ~result | other]
@@ -322,6 +334,12 @@ def _float32(function: Callable[..., np.ndarray], *texts: str) -> Compute:
     return lambda warp: function(*(reader(warp) for reader in readers)).astype(np.float32).view(np.uint32)
 
 
+def multiply_reals(i: Instruction) -> Compute:
+    """FMUL; `.M8` takes eight times the product, `.D2` half of it."""
+    scale = next((float(m[1:]) ** (1 if m[0] == "M" else -1) for m in i.modifiers if re.fullmatch("[MD][248]", m)), 1)
+    return _float32(lambda a, b: a * b * np.float32(scale), *i.operands[1:3])
+
+
 def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return a.astype(np.float64) * b + c
 
@@ -331,7 +349,33 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return (bits + 0x7FFF + (bits >> np.uint32(16) & 1)) >> np.uint32(16)
 
 
+def _e4m3(byte: int) -> float:
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    if byte & 127 == 127:
+        return float("nan")
+    size = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return -size if byte & 128 else size
+
+
+_E4M3 = np.array([_e4m3(byte) for byte in range(256)], np.float16).view(np.uint16).astype(np.uint32)
+
+
+def unpack_e4m3(i: Instruction) -> Compute:
+    """Two float16 from two bytes of a word, the lower ones or the upper."""
+    name, _, half = i.operands[1].partition(".")
+    read, distance = words(name), np.uint32(16 if half == "H1" else 0)
+
+    def compute(warp: Warp) -> Any:
+        pair = read(warp) >> distance
+        return _E4M3[pair & 0xFF] | _E4M3[pair >> np.uint32(8) & 0xFF] << np.uint32(16)
+
+    return compute
+
+
 def pack(i: Instruction) -> Compute:
+    if "UNPACK_B" in i.modifiers:
+        assert "E4M3" in i.modifiers, i.text
+        return unpack_e4m3(i)
     high, low = real(i.operands[1]), real(i.operands[2])
     if "BF16" in i.modifiers:
         convert: Callable[[np.ndarray], np.ndarray] = to_bf16
@@ -463,6 +507,7 @@ MAKERS: dict[str, Callable[[Instruction], Compute]] = {
     **dict.fromkeys(("PLOP3", "UPLOP3"), logic_predicates),
     **dict.fromkeys(("ISETP", "UISETP"), compare_integers),
     "FSETP": compare_reals,
+    "FCHK": check_division,
     **dict.fromkeys(("SEL", "FSEL", "USEL"), select),
     **dict.fromkeys(("FMNMX", "VIMNMX", "VIADDMNMX", "IMNMX", "UIMNMX"), smaller_or_larger),
     **dict.fromkeys(("PRMT", "UPRMT"), permute),
@@ -471,7 +516,7 @@ MAKERS: dict[str, Callable[[Instruction], Compute]] = {
     "VIADD": add_two,
     "IABS": absolute,
     "FADD": lambda i: _float32(np.add, *i.operands[1:3]),
-    "FMUL": lambda i: _float32(np.multiply, *i.operands[1:3]),
+    "FMUL": multiply_reals,
     "FFMA": lambda i: _float32(_fma, *i.operands[1:4]),
     "MUFU": lambda i: _float32(_UNITS[i.operation.split(".")[1]], i.operands[1]),
     **dict.fromkeys(("I2F", "I2FP", "F2I"), _convert),

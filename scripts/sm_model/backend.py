@@ -51,8 +51,8 @@ class ModelledBackend:
     """
 
     multiprocessors = 1
-    shared_bytes = 232448
     capability = (9, 0)
+    shared_bytes = 232448
 
     def __init__(self, constants: Constants) -> None:
         self._constants = constants

@@ -7,11 +7,12 @@ whether the warp now waits for others.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from scripts.sm_model.arithmetic import MAKERS, Compute
-from scripts.sm_model.memory import GlobalMemory, SharedMemory
+from scripts.sm_model.memory import SHARED_WINDOW, GenericMemory, GlobalMemory, SharedMemory
 from scripts.sm_model.sass import Function, Instruction
 from scripts.sm_model.state import (
     ALL,
@@ -26,6 +27,8 @@ from scripts.sm_model.state import (
     predicate,
     words,
 )
+
+Memory = GlobalMemory | SharedMemory | GenericMemory
 
 #: Where the parameters of a launch lie in constant bank 0.
 PARAMETERS = 0x210
@@ -75,6 +78,12 @@ class Cta:
     memory: GlobalMemory
     parameters: bytes
     barriers: dict[int, Phases] = field(default_factory=dict)
+    clock: int = 0
+
+    @cached_property
+    def generic(self) -> GenericMemory:
+        """What LD and ST reach."""
+        return GenericMemory(self.memory, self.shared)
 
     def constant(self, bank: int, offset: int) -> int:
         """A word of the constant banks."""
@@ -129,7 +138,10 @@ class Machine:
                 active = _LANES_ALL
             if condition is not None:
                 active = active & condition(warp)
-            _jump(warp, group, mask_of(active) & group.mask, target)
+            leaving = mask_of(active) & group.mask
+            if "ANY" in i.modifiers and leaving:  # all together
+                leaving = group.mask
+            _jump(warp, group, leaving, target)
 
         return step
 
@@ -210,7 +222,8 @@ class Machine:
                 "SR_LANEID": LANE,
                 "SRZ": LANE * 0,
                 "SR_CgaCtaId": LANE * 0,
-                "SR_CLOCKLO": LANE * 0,
+                "SR_SWINHI": LANE * 0 + SHARED_WINDOW,
+                "SR_CLOCKLO": LANE * 0 + cta.clock,
                 **{f"SR_CTAID.{axis}": LANE * 0 + cta.block[n] for n, axis in enumerate("XYZ")},
                 **{f"SR_NCTAID.{axis}": LANE * 0 + cta.grid[n] for n, axis in enumerate("XYZ")},
             }
@@ -279,12 +292,16 @@ class Machine:
         return _load(i, _address(_inside(i.operands[1])), lambda warp: warp.cta.shared)
 
     def _ldg(self, i: Instruction, position: int) -> Callable[[Warp, Group, np.ndarray], Effect]:
+        if i.name == "LD":
+            return _load(i, _address(_inside(i.operands[1])), lambda warp: warp.cta.generic)
         return _load(i, _address(_inside(i.operands[1])), lambda warp: warp.cta.memory)
 
     def _sts(self, i: Instruction, position: int) -> Callable[[Warp, Group, np.ndarray], Effect]:
         return _save(i, _address(_inside(i.operands[0])), lambda warp: warp.cta.shared)
 
     def _stg(self, i: Instruction, position: int) -> Callable[[Warp, Group, np.ndarray], Effect]:
+        if i.name == "ST":
+            return _save(i, _address(_inside(i.operands[0])), lambda warp: warp.cta.generic)
         return _save(i, _address(_inside(i.operands[0])), lambda warp: warp.cta.memory)
 
     def _ldl(self, i: Instruction, position: int) -> Callable[[Warp, Group, np.ndarray], Effect]:
@@ -418,7 +435,7 @@ def _arithmetic(i: Instruction, compute: Compute) -> Callable[[Warp, Group, np.n
             break
     target = next((text for text in i.operands[:2] if not is_predicate(text)), None)
     flags = [text for text in outputs if is_predicate(text)]
-    if i.name in ("ISETP", "FSETP", "PLOP3", "UISETP", "UPLOP3"):
+    if i.name in ("ISETP", "FSETP", "FCHK", "PLOP3", "UISETP", "UPLOP3"):
         target = None
 
     def step(warp: Warp, group: Group, active: np.ndarray) -> None:
@@ -522,7 +539,7 @@ def _width(i: Instruction) -> int:
 
 
 def _load(
-    i: Instruction, address: Compute, memory: Callable[[Warp], GlobalMemory | SharedMemory]
+    i: Instruction, address: Compute, memory: Callable[[Warp], Memory]
 ) -> Callable[[Warp, Group, np.ndarray], Effect]:
     width, signed = _width(i), {"S16", "S8"} & i.modifiers
     never = i.never_runs
@@ -549,7 +566,7 @@ def _load(
 
 
 def _save(
-    i: Instruction, address: Compute, memory: Callable[[Warp], GlobalMemory | SharedMemory]
+    i: Instruction, address: Compute, memory: Callable[[Warp], Memory]
 ) -> Callable[[Warp, Group, np.ndarray], Effect]:
     width, first = _width(i), number(i.operands[1])
     count = max(width // 4, 1)

@@ -11,8 +11,8 @@ import numpy as np
 
 #: The hardware keeps the first bytes of a CTA's shared memory for itself.
 SHARED_START = 0x400
-#: Bit from which the block's number in its cluster stands in an address of shared memory.
-SHARED_RANK = 24
+#: Upper word of generic addresses that are in shared memory.
+SHARED_WINDOW = 0x01000000
 
 
 class GlobalMemory:
@@ -77,6 +77,35 @@ class SharedMemory:
     def write(self, addresses: np.ndarray, values: np.ndarray) -> None:
         """values: (lanes, count) uint8."""
         self.data[self._offsets(addresses, values.shape[1])] = values
+
+
+class GenericMemory:
+    """Both, by the address."""
+
+    def __init__(self, everywhere: GlobalMemory, shared: SharedMemory) -> None:
+        self._everywhere, self._shared = everywhere, shared
+
+    def read(self, addresses: np.ndarray, count: int) -> np.ndarray:
+        """(lanes, count) uint8."""
+        inside = is_shared(addresses)
+        values = np.empty((len(addresses), count), np.uint8)
+        if inside.any():
+            values[inside] = self._shared.read(addresses[inside] & np.uint64(0xFFFFFFFF), count)
+        if not inside.all():
+            values[~inside] = self._everywhere.read(addresses[~inside], count)
+        return values
+
+    def write(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """values: (lanes, count) uint8."""
+        inside = is_shared(addresses)
+        if inside.any():
+            self._shared.write(addresses[inside] & np.uint64(0xFFFFFFFF), values[inside])
+        self._everywhere.write(addresses[~inside], values[~inside])
+
+
+def is_shared(addresses: np.ndarray) -> np.ndarray:
+    """Of generic addresses: (lanes) bool."""
+    return addresses >> np.uint64(32) == SHARED_WINDOW
 
 
 def _slice(array: np.ndarray, offset: int, count: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 from scripts.sm_model.cache import Hierarchy, sectors, shared_wavefronts
 from scripts.sm_model.constants import Constants
 from scripts.sm_model.machine import Cta, Effect, Machine
+from scripts.sm_model.memory import is_shared
 from scripts.sm_model.pipes import is_queued, kind, unit
 from scripts.sm_model.sass import Instruction
 from scripts.sm_model.state import Warp
@@ -182,6 +183,7 @@ class Multiprocessor:
     def _issue(self, slot: _Slot) -> None:
         position = slot.warp.running.position
         i = self._machine.function.code[position]
+        self._cta.clock = int(self._time)
         effect = self._machine.step(slot.warp)
         if effect is not None and effect.waits:
             slot.awaits = effect.barrier
@@ -223,16 +225,16 @@ class Multiprocessor:
             self._hold(slot, i.read_barrier, self._time + 4)
             return self._time + 4
         width = 0 if effect is None else effect.width
-        is_shared = i.name in ("LDS", "STS")
+        in_shared = i.name in ("LDS", "STS") or (addresses is not None and bool(is_shared(addresses).any()))
         if addresses is None:
             wavefronts = 1
-        elif is_shared:
+        elif in_shared:
             wavefronts = shared_wavefronts(addresses, width)
         else:
             wavefronts = max(len(np.unique(addresses // np.uint64(128))), -(-len(addresses) * width // 128))
         start = max(self._lsu_free, self._time + 4)
         self._lsu_free = start + wavefronts
-        self.report.wavefronts += wavefronts if is_shared or addresses is None else 0
+        self.report.wavefronts += wavefronts if in_shared or addresses is None else 0
         self._queue[slot.scheduler] += 1
 
         def leave() -> None:
@@ -242,7 +244,7 @@ class Multiprocessor:
         self._hold(slot, i.read_barrier, self._lsu_free + 2)
         if addresses is None:
             return self._lsu_free + c.shuffle_latency - 1
-        if is_shared or i.name in ("LDL", "STL"):
+        if in_shared or i.name in ("LDL", "STL"):
             return self._lsu_free + c.shared_latency - 1
         if i.name in ("STG", "ST"):
             return self._lsu_free

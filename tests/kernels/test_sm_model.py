@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import gpu_constants
 from scripts.compile_cuda import nvcc
 from scripts.sm_model.backend import functions, nvdisasm, parameters
 from scripts.sm_model.cache import shared_wavefronts
@@ -77,3 +78,24 @@ def test_measured_constants_take_the_place_of_assumed_ones(tmp_path):
     file = tmp_path / "constants.json"
     file.write_text(json.dumps({"constants": {"mma_interval": 4.5, "unknown": 1}}))
     assert measured(file) == Constants(mma_interval=4.5)
+
+
+@needs_compiler
+def test_the_benchmark_of_the_constants_finds_those_of_the_model_when_it_runs_there():
+    """On a GPU it measures what the model assumes: so it must find, in the model, what the model was given."""
+    given = Constants(mma_interval=5, half_interval=1, l1_latency=50, l2_latency=200, dram_latency=600)
+    kernels = functions(gpu_constants.SOURCE, "-arch=sm_90")
+
+    def launch(name, blocks, threads, num_shared, more, rounds):
+        out = torch.zeros(blocks)
+        values = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, torch.Tensor) else v for v in more]
+        laid = parameters((ctypes.c_void_p(out.data_ptr()), ctypes.c_int32(rounds), *values))
+        cta = Cta((0, 0, 0), (blocks, 1, 1), threads, SharedMemory(num_shared), GlobalMemory(), laid)
+        tensors = [v for v in more if isinstance(v, torch.Tensor) and v.nbytes > 1 << 20]
+        streamed = [(v.data_ptr(), v.data_ptr() + v.nbytes) for v in tensors]
+        with np.errstate(all="ignore"):
+            Multiprocessor(Machine(kernels[name]), cta, given, streamed).run()
+        return out[:1]
+
+    found = gpu_constants.measure(launch, "cpu", 1, (4 << 10, 1 << 20, 16 << 20), 96)
+    assert found == pytest.approx({name: getattr(given, name) for name in found}, rel=0.3)

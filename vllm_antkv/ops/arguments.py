@@ -63,7 +63,9 @@ def plain_tables(layer: LayerState) -> dict[str, torch.Tensor]:
 
 def section_offset(first: torch.Tensor, section: torch.Tensor) -> int:
     """Bytes from the first section of a page to another."""
-    return section.data_ptr() - first.data_ptr()
+    # Of the place in their storage: a section without bytes has no address.
+    first_byte, byte = (int(tensor.storage_offset()) * tensor.itemsize for tensor in (first, section))
+    return byte - first_byte
 
 
 @lru_cache(maxsize=1)

@@ -30,6 +30,7 @@ class LayerArgument(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
         *((name, ctypes.c_int32) for name in ("num_kv_heads", "rotary_dim", "is_neox_style", "rotary_rows")),
         *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "split", "staged_bytes")),
+        ("num_blocks", ctypes.c_int32),
     ]
 
 
@@ -90,6 +91,7 @@ def layer_argument(layer: LayerState, tables: dict[str, torch.Tensor], build: Bu
         rotary_rows=0 if layer.rotary is None else len(layer.rotary.cos),
         split=split,
         staged_bytes=_staged_bytes(layer, build),
+        num_blocks=len(layer.vq.k_codes),
     )
 
 

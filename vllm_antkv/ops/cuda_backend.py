@@ -1,6 +1,7 @@
 """Where the CUDA kernels run: they are compiled with NVRTC through CuPy, once per machine, and launched through CuPy.
 
-The machine code is kept in the user's cache. Launches go to PyTorch's current stream and wait for nothing.
+The machine code is kept in the user's cache. Launches go to PyTorch's current stream and wait for nothing. With
+ANTKV_CHECK=1 in the environment kernels check the blocks that they are handed, and name the line where one is wrong.
 """
 
 import ctypes
@@ -105,6 +106,8 @@ def cubin(source: str, build: Build, architecture: str) -> Path:
     text = (folder / f"{source}.cu").read_text()
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in build.definitions.items()]
+    if os.environ.get("ANTKV_CHECK", "0") != "0":
+        options += ["-DANTKV_CHECK", "-lineinfo"]
     identity = repr((nvrtc.getVersion(), options, text, sorted(headers.items())))
     name = f"{source}-{architecture}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
     path = user_cache_path("vllm-antkv") / "kernels" / name

@@ -32,6 +32,11 @@ constexpr size_t kStack = 1 << 17, kPage = 4096;
     std::abort();
 }
 
+[[noreturn]] inline void unexpected(const char* condition, const char* file, int line) {
+    std::fprintf(stderr, "%s:%d: %s does not hold\n", file, line, condition);
+    std::abort();
+}
+
 }  // namespace emulation
 
 #include "races.h"
