@@ -162,7 +162,7 @@ def compiled_kernels(case: Case, kernels: list[str] | None) -> list[tuple[str, A
     """Name, configuration and compiled form of kernels: of these, or of all."""
     compiled: list[tuple[str, Any]] = []
     with _recording(compiled, kernels, every_configuration=case == TUNED and kernels is None):
-        launch_all(case)
+        _launch_all(case)
     return compiled
 
 
@@ -273,8 +273,8 @@ def _recording(compiled: list[tuple[str, Any]], kernels: list[str] | None, every
             setattr(module, name, kernel)
 
 
-def launch_all(case: Case, table_width: int = 16) -> None:
-    """One step of two requests through all operations, with block tables of `table_width` entries a request."""
+def _launch_all(case: Case) -> None:
+    """One step of two requests through all operations."""
     config = AntKVConfig(anchor_scope=case.scope)  # type: ignore[arg-type]
     operations = TritonOperations(_layer(case, config))
     num_tokens = 100
@@ -284,8 +284,8 @@ def launch_all(case: Case, table_width: int = 16) -> None:
     step = Step(
         query_start_loc=torch.tensor([0, 99, 100], dtype=torch.int32),
         seq_lens=torch.tensor([99, 200], dtype=torch.int32),
-        vq_block_table=torch.zeros(2, table_width, dtype=torch.int32),
-        recency_block_table=torch.zeros(2, table_width, dtype=torch.int32),
+        vq_block_table=torch.zeros(2, 16, dtype=torch.int32),
+        recency_block_table=torch.zeros(2, 16, dtype=torch.int32),
         max_query_len=99,
         max_seq_len=4096,
     )

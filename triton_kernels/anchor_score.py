@@ -58,7 +58,7 @@ def anchor_score(
     )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "prefix", "batch"])
+@triton.jit(do_not_specialize=["num_reqs", "prefix"])
 def _anchor_score_kernel(
     rows: Rows,
     is_sink: tl.tensor,

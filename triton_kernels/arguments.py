@@ -57,7 +57,7 @@ class Tables(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The requests of a step. Kernels do not specialise on it: widths of tables and addresses differ between steps.
+    """The requests of a step.
 
     query_start_loc: (num_reqs + 1,) int32, prefix sums of the requests' numbers of new tokens.
     seq_lens: (num_reqs,) int32, new tokens included.

@@ -64,7 +64,7 @@ def decode(
 
 
 @autotuned(_CONFIGS, key=["shape"])
-@triton.jit(do_not_specialize=["num_splits", "batch"])
+@triton.jit(do_not_specialize=["num_splits"])
 def _decode_kernel(
     rows: Rows,
     partial_output: tl.tensor,
@@ -132,7 +132,7 @@ def coded_past(
     return tl.where(past_begin < past_end, past_begin, begin), tl.where(past_begin < past_end, past_end, begin)
 
 
-@triton.jit(do_not_specialize=["num_splits", "batch"])
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
     output: tl.tensor,
     output_stride: tl.tensor,

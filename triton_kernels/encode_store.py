@@ -37,7 +37,7 @@ def encode_store(rows: Rows, pages: Pages, tables: Tables, batch: Batch, shape: 
     )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "batch"])
+@triton.jit(do_not_specialize=["num_reqs"])
 def _encode_store_kernel(
     rows: Rows,
     pages: Pages,

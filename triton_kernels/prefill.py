@@ -64,7 +64,7 @@ def _queries(block_m: int, shape: Shape) -> int:
 
 
 @autotuned(_CONFIGS, key=["shape"])
-@triton.jit(do_not_specialize=["num_reqs", "batch"])
+@triton.jit(do_not_specialize=["num_reqs"])
 def _prefill_kernel(
     rows: Rows,
     output: tl.tensor,

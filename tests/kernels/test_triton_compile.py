@@ -32,26 +32,3 @@ def test_resources_are_as_recorded(triton, layer, kernels, architectures):
     assert f"{len(kernels) * len(architectures)} kernels agree with" in run.stdout
     if triton is OLDEST:
         assert f"Triton {triton.name}" in run.stdout
-
-
-WIDTHS = """
-import torch, triton
-from scripts import compile_triton
-
-triton.runtime.driver.set_active(compile_triton._CompileOnly(90))
-compiled = []
-for width in (16, 17, 1):
-    with compile_triton._recording(compiled, ["decode"], every_configuration=False):
-        compile_triton.launch_all(compile_triton.TUNED, width)
-names = [name for name, _ in compiled]
-assert len(names) == 3 and len(set(names)) == 1, names
-assert len({id(kernel) for _, kernel in compiled}) == 1, "compiled again for another width of the block tables"
-"""
-
-
-def test_block_tables_of_another_width_are_not_compiled_for():
-    """A first step of another width would wait for the compiler in somebody's request."""
-    run = subprocess.run(
-        [sys.executable, "-c", WIDTHS], env=NEWEST.environment(), capture_output=True, text=True, cwd=ROOT
-    )
-    assert run.returncode == 0, run.stderr[-4000:]

@@ -121,6 +121,20 @@ def test_warming_up_tunes_decoding_on_a_decode_step(monkeypatch):
     assert query_lens[0] == [1, 1, 1]
 
 
+def test_warming_up_has_block_tables_as_wide_as_in_serving(monkeypatch):
+    """Triton specialises on whether a stride is a multiple of 16: another one would compile in somebody's request."""
+    widths = set()
+
+    def recorded(rows, pages, tables, batch, shape):
+        widths.add((batch.vq_table_stride, batch.recency_table_stride))
+
+    for name in ("encode_store", "anchor_score", "prefill", "decode"):
+        monkeypatch.setattr(triton_operations, name, recorded if name == "encode_store" else lambda *rest: None)
+    engine = Engine(AntKVConfig(), replace(ONE_HEAD, max_len=2100), TritonOperations)
+    warm_up.warm_up(TritonOperations, engine.state)
+    assert widths == {(17, -(-2100 // engine.layout.recency_block_size))}
+
+
 def test_centroids_on_a_gpu_are_there_once():
     """A layer on a GPU has them in float16 (`attention.attach`)."""
     engine = Engine(AntKVConfig(), ONE_HEAD, TritonOperations, compute_dtype=torch.float16)

@@ -40,11 +40,16 @@ def warm_up(build: Callable[[LayerState], LayerOperations], layer: LayerState) -
 
 
 def _step(layer: LayerState, num_pages: int, query_lens: list[int], seq_len: int) -> Step:
-    """Requests of `seq_len` tokens, which share their pages where the pool is small."""
+    """Requests of `seq_len` tokens, which share their pages where the pool is small.
+
+    Block tables are as wide as vLLM's, which have room for the longest request: Triton compiles anew for a width that
+    is a multiple of 16 where another was not.
+    """
     device = layer.last_query.device
 
     def table(page_size: int) -> torch.Tensor:
-        ids = 1 + torch.arange(-(-seq_len // page_size), dtype=torch.int32, device=device) % num_pages
+        width = -(-len(layer.last_query) // page_size)
+        ids = 1 + torch.arange(width, dtype=torch.int32, device=device) % num_pages
         return ids.repeat(len(query_lens), 1)
 
     starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
