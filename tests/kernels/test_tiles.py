@@ -170,3 +170,31 @@ def test_tile_registers_are_given_back_as_they_were_found(tiles):
     if tiles.name != "amx":
         pytest.skip("nothing to configure")
     assert tiles.scope_gives_back()
+
+
+#: What each of `AmxRegisters`' functions is, and the intrinsic that it stands for.
+INTRINSICS = {
+    "R::load<4>(from, stride)": "_tile_loadd(4, from, stride)",
+    "R::zero<3>()": "_tile_zero(3)",
+    "R::dot<0, 4, 6>()": "_tile_dpbf16ps(0, 4, 6)",
+    "R::dot<3, 5, 7>()": "_tile_dpbf16ps(3, 5, 7)",
+    "R::store<2>(to, stride)": "_tile_stored(2, to, stride)",
+}
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="reads machine code with objdump")
+def test_assembly_of_amx_is_that_of_the_intrinsics(tmp_path):
+    """On every machine, for few have AMX: an operand in the wrong place would multiply the wrong tiles."""
+    codes = []
+    for name, calls in (("ours", INTRINSICS), ("intrinsics", INTRINSICS.values())):
+        source = tmp_path / f"{name}.cpp"
+        lines = ['#include "tiles/tiles.h"', "#include <immintrin.h>", "using R = antkv::AmxRegisters;"]
+        lines += ['extern "C" void code(const void* from, void* to, int64_t stride) {', *(f"{call};" for call in calls)]
+        source.write_text("\n".join([*lines, "}\n"]))
+        flags = ["-std=c++17", "-O2", "-c", "-Wno-psabi", *FLAGS["amx"], f"-I{ROOT / 'csrc/cpu'}"]
+        subprocess.run(["g++", *flags, str(source), "-o", str(tmp_path / name)], check=True, capture_output=True)
+        command = ["objdump", "--disassemble=code", "--no-show-raw-insn", str(tmp_path / name)]
+        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        codes.append([line for line in listing.splitlines() if "tmm" in line])
+    assert codes[0] == codes[1]
+    assert len(codes[0]) == len(INTRINSICS)
