@@ -4,6 +4,7 @@ Each call that does is left out, or put wrong, in turn: the kernel must then giv
 have a race.
 """
 
+import faulthandler
 import os
 import shutil
 from collections.abc import Callable
@@ -34,6 +35,7 @@ def is_noticed(change: Callable[[], None], check: Callable[[], None]) -> bool:
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        faulthandler.disable()
         try:
             change()
             check()
