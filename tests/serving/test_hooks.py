@@ -214,12 +214,12 @@ def test_every_override_takes_what_vllm_passes() -> None:
 
 
 def test_cpus_keep_our_block_size_when_vllm_asks_the_backends() -> None:
-    """VLLM 0.33 does so once the model is loaded, with the backends of all layers and companions."""
-    choose = getattr(current_platform, "_preferred_block_size_for_backends", None)
-    assert (choose is None) == (minor_release(vllm.__version__) == "0.32")
-    if choose is not None:
-        for default in (16, 128):
-            assert choose([AntKVBackend, RecencyBackend], default, VllmConfig()) == VQ_BLOCK_SIZE
+    """VLLM 0.33 does so on CPUs, once the model is loaded, with the backends of all layers and companions."""
+    for default in (16, 128):
+        chosen = current_platform._preferred_block_size_for_backends(
+            [AntKVBackend, RecencyBackend], default, VllmConfig()
+        )
+        assert chosen == VQ_BLOCK_SIZE
     assert AntKVBackend.get_preferred_block_size(16) == VQ_BLOCK_SIZE
 
 
