@@ -110,8 +110,8 @@ ANTKV_DEVICE void bring_pages(const Inputs& in, Span& span, const u8* page, int 
     const u8* raw = (const u8*)in.query.at(hand, in.head * kGroup);
     const int bytes = in.layer.staged_bytes;
     if constexpr (kBulk) {
+        // Copies may land before their bytes are expected: the count of bytes may be negative, and the phase waits for lane 0.
         if (lane.index == 0) arrive_expecting(full, num_pages * bytes + sizeof span.raw);
-        sync_warp();
         if (lane.index < num_pages) copy_bulk(span.pages[lane.index], page, bytes, full);
         if (lane.index == kSpanPages) copy_bulk(span.raw, raw, sizeof span.raw, full);
     } else {
@@ -195,8 +195,7 @@ ANTKV_DEVICE void bring_all(const Inputs& in, Shared& shared, Items& items, int 
     } while (items.find(item, lane.index));
     wait(&shared.empty[turn.slot], turn.parity ^ 1);
     if (lane.index == 0) shared.ring[turn.slot].work.token = kNoMore;
-    sync_warp();
-    // Nothing is copied.
+    // Nothing is copied; the phase waits for lane 0, which has written.
     if (lane.index < kBringing) arrive(&shared.full[turn.slot]);
     if (lane.index == 0) arrive(&shared.full[turn.slot]);
 }

@@ -60,9 +60,9 @@ def output(operations, change, compute_dtype: torch.dtype) -> torch.Tensor:
     return sequence.output.double()
 
 
-def with_rounded_rows(query, coded_key, coded_value, *arguments):
-    coded_key, coded_value = (rows.bfloat16().to(query.dtype) for rows in (coded_key, coded_value))
-    return mixed_attention(query, coded_key, coded_value, *arguments)
+def with_rounded_rows(query, coded, *arguments):
+    key, value = (rows.bfloat16().to(query.dtype) for rows in (coded.key, coded.value))
+    return mixed_attention(query, coded._replace(key=key, value=value), *arguments)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,14 @@ pytestmark = pytest.mark.skipif(
 )
 #: Tables in shared memory, and in L2.
 SHAPES = [LAYERS[0][0], LAYERS[5][0]]
-#: The longest request has several spans of 256 tokens in one split.
-PROMPTS = [300, 1, 380]
+#: More spans of 256 tokens together than the ring has room for.
+PROMPTS = [300, 1, 380, 300]
+
+
+class OneWorker(EmulatedBackend):
+    """Has one CTA per head, which brings all spans through one ring."""
+
+    multiprocessors = 1
 
 
 def is_noticed(change: Callable[[], None], check: Callable[[], None]) -> bool:
@@ -62,7 +68,7 @@ def unnoticed(build: Build, check: Callable[[], None]) -> list[str]:
 
 
 def operations(layer):
-    return CudaOperations(layer, backend=EmulatedBackend(), others=ReferenceOperations(layer))
+    return CudaOperations(layer, backend=OneWorker(), others=ReferenceOperations(layer))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
