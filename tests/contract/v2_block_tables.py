@@ -5,8 +5,10 @@ is a CPU, for which vLLM would not have chosen this runner.
 """
 
 import ast
+import importlib.util
 import inspect
 import os
+import tempfile
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -75,9 +77,18 @@ def what_the_runner_reads(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append"
         if isinstance(node.func.value, ast.Name)
     }
-    names = {**vars(model_runner), **lists, "kv_cache_config": kv_cache_config}
+    theirs = {name: value for name, value in vars(model_runner).items() if not name.startswith("__")}
+    names = {**theirs, **lists, "kv_cache_config": kv_cache_config}
     names |= {"self": SimpleNamespace(vllm_config=engine_config()), "block_table_max_model_len": MAX_LEN}
-    exec(compile(ast.Module(loops, []), inspect.getfile(model_runner), "exec"), names)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "loop_of_the_model_runner.py")
+        path.write_text(ast.unparse(loops[0]))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        vars(module).update(names)
+        spec.loader.exec_module(module)
     return {name: names[name] for name in lists if name in wanted}
 
 
