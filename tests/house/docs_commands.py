@@ -26,7 +26,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = {"bash", "console", "json", "promql", "text", "yaml"}
+LANGUAGES = {"bash", "console", "json", "promql", "python", "text", "yaml"}
 #: Programs that are of no use without what the title of their fence must name.
 OUTSIDE = {"debootstrap": "root", "docker": "Docker", "helm": "a cluster", "kubectl": "a cluster"}
 #: Words to fill in that a parser would not take as they are.
