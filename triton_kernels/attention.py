@@ -8,21 +8,17 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Rows, Tables
+from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import (
     ALWAYS,
     LOG2E,
     channels_of_pairs,
     exact_rows,
     from_e4m3,
-    head_centroids,
     in_vq_page,
     load_exact,
     load_halves,
-    load_key_codes,
     load_rows,
-    load_value_codes,
-    look_up_key_halves,
-    look_up_values,
     turn,
 )
 

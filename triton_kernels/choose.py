@@ -4,16 +4,8 @@ import triton
 import triton.language as tl
 
 from .arguments import ExactRows, Pages, Tables
-from .common import (
-    channels_in_rows,
-    channels_of_pairs,
-    decode_channels,
-    head_centroids,
-    in_vq_page,
-    load_exact,
-    to_e4m3,
-    turn,
-)
+from .codes import decode_channels, head_centroids
+from .common import channels_in_rows, channels_of_pairs, in_vq_page, load_exact, to_e4m3, turn
 
 #: Channels at a time where all rows of a block are read: 32 bytes of a row are one sector of memory, and few registers.
 _CHUNK = tl.constexpr(16)

@@ -17,18 +17,8 @@ import triton.language as tl
 
 from .arguments import Batch, Pages, Tables
 from .attention import accumulate, softmax_step
-from .common import (
-    LOG2E,
-    from_e4m3,
-    head_centroids,
-    in_vq_page,
-    load_halves,
-    load_key_codes,
-    load_rows,
-    load_value_codes,
-    look_up_key_halves,
-    look_up_values,
-)
+from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
+from .common import LOG2E, from_e4m3, in_vq_page, load_halves, load_rows
 
 
 @triton.jit
