@@ -11,7 +11,7 @@ ROOMS: dict[str, tuple[Reliance, ...]] = {
     "cache": cache.ENTRIES,
     "server": server.ENTRIES,
     "engine, evaluation, tests": engine.ENTRIES,
-    "benchmarks on GPUs": benchmarks.ENTRIES,
+    "benchmarks": benchmarks.ENTRIES,
     "tests of schedules": schedules.ENTRIES,
 }
 ENTRIES: tuple[Reliance, ...] = tuple(entry for entries in ROOMS.values() for entry in entries)

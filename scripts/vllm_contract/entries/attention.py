@@ -78,7 +78,8 @@ _METADATA = (
     Reliance(
         f"{_BACKEND}:CommonAttentionMetadata",
         How.FIELDS,
-        "block_table_tensor max_query_len max_seq_len num_actual_tokens num_reqs query_start_loc seq_lens",
+        "block_table_tensor is_prefilling max_query_len max_seq_len num_actual_tokens num_reqs query_start_loc "
+        "seq_lens",
         "metadata: everything that is known of a step",
     ),
     Reliance("vllm.forward_context:get_forward_context", How.CALL, "-", "impl, sinks: of the step that runs"),
