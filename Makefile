@@ -1,5 +1,6 @@
 # make demo   serve the embedded model at 1 bit and ask it something (ARGS=--once: then stop)
 # make test   lint, type-check and run the whole test suite
+# make test-quick   unit tests and kernels, without the tests that take minutes
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
 # make gpu-bundle | gpu-check   pack vLLM for a GPU machine without network; check and time everything on a GPU
@@ -13,6 +14,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 VENV := .venv/.stamp
+# Two processes, in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # The environment that is active (docs/gpu-check.md), else .venv.
 PYTHON := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)/bin/python
 # Nothing here needs the network once .venv stands; vLLM must not phone home from a test.
@@ -20,7 +23,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv demo test vllm-contract audit gpu-bundle gpu-check bench-cpu lint format docs lock clean
+.PHONY: help venv demo test test-quick vllm-contract audit gpu-bundle gpu-check bench-cpu lint format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -36,7 +39,10 @@ demo: $(VENV)
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-quick: $(VENV)
+	$(PYTEST) -m 'not long' tests/unit tests/kernels $(ARGS)
 
 vllm-contract: $(VENV)
 	$(BIN)/python -m scripts.vllm_contract $(VERSION) $(ARGS)

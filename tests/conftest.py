@@ -15,7 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # A loaded machine is no failure, and a failure must come back: the same examples on every run.
-hypothesis.settings.register_profile("antkv", deadline=None, derandomize=True, max_examples=50)
+SLOW = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "antkv", deadline=None, derandomize=True, max_examples=50, suppress_health_check=SLOW
+)
 hypothesis.settings.load_profile("antkv")
 
 
@@ -36,8 +39,33 @@ def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
     return check
 
 
+#: Files that take minutes, the longest first: begun last, one of them would run alone at the end.
+LONG_FILES = (
+    "kernels/test_cuda.py",
+    "kernels/test_triton_compile.py",
+    "serving/test_exactness.py",
+    "kernels/test_cpu.py",
+    "kernels/test_triton.py",
+    "kernels/test_cuda_mutants.py",
+    "load/test_soak.py",
+    "serving/test_families.py",
+    "house/test_packaging.py",
+    "serving/test_kill.py",
+)
+
+
+def turn(item: pytest.Item) -> int:
+    """When the file of a test is begun."""
+    file = item.path.relative_to(Path(__file__).parent).as_posix()
+    return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Long files first, and marked; and skip what needs a GPU where there is none."""
+    items.sort(key=turn)
+    for item in items:
+        if turn(item) < len(LONG_FILES):
+            item.add_marker("long")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -71,7 +71,7 @@ def test_settings(config):
     assert_offline(engine, serve(engine, [(130, 5), (1, 1), (1, 128)]))
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     config=st.builds(
         AntKVConfig,

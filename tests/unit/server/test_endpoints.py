@@ -15,6 +15,7 @@ from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from tests.patience import PATIENCE
 from tests.unit.server.test_metrics import SETUP, answer, report
 from vllm_antkv.server import routes
 from vllm_antkv.server.routes import PREFIX, STATUS_PATH, AntKVEndpoints
@@ -158,7 +159,7 @@ def publish(engine: EngineClient, disable_log_stats: bool = False) -> bool:
         await AntKVEndpoints().init_state(client, app.state, args)
         publisher = getattr(app.state, "antkv_publisher", None)
         if publisher is not None:
-            await asyncio.wait_for(publisher, timeout=10)
+            await asyncio.wait_for(publisher, timeout=PATIENCE)
         return publisher is not None
 
     return asyncio.run(run())
