@@ -3,6 +3,7 @@
 # make test-quick   unit tests and kernels, without the tests that take minutes
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
+# make wheel   a source distribution and a manylinux wheel with the C++ kernels, in dist/
 # make gpu-bundle | gpu-check   pack vLLM for a GPU machine without network; check and time everything on a GPU
 # make vllm-contract   how much work a release of vLLM is (VERSION=0.34.0; default: the newest)
 # make test-vllm-0.33   run what can run on the Python of a release that has no build for CPUs yet
@@ -23,7 +24,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help venv demo test test-quick vllm-contract audit gpu-bundle gpu-check bench-cpu lint format docs lock clean
+.PHONY: help venv demo test test-quick vllm-contract wheel audit gpu-bundle gpu-check bench-cpu lint format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -49,6 +50,9 @@ vllm-contract: $(VENV)
 
 test-vllm-%: $(VENV)
 	$(BIN)/python -m scripts.vllm_lane $* -n 2 --dist loadfile $(ARGS)
+
+wheel: $(VENV)
+	$(BIN)/python scripts/wheel.py
 
 audit: $(VENV)
 	$(BIN)/python scripts/audit.py $(ARGS)
@@ -83,7 +87,7 @@ docs: $(VENV)
 lock: $(VENV)
 	$(BIN)/python scripts/lock.py cpu
 	$(BIN)/python scripts/lock.py gpu
-	for tool in audit browser deploy kernels loadtest tasks; do $(BIN)/python scripts/lock.py $$tool || exit 1; done
+	for tool in audit browser deploy kernels loadtest tasks wheel; do $(BIN)/python scripts/lock.py $$tool || exit 1; done
 
 clean:
 	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
