@@ -23,6 +23,8 @@ PYTHON := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)/bin/python
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export NO_MKDOCS_2_WARNING := 1
+# Containers set it. Every process would then compile all modules of vLLM again, which takes longer than importing them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv demo test test-quick vllm-contract wheel audit gpu-bundle gpu-check bench-cpu lint format docs lock clean
 

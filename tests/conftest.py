@@ -1,6 +1,7 @@
 """What every test relies on: no network, no telemetry, one thread, and a way to say that an error reads well."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Every process that a test starts would otherwise compile all modules of vLLM again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # One test process per core: with more threads each, most of the time goes into waiting for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -39,18 +43,22 @@ def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
     return check
 
 
-#: Files that take minutes, the longest first: begun last, one of them would run alone at the end.
+#: Files that take a minute or many, the longest first: begun last, one of them would run alone at the end.
 LONG_FILES = (
     "kernels/test_cuda.py",
     "kernels/test_triton_compile.py",
     "serving/test_exactness.py",
-    "kernels/test_cpu.py",
-    "kernels/test_triton.py",
-    "kernels/test_cuda_mutants.py",
     "load/test_soak.py",
+    "kernels/test_triton.py",
     "serving/test_families.py",
-    "house/test_packaging.py",
+    "kernels/test_cuda_mutants.py",
     "serving/test_kill.py",
+    "serving/test_cuts.py",
+    "kernels/test_cuda_compile.py",
+    "unit/evaluate/test_embedded_quality.py",
+    "kernels/test_sm_model.py",
+    "unit/test_embedded_trainer.py",
+    "unit/calibrate/test_kill.py",
 )
 
 

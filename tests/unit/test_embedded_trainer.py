@@ -14,7 +14,7 @@ import pytest
 import torch
 
 MODELS = Path(__file__).parents[2] / "models"
-STEPS = 30
+STEPS = 8
 
 
 @pytest.fixture
