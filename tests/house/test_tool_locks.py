@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
-TOOLS = ["browser", "deploy", "loadtest", "tasks", "wheel"]
+TOOLS = ["dev", "browser", "deploy", "loadtest", "tasks", "wheel"]
 
 
 def names(file):
@@ -24,7 +24,7 @@ def test_the_lock_holds_what_is_asked_for(tool):
     assert names(f"{tool}.in") <= names(f"{tool}.lock")
 
 
-@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+@pytest.mark.parametrize("engine", ["cpu", "gpu", "dev"])
 @pytest.mark.parametrize("tool", TOOLS)
 def test_the_lock_moves_nothing_of_the_engines(tool, engine):
     ours, theirs = pins(tool), pins(engine)
