@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+#: What fits every terminal.
+WIDTH = 80
 #: Of commands that show their result and need no file.
 JsonInstead = Annotated[
     Path | None,
@@ -35,8 +37,14 @@ def print_table(made: Table) -> None:
 
 
 def paragraph(text: str) -> None:
-    """A text on stdout, in lines of 80 characters."""
-    print(textwrap.fill(text, 80, break_long_words=False, break_on_hyphens=False))
+    """A text on stdout, in lines of WIDTH characters."""
+    print(wrapped(text))
+
+
+def wrapped(text: str, indent: int = 0) -> str:
+    """The text in lines of WIDTH characters, those after the first indented. Words are never cut."""
+    lines = textwrap.wrap(text, WIDTH - indent, break_long_words=False, break_on_hyphens=False)
+    return f"\n{' ' * indent}".join(lines)
 
 
 def deliver(result: dict[str, Any], json: Path | None, show: Callable[[], None]) -> None:
