@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from vllm_antkv.evaluate.side_by_side import Comparison
 
 #: Characters of a line, and inches of a character and of a line.
 _COLUMNS, _WIDTH, _HEIGHT = 80, 0.085, 0.24
+#: Share of the largest divergence from which on a colour is dark.
+_DARK = 0.7
 
 
 def write_token_strip(path: Path, found: Comparison) -> None:
@@ -20,13 +24,13 @@ def write_token_strip(path: Path, found: Comparison) -> None:
     lines = cells[-1][1] + 1
     figure = Figure(figsize=(_COLUMNS * _WIDTH, lines * _HEIGHT + 1.2), layout="constrained")
     axis = figure.subplots()
-    colours = ScalarMappable(Normalize(0, max(token.kl for token in found.tokens) or 1), colormaps["YlOrRd"])
-    for at, ((x, y, text), token) in enumerate(zip(cells, found.tokens, strict=True)):
+    divergences = np.array([token.kl for token in found.tokens])
+    colours = ScalarMappable(Normalize(0, divergences.max() or 1), colormaps["YlOrRd"])
+    for at, ((x, y, text), colour) in enumerate(zip(cells, colours.to_rgba(divergences), strict=True)):
         edge = "black" if at == found.first_difference else "none"
-        axis.add_patch(
-            Rectangle((x, y), len(text), 0.9, facecolor=colours.cmap(colours.norm(token.kl)), edgecolor=edge)
-        )
-        axis.text(x, y + 0.5, text, family="monospace", fontsize=8, va="center", parse_math=False)
+        axis.add_patch(Rectangle((x, y), len(text), 0.9, facecolor=colour, edgecolor=edge))
+        ink = "white" if divergences[at] > _DARK * divergences.max() else "black"
+        axis.text(x, y + 0.5, text, family="monospace", fontsize=8, va="center", color=ink, parse_math=False)
     axis.set(xlim=(0, _COLUMNS), ylim=(lines, 0))
     axis.set_axis_off()
     axis.set_title(f"{found.servers[1]}, KL to {found.servers[0]}", fontsize=8)
