@@ -257,7 +257,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no preset": ({"presets": []}, CalibrationError, "--preset"),
     "preset too wide": ({"presets": ["antkv-0.375bit"]}, SettingsError, "head size 16"),
     "missing model": ({"model": "no-such-folder/model"}, CalibrationError, "no-such-folder"),
-    "no text": ({"texts": []}, CalibrationError, "--text"),
     "missing text": ({"texts": ["no-such-file.txt"]}, CalibrationError, "no-such-file.txt"),
     "too few tokens": ({"samples": 4}, CalibrationError, "at least 256"),
 }
