@@ -76,6 +76,7 @@ def test_settings(config):
     config=st.builds(
         AntKVConfig,
         anchor_share=st.sampled_from([0.0, 0.01, 0.05]),
+        anchor_dtype=st.sampled_from(["fp8", "model"]),
         sinks=st.booleans(),
         prefix=st.sampled_from([0, 1, 8, 150]),
         recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
@@ -160,12 +161,12 @@ class Decoding:
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-@pytest.mark.parametrize("share", [0.015, 0.0, 0.2])
-def test_a_long_past(monkeypatch, share, num_splits):
+@pytest.mark.parametrize(("share", "anchor_dtype"), [(0.015, "fp8"), (0.0, "fp8"), (0.2, "fp8"), (0.03, "model")])
+def test_a_long_past(monkeypatch, share, anchor_dtype, num_splits):
     """Anchors of several chunks of blocks, of which the last is not full, and no anchor rows, and many."""
     monkeypatch.setattr(triton_operations, "_MAX_SPLITS", num_splits)
     shape = replace(ONE_HEAD, max_len=1500)
-    engine = Engine(AntKVConfig(anchor_share=share, sinks=share > 0), shape, Decoding)
+    engine = Engine(AntKVConfig(anchor_share=share, anchor_dtype=anchor_dtype, sinks=share > 0), shape, Decoding)
     assert_offline(engine, serve(engine, [(1330, 700), (1, 1), (1, 1)]))
 
 

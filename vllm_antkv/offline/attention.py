@@ -2,8 +2,8 @@
 
 The query at position i sees row j exactly (K after RoPE and V, full precision) iff i <= last_query[j] (recency, the
 intact prefix, itself; `select.recency`), and otherwise as it comes back from the cache: from its code, and if it is an
-anchor of a block that closed before i's block began, with the correction that is stored for it. Blocks are taken in
-order, because the anchors of one decide what the next sees.
+anchor of a block that closed before i's block began, with the correction that is stored for it, or as it is where the
+cache keeps that. Blocks are taken in order, because the anchors of one decide what the next sees.
 
 With `anchor_scope: prompt` anchors are those of the paper: chosen from full-precision attention of all queries of the
 window, serving all later blocks. There the future reaches the past, and the engine differs: it sees a prompt in steps,
@@ -33,7 +33,7 @@ from vllm_antkv.offline.rotary import rotary_table
 from vllm_antkv.offline.sinks import strongest_so_far
 from vllm_antkv.ops.reference import SeenRows, anchor_score, causal_lse, corrected, correction, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.select.anchors import SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
+from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
 from vllm_antkv.select.recency import last_query_table
 
 
@@ -223,12 +223,13 @@ def _correct_anchors(
         already_exact: (block_size,) bool, tokens of the intact prefix.
         config: how many rows, and how they are ranked.
     """
-    scope = config.anchor_scope if config.anchor_share > 0 else None
-    rows = block_anchors(score, full, seen, config.anchor_rows, already_exact, scope)
+    rows = block_anchors(score, full, seen, already_exact, config)
     offsets = torch.arange(seen.shape[1], device=seen.device)
     # An unused row is -1 and matches no offset.
-    chosen = (rows[..., None] == offsets).any(-2)
-    seen.copy_(torch.where(chosen.transpose(1, 2)[..., None], corrected(seen, correction(full, seen)), seen))
+    in_fp8, exact = (
+        (rows[..., None] == first + offsets).any(-2).transpose(1, 2)[..., None] for first in (0, EXACT_ANCHOR)
+    )
+    seen.copy_(torch.where(exact, full, torch.where(in_fp8, corrected(seen, correction(full, seen)), seen)))
 
 
 def check_family(config: Any, num_tokens: int) -> None:

@@ -83,8 +83,10 @@ class Naive:
             parts.append(candidates[(candidates - part).square().sum(-1).argmin()])
         return torch.cat(parts)
 
-    def attend(self, sees_exactly, sinks: frozenset[int] = frozenset(), rows: int = 0, prefix: int = 0) -> torch.Tensor:
-        """sees_exactly(i, j): by position alone. Anchors are found block by block."""
+    def attend(
+        self, sees_exactly, sinks: frozenset[int] = frozenset(), rows: int = 0, prefix: int = 0, whole: bool = False
+    ) -> torch.Tensor:
+        """sees_exactly(i, j): by position alone. Anchors are found block by block; whole: all are kept as they are."""
         num_tokens = len(self.query)
         output = torch.zeros_like(self.query)
         coded_key = [[self.coded_key(j, h) for h in range(2)] for j in range(num_tokens)]
@@ -112,8 +114,10 @@ class Naive:
                         }
                         free = [j for j in inside if j >= prefix]
                         free.sort(key=lambda j: (j not in sinks, -cost[j]))
-                        for j in free[:rows]:
-                            coded[j][h] += (full[j, h] - coded[j][h]).to(torch.float8_e4m3fn).double()
+                        num_exact = rows // 2 if whole else len(sinks)
+                        for j in free[: rows - num_exact]:
+                            error = full[j, h] - coded[j][h]
+                            coded[j][h] += error if whole or j in sinks else error.to(torch.float8_e4m3fn).double()
         return output
 
     def _vote(self, scores: dict, i: int, head: int, inside: range) -> None:
@@ -143,12 +147,17 @@ def test_recency_and_the_open_block_are_seen_exactly(codebook: Codebook) -> None
     torch.testing.assert_close(run(naive, vq_method(codebook, recency="sliding:32")), expected)
 
 
-def test_anchors_and_sinks_of_closed_blocks_are_corrected_and_the_prefix_is_seen_exactly(codebook: Codebook) -> None:
+@pytest.mark.parametrize("anchor_dtype", ["fp8", "model"])
+def test_anchors_of_closed_blocks_are_corrected_or_exact_as_sinks_and_the_prefix_are(
+    codebook: Codebook, anchor_dtype: str
+) -> None:
     naive = Naive(140, codebook)
-    method = vq_method(codebook, SinkRule(layer=0, channels=(0,), threshold=1.0), anchor_share=0.03, prefix=3)
+    settings = {"anchor_share": 0.03, "anchor_dtype": anchor_dtype, "prefix": 3}
+    method = vq_method(codebook, SinkRule(layer=0, channels=(0,), threshold=1.0), **settings)
     is_sink = torch.zeros(1, 140, dtype=torch.bool)
     is_sink[0, 77] = True
-    expected = naive.attend(lambda i, j: i == j or j < 3, frozenset({77}), rows=method.config.anchor_rows, prefix=3)
+    rows, whole = method.config.anchor_rows, anchor_dtype == "model"
+    expected = naive.attend(lambda i, j: i == j or j < 3, frozenset({77}), rows=rows, prefix=3, whole=whole)
     torch.testing.assert_close(run(naive, method, is_sink), expected)
 
 
@@ -165,6 +174,15 @@ def test_with_every_token_an_anchor_little_is_lost(model: PreTrainedModel, codeb
         for share in (0.0, 1.0)
     )
     assert 0 < all_of_them < none / 16
+
+
+def test_with_every_token_an_anchor_in_the_dtype_of_the_model_nothing_is_lost(
+    model: PreTrainedModel, codebook: Codebook
+) -> None:
+    """Queries behind the block in which all of it was recent enough see it as it was."""
+    windows = random_windows(1, 300)
+    method = vq_method(codebook, anchor_share=1.0, anchor_dtype="model", recency="sliding:1")
+    torch.testing.assert_close(logits_of(model, windows, method), logits_of(model, windows), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("changes", [{"recency": "sliding:300"}, {"recency": "log:100"}, {"prefix": 300}])
