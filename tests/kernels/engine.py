@@ -188,14 +188,18 @@ class Engine:
         for sequence, count in work:
             self._allocate(sequence, sequence.computed + count)
         parts = [(s, slice(s.computed, s.computed + n)) for s, n in work]
+        starts = torch.tensor(np.cumsum([0, *(n for _, n in work)]), dtype=torch.int32)
+        seq_lens = torch.tensor([part.stop for _, part in parts], dtype=torch.int32)
         step = Step(
-            query_start_loc=torch.tensor(np.cumsum([0, *(n for _, n in work)]), dtype=torch.int32),
-            seq_lens=torch.tensor([part.stop for _, part in parts], dtype=torch.int32),
+            query_start_loc=starts,
+            seq_lens=seq_lens,
             vq_block_table=self._table([s.vq_blocks for s, _ in work]),
             recency_block_table=self._table([s.table for s, _ in work]),
             max_query_len=max(n for _, n in work),
             max_seq_len=max(part.stop for _, part in parts),
             is_prefilling=torch.tensor([s.computed < s.num_prompt_tokens for s, _ in work]),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=seq_lens,
         )
         query, key, value, is_sink = (
             torch.cat([getattr(s, name)[part] for s, part in parts]) for name in ("query", "key", "value", "is_sink")
