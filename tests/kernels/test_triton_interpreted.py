@@ -4,6 +4,7 @@ Pages are full of NaN before they are written, and freed pages are again (see en
 """
 
 import os
+import signal
 from dataclasses import dataclass, replace
 
 import pytest
@@ -22,6 +23,8 @@ from vllm_antkv.triton_kernels.plain_pages import merge_attention
 
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
 from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.guarded import guarded, guarding
+from tests.kernels.test_guarded import ending
 from tests.kernels.triton_cases import CONFIGS, ONE_HEAD, SHAPES, assert_offline, serve
 from tests.kernels.varlen_reference import varlen
 from vllm_antkv.config import AntKVConfig
@@ -39,6 +42,12 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter pays for programs and iterations, not for elements."""
     monkeypatch.setattr(encode_store, "_MANY_TOKENS", 32)
     monkeypatch.setattr(encode_store, "_BLOCK_C", 1024)
+
+
+@pytest.fixture(autouse=True)
+def guarded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operations make tables of their own."""
+    monkeypatch.setattr(triton_operations, "_tables", guarding(triton_operations._tables))
 
 
 @pytest.fixture(autouse=True)
@@ -138,13 +147,27 @@ def test_warming_up_has_block_tables_as_wide_as_in_serving(monkeypatch):
     assert widths == {(17, -(-2100 // engine.layout.recency_block_size))}
 
 
-def test_centroids_on_a_gpu_are_there_once():
+def test_centroids_on_a_gpu_are_there_once(monkeypatch):
     """A layer on a GPU has them in float16 (`attention.attach`)."""
+    # Without the copies of the other tests.
+    monkeypatch.undo()
     engine = Engine(AntKVConfig(), ONE_HEAD, TritonOperations, compute_dtype=torch.float16)
     tables = engine.operations._tables
     for name in ("k_centroids", "v_centroids"):
         assert getattr(tables, name).data_ptr() == getattr(engine.state, name).data_ptr()
     assert tables.k_half_norms is engine.state.half_norms[0]
+
+
+@pytest.mark.parametrize(("missing", "signal_"), [(0, 0), (300, signal.SIGSEGV)])
+def test_a_kernel_that_reads_behind_a_table_is_stopped(missing, signal_):
+    """Told of a table of positions that is shorter than the sequence."""
+
+    def operations(layer: LayerState) -> TritonOperations:
+        table = guarded(layer.last_query[: len(layer.last_query) - missing])
+        return TritonOperations(replace(layer, last_query=table))
+
+    engine = Engine(AntKVConfig(), ONE_HEAD, operations)
+    assert ending(lambda: engine.step([(draw_sequence(0, 140, ONE_HEAD), 140)])) == signal_
 
 
 @dataclass
