@@ -126,8 +126,8 @@ def test_cache_keeps_book_ends_and_decodes_to_the_source(script: Any, tmp_path: 
     rng = np.random.default_rng(0)
     book = "\n\n".join(" ".join(rng.choice(words, 30)) for _ in range(400))
     (tmp_path / "book.txt").write_text(book)
-    shares = {"docs_share": 0.0, "chat_share": 0.0}
-    text.build_cache([tmp_path / "book.txt"], [], tmp_path / "book.txt", tmp_path, tokens=10**6, seed=0, **shares)
+    sources = text.Sources(books=[tmp_path / "book.txt"], docs=[], val=tmp_path / "book.txt")
+    text.build_cache(sources, text.Selection(tokens=10**6, docs_share=0.0, chat_share=0.0, seed=0), tmp_path)
     tokenizer = script("transformers").AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     rows = np.load(tmp_path / "train.npy")
     assert rows.shape[1] == text.ROW_TOKENS
