@@ -18,7 +18,7 @@ from torch import nn
 from vllm_antkv.calibrate import learn, resources, run
 from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.layers import Clustering
-from vllm_antkv.calibrate.models import capture_points, load_config, load_model
+from vllm_antkv.calibrate.models import load_config, load_model
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import read_text, token_windows
@@ -75,13 +75,13 @@ def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama:
     text = [read_text(str(text_file))]
     window = token_windows(text, read_tokenizer(folder, CalibrationError), 8, 64, 0)[0]
     rows: dict[tuple[int, int], torch.Tensor] = {}
-    points = capture_points(model, config)
-    for point in points:
-        point.module.register_forward_hook(
-            lambda module, args, output, point=point: rows.update(
-                {(point.layer, point.kind): output[0].detach().unflatten(-1, (2, 16))}
+    for layer, block in enumerate(model.get_decoder().layers):
+        for kind, projection in enumerate((block.self_attn.k_proj, block.self_attn.v_proj)):
+            projection.register_forward_hook(
+                lambda module, args, output, place=(layer, kind): rows.update(
+                    {place: output[0].detach().unflatten(-1, (2, 16))}
+                )
             )
-        )
     model(window[None])
 
     def error(rows: torch.Tensor, centroids: torch.Tensor) -> float:
