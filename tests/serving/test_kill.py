@@ -85,12 +85,12 @@ def wait_until_all_run(running: Server, answers: int) -> None:
 
 def assert_metrics_and_no_routes(running: Server, log: Path) -> None:
     """What a server shows that was started without VLLM_PLUGINS."""
-    deadline = time.monotonic() + SOON
-    while "vllm:antkv_tokens_stored_total" not in httpx.get(f"{running.url}/metrics", timeout=SOON).text:
+    deadline = time.monotonic() + PATIENCE
+    while "vllm:antkv_tokens_stored_total" not in httpx.get(f"{running.url}/metrics", timeout=PATIENCE).text:
         assert time.monotonic() < deadline, "no metrics of the cache"
         time.sleep(0.5)
     for path in ("/antkv/", "/antkv/status", "/antkv/config", "/antkv/anchors"):
-        assert httpx.get(running.url + path, timeout=SOON).status_code == 404
+        assert httpx.get(running.url + path, timeout=PATIENCE).status_code == 404
     assert "VLLM_PLUGINS=antkv switches them on." in log.read_text()
 
 

@@ -88,7 +88,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
         key = (family, edit, *sorted(changes.items()))
         if key not in made:
             torch.manual_seed(0)
-            config = AutoConfig.for_model(family, **{**COMMON, **FAMILY_SETTINGS[family], **changes})
+            config = AutoConfig.for_model(family, **{**COMMON, **FAMILY_SETTINGS.get(family, {}), **changes})
             model = AutoModelForCausalLM.from_config(config)
             # The default initialisation is so small that attention is uniform and gradients are nearly equal.
             for parameter in model.parameters():

@@ -278,7 +278,6 @@ def test_unsupported_models_are_refused(
     tiny_llama: Path, text_file: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
 ) -> None:
     for name, changes in (
-        ("gpt2", {"model_type": "gpt2"}),
         ("quantised", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
         ("no weights", {}),
     ):
@@ -290,6 +289,14 @@ def test_unsupported_models_are_refused(
         with pytest.raises(CalibrationError if not changes else UnsupportedModelError) as refused:
             calibrate_small(folder, text_file, tmp_path / "out")
         assert name in reads_well(refused.value)
+
+
+def test_models_that_hide_their_keys_are_refused(
+    make_model: Callable[..., Path], text_file: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        calibrate_small(make_model("bloom"), text_file, tmp_path / "out")
+    assert "attention interface" in reads_well(refused.value)
 
 
 def test_an_unwritable_folder_is_refused(
