@@ -1,4 +1,4 @@
-"""Write a lock: `python scripts/lock.py cpu|gpu|dev|audit|...` (or `make lock` for all).
+"""Write a lock: `python scripts/lock.py NAME`, the name of a file `requirements/NAME.in` (`make lock`: all of them).
 
 pip resolves the `.in` files as if nothing were installed; the versions it would install become the lock. Nothing is
 downloaded but metadata. All locks are for Linux on x86-64 and are installed with `--no-deps`; those of the tools on

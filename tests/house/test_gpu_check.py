@@ -261,11 +261,12 @@ def test_prefill_table_adds_up_what_attention_needs():
         return {"median_ms": median, "spread_ms": 0.0}
 
     timings = {"FA3": timing(2.0), "encode_store": timing(0.1), "anchor_score": timing(0.2), "attend": timing(2.0)}
+    timings["attend, Triton"] = timing(4.0)
     table = tables.prefill_table({"baseline": "FA3", "rows": [{"tokens": 8192, "timings": timings}]})
     assert table.splitlines()[-1].endswith("| 1.10 | 0.05 |")
     timings["attend"] = {"error": "RuntimeError: why"}
     line = tables.prefill_table({"baseline": "FA3", "rows": [{"tokens": 8192, "timings": timings}]}).splitlines()[-1]
-    assert line.endswith("| RuntimeError: why |  | 0.05 |")
+    assert line.endswith("| RuntimeError: why | 4.0000 ± 0.0000 |  | 0.05 |")
 
 
 def test_encode_store_table_names_a_kernel_that_could_not_run():

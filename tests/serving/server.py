@@ -91,8 +91,8 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def running_server(folder: Path) -> Iterator[Server]:
-    """A server of the tiny model with random weights; its log is `folder/server.log`."""
+def running_server(folder: Path, kv_cache_dtype: str = PRESET) -> Iterator[Server]:
+    """A server of the tiny model with random weights, always the same; its log is `folder/server.log`."""
     model, codebook = tiny_model(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -100,7 +100,7 @@ def running_server(folder: Path) -> Iterator[Server]:
     options = {
         "--host": "127.0.0.1",
         "--port": str(port),
-        "--kv-cache-dtype": PRESET,
+        "--kv-cache-dtype": kv_cache_dtype,
         "--additional-config": f'{{"antkv": {{"codebooks": "{codebook.parent}"}}}}',
         "--api-key": API_KEY,
         "--served-model-name": MODEL_NAME,

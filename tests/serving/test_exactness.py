@@ -27,7 +27,7 @@ ORDINARY = {
     "default": {},
     "log recency": {"recency": "log:8"},
     "no recency": {"recency": "none", "prefix": 1},
-    "many anchors": {"anchor_share": 0.1, "recency": "sliding:100", "prefix": 20},
+    "many anchors": {"anchor_share": 0.1, "anchor_dtype": "model", "recency": "sliding:100", "prefix": 20},
     "codes alone": {"anchor_share": 0.0, "sinks": False, "recency": "none", "prefix": 0},
 }
 
@@ -60,7 +60,12 @@ def alone(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]
 
 @pytest.mark.parametrize(
     "settings",
-    [{"recency": "sliding:1024"}, {"recency": "log:1024"}, {"prefix": 1024}],
+    [
+        {"recency": "sliding:1024"},
+        {"recency": "log:1024"},
+        {"prefix": 1024},
+        {"anchor_share": 1.0, "anchor_dtype": "model"},
+    ],
     ids=str,
 )
 def test_equals_auto_where_every_token_is_exact(

@@ -44,8 +44,10 @@ LONG = {"max_tokens": 1700, "n": ANSWERS}
 @contextmanager
 def server(log: Path) -> Iterator[Server]:
     arguments = ["--enforce-eager", *(part for pair in OPTIONS.items() for part in pair)]
-    with running_server(str(EMBEDDED), PRESET, log, arguments, ENVIRONMENT) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_PLUGINS", raising=False)
+        with running_server(str(EMBEDDED), PRESET, log, arguments, ENVIRONMENT) as running:
+            yield running
 
 
 def request(**more: object) -> dict[str, object]:
@@ -81,6 +83,17 @@ def wait_until_all_run(running: Server, answers: int) -> None:
         time.sleep(0.05)
 
 
+def assert_metrics_and_no_routes(running: Server, log: Path) -> None:
+    """What a server shows that was started without VLLM_PLUGINS."""
+    deadline = time.monotonic() + PATIENCE
+    while "vllm:antkv_tokens_stored_total" not in httpx.get(f"{running.url}/metrics", timeout=PATIENCE).text:
+        assert time.monotonic() < deadline, "no metrics of the cache"
+        time.sleep(0.5)
+    for path in ("/antkv/", "/antkv/status", "/antkv/config", "/antkv/anchors"):
+        assert httpx.get(running.url + path, timeout=PATIENCE).status_code == 404
+    assert "VLLM_PLUGINS=antkv switches them on." in log.read_text()
+
+
 def checksum() -> str:
     identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(EMBEDDED))
     return hashlib.sha256(find_codebook(str(EMBEDDED), identity, PRESET).read_bytes()).hexdigest()
@@ -98,6 +111,7 @@ def test_a_killed_process_takes_the_server_down_cleanly(tmp_path: Path, answers:
     with server(tmp_path / "server.log") as running, ThreadPoolExecutor() as pool:
         answers.add(probe(running))
         assert len(answers) == 1
+        assert_metrics_and_no_routes(running, tmp_path / "server.log")
         processes = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
         (doomed,) = [process for process in processes if process.name() == victim[:15] or victim in process.cmdline()]
         streams = [pool.submit(streamed_answer, running) for _ in range(2)]
