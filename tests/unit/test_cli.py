@@ -166,7 +166,7 @@ def test_the_shell_completes(line: str, expected: list[str]) -> None:
         "COMP_CWORD": str(len(line.split()) - 1),
     }
     command = [Path(sys.executable).with_name("antkv")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == expected, done.stderr
 
 
