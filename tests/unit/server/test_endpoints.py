@@ -15,6 +15,7 @@ from vllm.plugins.endpoint_plugins.interface import EndpointPlugin, attach_endpo
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from tests.patience import PATIENCE
 from tests.unit.server.test_metrics import SETUP, answer, report
 from vllm_antkv.plugin import register
 from vllm_antkv.server import publisher, routes
@@ -187,7 +188,7 @@ def publish(engine: EngineClient, disable_log_stats: bool = False, plugin: Any =
         await plugin().init_state(client, app.state, args)
         publisher = getattr(app.state, "antkv_publisher", None)
         if publisher is not None:
-            await asyncio.wait_for(publisher, timeout=10)
+            await asyncio.wait_for(publisher, timeout=PATIENCE)
         return publisher is not None
 
     return asyncio.run(run())
