@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from vllm_antkv.cli import calibrate, capacity, compare, doctor, inspect, perplexity, retrieval, served, tasks
+from vllm_antkv.cli import calibrate, capacity, compare, doctor, inspect, perplexity, publish, retrieval, served, tasks
 from vllm_antkv.errors import AntKVError, SettingsError
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -17,7 +17,7 @@ app.command()(calibrate.calibrate)
 app.add_typer(eval_app, name="eval", help="Measure quality: perplexity offline, several methods compared, or served.")
 for command in (perplexity.perplexity, compare.compare, served.served, retrieval.retrieval, tasks.tasks):
     eval_app.command()(command)
-for command in (capacity.capacity, inspect.inspect, doctor.doctor):
+for command in (capacity.capacity, inspect.inspect, doctor.doctor, publish.publish):
     app.command()(command)
 
 #: Typer brings its own copy of click and exports the root of its usage errors only as the base of this one.
