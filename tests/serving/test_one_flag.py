@@ -17,7 +17,7 @@ from vllm_antkv.codebook import Codebook, ModelIdentity
 pytestmark = pytest.mark.serving
 
 #: Of the context, and so of a calibration window: short, since it is a test.
-CONTEXT = 256
+CONTEXT = 128
 
 
 @pytest.fixture(scope="module")
@@ -81,5 +81,5 @@ def test_a_calibration_that_fails_ends_the_server_with_a_sentence(
     assert ended.returncode != 0
     last_line = ended.stdout.strip().splitlines()[-1]
     assert f"There is no {PRESET} codebook for {odd_model}, and learning one failed" in last_line
-    assert "fewer than one window of 256" in last_line
+    assert "fewer than one window of 128" in last_line
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
