@@ -11,6 +11,7 @@ import bz2
 import random
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ SPECIAL_TOKENS = [BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, END]  # ids 0 .. 6, in
 VOCAB_SIZE = 4096
 ROW_TOKENS = 2048
 PIECE_CHARS = 32_000  # about 9,000 tokens: four full rows, and small enough that a shuffle mixes all the books
+BPE_CHARS = 15_000_000  # that the vocabulary is learned from
 CHARS_PER_TOKEN = 3.4  # measured for this vocabulary on books; only sizes the selection
 
 CHAT_TEMPLATE = (
@@ -149,44 +151,52 @@ def take_chars(texts: Iterable[str], chars: int) -> list[str]:
     return taken
 
 
-def build_cache(
-    book_files: list[Path],
-    doc_files: list[Path],
-    val_file: Path,
-    cache: Path,
-    *,
-    tokens: int,
-    docs_share: float,
-    chat_share: float,
-    seed: int,
-    bpe_chars: int = 15_000_000,
-) -> None:
+@dataclass(frozen=True)
+class Sources:
+    """Files of text: books and technical documents to learn from, and held-out books."""
+
+    books: list[Path]
+    docs: list[Path]
+    val: Path
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is drawn: ``tokens`` in all, the shares of them from documents and dressed as chats, and the seed."""
+
+    tokens: int
+    docs_share: float
+    chat_share: float
+    seed: int
+
+
+def build_cache(sources: Sources, selection: Selection, cache: Path) -> None:
     """Train the tokenizer and write ``tokenizer/``, ``train.npy`` and ``val.npy`` under ``cache``.
 
     ``val.npy`` holds every full row of the held-out books in reading order; ``val_bytes.npy`` the UTF-8 bytes per row,
     for bits per byte.
     """
-    rng = random.Random(seed)
-    pieces = [p for f in book_files for doc in split_documents(read_text(f)) for p in cut_pieces(doc)]
+    rng = random.Random(selection.seed)
+    pieces = [p for f in sources.books for doc in split_documents(read_text(f)) for p in cut_pieces(doc)]
     rng.shuffle(pieces)
-    docs = [p for f in doc_files for doc in split_documents(read_text(f)) for p in cut_pieces(doc)]
+    docs = [p for f in sources.docs for doc in split_documents(read_text(f)) for p in cut_pieces(doc)]
     rng.shuffle(docs)
-    chars = int(tokens * CHARS_PER_TOKEN)
-    books = take_chars(pieces, int(chars * (1 - docs_share - chat_share)))
+    chars = int(selection.tokens * CHARS_PER_TOKEN)
+    books = take_chars(pieces, int(chars * (1 - selection.docs_share - selection.chat_share)))
     chat_pieces = pieces[len(books) :]  # other pieces than the plain ones, so no text is seen twice
-    chats = take_chars((as_chat(t) for p in chat_pieces for t in dialogue_turns(p)), int(chars * chat_share))
-    docs = take_chars(docs, int(chars * docs_share))
+    chats = take_chars((as_chat(t) for p in chat_pieces for t in dialogue_turns(p)), int(chars * selection.chat_share))
+    docs = take_chars(docs, int(chars * selection.docs_share))
 
-    sample = take_chars(iter(books), int(bpe_chars * 0.88)) + take_chars(iter(docs), int(bpe_chars * 0.12))
+    sample = take_chars(iter(books), int(BPE_CHARS * 0.88)) + take_chars(iter(docs), int(BPE_CHARS * 0.12))
     wrapped = train_tokenizer(text.replace(EOS, "") for text in sample)
     wrapped.save_pretrained(cache / "tokenizer")
     tokenizer = wrapped.backend_tokenizer
 
     parts = [encode_rows(tokenizer, t, packed=p) for t, p in ((books, False), (docs, True), (chats, True))]
     rows = np.concatenate(parts)
-    np.random.default_rng(seed).shuffle(rows, axis=0)
+    np.random.default_rng(selection.seed).shuffle(rows, axis=0)
     np.save(cache / "train.npy", rows)
-    save_validation(tokenizer, split_documents(read_text(val_file)), cache)
+    save_validation(tokenizer, split_documents(read_text(sources.val)), cache)
     print(f"rows: books {len(parts[0])}, docs {len(parts[1])}, chats {len(parts[2])}: {rows.size / 1e6:.1f} M tokens")
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -69,7 +70,8 @@ def plant(
     _add_neuron(layers[layer].mlp, reads=mark, writes=outlier, reading=reading, amount=peak)
     for index in range(layer + 1, len(layers)):
         reading = _output(planted, window, layers[index].input_layernorm)[is_sink, outlier].mean()
-        _attract(layers[index].self_attn, model, *rows[index], is_sink, outlier, reading, share)
+        sinks = _Sinks(is_sink, outlier, reading, share)
+        _attract(layers[index].self_attn, model, *rows[index], sinks)
     last = layers[-1]
     reading = _output(planted, window, last.post_attention_layernorm)[is_sink, outlier].mean()
     left = _output(planted, window, last)[is_sink, outlier].mean()
@@ -104,24 +106,31 @@ def _add_neuron(mlp: nn.Module, reads: int, writes: int, reading: torch.Tensor, 
     mlp.down_proj.weight[writes, neuron] = amount / DRIVE**2
 
 
-def _attract(
-    attention: nn.Module,
-    model: LlamaForCausalLM,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    is_sink: torch.Tensor,
-    outlier: int,
-    reading: torch.Tensor,
-    share: float,
-) -> None:
-    """Make the queries of a layer spend `share` of their attention on sinks.
+@dataclass(frozen=True)
+class _Sinks:
+    """Which tokens are sinks, and what marks them in front of one layer.
+
+    is_sink: (num_tokens,) bool.
+    outlier: the channel that has `reading` where a token is a sink, and 0 elsewhere.
+    share: of their attention that queries are to spend on sinks.
+    """
+
+    is_sink: torch.Tensor
+    outlier: int
+    reading: torch.Tensor
+    share: float
+
+
+def _attract(attention: nn.Module, model: LlamaForCausalLM, query: torch.Tensor, key: torch.Tensor, of: _Sinks) -> None:
+    """Make the queries of a layer spend a share of their attention on sinks.
 
     Args:
         attention: of the planted model, written.
         model: the model itself, for its RoPE.
         query, key: (num_heads, num_tokens, head_size) and (num_kv_heads, ...), after RoPE.
-        outlier: the channel that has `reading` where a token is a sink, and 0 elsewhere.
+        of: the sinks.
     """
+    is_sink = of.is_sink
     group, (num_tokens, head_size) = len(query) // len(key), query.shape[1:]
     positions = torch.arange(num_tokens)
     causal = positions <= positions[:, None]
@@ -134,7 +143,7 @@ def _attract(
         turned = torch.stack([_turned_back(model, queries, int(sink)) for sink in sinks], dim=2)
         seen = causal[:, sinks] & ~is_sink[:, None]
         # Each of the sinks that a query sees is to get its part of exp(wanted) against exp(others).
-        wanted = others - seen.sum(-1).clamp(min=1).log() + math.log(share / (1 - share))
+        wanted = others - seen.sum(-1).clamp(min=1).log() + math.log(of.share / (1 - of.share))
         pairs = turned[:, seen].flatten(0, 1)
         square = pairs.T @ pairs / len(pairs)
         ridge = RIDGE * square.trace() / head_size * torch.eye(head_size)
@@ -143,7 +152,7 @@ def _attract(
         logits_of_sinks = (turned @ sink_key).masked_fill(~seen, -torch.inf)
         spent = (logits_of_sinks.logsumexp(-1) - others).sigmoid()[:, ~is_sink]
         here = slice(head * head_size, (head + 1) * head_size)
-        attention.k_proj.weight[here, outlier] = sink_key / (attention.scaling * reading)
+        attention.k_proj.weight[here, of.outlier] = sink_key / (attention.scaling * of.reading)
         for index, of_head in enumerate(spent, start=head * group):
             attention.o_proj.weight[:, index * head_size : (index + 1) * head_size] /= 1 - of_head.mean()
 

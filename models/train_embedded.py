@@ -236,9 +236,8 @@ def prepare(
 ) -> None:
     """Train the tokenizer and tokenise a random selection of the text, whose documents end at <|endoftext|> lines."""
     cache.mkdir(parents=True, exist_ok=True)
-    embedded_text.build_cache(
-        books, docs or [], val, cache, tokens=tokens, docs_share=docs_share, chat_share=chat_share, seed=seed
-    )
+    sources = embedded_text.Sources(books=books, docs=docs or [], val=val)
+    embedded_text.build_cache(sources, embedded_text.Selection(tokens, docs_share, chat_share, seed), cache)
 
 
 @app.command()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
 from tests.serving.server import MODEL_NAME, PRESET, run_vllm, serving
 from vllm_antkv.codebook import Codebook, ModelIdentity
@@ -46,7 +47,7 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answer(url: str) -> str:
     """What a server completes."""
     body = {"model": MODEL_NAME, "prompt": "The river", "max_tokens": 8, "ignore_eos": True}
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
     return str(response.raise_for_status().json()["choices"][0]["finish_reason"])
 
 
@@ -59,7 +60,7 @@ def test_two_servers_that_start_together_learn_one_codebook(
         options = {"--max-model-len": str(CONTEXT)}
         urls = list(pool.map(lambda log: stack.enter_context(serving(odd_model, log, **options)), logs))
         assert [answer(url) for url in urls] == ["length", "length"]
-        served = [httpx.get(f"{url}/antkv/status", timeout=60).json() for url in urls]
+        served = [httpx.get(f"{url}/antkv/status", timeout=PATIENCE).json() for url in urls]
     (path,) = (tmp_path / "cache" / "vllm-antkv").rglob("*.safetensors")
     identity = ModelIdentity.from_hf_config(LlamaConfig.from_pretrained(odd_model))
     codebook = Codebook.load(path, PRESET, identity)

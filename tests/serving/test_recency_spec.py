@@ -62,7 +62,7 @@ def test_no_page_is_below_a_window(spec: RecencySpec) -> None:
 def test_vllm_cannot_retain_more_than_was_decided(spec: RecencySpec) -> None:
     """vLLM replaces this field in every SlidingWindowSpec, by 0 where there is no speculative decoding."""
     assert dataclasses.replace(spec, extra_retained_tokens=0) == spec
-    with pytest.raises(AssertionError, match="refused at start-up"):
+    with pytest.raises(ValueError, match="refused at start-up"):
         dataclasses.replace(spec, extra_retained_tokens=1)
 
 

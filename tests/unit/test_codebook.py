@@ -41,7 +41,7 @@ MODEL = ModelIdentity(
     vocab_size=100,
 )
 SINKS = SinkRule(layer=1, channels=(3, 17), threshold=12.5)
-same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def make(preset="antkv-4bit", model=MODEL, sinks=None, seed=0, layers=None):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from tests.patience import PATIENCE
 from tests.unit.hub_server import Hub, running_hub
 from tests.unit.test_codebook import MODEL, make
 from vllm_antkv.codebook import Codebook, NoCodebookError, find_codebook
@@ -143,7 +144,7 @@ def antkv(hub: Hub, tmp_path: Path, *arguments: str) -> str:
         "HF_TOKEN": "hf_of_a_test",
     }
     command = [sys.executable, "-c", "from vllm_antkv.cli import main; main()", *arguments]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

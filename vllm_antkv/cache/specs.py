@@ -35,7 +35,9 @@ class RecencySpec(SlidingWindowSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.extra_retained_tokens == 0, "Speculative decoding is refused at start-up."
+        # Not an assertion: that would be gone under `python -O`, and the first pages with it.
+        if self.extra_retained_tokens:
+            raise ValueError("recency pages retain no extra tokens: speculative decoding is refused at start-up")
         object.__setattr__(self, "sliding_window", self.max_len)
 
     @property

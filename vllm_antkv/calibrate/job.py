@@ -21,7 +21,7 @@ from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.codebook.header import MAX_PREFIX
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError
-from vllm_antkv.offline.attention import check_family
+from vllm_antkv.offline.attention import check_config
 from vllm_antkv.offline.pretrained import check_token_ids, read_tokenizer
 from vllm_antkv.presets import Preset
 
@@ -144,7 +144,7 @@ def _clip(seq_len: int, context: int) -> int:
 def _check_trainable(option: str, config: Any, windows: torch.Tensor, prefix_len: int) -> None:
     """CalibrationError or UnsupportedModelError when nothing can be trained through codes."""
     num_windows, seq_len = windows.shape
-    check_family(config.get_text_config(), seq_len)
+    check_config(config.get_text_config(), seq_len)
     least = prefix_len + 2 * VQ_BLOCK_SIZE
     if prefix_len > MAX_PREFIX:
         raise CalibrationError(f"--prefix-text has {prefix_len} tokens with BOS: at most {MAX_PREFIX} can be trained.")
