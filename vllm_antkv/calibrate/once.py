@@ -56,12 +56,13 @@ def _calibrate_once(model: str, revision: str | None, preset: str, texts: list[s
     try:
         held = lock.acquire(blocking=False)
     except Timeout:
-        say("Another server has it learned already: waiting for that.")
+        say("Another server is learning it: waiting for that.")
         held = lock.acquire()
     with held:
         if not codebook_path(out, preset).exists():
             folder = unquantised(_local_folder(model, revision))
             calibrate(CalibrationSettings(folder, [preset], texts, out, samples=_samples(folder, preset)))
+            say(f"{preset} is learned.")
 
 
 def _samples(folder: str, preset: str) -> int:
