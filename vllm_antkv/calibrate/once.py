@@ -20,9 +20,9 @@ from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import codebook_path
-from vllm_antkv.errors import AntKVError, CalibrationError
+from vllm_antkv.errors import AntKVError, CalibrationError, reason
 from vllm_antkv.offline.kmeans import MAX_POINTS
-from vllm_antkv.offline.pretrained import read_config, reason
+from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.presets import get_preset
 
 #: What calibration reads of a repository of a model.

@@ -11,12 +11,11 @@ from typing import Self
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from vllm_antkv.errors import CodebookError
+from vllm_antkv.errors import CodebookError, reason
 
 #: Of a repository, and of a model's folder.
 FOLDER = "codebooks"
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w-][\w./-]*))?")
-_MAX_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,4 @@ class Repository:
         except EntryNotFoundError:
             return []
         except Exception as error:  # the hub's client raises errors of many libraries
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise CodebookError(
-                f"The codebooks of {self.name} cannot be fetched ({lines[0][:_MAX_REASON].rstrip(' .')})."
-            ) from None
+            raise CodebookError(f"The codebooks of {self.name} cannot be fetched ({reason(error)}).") from None

@@ -9,11 +9,10 @@ from vllm_antkv.codebook.file import Codebook
 from vllm_antkv.codebook.hub import FOLDER, Repository
 from vllm_antkv.codebook.identity import ModelIdentity
 from vllm_antkv.codebook.search import NoCodebookError, find_codebook
-from vllm_antkv.errors import CodebookError
+from vllm_antkv.errors import CodebookError, reason
 from vllm_antkv.presets import PRESETS
 
 _CARD = "README.md"
-_MAX_REASON = 200
 
 
 def codebooks_of(model: str, identity: ModelIdentity, place: str | None) -> dict[Path, Codebook]:
@@ -56,8 +55,7 @@ def publish(model: str, codebooks: dict[Path, Codebook], target: str) -> list[st
     try:
         return _to_hub(codebooks, card, repository)
     except Exception as error:  # the hub's client raises errors of many libraries
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CodebookError(f"{target} does not take codebooks ({lines[0][:_MAX_REASON].rstrip(' .')}).") from None
+        raise CodebookError(f"{target} does not take codebooks ({reason(error)}).") from None
 
 
 def _to_folder(codebooks: dict[Path, Codebook], card: str, folder: Path) -> list[str]:
