@@ -51,8 +51,9 @@ class AntKVConfig(BaseModel):
     codebooks: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder with the codebooks that `antkv calibrate` wrote. Without it: beside the model, then among "
-        "the codebooks shipped with vllm-antkv, then in the user's cache.",
+        description="Where the codebooks are: a folder that `antkv calibrate` wrote to, or a repository of the Hugging "
+        "Face hub (`owner/name` or `owner/name@revision`) with a folder `codebooks`. Without it: beside the model, in "
+        "its folder or repository, then among the codebooks shipped with vllm-antkv, then in the user's cache.",
     )
     calibrate: Literal["auto", "never"] = Field(
         default="auto",

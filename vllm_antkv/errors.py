@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+_MAX_REASON = 200
+
 
 class AntKVError(Exception):
     """Base of everything vllm-antkv raises on purpose."""
@@ -36,3 +38,13 @@ def first_problem(error: "ValidationError", whole: str) -> tuple[str, str]:
     field = reprlib.repr(".".join(map(str, first["loc"])) or whole)
     reason = first["msg"].removeprefix("Value error, ")
     return field, f"{reason}, got {reprlib.repr(first['input'])}"
+
+
+def reason(problem: BaseException) -> str:
+    """The gist of an exception of a library below us, which may explain at length: its first line, cut and undotted."""
+    lines = [line.strip() for line in str(problem).strip().splitlines()]
+    if not lines or isinstance(problem, LookupError):
+        # A KeyError says no more than the key.
+        lines = [f"{type(problem).__name__} {' '.join(lines)}"]
+    gist = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return gist[:_MAX_REASON].rstrip(" .,:")

@@ -94,22 +94,32 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
 def running_server(folder: Path, kv_cache_dtype: str = PRESET) -> Iterator[Server]:
     """A server of the tiny model with random weights, always the same; its log is `folder/server.log`."""
     model, codebook = tiny_model(folder)
+    options = {
+        "--kv-cache-dtype": kv_cache_dtype,
+        "--additional-config": f'{{"antkv": {{"codebooks": "{codebook.parent}"}}}}',
+        "--api-key": API_KEY,
+        "--load-format": "dummy",
+    }
+    with serving(model, folder / "server.log", **options) as url:
+        yield Server(url, codebook)
+
+
+@contextmanager
+def serving(model: Path, log: Path, **options: str) -> Iterator[str]:
+    """A server of a model with these options; yields its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = {
         "--host": "127.0.0.1",
         "--port": str(port),
-        "--kv-cache-dtype": kv_cache_dtype,
-        "--additional-config": f'{{"antkv": {{"codebooks": "{codebook.parent}"}}}}',
-        "--api-key": API_KEY,
+        "--kv-cache-dtype": PRESET,
         "--served-model-name": MODEL_NAME,
-        "--load-format": "dummy",
         "--dtype": "float32",
         "--max-model-len": "1024",
+        **options,
     }
     command = [str(_VLLM), "serve", str(model), "--enforce-eager", *(part for pair in options.items() for part in pair)]
-    log = folder / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env=vllm_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -117,7 +127,7 @@ def running_server(folder: Path, kv_cache_dtype: str = PRESET) -> Iterator[Serve
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_healthy(url, process, log)
-            yield Server(url, codebook)
+            yield url
         finally:
             _stop(process)
 

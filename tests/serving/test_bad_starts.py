@@ -63,6 +63,8 @@ OURS: list[tuple[list[str], str]] = [
     (settings(codebooks="/etc/passwd"), "make one with `antkv calibrate"),
     (settings(codebooks="/proc/self/mem"), "make one with `antkv calibrate"),
     (settings(codebooks="x" * 4000), "make one with `antkv calibrate"),
+    (settings(calibrate="later"), "setting 'calibrate' is not usable"),
+    (settings(calibration_text="a\x1bb"), "setting 'calibration_text' is not usable"),
     (["--block-size", "64"], "--block-size 64 cannot be used"),
     (["--block-size", "127"], "--block-size 127 cannot be used"),
     (["--block-size", "256"], "--block-size 256 cannot be used"),

@@ -358,7 +358,8 @@ def test_lookup_goes_from_the_model_to_what_we_ship_to_the_users_cache(tmp_path,
     os.mkdir(name)
     folders = default_folders(name, MODEL)
     users = user_folder(MODEL)
-    assert folders == [Path(name) / "antkv", shipped_folder(MODEL), users, own_folder(name, MODEL)]
+    beside = [Path(name) / "codebooks", Path(name) / "antkv"]
+    assert folders == [*beside, shipped_folder(MODEL), users, own_folder(name, MODEL)]
     assert folders[-1].parent == users
     with pytest.raises(CodebookError) as caught:
         find_codebook(name, MODEL, "antkv-4bit")

@@ -168,14 +168,20 @@ def test_kernels_that_were_not_built_are_named(monkeypatch, tmp_path):
     assert "no C++ compiler was found" in ours["C++ (avx2)"].detail
 
 
-def test_a_model_without_codebooks_is_told_how_to_make_one(model, report):
+def test_a_model_without_codebooks_is_told_that_a_server_learns_one_and_how_to_make_one(model, report):
     path, _ = model
     code, text = report(path)
-    assert code == 1
+    assert code == 0
     assert f"antkv calibrate {path}" in " ".join(text.split())
     findings = by_name(doctor.check_model(str(path), None))
-    assert findings["codebooks"].state == "problem"
+    assert findings["codebooks"].state == "note"
+    assert "a server learns" in findings["codebooks"].detail
     assert "does not divide" in findings["antkv-0.375bit"].detail
+
+
+def test_a_folder_that_is_named_and_has_no_codebook_is_a_problem(model, tmp_path):
+    findings = by_name(doctor.check_model(str(model[0]), str(tmp_path / "empty")))
+    assert findings["codebooks"].state == "problem"
 
 
 def test_one_codebook_that_fits_is_enough(model):

@@ -5,6 +5,7 @@ code is not 0.
 """
 
 import argparse
+import math
 import signal
 import sys
 from pathlib import Path
@@ -19,8 +20,10 @@ from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import codebook_path
-from vllm_antkv.errors import AntKVError, CalibrationError
-from vllm_antkv.offline.pretrained import reason
+from vllm_antkv.errors import AntKVError, CalibrationError, reason
+from vllm_antkv.offline.kmeans import MAX_POINTS
+from vllm_antkv.offline.pretrained import read_config
+from vllm_antkv.presets import get_preset
 
 #: What calibration reads of a repository of a model.
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md")
@@ -53,12 +56,20 @@ def _calibrate_once(model: str, revision: str | None, preset: str, texts: list[s
     try:
         held = lock.acquire(blocking=False)
     except Timeout:
-        say("Another server has it learned already: waiting for that.")
+        say("Another server is learning it: waiting for that.")
         held = lock.acquire()
     with held:
         if not codebook_path(out, preset).exists():
             folder = unquantised(_local_folder(model, revision))
-            calibrate(CalibrationSettings(folder, [preset], texts, out))
+            calibrate(CalibrationSettings(folder, [preset], texts, out, samples=_samples(folder, preset)))
+            say(f"{preset} is learned.")
+
+
+def _samples(folder: str, preset: str) -> int:
+    """Windows enough for all points that k-means takes, and no more than the command's default: a server waits."""
+    context = read_config(folder, CalibrationError).get_text_config().max_position_embeddings
+    points = MAX_POINTS * get_preset(preset).num_centroids
+    return min(CalibrationSettings.samples, math.ceil(points / min(CalibrationSettings.seq_len, context)))
 
 
 def _local_folder(model: str, revision: str | None) -> str:

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vllm_antkv.calibrate.models import compute_dtype
-from vllm_antkv.errors import CalibrationError
-from vllm_antkv.offline.pretrained import reason
+from vllm_antkv.errors import CalibrationError, reason
 
 #: float32 tensors as large as the logits that are alive at once in the backward pass of the loss: the logits, their
 #: log-softmax and the gradient.

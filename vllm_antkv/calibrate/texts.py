@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_antkv.errors import CalibrationError
-from vllm_antkv.offline.pretrained import reason
+from vllm_antkv.errors import CalibrationError, reason
 from vllm_antkv.offline.windows import body_size, in_windows
 
 #: Characters tokenised at a time, per token of a window. A piece then holds about four windows of English, so that few

@@ -10,7 +10,19 @@ from typing import Annotated
 import typer
 
 from vllm_antkv import __version__
-from vllm_antkv.cli import calibrate, compare, diff, doctor, inspect, perplexity, plan, retrieval, served, tasks
+from vllm_antkv.cli import (
+    calibrate,
+    compare,
+    diff,
+    doctor,
+    inspect,
+    perplexity,
+    plan,
+    publish,
+    retrieval,
+    served,
+    tasks,
+)
 from vllm_antkv.errors import AntKVError, SettingsError
 
 app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
@@ -19,7 +31,7 @@ app.command()(calibrate.calibrate)
 app.add_typer(eval_app, name="eval", help="Measure quality: perplexity offline, several methods compared, or served.")
 for command in (perplexity.perplexity, compare.compare, served.served, retrieval.retrieval, tasks.tasks):
     eval_app.command()(command)
-for command in (plan.plan, diff.diff, inspect.inspect, doctor.doctor):
+for command in (plan.plan, diff.diff, inspect.inspect, doctor.doctor, publish.publish):
     app.command()(command)
 
 #: Typer brings its own copy of click and exports the root of its usage errors only as the base of this one.

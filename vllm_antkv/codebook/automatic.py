@@ -38,14 +38,15 @@ def find_or_make(wanted: Wanted, settings: AntKVConfig) -> Path:
         SettingsError: `calibration_text` cannot be read.
         CodebookError: there is none, and it may not or could not be made.
     """
-    own = own_folder(wanted.model, wanted.identity, wanted.revision, settings.calibration_text)
+    model, identity, revision, text = wanted.model, wanted.identity, wanted.revision, settings.calibration_text
     try:
-        return find_codebook(wanted.model, wanted.identity, wanted.preset, settings.codebooks, own)
+        return find_codebook(model, identity, wanted.preset, settings.codebooks, revision, text)
     except NoCodebookError:
-        # A folder that was named and does not hold it is a mistake, not a wish for another.
+        # A place that was named and does not have it is a mistake, not a wish for another.
         if settings.calibrate == "never" or settings.codebooks is not None:
             raise
-    _make(wanted, own, settings.calibration_text)
+    own = own_folder(model, identity, revision, text)
+    _make(wanted, own, text)
     return codebook_path(own, wanted.preset)
 
 

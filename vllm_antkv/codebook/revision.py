@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
-from vllm_antkv.errors import CodebookError
+from vllm_antkv.errors import CodebookError, reason
 
 #: Of each file of weights so many blocks are read, from its beginning to its end: training moves all of them.
 _BLOCKS = 64
@@ -29,8 +29,7 @@ def revision_of(model: str, revision: str | None = None) -> str:
         # Of the hub's cache, in which a model is found by its name or, where vLLM is offline, by its folder.
         return (folder.name if folder.parent.name == "snapshots" else _content_hash(folder))[:_LETTERS]
     except Exception as error:  # the hub's client raises errors of many libraries
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        raise CodebookError(f"It cannot be told which weights '{model}' stands for ({reason}).") from None
+        raise CodebookError(f"It cannot be told which weights '{model}' stands for ({reason(error)}).") from None
 
 
 def _snapshot(model: str, revision: str | None) -> Path:

@@ -1,4 +1,4 @@
-"""Where codebooks are looked up: beside the model, among those shipped, in the user's cache."""
+"""Where codebooks are looked up: beside the model, among those shipped, in the user's cache, or where one is told."""
 
 import hashlib
 import importlib.resources
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from vllm_antkv.codebook.hub import FOLDER, Repository
 from vllm_antkv.codebook.identity import ModelIdentity
 from vllm_antkv.codebook.revision import revision_of
 from vllm_antkv.errors import CodebookError, SettingsError
@@ -22,36 +23,70 @@ def codebook_path(folder: Path, preset: str) -> Path:
 
 
 def find_codebook(
-    model_name: str, identity: ModelIdentity, preset: str, folder: str | None = None, own: Path | None = None
+    model_name: str,
+    identity: ModelIdentity,
+    preset: str,
+    place: str | None = None,
+    revision: str | None = None,
+    text: str | None = None,
 ) -> Path:
     """Where the codebook for this model is.
 
-    `folder` when given; otherwise beside the model (`MODEL/antkv/`), among those shipped with vllm-antkv, in the user's
-    cache for all models of these sizes, then in `own` (without it: the `own_folder` of the model's main revision).
-    Raises NoCodebookError with the command that makes one when there is none.
+    Args:
+        place: a folder, or a repository of the Hugging Face hub. Without it: beside the model (`MODEL/codebooks/`, of
+            its repository too, or `MODEL/antkv/`), among those shipped with vllm-antkv, in the user's cache for all
+            models of these sizes, then in `own_folder`.
+        revision: see `own_folder`.
+        text: see `own_folder`.
+
+    Raises:
+        NoCodebookError: there is none; with the command that makes one.
+        CodebookError: the hub does not say whether there is one in `place`.
+        SettingsError: `text` cannot be read.
     """
-    folders = [Path(folder)] if folder is not None else default_folders(model_name, identity, own)
+    repository = None if place is None else Repository.parse(place)
+    if repository is not None:
+        folders = repository.folders(preset)
+    elif place is not None:
+        folders = [Path(place)]
+    else:
+        folders = [*_in_own_repository(model_name, revision, preset)]
+        folders += default_folders(model_name, identity, revision, text)
     for candidate in folders:
         path = codebook_path(candidate, preset)
         # Whatever has the name is the one that is meant: reading it says what is wrong with it.
         if os.path.lexists(path):
             return path
-    out = folder or str(user_folder(identity))
+    searched = ", ".join(map(str, folders)) or f"the repository {place}"
+    out = place if place and not repository else str(user_folder(identity))
     raise NoCodebookError(
-        f"No {preset} codebook for {model_name} in {', '.join(map(str, folders))}: make one with "
+        f"No {preset} codebook for {model_name} in {searched}: make one with "
         f"`antkv calibrate {model_name} --preset {preset} --out {out}`."
     )
 
 
-def default_folders(model_name: str, identity: ModelIdentity, own: Path | None = None) -> list[Path]:
-    """Folders searched when no `codebooks` setting is given, in order."""
-    beside = [Path(model_name) / "antkv"] if Path(model_name).is_dir() else []
+def default_folders(
+    model_name: str, identity: ModelIdentity, revision: str | None = None, text: str | None = None
+) -> list[Path]:
+    """Folders searched when no `codebooks` setting is given, in order; arguments as of `own_folder`."""
+    beside = [Path(model_name) / name for name in (FOLDER, "antkv")] if Path(model_name).is_dir() else []
     folders = [*beside, shipped_folder(identity), user_folder(identity)]
     try:
-        return [*folders, own or own_folder(model_name, identity)]
+        return [*folders, own_folder(model_name, identity, revision, text)]
     except CodebookError:
         # Of weights that cannot be read here no server has learned anything either.
         return folders
+
+
+def _in_own_repository(model_name: str, revision: str | None, preset: str) -> list[Path]:
+    """The folder in the repository of a model that has only a name, if it is known to have the codebook."""
+    repository = Repository.parse(model_name)
+    if repository is None:
+        return []
+    try:
+        return Repository(repository.name, revision).folders(preset)
+    except CodebookError:
+        return []
 
 
 def shipped_folder(identity: ModelIdentity) -> Path:

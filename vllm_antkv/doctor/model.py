@@ -23,9 +23,13 @@ def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
     yield _architecture(identity)
     findings = [_codebook(model, identity, preset, codebooks) for preset in PRESETS]
     yield from findings
-    if not any(finding.state == "ok" for finding in findings):
-        remedy = f"antkv calibrate {model} --preset antkv-1bit --text FILE"
-        yield Finding("codebooks", "problem", "no preset can be served", remedy)
+    states = {finding.state for finding in findings}
+    if "ok" not in states:
+        remedy = f"antkv calibrate {model} --preset antkv-1bit --out DIR"
+        if codebooks is None and "problem" not in states:
+            yield Finding("codebooks", "note", "none yet: a server learns the one it needs at its first start", remedy)
+        else:
+            yield Finding("codebooks", "problem", "no preset can be served", remedy)
 
 
 def _architecture(identity: ModelIdentity) -> Finding:

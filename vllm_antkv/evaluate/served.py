@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import SettingsError, UnsupportedModelError
+from vllm_antkv.errors import SettingsError, UnsupportedModelError, reason
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.fidelity import TOP_TOKENS, Fidelity, TopTokens, divergence, top1_agreement
 from vllm_antkv.evaluate.methods import antkv
@@ -24,7 +24,6 @@ from vllm_antkv.evaluate.windows import TextWindows
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
-from vllm_antkv.offline.pretrained import reason
 from vllm_antkv.offline.score import Progress
 from vllm_antkv.presets import PRESETS
 

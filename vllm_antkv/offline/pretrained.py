@@ -20,9 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from vllm_antkv.errors import AntKVError
-
-_MAX_REASON = 200
+from vllm_antkv.errors import AntKVError, reason
 
 
 def read_config(model: str, error: type[AntKVError]) -> PretrainedConfig:
@@ -77,16 +75,6 @@ def check_token_ids(windows: torch.Tensor, model: str, vocab_size: int, error: t
             f"The text has token id {highest}, but the vocabulary of '{model}' has {vocab_size} tokens: its tokenizer "
             "belongs to another model."
         )
-
-
-def reason(problem: BaseException) -> str:
-    """The gist of an exception of a library below us, which may explain at length: its first line, cut and undotted."""
-    lines = [line.strip() for line in str(problem).strip().splitlines()]
-    if not lines or isinstance(problem, LookupError):
-        # A KeyError says no more than the key.
-        lines = [f"{type(problem).__name__} {' '.join(lines)}"]
-    gist = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return gist[:_MAX_REASON].rstrip(" .,:")
 
 
 def _looks_like_a_path(model: str) -> bool:

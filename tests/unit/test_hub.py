@@ -1,0 +1,167 @@
+"""Codebooks in repositories of the Hugging Face hub, over HTTP: found, pinned, kept, checked, published."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tests.patience import PATIENCE
+from tests.unit.hub_server import Hub, running_hub
+from tests.unit.test_codebook import MODEL, make
+from vllm_antkv.codebook import Codebook, NoCodebookError, find_codebook
+from vllm_antkv.codebook.hub import Repository
+from vllm_antkv.errors import CodebookError
+
+PRESET = "antkv-4bit"
+FILE = f"codebooks/{PRESET}.safetensors"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub, an empty cache for what comes from it, and an empty one for what servers learn."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with running_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "".join(template[1:]))
+        yield hub
+
+
+def content(tmp_path: Path, **changes: int) -> bytes:
+    """Of a codebook file."""
+    path = tmp_path / "made.safetensors"
+    make(**changes).save(path)
+    return path.read_bytes()
+
+
+def find(place: str | None, model: str = "somebody/model", revision: str | None = None) -> Path:
+    return find_codebook(model, MODEL, PRESET, place, revision)
+
+
+def test_a_repository_is_found_by_its_name_and_fetched_once(hub: Hub, tmp_path: Path) -> None:
+    written = content(tmp_path)
+    hub.commit("somebody/books", {FILE: written})
+    path = find("somebody/books")
+    assert path.read_bytes() == written
+    Codebook.load(path, PRESET, MODEL)
+    assert find("somebody/books") == path
+    assert hub.fetched == [FILE]
+
+
+def test_a_commit_stays_what_it_was(hub: Hub, tmp_path: Path) -> None:
+    old, new = content(tmp_path), content(tmp_path, seed=1)
+    pinned = hub.commit("somebody/books", {FILE: old})
+    hub.commit("somebody/books", {FILE: new})
+    assert find("somebody/books").read_bytes() == new
+    assert find(f"somebody/books@{pinned}").read_bytes() == old
+    assert pinned in str(find(f"somebody/books@{pinned}"))
+
+
+def test_offline_only_the_cache_is_asked(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads_well: Callable[[BaseException], str]
+) -> None:
+    hub.commit("somebody/books", {FILE: content(tmp_path)})
+    path = find("somebody/books")
+    hub.commit("somebody/others", {FILE: content(tmp_path)})
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find("somebody/books") == path
+    with pytest.raises(CodebookError) as refused:
+        find("somebody/others")
+    assert "HF_HUB_OFFLINE" in reads_well(refused.value)
+    assert hub.fetched == [FILE]
+
+
+def test_the_models_own_repository_is_searched_at_its_revision(hub: Hub, tmp_path: Path) -> None:
+    old, new = content(tmp_path), content(tmp_path, seed=1)
+    pinned = hub.commit("somebody/model", {FILE: old, "config.json": b"{}"})
+    hub.commit("somebody/model", {FILE: new})
+    assert find(None).read_bytes() == new
+    assert find(None, revision=pinned).read_bytes() == old
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("somebody/books", "in the repository somebody/books"),
+        ("somebody/books@nowhere", "cannot be fetched"),
+        ("nobody/books", "cannot be fetched"),
+        (None, "No antkv-4bit codebook for somebody/model"),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(
+    hub: Hub, place: str | None, says: str, reads_well: Callable[[BaseException], str]
+) -> None:
+    hub.commit("somebody/books", {"README.md": b"Nothing yet."})
+    hub.commit("somebody/model", {"config.json": b"{}"})
+    with pytest.raises(CodebookError) as refused:
+        find(place)
+    assert says in reads_well(refused.value)
+    assert isinstance(refused.value, NoCodebookError) == (says != "cannot be fetched")
+
+
+def test_a_spoilt_download_is_refused_like_any_file(hub: Hub, tmp_path: Path) -> None:
+    spoilt = bytearray(content(tmp_path))
+    spoilt[-1] ^= 1
+    hub.commit("somebody/books", {FILE: bytes(spoilt)})
+    with pytest.raises(CodebookError, match="damaged"):
+        Codebook.load(find("somebody/books"), PRESET, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("text", "repository"),
+    [
+        ("owner/name", Repository("owner/name")),
+        ("owner/na.me@v1.0", Repository("owner/na.me", "v1.0")),
+        ("folder", None),
+        ("./owner/name", None),
+        ("/owner/name", None),
+        ("a/b/c", None),
+        ("../name", None),
+        ("owner/name@", None),
+        ("tests/unit", None),
+    ],
+)
+def test_which_places_are_repositories(
+    text: str, repository: Repository | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert Repository.parse(text) == repository
+
+
+def antkv(hub: Hub, tmp_path: Path, *arguments: str) -> str:
+    """Run the command line against the hub; what it prints."""
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_TOKEN": "hf_of_a_test",
+    }
+    command = [sys.executable, "-c", "from vllm_antkv.cli import main; main()", *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_what_is_published_is_found_by_its_name(hub: Hub, tmp_path: Path) -> None:
+    written = content(tmp_path)
+    model = tmp_path / "model"
+    (model / "antkv").mkdir(parents=True)
+    (model / "antkv" / f"{PRESET}.safetensors").write_bytes(written)
+    config = MODEL.model_dump() | {"model_type": "llama", "architectures": [MODEL.architecture]}
+    names = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads", "head_size": "head_dim"}
+    (model / "config.json").write_text(json.dumps({names.get(name, name): value for name, value in config.items()}))
+    printed = antkv(hub, tmp_path, "publish", str(model), "somebody/books")
+    ((oid, files),) = hub.repositories["somebody/books"]
+    assert printed.strip() == f"somebody/books@{oid}: {FILE}"
+    assert files[FILE] == written
+    card = files["README.md"].decode()
+    assert '{"antkv": {"codebooks": "somebody/books"}}' in card
+    assert str(tmp_path) not in card
+    assert find("somebody/books").read_bytes() == written
