@@ -90,6 +90,19 @@ class Rows(NamedTuple):
     value_stride: int
 
 
+class PlainPages(NamedTuple):
+    """Pages of rows for a kernel that knows nothing else; contiguous.
+
+    wanted: (num_pages, 3) int32: request, VQ block, and 1 for rows in full precision or 0 for what codes stand for.
+    key, value: (at least num_pages, block_size, num_kv_heads, head_size) model dtype, K after RoPE, channels as the
+        model has them.
+    """
+
+    wanted: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 class ExactRows(NamedTuple):
     """Where the full-precision rows of some tokens are; inside kernels.
 

@@ -54,6 +54,17 @@ class AntKVConfig(BaseModel):
         description="Folder with the codebooks that `antkv calibrate` wrote. Without it: beside the model, then among "
         "the codebooks shipped with vllm-antkv, then in the user's cache.",
     )
+    calibrate: Literal["auto", "never"] = Field(
+        default="auto",
+        description="What a server does that finds no codebook: auto learns one before it loads the engine and keeps "
+        "it in the user's cache; never ends with the command that makes one.",
+    )
+    calibration_text: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Plain text file from which that codebook is learned. Without it: text that the model writes "
+        "itself.",
+    )
     anchor_share: float = Field(
         default=0.015,
         ge=0.0,
@@ -106,9 +117,9 @@ class AntKVConfig(BaseModel):
         "who may call the server. false: numbers only, and token ids never leave the engine.",
     )
 
-    @field_validator("codebooks")
+    @field_validator("codebooks", "calibration_text")
     @classmethod
-    def _codebooks_can_be_a_folder(cls, value: str | None) -> str | None:
+    def _can_be_a_path(cls, value: str | None) -> str | None:
         if value is not None and _CONTROL_CHARACTERS.search(value):
             raise ValueError("a name with control characters would not be shown as it is")
         if value is not None and len(value) > _MAX_PATH:

@@ -151,7 +151,6 @@ def test_sinks_change_what_is_served(
         assert_all_same(engine.complete(prompts), alone)
 
 
-@pytest.mark.timeout(900)
 def test_same_with_tensor_parallelism(
     default: dict[str, Any], alone: list[Completion], prompts: list[list[int]], tmp_path: Path
 ) -> None:
@@ -165,7 +164,7 @@ def test_same_with_tensor_parallelism(
     }
     script = Path(__file__).with_name("tensor_parallel.py")
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(script), json.dumps(task)], check=True, env=environment, timeout=800)
+    subprocess.run([sys.executable, str(script), json.dumps(task)], check=True, env=environment)
     served = [
         Completion(tuple(tokens), tuple({int(token): value for token, value in step.items()} for step in steps), 0)
         for tokens, steps in json.loads((tmp_path / "out").read_text())

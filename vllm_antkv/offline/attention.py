@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.families import EVALUATED_TYPES
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.retained import attend_retained
-from vllm_antkv.offline.rotary import rotary_table
 from vllm_antkv.offline.sinks import strongest_so_far
+from vllm_antkv.offline.taps import replaced
+from vllm_antkv.offline.traits import LayerTraits, layer_traits, rotary_tables
 from vllm_antkv.ops.reference import SeenRows, anchor_score, causal_lse, corrected, correction, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
@@ -44,22 +44,20 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
     The model must be called on whole windows of at most `num_tokens` tokens, without padding and without a KV cache.
 
     Raises:
-        UnsupportedModelError: a family that is not known to fit, or a sliding window shorter than the windows.
+        UnsupportedModelError: its attention cannot be computed here: a logits soft cap, learned sink logits, a sliding
+            window shorter than the windows, or K that cannot be turned back.
     """
     if method.quantiser is None and method.eviction is None:
         yield
         return
-    check_family(model.config.get_text_config(), num_tokens)
-    run = _Run(method, rotary_table(model, num_tokens))
-    name, before = f"antkv_offline_{id(run)}", model.config._attn_implementation
+    for layer, traits in enumerate(layer_traits(model)):
+        _check_traits(layer, traits, num_tokens)
+    run = _Run(method, rotary_tables(model, num_tokens))
     hooks = _watch(model, run)
-    ALL_ATTENTION_FUNCTIONS.register(name, run.attend)
-    model.set_attn_implementation(name)
     try:
-        yield
+        with replaced(model, run.attend):
+            yield
     finally:
-        model.set_attn_implementation(before)
-        del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
         for hook in hooks:
             hook.remove()
 
@@ -72,9 +70,9 @@ class _Run:
     starts: (num_windows, 1, 1, 1) bool, whether the windows in hand start with the trained prefix; False before any.
     """
 
-    def __init__(self, method: Method, rotary: RotaryTable) -> None:
+    def __init__(self, method: Method, rotaries: list[RotaryTable]) -> None:
         self.method = method
-        self.rotary = rotary
+        self.rotaries = rotaries
         self.is_sink: torch.Tensor | None = None
         self.starts = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
@@ -100,7 +98,7 @@ class _Run:
         is_sink = self.is_sink if rule is not None and layer > rule.layer else None
         of_literature = self.method.retention is not None or self.method.eviction is not None
         attend = attend_retained if of_literature else attend_window
-        window = LayerWindow(layer, q, k, v, scaling, self.rotary)
+        window = LayerWindow(layer, q, k, v, scaling, self.rotaries[layer])
         return attend(window, self.method, is_sink).to(query.dtype), None
 
     def _put_in(self, rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
@@ -232,23 +230,26 @@ def _correct_anchors(
     seen.copy_(torch.where(exact, full, torch.where(in_fp8, corrected(seen, correction(full, seen)), seen)))
 
 
-def check_family(config: Any, num_tokens: int) -> None:
-    """UnsupportedModelError where `quantised_past` cannot take the place of a model's attention.
+def check_config(config: Any, num_tokens: int) -> None:
+    """UnsupportedModelError where a config tells already that `quantised_past` cannot compute a model's attention.
 
     Args:
         config: the text config of a Hugging Face model.
         num_tokens: length of the windows.
     """
-    if config.model_type not in EVALUATED_TYPES:
-        raise UnsupportedModelError(
-            f"Models of type '{config.model_type}' cannot be evaluated offline: known are {', '.join(EVALUATED_TYPES)}."
-        )
-    window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    if window is not None and slides and window < num_tokens:
+    window = getattr(config, "sliding_window", None) if slides else None
+    _check_traits(0, LayerTraits(0, window, getattr(config, "attn_logit_softcapping", None), False), num_tokens)
+
+
+def _check_traits(layer: int, traits: LayerTraits, num_tokens: int) -> None:
+    if traits.soft_cap is not None or traits.has_sink_logits:
+        feature = "a logits soft cap" if traits.soft_cap is not None else "learned sink logits"
+        raise UnsupportedModelError(f"Layer {layer} of this model has {feature}: it cannot be evaluated offline.")
+    if traits.window is not None and traits.window < num_tokens:
         raise UnsupportedModelError(
-            f"This model has attention layers with a sliding window of {window} tokens: evaluate it with "
-            f"--context {window} or less."
+            f"This model has attention layers with a sliding window of {traits.window} tokens: evaluate it with "
+            f"--context {traits.window} or less."
         )
 
 
@@ -257,5 +258,5 @@ def _watch(model: PreTrainedModel, run: _Run) -> list[torch.utils.hooks.Removabl
     if run.method.trained_prefix is not None:
         hooks.append(model.get_input_embeddings().register_forward_pre_hook(run.watch_tokens))
     if run.method.sinks is not None:
-        hooks.append(model.get_decoder().layers[run.method.sinks.layer].register_forward_hook(run.watch_sinks))
+        hooks.append(decoder_layers(model)[run.method.sinks.layer].register_forward_hook(run.watch_sinks))
     return hooks

@@ -12,12 +12,15 @@ from vllm_antkv.ops.arguments import check_heads
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.varlen import PlainPages, VarlenPrefill, suits
 from vllm_antkv.select.anchors import EXACT_ANCHOR, RECENT_VOTE, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
+from vllm_antkv.triton_kernels import arguments
 from vllm_antkv.triton_kernels.anchor_score import anchor_score
 from vllm_antkv.triton_kernels.arguments import Batch, Pages, Policy, Rows, Shape, Tables
 from vllm_antkv.triton_kernels.decode import decode
 from vllm_antkv.triton_kernels.encode_store import encode_store
+from vllm_antkv.triton_kernels.plain_pages import merge_attention, write_plain_pages
 from vllm_antkv.triton_kernels.prefill import prefill
 
 #: Programs that fill a large GPU: 132 multiprocessors with four programs each.
@@ -46,6 +49,7 @@ class TritonOperations:
             vote_prior=VOTE_PRIOR,
             recent_vote=RECENT_VOTE,
         )
+        self._varlen = VarlenPrefill(layer, self._write_plain_pages, merge_attention) if suits(layer) else None
         if decodes:
             self._reserve()
 
@@ -90,12 +94,21 @@ class TritonOperations:
         """See `LayerOperations`."""
         rows, batch, scale = _rows(query, key, value), _batch(step), self._layer.scale
         check_heads(output)
-        if step.max_query_len > 1:
+        if step.max_query_len > 1 and self._varlen is not None and step.seq_lens_cpu is not None:
+            self._varlen.attend(query, key, value, output, lse, step)
+        elif step.max_query_len > 1:
             prefill(rows, output, lse, self._pages, self._tables, batch, self._shape, scale)
         if not self._decodes:
             return
         partial_output, partial_lse = self._partials(step.num_reqs, step.max_seq_len)
         decode(rows, output, lse, partial_output, partial_lse, self._pages, self._tables, batch, self._shape, scale)
+
+    def _write_plain_pages(self, key: torch.Tensor, value: torch.Tensor, pages: PlainPages, step: Step) -> None:
+        """See `ops.varlen.PlainPageWriter`."""
+        wanted = arguments.PlainPages(pages.wanted, pages.key, pages.value)
+        # No query is read.
+        rows, prefix = _rows(key, key, value), self._layer.config.prefix
+        write_plain_pages(rows, wanted, prefix, self._pages, self._tables, _batch(step), self._shape)
 
     def _reserve(self) -> None:
         """Take as much scratch as any step will."""
