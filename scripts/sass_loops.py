@@ -24,16 +24,14 @@ class Loop(NamedTuple):
 
 
 def nested_loops(cubin: bytes) -> tuple[Loop, Loop] | None:
-    """The outer and the inner loop of the one pair of nested loops that a kernel has; None where there is none.
+    """The outer and the inner loop of a kernel's nested loops; None where there are none.
 
-    Raises:
-        ValueError: there are several.
+    Blocks that the compiler moves out of the way branch back as loops do. The pair that is meant has the longest inner
+    loop, and the shortest outer one around it.
     """
     loops = _loops(_disassembled(cubin))
     pairs = [(o, i) for o in loops for i in loops if o.first <= i.first and i.last <= o.last and o != i]
-    if len(pairs) > 1:
-        raise ValueError(f"one pair of nested loops was expected, not {pairs}")
-    return pairs[0] if pairs else None
+    return max(pairs, key=lambda pair: (pair[1].instructions, -pair[0].instructions), default=None)
 
 
 def _disassembled(cubin: bytes) -> str:

@@ -1,6 +1,7 @@
 """The embedded model with attention sinks planted beyond its first tokens; see `models/plant_sinks.py`."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,8 @@ def plant_embedded(folder: Path) -> Path:
     """Write the planted model with its tokenizer. Its keys are fitted on the first window."""
     spec = importlib.util.spec_from_file_location("plant_sinks", ROOT / "models" / "plant_sinks.py")
     script = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[spec.name] = script
     spec.loader.exec_module(script)
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
     script.plant(model, text_windows(1)[0], SINK_TOKEN, LAYER).save_pretrained(folder)

@@ -74,7 +74,7 @@ def attend_past(
         k_rest = k_logits
         k_exact = k_anchors >= 0
         v_exact = k_exact
-        any_exact = False
+        exact_tiles = 0
         v_rows = tl.full((SLOTS, shape.head_pad), 0, dtype)
         if shape.anchor_rows > 0:
             slot = tl.arange(0, SLOTS)
@@ -90,7 +90,8 @@ def attend_past(
                 pages.v_anchors, pages.v_exact, v_anchors, v_exact, anchored_ids, slot, head, dtype, pages, shape
             )
             if shape.exact_anchor > 0:
-                any_exact = tl.max((k_exact | v_exact).to(tl.int32), 0) > 0
+                exact_tiles = tiles_of(k_anchors, k_exact, chunk, BLOCK_N)
+                exact_tiles |= tiles_of(v_anchors, v_exact, chunk, BLOCK_N)
             channels = tl.arange(0, shape.head_pad)
             query = load_rows(queries, real, channels, channels < shape.head_size).to(tl.float32) * (scale * LOG2E)
             k_logits = tl.dot(query.to(dtype), tl.trans(k_rows), input_precision="tf32x3")
@@ -98,6 +99,7 @@ def attend_past(
             k_rest = k_logits - k_logits.to(dtype).to(tl.float32)
         for tile in range(tl.maximum(begin, chunk), tl.minimum(chunk + CHUNK, end), BLOCK_N):
             keys = tile + offsets
+            has_exact = (exact_tiles >> (tile - chunk) // BLOCK_N) & 1
             first, second = look_up_key_halves(first_codes, second_codes, k_centroids, shape)
             value = look_up_values(value_codes, v_centroids, shape).to(dtype)
             # They are asked for a tile ahead: from the block table to the centroids is three latencies of memory.
@@ -113,7 +115,7 @@ def attend_past(
             if shape.anchor_rows > 0:
                 own = k_anchors[:, None] == keys[None, :]
                 picked = own.to(dtype)
-                if any_exact:
+                if has_exact > 0:
                     logits = tl.where(any_of(own & k_exact[:, None], 0)[None, :], 0.0, logits)
                     logits = tl.dot(k_rest.to(dtype), picked, logits, input_precision="tf32x3")
                 logits = tl.dot(k_logits.to(dtype), picked, logits, input_precision="tf32x3")
@@ -121,7 +123,7 @@ def attend_past(
             if shape.anchor_rows > 0:
                 own = keys[:, None] == v_anchors[None, :]
                 v_weights = accumulate(probs, decay, own.to(dtype), v_weights)
-                if any_exact:
+                if has_exact > 0:
                     probs = tl.where(any_of(own & v_exact[None, :], 1)[None, :], 0.0, probs)
             weighted = accumulate(probs, decay, value, weighted)
         if shape.anchor_rows > 0:
@@ -164,6 +166,19 @@ def anchors_of(
     offset = tl.load(section + slot % shape.anchor_pad, mask=used, other=-1).to(tl.int32)
     is_exact = offset >= shape.block_size
     return tl.where(offset >= 0, block * shape.block_size + offset % shape.block_size, -1), is_exact
+
+
+@triton.jit
+def tiles_of(anchors: tl.tensor, chosen: tl.tensor, chunk: tl.tensor, BLOCK_N: tl.constexpr) -> tl.tensor:
+    """A bit for each tile from `chunk` on, set where it has one of the `chosen` anchors."""
+    tile = tl.maximum(anchors - chunk, 0) // BLOCK_N
+    return tl.reduce(tl.where(chosen, 1 << tile, 0), 0, either)
+
+
+@triton.jit
+def either(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """Bits of both."""
+    return first | second
 
 
 @triton.jit
