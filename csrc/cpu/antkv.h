@@ -24,7 +24,10 @@ struct antkv_layer {
     // (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16
     const uint16_t *k_centroids, *v_centroids;
     const uint16_t* v_bfloat16;  // v_centroids rounded to bfloat16; null without tiles
-    // The same as (num_kv_heads, num_sub_vectors, sub_vector_size, num_centroids)
+    // k_centroids and angles as whole numbers, see vllm_antkv/ops/fixed_point.py; null where float32 or tiles multiply keys
+    const int16_t *k_fixed, *fixed_angles;
+    const float* k_units;
+    // Centroids as (num_kv_heads, num_sub_vectors, sub_vector_size, num_centroids)
     const uint16_t *k_columns, *v_columns;
     // (num_kv_heads, num_sub_vectors, num_centroids), squared norms / 2
     const float *k_half_norms, *v_half_norms;

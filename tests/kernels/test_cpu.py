@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
-from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.engine import Engine, Shape, codebook, draw_sequence
 from tests.kernels.test_operations import CONFIGS
+from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import cpu
@@ -130,6 +131,18 @@ def test_unusual_numbers(kernels):
     difference = (sequence.output.double() - engine.offline(sequence)).abs()
     assert difference[280:].mean() < 0.05
     assert difference[290].max() < 4e-2
+
+
+def test_a_centroid_that_dwarfs_the_others(kernels, monkeypatch):
+    """Whole numbers of 16 bits would hold it and nothing of the rest."""
+
+    def with_a_giant(shape: Shape) -> Codebook:
+        book = codebook(shape)
+        book.k[0][:, :, 7] *= 1e4
+        return book
+
+    monkeypatch.setattr("tests.kernels.engine.codebook", with_a_giant)
+    check_steps(kernels, BFLOAT16_SHAPES[0])
 
 
 def check_steps(kernels, shape: Shape) -> None:
