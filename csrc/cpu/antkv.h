@@ -72,4 +72,7 @@ int64_t antkv_anchor_score(const antkv_layer*, const antkv_step*, antkv_rows que
 // prompts; null where only those of requests with several are.
 void antkv_attend(const antkv_layer*, const antkv_step*, antkv_rows query, antkv_rows key, antkv_rows value,
                   antkv_rows output, float* lse, const uint8_t* is_prefilling);
+
+// Whether this build has these antkv_tiles and they multiply a matrix right on this processor.
+int32_t antkv_tiles_multiply_right(int32_t tiles);
 }

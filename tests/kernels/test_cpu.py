@@ -166,6 +166,12 @@ def test_the_kernels_run_on_pytorchs_threads():
         torch.set_num_threads(before)
 
 
+def test_tiles_are_checked_before_they_serve(kernels):
+    variant = kernels.keywords["variant"]
+    right = [cpu._library(variant).antkv_tiles_multiply_right(tiles) for tiles in (variant.tiles, 0)]
+    assert right == [bool(variant.tiles), 0]
+
+
 def test_a_head_size_that_fills_no_vector_is_refused():
     with pytest.raises(UnsupportedModelError, match="kernels=reference"):
         Engine(AntKVConfig(), Shape("antkv-4bit", 8), partial(CpuOperations, variant=cpu.best()))

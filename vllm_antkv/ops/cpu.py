@@ -74,9 +74,11 @@ class Variant:
         if "amx_tile" in self.features and not torch.cpu._init_amx():
             return "the kernel of this system permits no tile registers"
         try:
-            _library(self)
+            library = _library(self)
         except OSError as error:
             return f"the C++ kernels ({self.name}) cannot be loaded ({error})"
+        if self.tiles and not library.antkv_tiles_multiply_right(self.tiles):
+            return f"products of the C++ kernels ({self.name}) are wrong on this processor"
         return None
 
 
