@@ -17,7 +17,7 @@ INSTALLED_INSIDE = ("triton_kernels", "centroids", "configs", "csrc")
 INSTRUCTION_SETS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=x86-64-v4"],
-    "tiles": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
+    "tiles": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
 }
 #: GCC takes what intrinsics leave open for mistakes, and vectors wider than registers for parts of an interface.
 QUIET = ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]

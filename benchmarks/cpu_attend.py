@@ -1,6 +1,7 @@
-"""Times the attention of a decode step alone: variants of the C++ kernels and vLLM's own on the same shape, in turns.
+"""Times a layer's three operations alone: variants of the C++ kernels and vLLM's own on the same shape, in turns.
 
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_attend --contexts 1024 4096 --batches 1 8
+    OMP_NUM_THREADS=1 python -m benchmarks.cpu_attend --contexts 1024 4096 --batches 1 --new-tokens 1024
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_attend --kernels avx512 avx512_bf16 --preset antkv-0.375bit --group 8
 
 Pages hold random codes, anchors and rows, so that nothing needs to be computed before. Every layer has its own, and
@@ -9,6 +10,7 @@ is timed alone, the best of many calls: other work on the machine disturbs that 
 
 import argparse
 import time
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -28,6 +30,8 @@ from vllm_antkv.select.recency import last_query_table
 
 HEAD_SIZE, NUM_KV_HEADS, ROPE_BASE = 128, 2, 500_000.0
 
+Call = Callable[[], None]
+
 
 def main() -> None:
     """Print a line for every setting."""
@@ -41,14 +45,23 @@ def main() -> None:
             # Around the context: the open block of a request is half full on average.
             lengths = [context + (37 * request + 64) % 128 - 64 for request in range(batch)]
             layers = [_Layer(arguments, lengths, seed) for seed in range(arguments.layers)]
-            calls = {variant.name: [layer.call(variant) for layer in layers] for variant in variants}
-            calls["vLLM"] = [_vllm(arguments.group, lengths) for _ in layers]
-            tokens = sum(lengths) * NUM_KV_HEADS
-            times = {
-                name: f"{seconds * 1e6:.1f} us ({seconds / tokens * 1e9:.1f} ns)" for name, seconds in _best(calls)
-            }
-            shown = ", ".join(f"{name} {text}" for name, text in times.items())
-            print(f"{arguments.preset}, group {arguments.group}, {context} x {batch}: {shown} a layer", flush=True)
+            calls: dict[tuple[str, str], list[Call]] = defaultdict(list)
+            for layer in layers:
+                for variant in variants:
+                    for operation, call in layer.calls(variant).items():
+                        calls[variant.name, operation].append(call)
+                for operation, call in _vllm(arguments, lengths).items():
+                    calls["vLLM", operation].append(call)
+            print(
+                f"{arguments.preset}, group {arguments.group}, {context} x {batch}, {arguments.new_tokens} new tokens "
+                "each, us a layer:"
+            )
+            times = _best(calls)
+            for name in dict.fromkeys(name for name, _ in times):
+                parts = {operation: seconds * 1e6 for (of, operation), seconds in times.items() if of == name}
+                ns = sum(parts.values()) * 1e3 / (sum(lengths) * NUM_KV_HEADS)
+                shown = ", ".join(f"{operation} {us:.1f}" for operation, us in parts.items())
+                print(f"  {name}: {shown}; all {ns:.1f} ns per token and KV head", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -58,12 +71,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", default=[], help="Variants; all that run here where none is named.")
     parser.add_argument("--preset", default="antkv-1bit")
     parser.add_argument("--group", type=int, default=4, help="Query heads per KV head.")
+    parser.add_argument("--new-tokens", type=int, default=1, help="Of every request: 1 decodes, more prefill.")
     parser.add_argument("--layers", type=int, default=4)
     return parser.parse_args()
 
 
-def _best(calls: dict[str, list[Callable[[], None]]]) -> list[tuple[str, float]]:
-    """Mean over layers of the best time of each, in five rounds of 20 calls."""
+def _best(calls: dict[tuple[str, str], list[Call]]) -> dict[tuple[str, str], float]:
+    """Seconds: mean over layers of the best time of each, in five rounds of 20 calls."""
     best = {name: [float("inf")] * len(layers) for name, layers in calls.items()}
     for _ in range(5):
         for name, layers in calls.items():
@@ -72,21 +86,21 @@ def _best(calls: dict[str, list[Callable[[], None]]]) -> list[tuple[str, float]]
                     start = time.perf_counter()
                     call()
                     best[name][index] = min(best[name][index], time.perf_counter() - start)
-    return [(name, sum(times) / len(times)) for name, times in best.items()]
+    return {name: sum(times) / len(times) for name, times in best.items()}
 
 
 class _Layer:
-    """Pages of random content, and a step that decodes one token of every request."""
+    """Pages of random content, and a step over the last tokens of every request."""
 
     def __init__(self, arguments: argparse.Namespace, lengths: list[int], seed: int) -> None:
         kind, config = PRESETS[arguments.preset], AntKVConfig()
-        max_len, num_heads = max(lengths), arguments.group * NUM_KV_HEADS
+        max_len, num_heads, new = max(lengths), arguments.group * NUM_KV_HEADS, arguments.new_tokens
         layout = PageLayout.of(config, kind, HEAD_SIZE, torch.bfloat16)
         random = torch.Generator().manual_seed(seed)
         last_query = last_query_table(config, max_len)
         num_vq = [-(-length // VQ_BLOCK_SIZE) for length in lengths]
         size = layout.recency_block_size
-        exact = [sorted({p // size for p in range(n) if last_query[p] >= n - 1}) for n in lengths]
+        exact = [sorted({p // size for p in range(n) if last_query[p] >= n - new}) for n in lengths]
         # Blocks of a pool in a random order, as after some churn; block 0 is nobody's.
         total = sum(num_vq) + sum(map(len, exact))
         order = (torch.randperm(total, generator=random) + 1).to(torch.int32)
@@ -125,11 +139,11 @@ class _Layer:
             max_num_reqs=len(lengths),
             scratch=lambda *_: [],
         )
-        starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+        starts = torch.arange(len(lengths) + 1, dtype=torch.int32) * new
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        self._step = Step(starts, seq_lens, vq_table, recency_table, 1, max(lengths))
+        self._step = Step(starts, seq_lens, vq_table, recency_table, new, max(lengths))
         self._rows = [
-            torch.randn(len(lengths), heads, HEAD_SIZE, generator=random).bfloat16()
+            torch.randn(len(lengths) * new, heads, HEAD_SIZE, generator=random).bfloat16()
             for heads in (num_heads, NUM_KV_HEADS, NUM_KV_HEADS, num_heads)
         ]
 
@@ -148,20 +162,25 @@ class _Layer:
         for rows in (recency.k, recency.v):
             rows[ids] = torch.randn(rows[ids].shape, generator=random).bfloat16()
 
-    def call(self, variant: cpu.Variant) -> Callable[[], None]:
-        """A call of `attend`."""
+    def calls(self, variant: cpu.Variant) -> dict[str, Call]:
+        """The operations of a step."""
         operations = cpu.CpuOperations(self._state, variant)
         query, key, value, output = self._rows
-        return lambda: operations.attend(query, key, value, output, None, self._step)
+        return {
+            "encode_store": lambda: operations.encode_store(key, value, self._step),
+            "anchor_score": lambda: operations.anchor_score(query, key, value, None, None, self._step),
+            "attend": lambda: operations.attend(query, key, value, output, None, self._step),
+        }
 
 
-def _vllm(group: int, lengths: list[int]) -> Callable[[], None]:
-    """A call of vLLM's own kernel, on a layer of random bfloat16 rows."""
+def _vllm(arguments: argparse.Namespace, lengths: list[int]) -> dict[str, Call]:
+    """Kernels of vLLM, on a layer of random bfloat16 rows."""
+    group, new = arguments.group, arguments.new_tokens
     num_heads, block_size = group * NUM_KV_HEADS, 128
     blocks = -(-max(lengths) // block_size)
     isa = "amx" if torch.cpu.get_capabilities().get("amx_bf16") else "vec"
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32) * new
     metadata = vllm_ops.cpu_attn_get_scheduler_metadata(
         len(lengths), num_heads, NUM_KV_HEADS, HEAD_SIZE, seq_lens, torch.bfloat16, starts, True, -1, isa, True
     )
@@ -171,8 +190,8 @@ def _vllm(group: int, lengths: list[int]) -> Callable[[], None]:
     slots = (torch.arange(block_size) + block_size * table[..., None]).reshape(-1).long()
     rows = torch.randn(2, len(slots), NUM_KV_HEADS, HEAD_SIZE).bfloat16()
     vllm_ops.cpu_attn_reshape_and_cache(rows[0], rows[1], key_cache, value_cache, slots, isa)
-    query = torch.randn(len(lengths), num_heads, HEAD_SIZE).bfloat16()
-    arguments = {
+    query = torch.randn(len(lengths) * new, num_heads, HEAD_SIZE).bfloat16()
+    attention = {
         "query": query,
         "key_cache": key_cache,
         "value_cache": value_cache,
@@ -188,7 +207,12 @@ def _vllm(group: int, lengths: list[int]) -> Callable[[], None]:
         "scheduler_metadata": metadata,
         "s_aux": None,
     }
-    return lambda: vllm_ops.cpu_attention_with_kv_cache(**arguments)
+    last = torch.cat([slots.view(len(lengths), -1)[i, n - new : n] for i, n in enumerate(lengths)])
+    stored = rows[0, : len(last)], rows[1, : len(last)], key_cache, value_cache, last, isa
+    return {
+        "store": lambda: vllm_ops.cpu_attn_reshape_and_cache(*stored),
+        "attend": lambda: vllm_ops.cpu_attention_with_kv_cache(**attention),
+    }
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ struct antkv_layer {
     // (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16
     const uint16_t *k_centroids, *v_centroids;
     const uint16_t* v_bfloat16;  // v_centroids rounded to bfloat16; null without tiles
-    // The same as (num_kv_heads, num_sub_vectors, sub_vector_size, num_centroids)
+    // k_centroids and angles as whole numbers, see vllm_antkv/ops/fixed_point.py; null where float32 or tiles multiply keys
+    const int16_t *k_fixed, *fixed_angles;
+    const float* k_units;
+    // Centroids as (num_kv_heads, num_sub_vectors, sub_vector_size, num_centroids)
     const uint16_t *k_columns, *v_columns;
     // (num_kv_heads, num_sub_vectors, num_centroids), squared norms / 2
     const float *k_half_norms, *v_half_norms;
@@ -69,4 +72,7 @@ int64_t antkv_anchor_score(const antkv_layer*, const antkv_step*, antkv_rows que
 // prompts; null where only those of requests with several are.
 void antkv_attend(const antkv_layer*, const antkv_step*, antkv_rows query, antkv_rows key, antkv_rows value,
                   antkv_rows output, float* lse, const uint8_t* is_prefilling);
+
+// Whether this build has these antkv_tiles and they multiply a matrix right on this processor.
+int32_t antkv_tiles_multiply_right(int32_t tiles);
 }

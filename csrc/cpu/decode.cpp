@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "bins.h"
+#include "fixed_logits.h"
 #include "tile_logits.h"
 #include "tile_values.h"
 
@@ -33,7 +34,7 @@ class Split {
         std::copy_n(queries, group_ * size_, of_codes);
         prefetch_exact();
         for (int h = 0; h < group_; ++h) to_code_order(layer_, of_codes + h * size_);
-        if (!logits_by_tiles(of_codes))
+        if (!logits_in_16_bits(of_codes))
             for (int first = 0; first < count_; first += kBlockSize) coded_logits(of_codes, first);
         anchor_logits(queries);
         exact_logits(queries);
@@ -100,18 +101,38 @@ class Split {
     }
 
     // Logits of all coded tokens; the queries are in the order of codes. False where float32 is for this layer.
-    bool logits_by_tiles(const float* queries) {
-        // VDPBF16PS does two products for one of float32, which pays from five heads on: keys must be rounded and stored
-        // before. Measured on Zen 4, ns per key of 128 channels: 22 against 20 for four heads, 28 against 36 for eight.
-        const bool pays = layer_.tiles != ANTKV_AVX512_BF16 || group_ > 4;
-        return pays && tile_logits_fit(layer_) && with_tiles(layer_, [&](auto tiles) {
-            for_tile_heads<16>(group_, [&](auto heads, int h, int num_heads) {
-                with_centroids(layer_, sequence_.head, layer_.k_centroids, [&](auto centroids) {
-                    TileLogits<decltype(tiles), heads>(layer_, queries + h * size_, num_heads)
-                        .run(centroids, begin_, count_, codes_of(false), is_coded(), logits_ + h * kSplit, kSplit);
+    bool logits_in_16_bits(const float* queries) {
+        if (fixed_logits_fit(layer_)) {
+            for (int h = 0; h < group_; h += 16) {
+                const int num_heads = std::min(16, group_ - h);
+                if (num_heads <= 4) fixed_logits<1>(queries, h, num_heads);
+                else if (num_heads <= 8) fixed_logits<2>(queries, h, num_heads);
+                else fixed_logits<4>(queries, h, num_heads);
+            }
+            return true;
+        }
+        return tile_logits_fit(layer_) && with_tiles(layer_, [&](auto tiles) {
+            using Tiles = decltype(tiles);
+            if constexpr (Tiles::kCheap) {
+                for_tile_heads<16>(group_, [&](auto heads, int h, int num_heads) {
+                    with_centroids(layer_, sequence_.head, layer_.k_centroids, [&](auto centroids) {
+                        TileLogits<Tiles, heads>(layer_, queries + h * size_, num_heads)
+                            .run(centroids, begin_, count_, codes_of(false), is_coded(), logits_ + h * kSplit, kSplit);
+                    });
                 });
-            });
+            }
         });
+    }
+    template <int kSets>
+    void fixed_logits(const float* queries, int h, int num_heads) {
+        const auto run = [&](auto head_size) {
+            FixedLogits<kSets, head_size> fixed(layer_, sequence_.head, queries + h * size_, num_heads);
+            with_centroids(layer_, sequence_.head, (const uint16_t*)layer_.k_fixed, [&](auto centroids) {
+                fixed.run(centroids, begin_, count_, codes_of(false), is_coded(), logits_ + h * kSplit, kSplit);
+            });
+        };
+        if (size_ == 128 && layer_.rotary_dim == 128 && layer_.is_neox_style) run(std::integral_constant<int, 128>{});
+        else run(std::integral_constant<int, 0>{});
     }
     // Adds the coded values. False where they are added up by code, or in float32.
     bool values_by_tiles(float* output) {

@@ -6,9 +6,11 @@
 
 namespace antkv {
 
-// Whether `TileLogits` can do a layer: channels that turn fill whole tiles. What float32 models compute stays in float32.
+// Whether `TileLogits` can do a layer: there are tile registers, and channels that turn fill whole tiles. What float32
+// models compute stays in float32.
 inline bool tile_logits_fit(const antkv_layer& layer) {
-    return layer.tiles && layer.dtype == ANTKV_BFLOAT16 && (!layer.cos || layer.rotary_dim % kTileDepth == 0);
+    const bool registers = layer.tiles == ANTKV_AMX || layer.tiles == ANTKV_PLAIN_TILES;
+    return registers && layer.dtype == ANTKV_BFLOAT16 && (!layer.cos || layer.rotary_dim % kTileDepth == 0);
 }
 
 // 32 channels of keys, two times 16.

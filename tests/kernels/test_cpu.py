@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
-from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.engine import Engine, Shape, codebook, draw_sequence
 from tests.kernels.test_operations import CONFIGS
+from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import cpu
@@ -132,6 +133,18 @@ def test_unusual_numbers(kernels):
     assert difference[290].max() < 4e-2
 
 
+def test_a_centroid_that_dwarfs_the_others(kernels, monkeypatch):
+    """Whole numbers of 16 bits would hold it and nothing of the rest."""
+
+    def with_a_giant(shape: Shape) -> Codebook:
+        book = codebook(shape)
+        book.k[0][:, :, 7] *= 1e4
+        return book
+
+    monkeypatch.setattr("tests.kernels.engine.codebook", with_a_giant)
+    check_steps(kernels, BFLOAT16_SHAPES[0])
+
+
 def check_steps(kernels, shape: Shape) -> None:
     engine = Engine(AntKVConfig(prefix=3), shape, kernels)
     sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate((390, 129, 1))]
@@ -151,6 +164,12 @@ def test_the_kernels_run_on_pytorchs_threads():
             assert ctypes.CDLL(None).omp_get_max_threads() == count
     finally:
         torch.set_num_threads(before)
+
+
+def test_tiles_are_checked_before_they_serve(kernels):
+    variant = kernels.keywords["variant"]
+    right = [cpu._library(variant).antkv_tiles_multiply_right(tiles) for tiles in (variant.tiles, 0)]
+    assert right == [bool(variant.tiles), 0]
 
 
 def test_a_head_size_that_fills_no_vector_is_refused():

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,8 +97,9 @@ def test_a_damaged_library_is_named(monkeypatch, tmp_path):
 @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 def test_the_fastest_variant_that_the_processor_has_is_taken(monkeypatch):
     has = {feature: True for variant in cpu.VARIANTS for feature in variant.features}
-    permitted = [True]
-    monkeypatch.setattr(cpu, "_library", lambda variant: None)
+    permitted, wrong = [True], []
+    library = SimpleNamespace(antkv_tiles_multiply_right=lambda tiles: tiles not in wrong)
+    monkeypatch.setattr(cpu, "_library", lambda variant: library)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: permitted[0])
     assert choose("auto", CPU).name == "amx"
@@ -106,6 +108,11 @@ def test_the_fastest_variant_that_the_processor_has_is_taken(monkeypatch):
     with pytest.raises(
         SettingsError, match="'kernels' is 'amx', but the kernel of this system permits no tile registers"
     ):
+        choose("amx", CPU)
+    permitted[0] = True
+    wrong.append(cpu.VARIANTS[0].tiles)
+    assert choose("auto", CPU).name == "avx512_bf16"
+    with pytest.raises(SettingsError, match=r"products of the C\+\+ kernels \(amx\) are wrong on this processor"):
         choose("amx", CPU)
     for lacking, then in (("amx_tile", "avx512_bf16"), ("avx512_vbmi", "avx512"), ("avx512_f", "avx2")):
         has[lacking] = False

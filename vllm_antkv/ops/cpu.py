@@ -23,6 +23,7 @@ from vllm_antkv.ops.arguments import (
     section_offset,
     step_argument,
 )
+from vllm_antkv.ops.fixed_point import fixed_tables
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
@@ -50,6 +51,11 @@ class Variant:
     features: tuple[str, ...]
 
     @property
+    def has_registers(self) -> bool:
+        """Whether tiles are in registers, of AMX or of plain C++, which multiply keys too."""
+        return self.tiles in (1, 3)
+
+    @property
     def path(self) -> Path:
         """Where the library would be."""
         return Path(__file__).with_name(f"_cpu_{self.library}.so")
@@ -68,14 +74,16 @@ class Variant:
         if "amx_tile" in self.features and not torch.cpu._init_amx():
             return "the kernel of this system permits no tile registers"
         try:
-            _library(self)
+            library = _library(self)
         except OSError as error:
             return f"the C++ kernels ({self.name}) cannot be loaded ({error})"
+        if self.tiles and not library.antkv_tiles_multiply_right(self.tiles):
+            return f"products of the C++ kernels ({self.name}) are wrong on this processor"
         return None
 
 
 _AVX512 = ("avx2", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
-_TILES = (*_AVX512, "avx512_bf16", "avx512_vbmi")
+_TILES = (*_AVX512, "avx512_bf16", "avx512_vbmi", "avx512_vnni")
 #: The fastest first.
 VARIANTS = (
     Variant("amx", "tiles", 3, (*_TILES, "amx_tile", "amx_bf16")),
@@ -107,7 +115,8 @@ class _Layer(ctypes.Structure):
         ("recency", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("recency_block_stride", "recency_head_stride")),
         *((name, ctypes.c_int64) for name in ("recency_v", "recency_scores")),
-        *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "v_bfloat16", "k_columns", "v_columns")),
+        *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "v_bfloat16")),
+        *((name, ctypes.c_void_p) for name in ("k_fixed", "fixed_angles", "k_units", "k_columns", "v_columns")),
         *((name, ctypes.c_void_p) for name in ("k_half_norms", "v_half_norms", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("k_order", "last_query")),
         *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
@@ -231,8 +240,12 @@ def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
         tables[f"{name}_centroids"] = centroids.half()
         tables[f"{name}_columns"] = centroids.half().transpose(2, 3)
         tables[f"{name}_half_norms"] = centroids.square().sum(-1) / 2
+    if layer.recency.k.dtype != torch.bfloat16:
+        return tables  # float32 multiplies
     if variant.tiles:
         tables["v_bfloat16"] = layer.v_centroids.bfloat16()
+    if not variant.has_registers:
+        tables |= fixed_tables(layer.k_centroids, layer.rotary) or {}
     return tables
 
 

@@ -209,27 +209,6 @@ struct RegisterTiles {
         }
         Scope scope_{shapes()};
     };
-
-  private:
-    // Row i gets lanes i, i + kCount, ... of the rows in turn.
-    template <int kCount>
-    static void deinterleave(Lanes (&rows)[kCount]) {
-        if constexpr (kCount > 1) {
-            constexpr int kHalf = kCount / 2;
-            Lanes even[kHalf], odd[kHalf];
-            for (int i = 0; i < kHalf; ++i) {
-                const Lanes a = rows[2 * i], b = rows[2 * i + 1];
-                even[i] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-                odd[i] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-            }
-            deinterleave<kHalf>(even);
-            deinterleave<kHalf>(odd);
-            for (int i = 0; i < kHalf; ++i) {
-                rows[2 * i] = even[i];
-                rows[2 * i + 1] = odd[i];
-            }
-        }
-    }
 };
 
 }  // namespace antkv
