@@ -83,11 +83,12 @@ def test_settings(config):
     assert_offline(engine, serve(engine, [(130, 5), (1, 1), (1, 128)]))
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     config=st.builds(
         AntKVConfig,
         anchor_share=st.sampled_from([0.0, 0.01, 0.05]),
+        anchor_dtype=st.sampled_from(["fp8", "model"]),
         sinks=st.booleans(),
         prefix=st.sampled_from([0, 1, 8, 150]),
         recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
@@ -186,12 +187,12 @@ class Decoding:
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-@pytest.mark.parametrize("share", [0.015, 0.0, 0.2])
-def test_a_long_past(monkeypatch, share, num_splits):
+@pytest.mark.parametrize(("share", "anchor_dtype"), [(0.015, "fp8"), (0.0, "fp8"), (0.2, "fp8"), (0.03, "model")])
+def test_a_long_past(monkeypatch, share, anchor_dtype, num_splits):
     """Anchors of several chunks of blocks, of which the last is not full, and no anchor rows, and many."""
     monkeypatch.setattr(triton_operations, "_MAX_SPLITS", num_splits)
     shape = replace(ONE_HEAD, max_len=1500)
-    engine = Engine(AntKVConfig(anchor_share=share, sinks=share > 0), shape, Decoding)
+    engine = Engine(AntKVConfig(anchor_share=share, anchor_dtype=anchor_dtype, sinks=share > 0), shape, Decoding)
     assert_offline(engine, serve(engine, [(1330, 700), (1, 1), (1, 1)]))
 
 

@@ -13,7 +13,7 @@ from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.varlen import PlainPages, VarlenPrefill, suits
-from vllm_antkv.select.anchors import RECENT_VOTE, VOTE_PRIOR
+from vllm_antkv.select.anchors import EXACT_ANCHOR, RECENT_VOTE, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
 from vllm_antkv.triton_kernels import arguments
 from vllm_antkv.triton_kernels.anchor_score import anchor_score
@@ -44,6 +44,7 @@ class TritonOperations:
         self._tables = _tables(layer)
         self._policy = Policy(
             anchors=layer.config.anchor_share > 0,
+            exact=layer.config.anchor_dtype == "model",
             weighs_votes=layer.config.anchor_scope == "block",
             vote_prior=VOTE_PRIOR,
             recent_vote=RECENT_VOTE,
@@ -135,7 +136,8 @@ def _shape(layer: LayerState) -> Shape:
     is_neox = layer.rotary is None or layer.rotary.is_neox_style
     group = layer.num_heads // num_kv_heads
     sub_pad = max(triton.next_power_of_2(num_sub_vectors), 16 // size)
-    anchor_rows = layer.vq.k_anchors.shape[2]
+    anchor_rows, anchor_bytes = layer.vq.k_anchors.shape[2:]
+    in_fp8 = layer.config.anchor_dtype == "fp8"
     exact_prefix, exact_reach = exact_bounds(layer.last_query)
     return Shape(
         head_size=head_size,
@@ -157,6 +159,9 @@ def _shape(layer: LayerState) -> Shape:
         composes=layer.rotary is None or (len(layer.rotary.cos) >= VQ_BLOCK_SIZE and angles_are_linear(layer.rotary)),
         anchor_rows=anchor_rows,
         anchor_pad=triton.next_power_of_2(max(anchor_rows, 1)),
+        anchor_bytes=anchor_bytes,
+        corrections=in_fp8,
+        exact_anchor=EXACT_ANCHOR if layer.config.sinks or not in_fp8 else 0,
         page_size=layer.recency.k.shape[2],
         block_size=VQ_BLOCK_SIZE,
         reads_cache=layer.config.prefill_reads_cache,
@@ -172,6 +177,8 @@ def _pages(layer: LayerState) -> Pages:
         v_codes=vq.v_codes,
         k_anchors=vq.k_anchors,
         v_anchors=vq.v_anchors,
+        k_exact=vq.in_pairs(vq.k_anchors, recency.k.dtype),
+        v_exact=vq.in_pairs(vq.v_anchors, recency.v.dtype),
         anchor_offsets=vq.anchor_offsets,
         recent_k=recency.k,
         recent_v=recency.v,
