@@ -13,7 +13,7 @@ from .attention import correct_keys, correct_values
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import channels_in_rows, channels_of_pairs, exact_rows, in_vq_page, load_exact, turn
 
-_BLOCK_N = 64
+_BLOCK_N = 32
 _MERGED_ROWS = 16
 
 

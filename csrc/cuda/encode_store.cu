@@ -34,6 +34,7 @@ ANTKV_DEVICE void find_token(const Step& step, int token, int& request, int& pos
         if (step.query_start_loc[middle] <= token) low = middle;
         else high = middle;
     }
+    ANTKV_EXPECT(step.query_start_loc[low] <= token && token < step.query_start_loc[low + 1]);
     request = low;
     position = step.seq_lens[low] - (step.query_start_loc[low + 1] - token);
     ANTKV_EXPECT(position >= 0);
@@ -60,6 +61,7 @@ ANTKV_DEVICE void copy_rows(const Run& run) {
         u8* row = recency_row(run.layer, run.step, run.shared.request[t], run.head, run.shared.position[t]);
         if (!row) continue;
         const uint4* from = (const uint4*)run.in_hand.at(run.first + t, run.head);
+        ANTKV_EXPECT((u64)from % sizeof(uint4) == 0);
         ((uint4*)(row + (run.of_values ? run.layer.recency_v : 0)))[chunk] = from[chunk];
     }
 }
@@ -78,6 +80,7 @@ ANTKV_DEVICE void unrotate(const Run& run) {
     const int half = layer.rotary_dim / 2;
     for (int item = (int)threadIdx.x; item < run.count * half; item += kThreads) {
         const int t = item / half, c = item % half;
+        ANTKV_EXPECT(run.shared.position[t] < layer.rotary_rows);
         const i64 at = (i64)run.shared.position[t] * half + c;
         const float cos = layer.cos[at], sin = layer.sin[at], norm = cos * cos + sin * sin;
         float& first = run.shared.rows[t][layer.is_neox_style ? c : 2 * c];
@@ -112,6 +115,7 @@ ANTKV_DEVICE int code_of(const Run& run, int t, int s) {
     int best = 0;
     for (int part = 1; part < kParts; ++part)
         if (run.shared.scores[t][part][s] < run.shared.scores[t][best][s]) best = part;
+    ANTKV_EXPECT(run.shared.codes[t][best][s] < kCentroids);
     return run.shared.codes[t][best][s];
 }
 

@@ -74,7 +74,11 @@ ANTKV_DEVICE u32 pack(float first, float second) {
 }
 
 // Where rows in full precision have the channel of K that stands at a place of decoded rows.
-ANTKV_DEVICE int channel_at(const Layer& layer, int place) { return layer.k_order ? layer.k_order[place] : place; }
+ANTKV_DEVICE int channel_at(const Layer& layer, int place) {
+    const int channel = layer.k_order ? layer.k_order[place] : place;
+    ANTKV_EXPECT(channel >= 0 && channel < kHeadSize);
+    return channel;
+}
 
 ANTKV_DEVICE u8* vq_page(const Layer& layer, const Step& step, int request, int head, int block) {
     ANTKV_EXPECT(request >= 0 && request < step.num_reqs && block >= 0 && block < step.vq_stride);

@@ -3,7 +3,7 @@
 python -m scripts.sm_model                              default settings, every preset with CUDA kernels
 python -m scripts.sm_model --anchor-share 0 0.05        and with other shares of anchors
 python -m scripts.sm_model --json FILE                  also write what was found
-python -m scripts.sm_model --constants FILE             with constants measured on a GPU (benchmarks/gpu_constants.py)
+python -m scripts.sm_model --constants FILE             with constants that gpu_constants or the GPU check measured
 """
 
 import argparse

@@ -5,8 +5,9 @@ None of it was measured on this project's kernels; `make gpu-check` measures wha
 """
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,22 @@ class Constants:
 
 
 def measured(path: Path | None) -> Constants:
-    """The constants, with those that a file of `benchmarks/gpu_constants.py` has in their place."""
+    """The constants, with those in their place that a file has: of `benchmarks/gpu_constants.py`, or of the GPU check.
+
+    Raises:
+        ValueError: the file has none.
+    """
     if path is None:
         return Constants()
     found = json.loads(path.read_text())
+    # The check's results are records by step.
+    constants = constants_of(found.get("constants", {}).get("result") or found)
+    if not constants:
+        raise ValueError(f"{path} has no measured constants: run `make gpu-check ARGS='--only constants'`.")
+    return Constants(**{**vars(Constants()), **constants})
+
+
+def constants_of(report: dict[str, Any]) -> dict[str, float]:
+    """Those of the model's that a report of `benchmarks/gpu_constants.py` has."""
     known = {field.name for field in fields(Constants)}
-    return replace(Constants(), **{name: value for name, value in found["constants"].items() if name in known})
+    return {name: value for name, value in report.get("constants", {}).items() if name in known}

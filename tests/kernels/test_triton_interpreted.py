@@ -258,20 +258,20 @@ def through_a_varlen_kernel(layer: LayerState) -> TritonOperations:
 
 
 @pytest.mark.parametrize(
-    ("shape", "window"),
+    ("shape", "window", "anchor_dtype"),
     [
-        (Shape("antkv-1bit", 80, 3, 1, torch.bfloat16, reorders=True), 32),
-        (Shape("antkv-1bit", 32, 6, 2, torch.float16, rotary_dim=16, magnitude=1.3, reorders=True), 128),
-        (Shape("antkv-2bit", 32, 3, 1, neox=False), 1),
-        (Shape("antkv-0.75bit", 48, 3, 1, rotary_dim=0), 100),
+        (Shape("antkv-1bit", 80, 3, 1, torch.bfloat16, reorders=True), 32, "model"),
+        (Shape("antkv-1bit", 32, 6, 2, torch.float16, rotary_dim=16, magnitude=1.3, reorders=True), 128, "fp8"),
+        (Shape("antkv-2bit", 32, 3, 1, neox=False), 1, "fp8"),
+        (Shape("antkv-0.75bit", 48, 3, 1, rotary_dim=0), 100, "model"),
     ],
     ids=lambda value: str(value),
 )
-def test_prompts_through_a_kernel_for_plain_rows(monkeypatch, shape, window):
+def test_prompts_through_a_kernel_for_plain_rows(monkeypatch, shape, window, anchor_dtype):
     """Pieces of two blocks, a prefix in hand and in pages, and single tokens beside chunks."""
     monkeypatch.setattr(varlen_operations, "PIECE", 2)
     monkeypatch.setattr(triton_operations, "prefill", None)
-    config = AntKVConfig(recency=f"sliding:{window}", anchor_share=0.03, prefix=5)
+    config = AntKVConfig(recency=f"sliding:{window}", anchor_share=0.03, anchor_dtype=anchor_dtype, prefix=5)
     engine = Engine(config, shape, through_a_varlen_kernel)
     assert_offline(engine, serve(engine, [(150, 3), (1, 140), (170, 1), (2, 120)]))
 

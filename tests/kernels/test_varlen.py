@@ -80,12 +80,13 @@ def run(engine: Engine, sequences: list, draw) -> None:
     window=st.sampled_from([1, 2, 32, 100, 128]),
     prefix=st.sampled_from([0, 8, 130]),
     share=st.sampled_from([0.0, 0.02]),
+    anchor_dtype=st.sampled_from(["fp8", "model"]),
     piece=st.sampled_from([1, 2, 3, 128]),
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=2),
     data=st.data(),
 )
-def test_any_cut_of_any_prompt(window, prefix, share, piece, lengths, data):
-    config = AntKVConfig(recency=f"sliding:{window}", prefix=prefix, anchor_share=share)
+def test_any_cut_of_any_prompt(window, prefix, share, anchor_dtype, piece, lengths, data):
+    config = AntKVConfig(recency=f"sliding:{window}", prefix=prefix, anchor_share=share, anchor_dtype=anchor_dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen_operations, "PIECE", piece)
         engine = Engine(config, SHAPE, Planned, compute_dtype=torch.float64)
