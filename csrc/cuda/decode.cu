@@ -100,7 +100,8 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
         for (int i = 0; i < 2; ++i) {
             const int column = lane.column * 2 + i;
             for (int own = 0; own < kOwnSets; ++own) {
-                const int set = kOwnSets == 1 ? column % kSets : own, channel = Tables::value_quad(lane.row, set) * 4;
+                const int set = column % Tables::kSetColumns * kOwnSets + own;
+                const int channel = Tables::value_quad(lane.row, set) * 4;
                 const float(&sum)[2][4] = sums.output[own][group];
                 float4* to = (float4*)&output[warp][column / Tables::kSetColumns][channel];
                 *to = {sum[0][i], sum[0][2 + i], sum[1][i], sum[1][2 + i]};

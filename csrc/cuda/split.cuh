@@ -14,7 +14,7 @@ constexpr int kKeyColumns = 8 / Tables::kOrders;        // queries in the 8 colu
 constexpr int kKeyGroups = (kGroup + kKeyColumns - 1) / kKeyColumns;
 constexpr int kValueColumns = 8 / Tables::kSetColumns;  // and for V
 constexpr int kValueGroups = (kGroup + kValueColumns - 1) / kValueColumns;
-constexpr int kOwnSets = kSets / Tables::kSetColumns;   // sets that are added up apart
+constexpr int kOwnSets = kSets / Tables::kSetColumns;   // sets of a part, neighbours, which are added up apart
 constexpr int kExactGroups = (kGroup + 7) / 8;
 constexpr float kLog2E = 1.4426950408889634f;
 // The maximum that weights are relative to moves when a logit passes it by this much: 2^8 fits float16, and it is rare.
