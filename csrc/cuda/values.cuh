@@ -5,9 +5,11 @@
 
 // Move the maxima up to the logits of this tile.
 ANTKV_DEVICE void raise_maxima(const float (&logits)[kGroup], Lane lane, Sums& sums) {
-    float factors[kGroup];
+    float factors[kGroup], largest[kGroup];
+    for (int q = 0; q < kGroup; ++q) largest[q] = logits[q];
+    largest_of_warp(largest);
     for (int q = 0; q < kGroup; ++q) {
-        const float maximum = fmaxf(sums.maximum[q], largest_of_warp(logits[q]));
+        const float maximum = fmaxf(sums.maximum[q], largest[q]);
         factors[q] = exp2_fast(sums.maximum[q] - maximum);
         sums.maximum[q] = maximum;
         sums.total[q] *= factors[q];

@@ -10,7 +10,7 @@ from tests.kernels.triton_versions import NEWEST, OLDEST, ROOT
 
 RECORD = Path(__file__).with_name("triton_resources.json")
 #: In their default configurations, which is what the record has for every layer.
-KERNELS = ["encode_store", "anchor_score", "prefill", "decode", "merge"]
+KERNELS = ["encode_store", "anchor_score", "close_blocks", "prefill", "decode", "merge"]
 ARCHITECTURES = ["80", "90", "100"]
 
 
