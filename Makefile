@@ -1,7 +1,9 @@
 # make demo   serve the embedded model at 1 bit and ask it something (ARGS=--once: then stop)
 # make test   lint, type-check and run the whole test suite
+# make test-quick   unit tests and kernels, without the tests that take minutes
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
+# make wheel   a source distribution and a manylinux wheel with the C++ kernels, in dist/
 # make gpu-bundle | gpu-check   pack vLLM for a GPU machine without network; check and time everything on a GPU
 # make vllm-contract   how much work a release of vLLM is (VERSION=0.34.0; default: the newest)
 # make test-vllm-0.33   run what can run on the Python of a release that has no build for CPUs yet
@@ -13,14 +15,18 @@ SHELL := bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 VENV := .venv/.stamp
+# Two processes, in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # The environment that is active (docs/gpu-check.md), else .venv.
 PYTHON := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)/bin/python
 # Nothing here needs the network once .venv stands; vLLM must not phone home from a test.
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export NO_MKDOCS_2_WARNING := 1
+# Containers set it. Every process would then compile all modules of vLLM again, which takes longer than importing them.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test vllm-contract audit gpu-bundle gpu-check bench-cpu lint format docs lock clean
+.PHONY: help venv demo test test-quick vllm-contract wheel audit gpu-bundle gpu-check bench-cpu lint format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -36,13 +42,19 @@ demo: $(VENV)
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-quick: $(VENV)
+	$(PYTEST) -m 'not long' tests/unit tests/kernels $(ARGS)
 
 vllm-contract: $(VENV)
 	$(BIN)/python -m scripts.vllm_contract $(VERSION) $(ARGS)
 
 test-vllm-%: $(VENV)
 	$(BIN)/python -m scripts.vllm_lane $* -n 2 --dist loadfile $(ARGS)
+
+wheel: $(VENV)
+	$(BIN)/python scripts/wheel.py
 
 audit: $(VENV)
 	$(BIN)/python scripts/audit.py $(ARGS)
@@ -77,7 +89,7 @@ docs: $(VENV)
 lock: $(VENV)
 	$(BIN)/python scripts/lock.py cpu
 	$(BIN)/python scripts/lock.py gpu
-	for tool in audit browser deploy kernels loadtest tasks; do $(BIN)/python scripts/lock.py $$tool || exit 1; done
+	for tool in audit browser deploy kernels loadtest tasks wheel; do $(BIN)/python scripts/lock.py $$tool || exit 1; done
 
 clean:
 	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -28,7 +28,7 @@ def kernels(name: str, architecture: list[str]) -> Extension:
     return Extension(
         f"vllm_antkv.ops._cpu_{name}",
         sources=sorted(str(path) for path in Path("csrc/cpu").glob("*.cpp")),
-        depends=sorted(str(path) for path in Path("csrc/cpu").rglob("*.h")),
+        depends=["setup.py", *sorted(str(path) for path in Path("csrc/cpu").rglob("*.h"))],
         # Compiled for OpenMP but not linked to a runtime: vllm_antkv/ops/cpu.py brings PyTorch's.
         extra_compile_args=["-std=c++17", "-O3", *architecture, "-fopenmp", *QUIET],
         extra_link_args=["-Wl,-s"],

@@ -144,10 +144,12 @@ def bounds_on_this_gpu(model: Path, context: int) -> Bound:
     import torch
     from transformers import AutoConfig
 
-    from vllm_antkv.evaluate.step_bound import GPUS, DecodeShape, step_bound
+    from vllm_antkv.evaluate.capacity import DecodeShape
+    from vllm_antkv.evaluate.gpus import GPUS
+    from vllm_antkv.evaluate.step_bound import step_bound
 
     name = torch.cuda.get_device_name()
-    gpu = next((gpu for known, gpu in GPUS.items() if known in name), None)
+    gpu = next((gpu for gpu in GPUS.values() if gpu.device == name), None)
     shape = DecodeShape.of(AutoConfig.from_pretrained(model))
 
     def bound(side: str, batch: int) -> float | None:

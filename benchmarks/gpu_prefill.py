@@ -1,7 +1,8 @@
 """Prefill of one prompt in one layer of a Llama-3-8B on this GPU: ours, by operation, against FlashAttention 3.
 
 FlashAttention 3 computes attention alone, on rows in bfloat16. Ours stores the prompt's codes (encode_store), chooses
-the anchors of its blocks (anchor_score) and attends to what later steps will see (attend).
+the anchors of its blocks (anchor_score) and attends to what later steps will see: through FlashAttention on plain rows
+(attend), as served, and by the Triton kernel alone (attend, Triton).
 
     python -m benchmarks.gpu_prefill                    # about half a minute
 """
@@ -9,11 +10,12 @@ the anchors of its blocks (anchor_score) and attends to what later steps will se
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.gpu.llama import HEAD_SIZE
 from benchmarks.gpu.tables import prefill_table
 
 if TYPE_CHECKING:
@@ -44,25 +46,29 @@ def main() -> int:
 
 def row(num_tokens: int) -> dict[str, Any]:
     """Both sides on a prompt."""
-    from benchmarks.gpu import flash_attention
+    from benchmarks.gpu import flash_attention as rows_of_bfloat16
     from benchmarks.gpu.antkv_layer import Requests, Tokens
     from benchmarks.gpu.timing import attempt
+    from vllm_antkv.attention.flash_attention import flash_attention
     from vllm_antkv.ops.triton import TritonOperations
 
     requests, tokens = Requests(PRESET, 1, num_tokens, new=num_tokens), Tokens.random(num_tokens)
-    operations = TritonOperations(requests.state)
+    triton = TritonOperations(requests.state)
+    varlen = flash_attention(HEAD_SIZE, tokens.query.dtype, num_tokens)
+    operations = TritonOperations(replace(requests.state, varlen=varlen))
     rows = (tokens.query, tokens.key, tokens.value)
     sides = {
-        BASELINE: flash_attention.prefill(*rows),
+        BASELINE: rows_of_bfloat16.prefill(*rows),
         "encode_store": lambda: operations.encode_store(tokens.key, tokens.value, requests.step),
         "anchor_score": lambda: operations.anchor_score(*rows, None, None, requests.step),
         "attend": lambda: operations.attend(*rows, tokens.output, None, requests.step),
+        "attend, Triton": lambda: triton.attend(*rows, tokens.output, None, requests.step),
     }
     timings = {}
     # In the order of a step: each operation reads what the one before it wrote.
     for name, run in sides.items():
         print(f"{num_tokens} tokens: {name}", file=sys.stderr, flush=True)
-        timings[name] = attempt(partial(_measured, run, tokens.output if name == "attend" else None))
+        timings[name] = attempt(partial(_measured, run, tokens.output if name.startswith("attend") else None))
     return {"tokens": num_tokens, "timings": timings}
 
 

@@ -48,8 +48,7 @@ def running_server(
     port = _free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--kv-cache-dtype", kv_cache_dtype, *options]
-    # Named plugins may add metrics; see docs/metrics.md.
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "antkv", **environment}
+    defaults = {"VLLM_NO_USAGE_STATS": "1", **environment}
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env=defaults | os.environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

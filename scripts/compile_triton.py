@@ -21,14 +21,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from vllm_antkv.triton_kernels import anchor_score, close_blocks, decode, encode_store, prefill
+from vllm_antkv.triton_kernels import anchor_score, close_blocks, decode, encode_store, plain_pages, prefill
 
 from scripts.sass_loops import nested_loops
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
@@ -38,6 +38,7 @@ from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.triton import TritonOperations
+from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.select.recency import last_query_table
 
@@ -49,6 +50,8 @@ KERNELS = (
     (decode, "_decode_kernel"),
     (decode, "_merge_kernel"),
     (prefill, "_prefill_kernel"),
+    (plain_pages, "_plain_pages_kernel"),
+    (plain_pages, "_merge_attention_kernel"),
 )
 MAX_LEN = 256
 #: The architecture for which all layers are compiled.
@@ -277,7 +280,8 @@ def _recording(compiled: list[tuple[str, Any]], kernels: list[str] | None, every
 def _launch_all(case: Case) -> None:
     """One step of two requests through all operations."""
     config = AntKVConfig(anchor_scope=case.scope)  # type: ignore[arg-type]
-    operations = TritonOperations(_layer(case, config))
+    layer = _layer(case, config)
+    operations = TritonOperations(layer)
     num_tokens = 100
     query = torch.zeros(num_tokens, case.num_heads, case.head_size, dtype=case.dtype)
     key = torch.zeros(num_tokens, case.num_kv_heads, case.head_size, dtype=case.dtype)
@@ -294,6 +298,9 @@ def _launch_all(case: Case) -> None:
     operations.anchor_score(query, key, key, torch.zeros(num_tokens, dtype=torch.bool), lse, step)
     operations.close_blocks(key, key, step)
     operations.attend(query, key, key, torch.empty_like(query), lse, step)
+    # Prompts go through other kernels where the lengths are known to the host.
+    known = replace(step, query_start_loc_cpu=step.query_start_loc, seq_lens_cpu=step.seq_lens)
+    TritonOperations(layer, decodes=False).attend(query, key, key, torch.empty_like(query), lse, known)
 
 
 def _layer(case: Case, config: AntKVConfig) -> LayerState:
@@ -320,6 +327,7 @@ def _layer(case: Case, config: AntKVConfig) -> LayerState:
         counts_rows=False,
         max_num_reqs=2,
         scratch=lambda *sizes: [torch.empty(shape, dtype=dtype) for shape, dtype in sizes],
+        varlen=Varlen(lambda query, *rest: query.new_zeros(query.shape[1::-1], dtype=torch.float32), 100),
     )
 
 

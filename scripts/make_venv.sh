@@ -57,7 +57,7 @@ else
     pip_install --requirement requirements/kernels.lock
     [ -d .venv/triton-3.6/triton ] || pip_install --target .venv/triton-3.6 triton==3.6.0
 fi
-for tool in audit browser deploy loadtest tasks; do
+for tool in audit browser deploy loadtest tasks wheel; do
     pip_install --requirement "requirements/$tool.lock"
 done
 pip_install --no-build-isolation --editable .

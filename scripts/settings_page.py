@@ -31,7 +31,10 @@ def render() -> str:
     lines += [
         "",
         f"A VQ block has {VQ_BLOCK_SIZE} tokens. With the defaults, {AntKVConfig().anchor_rows} of its K rows and",
-        "as many V rows are anchors, per KV head.",
+        "as many V rows are anchors, per KV head. A sink takes the bytes of both. Of two sinks in a block what their",
+        "codes lose is kept; with `anchor_share: 0.031` both are kept as they are. With `anchor_dtype: model` there",
+        "are as many anchors in twice the bytes: at 1 bit the page of a block and KV head of 128 channels has 5,136",
+        "bytes instead of 4,624. `anchor_share: 0.0075` keeps one such row in the bytes of two in FP8.",
         "",
         "## JSON schema",
         "",

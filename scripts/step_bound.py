@@ -1,7 +1,7 @@
 """Print what bounds a decode step, as the table in docs/performance.md: computed from sizes, nothing is measured.
 
 python -m scripts.step_bound                                  the table
-python -m scripts.step_bound --gpus H200 --contexts 16384     others
+python -m scripts.step_bound --gpus h200-141 --contexts 16384     others
 """
 
 import argparse
@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 from transformers import LlamaConfig
 
-from vllm_antkv.evaluate.step_bound import GPUS, DecodeShape, bounds
+from vllm_antkv.evaluate.capacity import DecodeShape
+from vllm_antkv.evaluate.gpus import GPUS
+from vllm_antkv.evaluate.step_bound import bounds
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, tied: bool) -> LlamaConfig:
@@ -45,7 +47,7 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--gpus", nargs="+", choices=GPUS, default=["H100", "H200"])
+    parser.add_argument("--gpus", nargs="+", choices=GPUS, default=["h100-80", "h200-141"])
     parser.add_argument(
         "--contexts", nargs="+", type=int, default=[1024, 4096, 16384, 65536], help="tokens of a request"
     )
@@ -69,7 +71,7 @@ def rows(models: list[str], gpus: list[str], contexts: list[int], cache: str) ->
                 for bound in (auto, ours):
                     cells += [f"{bound.batch:,}", f"{bound.matrices * 1e3:.1f} + {bound.attention * 1e3:.1f}"]
                 gains = (bound / auto.tokens_per_second for bound in (ours.tokens_per_second, ours.matrices_alone))
-                yield [model, gpu, f"{context:,}", *cells, *(f"{gain:.1f}" for gain in gains)]
+                yield [model, gpu.partition("-")[0].upper(), f"{context:,}", *cells, *(f"{gain:.1f}" for gain in gains)]
 
 
 if __name__ == "__main__":

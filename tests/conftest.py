@@ -1,6 +1,7 @@
 """What every test relies on: no network, no telemetry, one thread, and a way to say that an error reads well."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +11,18 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Every process that a test starts would otherwise compile all modules of vLLM again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # One test process per core: with more threads each, most of the time goes into waiting for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # A loaded machine is no failure, and a failure must come back: the same examples on every run.
-hypothesis.settings.register_profile("antkv", deadline=None, derandomize=True, max_examples=50)
+SLOW = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "antkv", deadline=None, derandomize=True, max_examples=50, suppress_health_check=SLOW
+)
 hypothesis.settings.load_profile("antkv")
 
 
@@ -36,8 +43,37 @@ def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
     return check
 
 
+#: Files that take a minute or many, the longest first: begun last, one of them would run alone at the end.
+LONG_FILES = (
+    "kernels/test_cuda.py",
+    "kernels/test_triton_compile.py",
+    "serving/test_exactness.py",
+    "load/test_soak.py",
+    "kernels/test_triton.py",
+    "serving/test_families.py",
+    "kernels/test_cuda_mutants.py",
+    "serving/test_kill.py",
+    "serving/test_cuts.py",
+    "kernels/test_cuda_compile.py",
+    "unit/evaluate/test_embedded_quality.py",
+    "kernels/test_sm_model.py",
+    "unit/test_embedded_trainer.py",
+    "unit/calibrate/test_kill.py",
+)
+
+
+def turn(item: pytest.Item) -> int:
+    """When the file of a test is begun."""
+    file = item.path.relative_to(Path(__file__).parent).as_posix()
+    return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Long files first, and marked; and skip what needs a GPU where there is none."""
+    items.sort(key=turn)
+    for item in items:
+        if turn(item) < len(LONG_FILES):
+            item.add_marker("long")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -163,14 +163,14 @@ def close_block(
         v_error = value_error(v_rows, keys - origin, block_id, head, pages, tables, shape)
     held = choose(k_scores, k_error, 0, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
     k_held = exact_rows(
-        pages.recent_k, rows.key, rows.key_stride, origin + held, held >= 0, start, first_row, request, head, pages,
-        batch, shape,
+        pages.recent_k, rows.key, rows.key_stride, origin + held % shape.block_size, held >= 0, start,
+        first_row, request, head, pages, batch, shape,
     )  # fmt: skip
     store_keys(k_held, held, origin, block_id, head, pages, tables, shape)
     held = choose(v_scores, v_error, 1, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
     v_held = exact_rows(
-        pages.recent_v, rows.value, rows.value_stride, origin + held, held >= 0, start, first_row, request, head, pages,
-        batch, shape,
+        pages.recent_v, rows.value, rows.value_stride, origin + held % shape.block_size, held >= 0, start,
+        first_row, request, head, pages, batch, shape,
     )  # fmt: skip
     store_values(v_held, held, block_id, head, pages, tables, shape)
 

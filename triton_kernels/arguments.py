@@ -13,11 +13,12 @@ class Pages(NamedTuple):
     """A layer's pages. All but the block and head dimensions are contiguous.
 
     k_codes, v_codes: (num_blocks, num_kv_heads, block_size, code_bytes) uint8.
-    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, head_size) uint8, corrections in e4m3.
+    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, anchor_bytes) uint8, corrections in e4m3.
+    k_exact, v_exact: (num_blocks, num_kv_heads, anchor_rows // 2, head_size) model dtype: the same, two rows being one.
     anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V, negative where unused.
     recent_k, recent_v: (num_blocks, num_kv_heads, page_size, head_size) model dtype, K after RoPE.
     scores: (num_blocks, num_kv_heads, 2, page_size) float32.
-    vq_*_stride: of the first five; recency_*_stride: of the others. In units of 16 bytes, so that the compiler knows
+    vq_*_stride: of the first seven; recency_*_stride: of the others. In units of 16 bytes, so that the compiler knows
         that rows are aligned and reads 16 bytes at a time.
     """
 
@@ -25,6 +26,8 @@ class Pages(NamedTuple):
     v_codes: torch.Tensor
     k_anchors: torch.Tensor
     v_anchors: torch.Tensor
+    k_exact: torch.Tensor
+    v_exact: torch.Tensor
     anchor_offsets: torch.Tensor
     recent_k: torch.Tensor
     recent_v: torch.Tensor
@@ -87,6 +90,19 @@ class Rows(NamedTuple):
     value_stride: int
 
 
+class PlainPages(NamedTuple):
+    """Pages of rows for a kernel that knows nothing else; contiguous.
+
+    wanted: (num_pages, 3) int32: request, VQ block, and 1 for rows in full precision or 0 for what codes stand for.
+    key, value: (at least num_pages, block_size, num_kv_heads, head_size) model dtype, K after RoPE, channels as the
+        model has them.
+    """
+
+    wanted: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 class ExactRows(NamedTuple):
     """Where the full-precision rows of some tokens are; inside kernels.
 
@@ -112,7 +128,9 @@ class Shape(NamedTuple):
     is_neox: channel `c` turns with `c + rotary_half`, else with its neighbour.
     aligned: the halves of a head are whole sub-vectors.
     composes: the table turns by `a + b` where it turns by `a` and then by `b`.
-    anchor_rows: per block, K and V each.
+    anchor_rows, anchor_bytes: per block, K and V each; of a row.
+    corrections: some anchors are kept as what their codes lose.
+    exact_anchor: added to the offset of an anchor that is kept as it is; 0 where none is.
     page_size: tokens per recency page.
     reads_cache: queries see the tokens of their own step as they see older ones; else exactly.
     exact_prefix, exact_reach: a query sees tokens of closed blocks exactly only if they are among the first
@@ -138,6 +156,9 @@ class Shape(NamedTuple):
     composes: bool
     anchor_rows: int
     anchor_pad: int
+    anchor_bytes: int
+    corrections: bool
+    exact_anchor: int
     page_size: int
     block_size: int
     reads_cache: bool
@@ -149,12 +170,14 @@ class Policy(NamedTuple):
     """How rows compete; compiled in.
 
     anchors: rows are chosen by score; else only sinks are.
+    exact: all anchors are kept as they are; else sinks are.
     weighs_votes: scope `block`: A is normalised over the block, and a row's sum is divided by its number of votes.
     vote_prior: votes that every row is credited with, in scope `block`.
     recent_vote: what a vote counts on a row that the query sees exactly, in scope `prompt`.
     """
 
     anchors: bool
+    exact: bool
     weighs_votes: bool
     vote_prior: int
     recent_vote: float

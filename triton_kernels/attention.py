@@ -163,14 +163,23 @@ def correct_keys(
     tables: Tables,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Add what the K codes of anchors of the block lose."""
-    row = anchor_row(offsets, 0, block_id, head, pages, shape)
-    held = row >= 0
-    if tl.max(held.to(tl.int32), 0) > 0:
-        pointers = in_vq_page(pages.k_anchors, block_id, head, pages) + row * shape.head_size
-        first, second = load_halves(pointers, held, tables, True, shape)
-        key_first += from_e4m3(first)
-        key_second += from_e4m3(second)
+    """Add what the K codes of anchors of the block lose, or put the rows in their place."""
+    if shape.corrections:
+        row = anchor_row(offsets, 0, block_id, head, pages, shape)
+        held = row >= 0
+        if tl.max(held.to(tl.int32), 0) > 0:
+            pointers = in_vq_page(pages.k_anchors, block_id, head, pages) + row * shape.anchor_bytes
+            first, second = load_halves(pointers, held, tables, True, shape)
+            key_first += from_e4m3(first)
+            key_second += from_e4m3(second)
+    if shape.exact_anchor > 0:
+        row = anchor_row(offsets + shape.exact_anchor, 0, block_id, head, pages, shape)
+        held = row >= 0
+        if tl.max(held.to(tl.int32), 0) > 0:
+            pointers = in_vq_page(pages.k_exact, block_id, head, pages) + row // 2 * shape.head_size
+            first, second = load_halves(pointers, held, tables, True, shape)
+            key_first = tl.where(held[:, None], first.to(tl.float32), key_first)
+            key_second = tl.where(held[:, None], second.to(tl.float32), key_second)
     return key_first, key_second
 
 
@@ -183,14 +192,22 @@ def correct_values(
     pages: Pages,
     shape: tl.constexpr,
 ) -> tl.tensor:
-    """Add what the V codes of anchors of the block lose."""
-    row = anchor_row(offsets, 1, block_id, head, pages, shape)
-    held = row >= 0
-    if tl.max(held.to(tl.int32), 0) > 0:
-        pointers = in_vq_page(pages.v_anchors, block_id, head, pages) + row * shape.head_size
-        channels = tl.arange(0, shape.head_pad)
-        correction = from_e4m3(load_rows(pointers, held, channels, channels < shape.head_size))
-        value = (value.to(tl.float32) + correction).to(value.dtype)
+    """Add what the V codes of anchors of the block lose, or put the rows in their place."""
+    channels = tl.arange(0, shape.head_pad)
+    if shape.corrections:
+        row = anchor_row(offsets, 1, block_id, head, pages, shape)
+        held = row >= 0
+        if tl.max(held.to(tl.int32), 0) > 0:
+            pointers = in_vq_page(pages.v_anchors, block_id, head, pages) + row * shape.anchor_bytes
+            correction = from_e4m3(load_rows(pointers, held, channels, channels < shape.head_size))
+            value = (value.to(tl.float32) + correction).to(value.dtype)
+    if shape.exact_anchor > 0:
+        row = anchor_row(offsets + shape.exact_anchor, 1, block_id, head, pages, shape)
+        held = row >= 0
+        if tl.max(held.to(tl.int32), 0) > 0:
+            pointers = in_vq_page(pages.v_exact, block_id, head, pages) + row // 2 * shape.head_size
+            exact = load_rows(pointers, held, channels, channels < shape.head_size)
+            value = tl.where(held[:, None], exact.to(value.dtype), value)
     return value
 
 
@@ -198,7 +215,7 @@ def correct_values(
 def anchor_row(
     offsets: tl.tensor, kind: tl.constexpr, block_id: tl.tensor, head: tl.tensor, pages: Pages, shape: tl.constexpr
 ) -> tl.tensor:
-    """(N,) int32, the anchor row that holds each token of a block, negative for none. kind: 0 for K, 1 for V."""
+    """(N,) int32, the anchor row of each of these offsets in a block, negative for none. kind: 0 for K, 1 for V."""
     row = tl.arange(0, shape.anchor_pad)
     first = in_vq_page(pages.anchor_offsets, block_id, head, pages) + kind * shape.anchor_rows
     held = tl.load(first + row, mask=row < shape.anchor_rows, other=-1).to(tl.int32)

@@ -113,19 +113,30 @@ def choose(
 ) -> tl.tensor:
     """Write the offsets of the rows with the highest scores to the anchors of a block. kind: 0 for K, 1 for V.
 
-    Returns them, (anchor_pad,) int32, negative where there are fewer.
+    Returns them as written, (anchor_pad,) int32: negative where there are fewer, and for the second of two anchor rows
+    that one token takes; see `select.anchors`.
     """
     offsets = keys % shape.block_size
     ranked = rank_scores(scores, error, offsets, keys < prefix, shape, policy)
     num_candidates = tl.sum((ranked > float("-inf")).to(tl.int32), 0)
     row = tl.arange(0, shape.anchor_pad)
+    RANKS: tl.constexpr = shape.anchor_rows // 2 if policy.exact else shape.anchor_rows
+    num_exact = 0
+    if policy.exact:
+        num_exact = tl.minimum(num_candidates, shape.anchor_rows // 2)
+    elif shape.exact_anchor > 0:
+        num_sinks = tl.sum((ranked == float("inf")).to(tl.int32), 0)
+        num_exact = tl.maximum(tl.minimum(num_sinks, shape.anchor_rows - num_sinks), 0)
+    is_exact = row < 2 * num_exact
+    rank = tl.where(is_exact, row // 2, row - num_exact)
     held = row * 0
-    for rank in range(shape.anchor_rows):
+    for index in range(RANKS):
         # Equal scores take the lower offset, on every device.
         at = tl.argmax(ranked, 0, tie_break_left=True)
-        held = tl.where(row == rank, at, held)
+        held = tl.where(rank == index, at, held)
         ranked = tl.where(offsets == at, float("-inf"), ranked)
-    held = tl.where((row < shape.anchor_rows) & (row < num_candidates), held, -1)
+    held = tl.where((row < shape.anchor_rows) & (rank < num_candidates), held, -1)
+    held = tl.where(is_exact, tl.where(row % 2 == 0, held + shape.exact_anchor, -1), held)
     target = in_vq_page(pages.anchor_offsets, block_id, head, pages) + kind * shape.anchor_rows
     tl.store(target + row, held.to(tl.int16), mask=row < shape.anchor_rows)
     if COUNTS:
@@ -144,8 +155,13 @@ def store_keys(
     tables: Tables,
     shape: tl.constexpr,
 ) -> None:
-    """Write what the codes of K anchors lose. k_rows, held: (anchor_pad,), of the tokens that `choose` returned."""
-    rows = in_vq_page(pages.k_anchors, block_id, head, pages) + tl.arange(0, shape.anchor_pad) * shape.head_size
+    """Write K anchors. k_rows, held: (anchor_pad,), of the tokens that `choose` returned, and what it returned."""
+    if shape.exact_anchor > 0:
+        store_exact(pages.k_exact, k_rows, held, block_id, head, pages, shape)
+        held = tl.where(held < shape.exact_anchor, held, -1)
+    if not shape.corrections:
+        return
+    rows = in_vq_page(pages.k_anchors, block_id, head, pages) + tl.arange(0, shape.anchor_pad) * shape.anchor_bytes
     for begin in range(0, shape.head_size // 2, _CHUNK):
         pairs = begin + tl.arange(0, _CHUNK)
         first, second = key_errors(k_rows, tl.maximum(held, 0), pairs, origin, block_id, head, pages, tables, shape)
@@ -165,13 +181,38 @@ def store_values(
     tables: Tables,
     shape: tl.constexpr,
 ) -> None:
-    """Write what the codes of V anchors lose; arguments as of `store_keys`."""
-    rows = in_vq_page(pages.v_anchors, block_id, head, pages) + tl.arange(0, shape.anchor_pad) * shape.head_size
+    """Write V anchors; arguments as of `store_keys`."""
+    if shape.exact_anchor > 0:
+        store_exact(pages.v_exact, v_rows, held, block_id, head, pages, shape)
+        held = tl.where(held < shape.exact_anchor, held, -1)
+    if not shape.corrections:
+        return
+    rows = in_vq_page(pages.v_anchors, block_id, head, pages) + tl.arange(0, shape.anchor_pad) * shape.anchor_bytes
     for begin in range(0, shape.head_size, _CHUNK):
         channels = begin + tl.arange(0, _CHUNK)
         errors = value_errors(v_rows, tl.maximum(held, 0), channels, block_id, head, pages, tables, shape)
         mask = (held >= 0)[:, None] & (channels < shape.head_size)[None, :]
         tl.store(rows[:, None] + channels[None, :], to_e4m3(errors), mask=mask)
+
+
+@triton.jit
+def store_exact(
+    section: tl.tensor,
+    rows: ExactRows,
+    held: tl.tensor,
+    block_id: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    shape: tl.constexpr,
+) -> None:
+    """Write the anchors that are kept as they are to `section`, `k_exact` or `v_exact`; see `store_keys`."""
+    kept = held >= shape.exact_anchor
+    target = in_vq_page(section, block_id, head, pages) + tl.arange(0, shape.anchor_pad) // 2 * shape.head_size
+    for begin in range(0, shape.head_size, _CHUNK):
+        channels = begin + tl.arange(0, _CHUNK)
+        known = channels < shape.head_size
+        row = load_exact(rows, channels, known)
+        tl.store(target[:, None] + channels[None, :], row, mask=kept[:, None] & known[None, :])
 
 
 @triton.jit

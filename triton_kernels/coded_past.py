@@ -7,7 +7,8 @@ query's, so that most of the work on a key can be done on something smaller:
   the same cosines and sines, which stay in registers.
 * Anchors leave the tiles. What the corrections of several blocks add to the logits is one product with the query; a
   tile picks its own by a product with a matrix of ones and zeros. Weights of V anchors are picked out the same way, and
-  multiplied with the corrections once.
+  multiplied with the corrections once. Of anchors that are kept as they are, the logits and the weights of the codes
+  become 0.
 * Products are of float16 (float32 in float32 models), as centroids are: decoded V is not converted, K is turned as it
   comes, and both are nearer the truth than in bfloat16. The query is scaled before it is rounded, far from the limits.
 """
@@ -70,19 +71,31 @@ def attend_past(
         v_anchors = k_anchors
         k_logits = tl.full((real.shape[0], SLOTS), 0, tl.float32)
         v_weights = k_logits
-        v_corrections = tl.full((SLOTS, shape.head_pad), 0, dtype)
+        k_rest = k_logits
+        k_exact = k_anchors >= 0
+        v_exact = k_exact
+        any_exact = False
+        v_rows = tl.full((SLOTS, shape.head_pad), 0, dtype)
         if shape.anchor_rows > 0:
             slot = tl.arange(0, SLOTS)
             block = chunk // shape.block_size + slot // shape.anchor_pad
             used = (block * shape.block_size < end) & (slot % shape.anchor_pad < shape.anchor_rows)
             anchored_ids = tl.load(batch.vq_table + request * batch.vq_table_stride + block, mask=used, other=0)
-            k_anchors = anchors_of(0, block, anchored_ids, slot, used, head, pages, shape)
-            v_anchors = anchors_of(1, block, anchored_ids, slot, used, head, pages, shape)
-            k_corrections = corrections_of(pages.k_anchors, k_anchors, anchored_ids, slot, head, dtype, pages, shape)
-            v_corrections = corrections_of(pages.v_anchors, v_anchors, anchored_ids, slot, head, dtype, pages, shape)
+            k_anchors, k_exact = anchors_of(0, block, anchored_ids, slot, used, head, pages, shape)
+            v_anchors, v_exact = anchors_of(1, block, anchored_ids, slot, used, head, pages, shape)
+            k_rows = rows_of(
+                pages.k_anchors, pages.k_exact, k_anchors, k_exact, anchored_ids, slot, head, dtype, pages, shape
+            )
+            v_rows = rows_of(
+                pages.v_anchors, pages.v_exact, v_anchors, v_exact, anchored_ids, slot, head, dtype, pages, shape
+            )
+            if shape.exact_anchor > 0:
+                any_exact = tl.max((k_exact | v_exact).to(tl.int32), 0) > 0
             channels = tl.arange(0, shape.head_pad)
             query = load_rows(queries, real, channels, channels < shape.head_size).to(tl.float32) * (scale * LOG2E)
-            k_logits = tl.dot(query.to(dtype), tl.trans(k_corrections), input_precision="tf32x3")
+            k_logits = tl.dot(query.to(dtype), tl.trans(k_rows), input_precision="tf32x3")
+            # Whole logits need more than the bits of float16.
+            k_rest = k_logits - k_logits.to(dtype).to(tl.float32)
         for tile in range(tl.maximum(begin, chunk), tl.minimum(chunk + CHUNK, end), BLOCK_N):
             keys = tile + offsets
             first, second = look_up_key_halves(first_codes, second_codes, k_centroids, shape)
@@ -98,15 +111,21 @@ def attend_past(
                 turned_second.to(dtype), tl.trans(second * cos + first * sin), logits, input_precision="tf32x3"
             )
             if shape.anchor_rows > 0:
-                picked = (k_anchors[:, None] == keys[None, :]).to(dtype)
+                own = k_anchors[:, None] == keys[None, :]
+                picked = own.to(dtype)
+                if any_exact:
+                    logits = tl.where(any_of(own & k_exact[:, None], 0)[None, :], 0.0, logits)
+                    logits = tl.dot(k_rest.to(dtype), picked, logits, input_precision="tf32x3")
                 logits = tl.dot(k_logits.to(dtype), picked, logits, input_precision="tf32x3")
             probs, decay, maximum, total = softmax_step(logits, maximum, total)
             if shape.anchor_rows > 0:
-                picked = (keys[:, None] == v_anchors[None, :]).to(dtype)
-                v_weights = accumulate(probs, decay, picked, v_weights)
+                own = keys[:, None] == v_anchors[None, :]
+                v_weights = accumulate(probs, decay, own.to(dtype), v_weights)
+                if any_exact:
+                    probs = tl.where(any_of(own & v_exact[None, :], 1)[None, :], 0.0, probs)
             weighted = accumulate(probs, decay, value, weighted)
         if shape.anchor_rows > 0:
-            weighted = tl.dot(v_weights.to(dtype), v_corrections, weighted, input_precision="tf32x3")
+            weighted = tl.dot(v_weights.to(dtype), v_rows, weighted, input_precision="tf32x3")
     return maximum, total, weighted
 
 
@@ -137,17 +156,28 @@ def anchors_of(
     head: tl.tensor,
     pages: Pages,
     shape: tl.constexpr,
-) -> tl.tensor:
-    """(A,) int32 positions of the anchors in the anchor rows `slot` of blocks, negative for none; kind: 0 K, 1 V."""
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of the anchor rows `slot` of blocks: (A,) int32 positions of the anchors, negative for none; (A,) bool, whether
+    they are kept as they are. kind: 0 K, 1 V.
+    """
     section = in_vq_page(pages.anchor_offsets, block_id.to(tl.int64), head, pages) + kind * shape.anchor_rows
     offset = tl.load(section + slot % shape.anchor_pad, mask=used, other=-1).to(tl.int32)
-    return tl.where(offset >= 0, block * shape.block_size + offset, -1)
+    is_exact = offset >= shape.block_size
+    return tl.where(offset >= 0, block * shape.block_size + offset % shape.block_size, -1), is_exact
 
 
 @triton.jit
-def corrections_of(
+def any_of(flags: tl.tensor, axis: tl.constexpr) -> tl.tensor:
+    """Whether any along an axis is set."""
+    return tl.max(flags.to(tl.int32), axis) > 0
+
+
+@triton.jit
+def rows_of(
     section: tl.tensor,
+    exact_section: tl.tensor,
     anchors: tl.tensor,
+    is_exact: tl.tensor,
     block_id: tl.tensor,
     slot: tl.tensor,
     head: tl.tensor,
@@ -155,10 +185,20 @@ def corrections_of(
     pages: Pages,
     shape: tl.constexpr,
 ) -> tl.tensor:
-    """(A, head_pad) what the codes of anchors lose, channels as the model has them; 0 where `anchors` are negative."""
-    rows = in_vq_page(section, block_id.to(tl.int64), head, pages) + slot % shape.anchor_pad * shape.head_size
+    """(A, head_pad) what the codes of anchors lose, or the rows as they are, channels as the model has them; 0 where
+    `anchors` are negative.
+    """
+    row = slot % shape.anchor_pad
     channels = tl.arange(0, shape.head_pad)
-    return from_e4m3(load_rows(rows, anchors >= 0, channels, channels < shape.head_size)).to(dtype)
+    in_head = channels < shape.head_size
+    result = tl.full((anchors.shape[0], shape.head_pad), 0, dtype)
+    if shape.corrections:
+        at = in_vq_page(section, block_id.to(tl.int64), head, pages) + row * shape.anchor_bytes
+        result = from_e4m3(load_rows(at, (anchors >= 0) & ~is_exact, channels, in_head)).to(dtype)
+    if shape.exact_anchor > 0:
+        at = in_vq_page(exact_section, block_id.to(tl.int64), head, pages) + row // 2 * shape.head_size
+        result += load_rows(at, is_exact, channels, in_head).to(dtype)
+    return result
 
 
 @triton.jit

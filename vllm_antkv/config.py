@@ -54,12 +54,29 @@ class AntKVConfig(BaseModel):
         description="Folder with the codebooks that `antkv calibrate` wrote. Without it: beside the model, then among "
         "the codebooks shipped with vllm-antkv, then in the user's cache.",
     )
+    calibrate: Literal["auto", "never"] = Field(
+        default="auto",
+        description="What a server does that finds no codebook: auto learns one before it loads the engine and keeps "
+        "it in the user's cache; never ends with the command that makes one.",
+    )
+    calibration_text: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Plain text file from which that codebook is learned. Without it: text that the model writes "
+        "itself.",
+    )
     anchor_share: float = Field(
         default=0.015,
         ge=0.0,
         le=1.0,
         description="Share of the tokens of a VQ block that are anchors: K and V rows with the highest Anchor Score, "
-        "chosen per KV head, of which what their codes lose is kept in 8 bits. 0 switches anchors off.",
+        "chosen per KV head. 0 switches anchors off.",
+    )
+    anchor_dtype: Literal["fp8", "model"] = Field(
+        default="fp8",
+        description="What is kept of an anchor: in 8 bits what its code loses (fp8), or the row as it is, in the dtype "
+        "of the model, which takes twice the bytes (model). Sinks are kept as they are with either, and then take the "
+        "bytes of two anchors in fp8.",
     )
     anchor_scope: Literal["block", "prompt"] = Field(
         default="block",
@@ -100,9 +117,9 @@ class AntKVConfig(BaseModel):
         "who may call the server. false: numbers only, and token ids never leave the engine.",
     )
 
-    @field_validator("codebooks")
+    @field_validator("codebooks", "calibration_text")
     @classmethod
-    def _codebooks_can_be_a_folder(cls, value: str | None) -> str | None:
+    def _can_be_a_path(cls, value: str | None) -> str | None:
         if value is not None and _CONTROL_CHARACTERS.search(value):
             raise ValueError("a name with control characters would not be shown as it is")
         if value is not None and len(value) > _MAX_PATH:
@@ -139,8 +156,11 @@ class AntKVConfig(BaseModel):
 
     @property
     def anchor_rows(self) -> int:
-        """K rows (and V rows) that are anchors per VQ block and KV head; sinks have a row even without anchors."""
-        rows = round(self.anchor_share * VQ_BLOCK_SIZE)
-        if self.anchor_share > 0 or self.sinks:
-            rows = max(rows, 1)
-        return rows
+        """Rows for anchors of K (and of V) per VQ block and KV head, in 8 bits; a row that is kept as it is takes two.
+
+        A sink has room even without anchors.
+        """
+        rows = max(round(self.anchor_share * VQ_BLOCK_SIZE), 1) if self.anchor_share > 0 else 0
+        if self.anchor_dtype == "model":
+            rows *= 2
+        return max(rows, 2) if self.sinks else rows

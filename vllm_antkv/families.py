@@ -14,11 +14,7 @@ class Family:
     model_type: of the Hugging Face config.
     architecture: as the config's `architectures` and vLLM name it.
     title: as people name it.
-    key, value: sub-modules of its attention module whose outputs are K before RoPE and V; the same name twice means
-        one projection that yields Q, K and V side by side.
-    attention: transformers' attention implementation that computes what the model was trained with.
-    evaluated: whether all its layers hand `(query, key after RoPE, value)` to one attention function and are rotated
-        alike, so that the evaluator can take its place and centroids can be trained through it.
+    evaluated: whether the evaluator can compute its attention, so that centroids can be trained through it.
     served: what is run of it in real vLLM with random weights; empty: it is refused.
     trained: what is run of it with trained weights; empty: nothing.
     special: what sets it apart.
@@ -27,9 +23,6 @@ class Family:
     model_type: str
     architecture: str
     title: str
-    key: str = "k_proj"
-    value: str = "v_proj"
-    attention: str = "sdpa"
     evaluated: bool = True
     served: str = "run"
     trained: str = ""
@@ -50,21 +43,17 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("mistral", "MistralForCausalLM", "Mistral", special="with full attention only"),
         Family("qwen2", "Qwen2ForCausalLM", "Qwen2", special="K has biases, in Qwen2.5 of several hundred"),
-        Family("qwen3", "Qwen3ForCausalLM", "Qwen3", key="k_norm", special="K is coded after its norm"),
+        Family("qwen3", "Qwen3ForCausalLM", "Qwen3", special="K is coded after its norm"),
         Family(
             "phi3",
             "Phi3ForCausalLM",
             "Phi-3",
-            key="qkv_proj",
-            value="qkv_proj",
             special="one projection for Q, K and V; partial RoPE too",
         ),
         Family(
             "gemma2",
             "Gemma2ForCausalLM",
             "Gemma-2",
-            # Only the eager implementation soft-caps the logits.
-            attention="eager",
             evaluated=False,
             served="",
             special="soft caps on logits, sliding windows",
@@ -74,6 +63,3 @@ FAMILIES: dict[str, Family] = {
 
 #: What the server and `antkv doctor` take.
 SERVED_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values() if family.served)
-
-#: What the evaluator takes.
-EVALUATED_TYPES = tuple(family.model_type for family in FAMILIES.values() if family.evaluated)

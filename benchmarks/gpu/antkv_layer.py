@@ -88,13 +88,17 @@ class Requests:
             max_num_reqs=batch,
             scratch=partial(_scratch, device),
         )
+        starts = torch.arange(0, (batch + 1) * new, new, dtype=torch.int32)
+        seq_lens = torch.full((batch,), length, dtype=torch.int32)
         self.step = Step(
-            query_start_loc=torch.arange(0, (batch + 1) * new, new, dtype=torch.int32, device=device),
-            seq_lens=torch.full((batch,), length, dtype=torch.int32, device=device),
+            query_start_loc=starts.to(device),
+            seq_lens=seq_lens.to(device),
             vq_block_table=tables.vq.to(device),
             recency_block_table=tables.recency.to(device),
             max_query_len=new,
             max_seq_len=length,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=seq_lens,
         )
         parts = footprint([layout], config, length)
         self.kv_bytes = batch * NUM_KV_HEADS * (parts.codes + parts.anchors + parts.recency)

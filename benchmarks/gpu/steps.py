@@ -56,6 +56,7 @@ STEPS = (
     # Kernels are compiled anew for every shape, in all configurations: processes side by side. A kernel that accesses
     # what it must not makes the other tests of its process fail too, and no others.
     Step("kernels-triton", _tests("test_triton_gpu", 240, "-n", "8"), 120, 420),
+    Step("prompts", _tests("test_varlen_gpu", 120, "-n", "4"), 60, 240),
     Step("graphs", _tests("test_graphs_gpu", 120), 30, 240),
     Step("exactness", _tests("test_exactness_gpu", 240), 90, 360),
     Step("compiled", _tests("test_compiled_gpu", 240), 120, 420),

@@ -29,7 +29,7 @@ def decode_table(report: Row) -> str:
 
 def prefill_table(report: Row) -> str:
     """Of gpu_prefill.py: a line per prompt, with the sum of our operations."""
-    operations = ("encode_store", "anchor_score", "attend")
+    operations = ("encode_store", "anchor_score", "attend", "attend, Triton")
     lines = []
     for row in report["rows"]:
         timings, baseline = row["timings"], row["timings"][report["baseline"]]

@@ -1,6 +1,7 @@
 // Anchor Scores (AnTKV, equation 5) of the blocks that a step touches, and the anchors of those that close.
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "gemm.h"
@@ -172,28 +173,40 @@ class Block {
         return result;
     }
 
-    // Keep what the codes of the rows that matter most lose; `keys_` holds the block's exact rows of this kind. Returns
-    // how many.
+    // Keep what the codes of the rows that matter most lose, and sinks as they are (all of them where anchors are);
+    // `keys_` holds the block's exact rows of this kind. Returns how many.
     int choose(bool of_values) {
         const VQPage page = sequence_.vq_page(block_);
         float ranks[kBlockSize];
         rank(page, of_values, ranks);
         int16_t* offsets = page.anchor_offsets(of_values);
+        std::fill_n(offsets, layer_.anchor_rows, (int16_t)-1);
         int chosen = 0;
+        const int num_exact = exact_anchors(ranks);
         for (int anchor = 0; anchor < layer_.anchor_rows; ++anchor) {
             const int best = (int)(std::max_element(ranks, ranks + kBlockSize) - ranks);
-            if (ranks[best] == -kInfinity) {
-                offsets[anchor] = -1;
+            if (ranks[best] == -kInfinity) break;
+            ranks[best] = -kInfinity;
+            if (chosen < num_exact) {
+                const void* exact = sequence_.exact_row(of_values ? value_ : key_, of_values, first_ + best);
+                std::memcpy(page.anchor(of_values, anchor), exact, (size_t)size_ * element_size(layer_));
+                offsets[anchor++] = (int16_t)(kExactAnchor + best);
+                ++chosen;
                 continue;
             }
             offsets[anchor] = (int16_t)best;
-            ranks[best] = -kInfinity;
             float* error = row(best);
             if (!of_values) to_model_order(layer_, error);
             for (int c = 0; c < size_; c += W) E4M3::store(page.anchor(of_values, anchor) + c, load(error + c));
             ++chosen;
         }
         return chosen;
+    }
+    // Of how many anchors there is the row itself.
+    int exact_anchors(const float* ranks) const {
+        if (layer_.exact_anchors) return layer_.anchor_rows / 2;
+        const int sinks = (int)std::count(ranks, ranks + kBlockSize, kInfinity);
+        return std::min(sinks, layer_.anchor_rows - sinks);
     }
     // See `block_anchors` in vllm_antkv/select/anchors.py. Leaves the errors of the codes in `keys_`.
     void rank(VQPage page, bool of_values, float* ranks) {

@@ -40,6 +40,7 @@ struct antkv_layer {
     int32_t recency_block_size;  // a power of two
     int32_t anchor_rows, prefix;
     int32_t has_anchors;  // else sinks alone take anchor rows
+    int32_t exact_anchors;  // all anchors are kept as they are, as sinks are: in two anchor rows each
     int32_t prompt_scope;
     int32_t prefill_reads_cache;
     int32_t tiles;  // antkv_tiles; float32 arithmetic without

@@ -102,10 +102,16 @@ inline void to_model_order(const antkv_layer& layer, float* row) {
     for (int c = 0; c < layer.head_size; ++c) row[layer.k_order[c]] = as_it_is[c];
 }
 
-// Adds to the decoded `rows` of a block what an anchor has of one of them.
+// Adds to the decoded `rows` of a block what an anchor has of one of them, or puts the row there.
 inline void correct(VQPage page, int anchor, bool of_values, float* rows) {
     const int offset = page.anchor_offsets(of_values)[anchor], size = page.layer.head_size;
     if (offset < 0) return;
+    if (offset >= kExactAnchor) {
+        float* row = rows + (int64_t)(offset - kExactAnchor) * size;
+        widen(page.layer, page.anchor(of_values, anchor), size, row);
+        if (!of_values) to_code_order(page.layer, row);
+        return;
+    }
     alignas(64) float correction[kMaxHeadSize];
     widen<E4M3>(page.anchor(of_values, anchor), size, correction);
     if (!of_values) to_code_order(page.layer, correction);

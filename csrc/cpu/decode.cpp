@@ -51,17 +51,22 @@ class Split {
   private:
     bool any_coded(int first, int count) const { return std::memchr(coded_ + first, 1, count); }
     VQPage page_of(int first) const { return sequence_.vq_page((begin_ + first) / kBlockSize); }
-    // Calls use(corrections, tokens, count) for the anchors that the query sees, at most kTile at a time.
+    // Calls use(rows, tokens, count) for the anchors that the query sees and that are kept as they are, or for the
+    // corrections of the others, at most kTile at a time.
     template <typename Use>
-    void for_anchors(bool of_values, Use use) {
+    void for_anchors(bool of_values, bool exact, Use use) {
         alignas(64) float rows[kTile * kMaxHead];
         int tokens[kTile], count = 0;
         for (int first = 0; first < count_ && (begin_ + first) / kBlockSize < own_block_; first += kBlockSize) {
             const VQPage page = page_of(first);
             for (int anchor = 0; anchor < layer_.anchor_rows; ++anchor) {
-                const int offset = page.anchor_offsets(of_values)[anchor];
-                if (offset < 0 || !coded_[first + offset]) continue;
-                widen<E4M3>(page.anchor(of_values, anchor), size_, rows + count * size_);
+                const int offset = page.anchor_offsets(of_values)[anchor] - (exact ? kExactAnchor : 0);
+                if (offset < 0 || offset >= kExactAnchor || !coded_[first + offset]) continue;
+                float* row = rows + count * size_;
+                if (exact)
+                    widen(layer_, page.anchor(of_values, anchor), size_, row);
+                else
+                    widen<E4M3>(page.anchor(of_values, anchor), size_, row);
                 tokens[count++] = first + offset;
                 if (count == kTile) use(rows, tokens, std::exchange(count, 0));
             }
@@ -148,10 +153,13 @@ class Split {
                       logits_ + tile, kSplit, rows);
         }
     }
-    // What anchors add to the logits of their codes.
+    // What anchors add to the logits of their codes, or have instead of them.
     void anchor_logits(const float* queries) {
-        for_anchors(false, [&](const float* rows, const int* tokens, int count) {
+        for_anchors(false, false, [&](const float* rows, const int* tokens, int count) {
             for_products(queries, rows, tokens, count, [](float& logit, float product) { logit += product; });
+        });
+        for_anchors(false, true, [&](const float* rows, const int* tokens, int count) {
+            for_products(queries, rows, tokens, count, [](float& logit, float product) { logit = product; });
         });
     }
     void exact_logits(const float* queries) {
@@ -200,16 +208,22 @@ class Split {
         for (int first = 0; first < num_exact_; first += kTile) {
             const int count = std::min(kTile, num_exact_ - first);
             widen_exact(value_, true, exact_ + first, count, rows);
-            add_values(rows, exact_ + first, count, output);
-            for (int h = 0; h < group_; ++h)
-                for (int i = 0; i < count; ++i) logits_[h * kSplit + exact_[first + i]] = 0;
+            add_instead_of_codes(rows, exact_ + first, count, output);
         }
     }
-    // What anchors add to the values of their codes.
+    // What anchors add to the values of their codes, or have instead of them.
     void anchor_values(float* output) {
-        for_anchors(true, [&](const float* rows, const int* tokens, int count) {
+        for_anchors(true, false, [&](const float* rows, const int* tokens, int count) {
             add_values(rows, tokens, count, output);
         });
+        for_anchors(true, true, [&](const float* rows, const int* tokens, int count) {
+            add_instead_of_codes(rows, tokens, count, output);
+        });
+    }
+    void add_instead_of_codes(const float* rows, const int* tokens, int count, float* output) {
+        add_values(rows, tokens, count, output);
+        for (int h = 0; h < group_; ++h)
+            for (int i = 0; i < count; ++i) logits_[h * kSplit + tokens[i]] = 0;
     }
     void add_values(const float* rows, const int* tokens, int count, float* output) {
         float weights[kMaxGroup * kTile];

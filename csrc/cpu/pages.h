@@ -9,6 +9,8 @@
 namespace antkv {
 
 constexpr int kBlockSize = 128;  // tokens of a VQ block
+// Added to the offset of an anchor that is kept as it is (EXACT_ANCHOR of vllm_antkv/select/anchors.py).
+constexpr int kExactAnchor = 128;
 constexpr int kMaxHeadSize = 256;
 
 inline int element_size(const antkv_layer& layer) { return layer.dtype == ANTKV_FLOAT32 ? 4 : 2; }
@@ -46,9 +48,10 @@ struct VQPage {
     uint8_t* codes(bool of_values, int offset) const {
         return data + (of_values ? layer.v_codes : 0) + (int64_t)offset * layer.code_bytes;
     }
-    // E4M3: what the code of the anchor loses.
+    // E4M3: what the code of the anchor loses. Two of them hold a row that is kept as it is.
     uint8_t* anchor(bool of_values, int row) const {
-        return data + (of_values ? layer.v_anchors : layer.k_anchors) + (int64_t)row * layer.head_size;
+        const int64_t row_bytes = layer.head_size * element_size(layer) / 2;
+        return data + (of_values ? layer.v_anchors : layer.k_anchors) + row * row_bytes;
     }
     int16_t* anchor_offsets(bool of_values) const {
         return (int16_t*)(data + layer.anchor_offsets) + (of_values ? layer.anchor_rows : 0);

@@ -40,21 +40,26 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
     for (int half = 0; half < kTiles; ++half) coded_logits(tile, rotation, half);
     ExactRow own = {};
     if (exact) own = find_row(tile, exact);
-    sync_warp();
-    if (anchors.of_keys()) correct_all_logits(tile, anchors, exact);
-    if (exact) {
-        for (int half = 0; half < kTiles; ++half)
-            if (exact >> half * 16 & 0xffff) exact_logits(tile, own.key, half);
+    u32 keys_kept = exact, values_kept = exact;
+    if (anchors.exact || anchors.are_more) {
+        find_exact_anchors(tile, anchors, own);
+        keys_kept = ballot_warp(own.key), values_kept = ballot_warp(own.value);
     }
     sync_warp();
-    write_weights(tile, exact, sums);
+    if (anchors.of_keys()) correct_all_logits(tile, anchors, exact);
+    if (keys_kept) {
+        for (int half = 0; half < kTiles; ++half)
+            if (keys_kept >> half * 16 & 0xffff) exact_logits(tile, own.key, half);
+    }
+    sync_warp();
+    write_weights(tile, values_kept, sums);
     sync_warp();
     if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
 #pragma unroll
     for (int half = 0; half < kTiles; ++half) coded_values(tile, half, sums);
-    if (exact) {
+    if (values_kept) {
         for (int half = 0; half < kTiles; ++half)
-            if (exact >> half * 16 & 0xffff) exact_values(tile, own.value, half, sums);
+            if (values_kept >> half * 16 & 0xffff) exact_values(tile, own.value, half, sums);
     }
 }
 

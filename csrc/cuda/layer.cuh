@@ -14,6 +14,8 @@ constexpr bool kFp8 = ANTKV_FP8;               // tables of decode in e4m3, else
 constexpr int kSubVectors = kHeadSize / kSubVector;
 constexpr int kCodeBytes = kCentroids == 256 ? kSubVectors : (kSubVectors * 12 + 7) / 8;
 constexpr int kBlockSize = 128;                // tokens of a VQ block
+// Added to the offset of an anchor that is kept as it is (EXACT_ANCHOR of vllm_antkv/select/anchors.py).
+constexpr int kExactAnchor = 128;
 constexpr int kRowBytes = kHeadSize * 2;
 
 // Everything that no step changes. Strides and section offsets are in bytes; vllm_antkv/cache/pages.py lays pages out.

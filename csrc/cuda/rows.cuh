@@ -17,8 +17,9 @@ ANTKV_DEVICE int visible_anchors(const Tile& tile) {
 // Of 16 anchor rows of K and as many of V, those of the tile's tokens.
 constexpr int kAnchorsAtOnce = 16;
 struct Anchors {
-    int at;    // the token of anchor row `first + lane % 16`, of K in the lower half of the lanes
-    u32 hits;  // lanes whose tokens are in the tile
+    int at;     // the token of anchor row `first + lane % 16`, of K in the lower half of the lanes
+    u32 hits;   // lanes whose tokens are in the tile
+    u32 exact;  // lanes with `kExactAnchor` more than such a token
     bool are_more;
 
     ANTKV_DEVICE bool of_keys() const { return (hits & 0xffff) || are_more; }
@@ -30,7 +31,8 @@ ANTKV_DEVICE Anchors find_anchors(const Tile& tile, int first) {
     const int num_rows = visible_anchors(tile);
     const i16* offsets = (const i16*)(anchor_page(tile) + tile.in.layer.anchor_offsets) + kind * tile.in.layer.anchor_rows;
     const int at = row < num_rows ? offsets[row] - tile.token % kBlockSize : -1;
-    return {at, ballot_warp((u32)at < kTokens), num_rows > kAnchorsAtOnce};
+    const u32 hits = ballot_warp((u32)at < kTokens), exact = ballot_warp((u32)(at - kExactAnchor) < kTokens);
+    return {at, hits, exact, num_rows - first > kAnchorsAtOnce};
 }
 
 // The row in full precision of a lane's token, which takes the place of its code; null where the query sees the code.
@@ -52,6 +54,23 @@ ANTKV_DEVICE ExactRow find_row(const Tile& tile, u32& exact) {
     }
     exact = ballot_warp(row.key);
     return row;
+}
+
+// Anchors that are kept as they are, too. `anchors` are the first of them.
+ANTKV_DEVICE void find_exact_anchors(const Tile& tile, Anchors anchors, ExactRow& row) {
+    const Layer& layer = tile.in.layer;
+    for (int first = 0;; first += kAnchorsAtOnce, anchors = find_anchors(tile, first)) {
+        for (u32 left = anchors.exact; left; left &= left - 1) {
+            const int from = first_bit(left);
+            if (from_lane(anchors.at, from) - kExactAnchor != tile.lane.index) continue;
+            const u8* at = anchor_page(tile) + (first + from % kAnchorsAtOnce) * kHeadSize;
+            if (from < kAnchorsAtOnce)
+                row.key = at + layer.k_anchors;
+            else
+                row.value = at + layer.v_anchors;
+        }
+        if (!anchors.are_more) return;
+    }
 }
 
 // 16 bytes of a row, or zeros where there is none.

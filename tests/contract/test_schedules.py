@@ -14,7 +14,7 @@ from scripts.vllm_lane import environment
 from vllm_antkv.releases import SUPPORTED
 
 # Two processes of a minute each on a machine of one's own.
-pytestmark = [pytest.mark.serving, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.serving
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,7 +1,7 @@
 """The test engine of tests/kernels with its operations on a GPU."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -71,5 +71,8 @@ def _scratch(*shapes_and_dtypes):
 
 def _to_device(argument):
     if isinstance(argument, Step):
-        return Step(**{name: _to_device(value) for name, value in vars(argument).items()})
+        # What is in the host's memory stays there.
+        names = [field.name for field in fields(Step) if field.init]
+        values = {name: getattr(argument, name) for name in names}
+        return Step(**{n: value if n.endswith("_cpu") else _to_device(value) for n, value in values.items()})
     return argument.to(DEVICE) if isinstance(argument, torch.Tensor) else argument

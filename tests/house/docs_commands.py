@@ -321,7 +321,7 @@ def check_make(arguments: list[str]) -> None:
 
 
 def _must_succeed(command: list[str], environment: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise WrongCommand(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

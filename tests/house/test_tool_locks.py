@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
-TOOLS = ["browser", "deploy", "loadtest", "tasks"]
+TOOLS = ["browser", "deploy", "loadtest", "tasks", "wheel"]
 
 
 def names(file):

@@ -1,4 +1,7 @@
-"""A small engine over pages: allocates as the block managers do, from memory full of NaN, and runs any kernels."""
+"""A small engine over pages: allocates as the block managers do, from memory full of NaN, and runs any kernels.
+
+Whatever kernels are handed ends at memory that nobody may touch (guarded.py).
+"""
 
 import math
 from collections.abc import Callable
@@ -7,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from tests.kernels.guarded import guarded
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
@@ -50,7 +54,7 @@ def rotary(shape: Shape) -> RotaryTable | None:
     if rotary_dim == 0:
         return None
     angles = torch.arange(shape.max_len)[:, None] * torch.logspace(0, -3, rotary_dim // 2)
-    return RotaryTable(shape.magnitude * angles.cos(), shape.magnitude * angles.sin(), shape.neox)
+    return RotaryTable(guarded(shape.magnitude * angles.cos()), guarded(shape.magnitude * angles.sin()), shape.neox)
 
 
 def k_order(shape: Shape) -> list[int] | None:
@@ -138,7 +142,10 @@ class Workspace:
         assert num_bytes <= self.num_bytes or not self.locked
         self.num_bytes = max(self.num_bytes, num_bytes)
         garbage = {True: torch.nan, False: -1}
-        return [torch.full(shape, garbage[dtype.is_floating_point], dtype=dtype) for shape, dtype in shapes_and_dtypes]
+        return [
+            guarded(torch.full(shape, garbage[dtype.is_floating_point], dtype=dtype))
+            for shape, dtype in shapes_and_dtypes
+        ]
 
 
 class Engine:
@@ -162,16 +169,16 @@ class Engine:
         workspace = Workspace()
         table, order = rotary(shape), k_order(shape)
         raw = torch.full((NUM_BLOCKS, shape.num_kv_heads, 1, pool_block_bytes([self.layout])), 0xFF, dtype=torch.uint8)
-        self.raw = raw
+        self.raw = raw = guarded(raw)
         self.state = LayerState(
             vq=VQPages.view(raw[..., : self.layout.vq_page_bytes], self.layout),
             recency=RecencyPages.view(raw[..., : self.layout.recency_page_bytes], self.layout, shape.dtype),
-            k_centroids=self.codebook.k[0].to(compute_dtype),
-            v_centroids=self.codebook.v[0].to(compute_dtype),
+            k_centroids=guarded(self.codebook.k[0].to(compute_dtype)),
+            v_centroids=guarded(self.codebook.v[0].to(compute_dtype)),
             preset=PRESETS[shape.preset],
-            k_order=None if order is None else torch.tensor(order, dtype=torch.int32),
+            k_order=None if order is None else guarded(torch.tensor(order, dtype=torch.int32)),
             rotary=table if table is None or order is None else reordered(table, order),
-            last_query=last_query_table(config, shape.max_len),
+            last_query=guarded(last_query_table(config, shape.max_len)),
             config=config,
             num_heads=shape.num_heads,
             scale=shape.scale,
@@ -188,19 +195,24 @@ class Engine:
         for sequence, count in work:
             self._allocate(sequence, sequence.computed + count)
         parts = [(s, slice(s.computed, s.computed + n)) for s, n in work]
+        starts = torch.tensor(np.cumsum([0, *(n for _, n in work)]), dtype=torch.int32)
+        seq_lens = torch.tensor([part.stop for _, part in parts], dtype=torch.int32)
         step = Step(
-            query_start_loc=torch.tensor(np.cumsum([0, *(n for _, n in work)]), dtype=torch.int32),
-            seq_lens=torch.tensor([part.stop for _, part in parts], dtype=torch.int32),
+            query_start_loc=guarded(starts),
+            seq_lens=guarded(seq_lens),
             vq_block_table=self._table([s.vq_blocks for s, _ in work]),
             recency_block_table=self._table([s.table for s, _ in work]),
             max_query_len=max(n for _, n in work),
             max_seq_len=max(part.stop for _, part in parts),
             is_prefilling=torch.tensor([s.computed < s.num_prompt_tokens for s, _ in work]),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=seq_lens,
         )
         query, key, value, is_sink = (
-            torch.cat([getattr(s, name)[part] for s, part in parts]) for name in ("query", "key", "value", "is_sink")
+            guarded(torch.cat([getattr(s, name)[part] for s, part in parts]))
+            for name in ("query", "key", "value", "is_sink")
         )
-        output = torch.full_like(query, torch.nan)
+        output = guarded(torch.full_like(query, torch.nan))
         rows = StepRows(query, key, value, is_sink if self.config.sinks else None)
         run(self.operations, self.state, rows, output, step)
         for (sequence, part), computed in zip(parts, output.split([n for _, n in work]), strict=True):
@@ -231,7 +243,7 @@ class Engine:
         table = torch.zeros(len(rows), self.shape.max_len, dtype=torch.int32)
         for index, row in enumerate(rows):
             table[index, : len(row)] = torch.tensor(row, dtype=torch.int32)
-        return table
+        return guarded(table)
 
     def offline(self, sequence: Sequence) -> torch.Tensor:
         """What the evaluator computes for the whole sequence, in float64."""

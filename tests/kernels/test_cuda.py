@@ -16,6 +16,7 @@ from tests.kernels.anchor_bytes import assert_reads_every_byte
 from tests.kernels.cuda_emulation.backend import EmulatedBackend, library
 from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, assert_decoded, decode_from
 from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.guarded import guarding
 from tests.kernels.test_operations import CONFIGS
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
@@ -54,6 +55,12 @@ def operations(fp8: bool = False, shared_bytes: int = 232448):
         return CudaOperations(layer, fp8=fp8, backend=backend, others=ReferenceOperations(layer))
 
     return build
+
+
+@pytest.fixture(autouse=True)
+def guarded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operations make tables of their own."""
+    monkeypatch.setattr(cuda, "tables_of", guarding(cuda.tables_of))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ Pages are full of NaN before they are written, and freed pages are again (see en
 """
 
 import os
+import signal
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,12 +19,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from vllm_antkv.triton_kernels import encode_store
+from vllm_antkv.triton_kernels.plain_pages import merge_attention
 
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
 from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.guarded import guarded, guarding
+from tests.kernels.test_guarded import ending
 from tests.kernels.triton_cases import CONFIGS, ONE_HEAD, SHAPES, assert_offline, serve
+from tests.kernels.varlen_reference import varlen
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import triton as triton_operations
+from vllm_antkv.ops import varlen as varlen_operations
 from vllm_antkv.ops import warm_up
 from vllm_antkv.ops.layer import LayerState, VotingBeside
 from vllm_antkv.ops.paged import ReferenceOperations
@@ -36,6 +42,12 @@ def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter pays for programs and iterations, not for elements."""
     monkeypatch.setattr(encode_store, "_MANY_TOKENS", 32)
     monkeypatch.setattr(encode_store, "_BLOCK_C", 1024)
+
+
+@pytest.fixture(autouse=True)
+def guarded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operations make tables of their own."""
+    monkeypatch.setattr(triton_operations, "_tables", guarding(triton_operations._tables))
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +83,12 @@ def test_settings(config):
     assert_offline(engine, serve(engine, [(130, 5), (1, 1), (1, 128)]))
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     config=st.builds(
         AntKVConfig,
         anchor_share=st.sampled_from([0.0, 0.01, 0.05]),
+        anchor_dtype=st.sampled_from(["fp8", "model"]),
         sinks=st.booleans(),
         prefix=st.sampled_from([0, 1, 8, 150]),
         recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
@@ -135,13 +148,27 @@ def test_warming_up_has_block_tables_as_wide_as_in_serving(monkeypatch):
     assert widths == {(17, -(-2100 // engine.layout.recency_block_size))}
 
 
-def test_centroids_on_a_gpu_are_there_once():
+def test_centroids_on_a_gpu_are_there_once(monkeypatch):
     """A layer on a GPU has them in float16 (`attention.attach`)."""
+    # Without the copies of the other tests.
+    monkeypatch.undo()
     engine = Engine(AntKVConfig(), ONE_HEAD, TritonOperations, compute_dtype=torch.float16)
     tables = engine.operations._tables
     for name in ("k_centroids", "v_centroids"):
         assert getattr(tables, name).data_ptr() == getattr(engine.state, name).data_ptr()
     assert tables.k_half_norms is engine.state.half_norms[0]
+
+
+@pytest.mark.parametrize(("missing", "signal_"), [(0, 0), (300, signal.SIGSEGV)])
+def test_a_kernel_that_reads_behind_a_table_is_stopped(missing, signal_):
+    """Told of a table of positions that is shorter than the sequence."""
+
+    def operations(layer: LayerState) -> TritonOperations:
+        table = guarded(layer.last_query[: len(layer.last_query) - missing])
+        return TritonOperations(replace(layer, last_query=table))
+
+    engine = Engine(AntKVConfig(), ONE_HEAD, operations)
+    assert ending(lambda: engine.step([(draw_sequence(0, 140, ONE_HEAD), 140)])) == signal_
 
 
 @dataclass
@@ -194,12 +221,12 @@ def test_blocks_that_single_tokens_fill_are_closed_by_the_scores_in_their_pages(
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-@pytest.mark.parametrize("share", [0.015, 0.0, 0.2])
-def test_a_long_past(monkeypatch, share, num_splits):
+@pytest.mark.parametrize(("share", "anchor_dtype"), [(0.015, "fp8"), (0.0, "fp8"), (0.2, "fp8"), (0.03, "model")])
+def test_a_long_past(monkeypatch, share, anchor_dtype, num_splits):
     """Anchors of several chunks of blocks, of which the last is not full, and no anchor rows, and many."""
     monkeypatch.setattr(triton_operations, "_MAX_SPLITS", num_splits)
     shape = replace(ONE_HEAD, max_len=1500)
-    engine = Engine(AntKVConfig(anchor_share=share, sinks=share > 0), shape, Decoding)
+    engine = Engine(AntKVConfig(anchor_share=share, anchor_dtype=anchor_dtype, sinks=share > 0), shape, Decoding)
     assert_offline(engine, serve(engine, [(1330, 700), (1, 1), (1, 1)]))
 
 
@@ -258,6 +285,54 @@ def test_a_table_that_does_not_compose(monkeypatch):
     monkeypatch.setattr(triton_operations, "angles_are_linear", lambda table: False)
     engine = Engine(AntKVConfig(recency="none"), ONE_HEAD, TritonOperations)
     assert_offline(engine, serve(engine, [(140, 1), (1, 1)]))
+
+
+def through_a_varlen_kernel(layer: LayerState) -> TritonOperations:
+    return TritonOperations(replace(layer, varlen=varlen(400)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [
+        (Shape("antkv-1bit", 80, 3, 1, torch.bfloat16, reorders=True), 32),
+        (Shape("antkv-1bit", 32, 6, 2, torch.float16, rotary_dim=16, magnitude=1.3, reorders=True), 128),
+        (Shape("antkv-2bit", 32, 3, 1, neox=False), 1),
+        (Shape("antkv-0.75bit", 48, 3, 1, rotary_dim=0), 100),
+    ],
+    ids=lambda value: str(value),
+)
+def test_prompts_through_a_kernel_for_plain_rows(monkeypatch, shape, window):
+    """Pieces of two blocks, a prefix in hand and in pages, and single tokens beside chunks."""
+    monkeypatch.setattr(varlen_operations, "PIECE", 2)
+    monkeypatch.setattr(triton_operations, "prefill", None)
+    config = AntKVConfig(recency=f"sliding:{window}", anchor_share=0.03, prefix=5)
+    engine = Engine(config, shape, through_a_varlen_kernel)
+    assert_offline(engine, serve(engine, [(150, 3), (1, 140), (170, 1), (2, 120)]))
+
+
+def test_votes_of_the_whole_prompt_through_a_kernel_for_plain_rows():
+    config = AntKVConfig(anchor_scope="prompt", prefix=0)
+    shape = Shape(num_heads=3, num_kv_heads=1)
+    engines = [Engine(config, shape, build) for build in (through_a_varlen_kernel, ReferenceOperations)]
+    ours, theirs = (serve(engine, [(150, 30), (1, 1), (20, 127)]) for engine in engines)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.output, reference.output, rtol=1e-3, atol=1e-4)
+    first_block = ours[0].vq_blocks[0]
+    assert torch.equal(*(engine.state.vq.anchor_offsets[first_block] for engine in engines))
+
+
+@pytest.mark.parametrize("nothing", [torch.inf, -torch.inf])
+def test_merging_with_nothing(nothing):
+    output, other = torch.randn(2, 20, 2, 8)
+    lse, other_lse = torch.randn(2, 2, 20)
+    other_lse[:, :3], lse[:, 3:5], lse[:, 2] = nothing, nothing, nothing
+    expected = torch.where(torch.arange(20)[:, None, None] < 3, output, other)
+    both = torch.stack([lse, other_lse])[:, :, 5:]
+    weights = both.softmax(0).transpose(1, 2)[..., None]
+    expected[5:] = (weights * torch.stack([output, other])[:, 5:]).sum(0)
+    merge_attention(output, lse, other, other_lse)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(lse[:, 5:], both.logsumexp(0))
 
 
 @dataclass

@@ -21,6 +21,7 @@ from loadtest.server import EMBEDDED, running_server
 from loadtest.soak import ENVIRONMENT, soak
 from loadtest.stream import StreamReader
 from loadtest.watch import metrics
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.serving
 
@@ -41,7 +42,7 @@ def server(tmp_path_factory):
         "--max-model-len": str(MAX_MODEL_LEN),
         "--kv-cache-memory-bytes": str(1 << 24),
         "--served-model-name": "embedded",
-        "--shutdown-timeout": "60",
+        "--shutdown-timeout": str(PATIENCE),
     }
     small = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **ENVIRONMENT}
     arguments = ["--enforce-eager", *(part for pair in options.items() for part in pair)]
@@ -80,7 +81,7 @@ def test_a_server_that_is_asked_to_stop_ends_its_answers(server):
     """As a pod of the Helm chart is. The last test of this server."""
     request = completion("embedded", "Once upon a time", 400)
     reader = StreamReader(time.perf_counter())
-    with httpx.stream("POST", server.url + request.path, json=request.body, timeout=60) as response:
+    with httpx.stream("POST", server.url + request.path, json=request.body, timeout=PATIENCE) as response:
         lines = response.iter_lines()
         reader.feed(next(lines), time.perf_counter())
         os.kill(server.pid, signal.SIGTERM)

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
 from tests.unit.evaluate.conftest import random_codebook
 from vllm_antkv.codebook import ModelIdentity, SinkRule, codebook_path
@@ -23,8 +24,6 @@ PRESET = "antkv-1bit"
 API_KEY = "sesame"
 MODEL_NAME = "tiny"
 _VLLM = Path(sys.executable).with_name("vllm")
-#: vLLM starts in about 40 seconds on two idle cores.
-_START_SECONDS = 400
 _STOP_SECONDS = 60
 
 
@@ -40,13 +39,13 @@ class Server:
 
     def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:
         """GET with this API key, or with none."""
-        return httpx.get(self.url + path, headers=_authorisation(key), timeout=60)
+        return httpx.get(self.url + path, headers=_authorisation(key), timeout=PATIENCE)
 
     def complete(self, prompt: list[int], max_tokens: int) -> None:
         """Generate exactly `max_tokens` tokens."""
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
         url = self.url + "/v1/completions"
-        httpx.post(url, json=body, headers=_authorisation(API_KEY), timeout=120).raise_for_status()
+        httpx.post(url, json=body, headers=_authorisation(API_KEY), timeout=PATIENCE).raise_for_status()
 
 
 def tiny_model(folder: Path) -> tuple[Path, Path]:
@@ -86,14 +85,14 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=_START_SECONDS,
+        timeout=PATIENCE,
         check=False,
     )
 
 
 @contextmanager
-def running_server(folder: Path) -> Iterator[Server]:
-    """A server of the tiny model with random weights; its log is `folder/server.log`."""
+def running_server(folder: Path, kv_cache_dtype: str = PRESET) -> Iterator[Server]:
+    """A server of the tiny model with random weights, always the same; its log is `folder/server.log`."""
     model, codebook = tiny_model(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -101,7 +100,7 @@ def running_server(folder: Path) -> Iterator[Server]:
     options = {
         "--host": "127.0.0.1",
         "--port": str(port),
-        "--kv-cache-dtype": PRESET,
+        "--kv-cache-dtype": kv_cache_dtype,
         "--additional-config": f'{{"antkv": {{"codebooks": "{codebook.parent}"}}}}',
         "--api-key": API_KEY,
         "--served-model-name": MODEL_NAME,
@@ -128,7 +127,7 @@ def _authorisation(key: str | None) -> dict[str, str]:
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if httpx.get(url + "/health", timeout=5).status_code == 200:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.patience import PATIENCE
 from tests.serving.bad_requests import (
     CHAT,
     CHAT_FIELDS,
@@ -34,7 +35,7 @@ PROBE = {"prompt": [0, *range(399, 100, -1)], "max_tokens": 12, "temperature": 0
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {API_KEY}", "Content-Type": "application/json"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE) as client:
         yield client
 
 
@@ -97,7 +98,7 @@ def test_a_bad_request(client: httpx.Client, name: str) -> None:
 @pytest.mark.parametrize("name", WIRE)
 def test_what_is_no_http(client: httpx.Client, name: str) -> None:
     address = urlsplit(str(client.base_url))
-    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as connection:
         connection.sendall(WIRE[name])
         assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
     assert client.get("/health").status_code == 200
@@ -105,14 +106,14 @@ def test_what_is_no_http(client: httpx.Client, name: str) -> None:
 
 def test_a_client_that_goes_away_in_the_middle_of_its_request(client: httpx.Client) -> None:
     address = urlsplit(str(client.base_url))
-    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
     assert client.get("/health").status_code == 200
 
 
 def test_the_server_goes_on_as_before(client: httpx.Client, answer_before: dict[str, Any]) -> None:
     assert probe(client) == answer_before
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while any(client.get(STATUS_PATH).json()["engines"][0]["pages_in_use"].values()):
         assert time.monotonic() < deadline, "a refused request holds pages"
         time.sleep(0.1)

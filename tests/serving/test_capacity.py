@@ -12,6 +12,7 @@ from tests.serving.conftest import EMBEDDED
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.capacity import DecodeShape, sequence_bytes
 from vllm_antkv.presets import PRESETS
 
 MAX_MODEL_LEN = 32768
@@ -58,6 +59,21 @@ def test_mixed_layers_share_one_block_table_for_either_class_of_pages(model_fold
     layouts = page_layouts(AntKVConfig(), presets, config.model_config.get_head_size(), config.model_config.dtype)
     num_kv_heads = config.model_config.get_num_kv_heads(config.parallel_config)
     assert found.num_blocks == MEMORY // (num_kv_heads * pool_block_bytes(layouts))
+
+
+@pytest.mark.parametrize("cache", ["auto", *PRESETS])
+def test_what_antkv_plan_computes_fills_the_blocks_that_vllm_has(model_folder: Path, cache: str) -> None:
+    config = engine_config(str(model_folder), MAX_MODEL_LEN)
+    shape = DecodeShape.of(config.model_config.hf_config)
+    presets = None if cache == "auto" else [PRESETS[cache]] * shape.num_layers
+    blocks = cache_config(config, presets).num_blocks
+    planned = MEMORY / (shape.heads * sequence_bytes(shape, cache, MAX_MODEL_LEN))
+    if presets is None:
+        taken = MAX_MODEL_LEN // 128
+    else:
+        layout = PageLayout.of(AntKVConfig(), presets[0], shape.head_size, torch.bfloat16)
+        taken = footprint([layout], AntKVConfig(), MAX_MODEL_LEN).total // pool_block_bytes([layout])
+    assert int(planned) * taken <= blocks < (int(planned) + 1) * taken
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS.keys())

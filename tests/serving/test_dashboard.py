@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.serving.server import API_KEY, MODEL_NAME, PRESET, Server
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 
@@ -24,7 +25,7 @@ pytestmark = [
 NUM_LAYERS, NUM_HEADS = 5, 2
 #: Three full blocks and a part of one.
 PROMPT = [0, *range(100, 499)]
-WAIT_MS = 30_000
+WAIT_MS = 1000 * PATIENCE
 
 
 @pytest.fixture(scope="module")

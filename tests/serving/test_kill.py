@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from loadtest.server import EMBEDDED, Server, running_server
 from loadtest.watch import metrics
+from tests.patience import PATIENCE
 from vllm_antkv.codebook import ModelIdentity, find_codebook
 
 pytestmark = pytest.mark.serving
@@ -38,15 +39,15 @@ PROMPT = [0, *range(50, 350)]
 #: So much to write that no answer is finished before its server is killed, however late the kill comes.
 ANSWERS = 8
 LONG = {"max_tokens": 1700, "n": ANSWERS}
-#: How long what should happen at once may take on a busy machine.
-SOON = 60
 
 
 @contextmanager
 def server(log: Path) -> Iterator[Server]:
     arguments = ["--enforce-eager", *(part for pair in OPTIONS.items() for part in pair)]
-    with running_server(str(EMBEDDED), PRESET, log, arguments, ENVIRONMENT) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_PLUGINS", raising=False)
+        with running_server(str(EMBEDDED), PRESET, log, arguments, ENVIRONMENT) as running:
+            yield running
 
 
 def request(**more: object) -> dict[str, object]:
@@ -54,20 +55,20 @@ def request(**more: object) -> dict[str, object]:
 
 
 def probe(running: Server) -> str:
-    response = httpx.post(f"{running.url}/v1/completions", json=request(max_tokens=24, temperature=0), timeout=SOON)
+    response = httpx.post(f"{running.url}/v1/completions", json=request(max_tokens=24, temperature=0), timeout=PATIENCE)
     return str(response.raise_for_status().json()["choices"][0]["text"])
 
 
 def whole_answer(running: Server) -> tuple[int, str]:
     """Status and message of a request that does not stream."""
-    response = httpx.post(f"{running.url}/v1/completions", json=request(**LONG), timeout=2 * SOON)
+    response = httpx.post(f"{running.url}/v1/completions", json=request(**LONG), timeout=PATIENCE)
     return response.status_code, response.json()["error"]["message"]
 
 
 def streamed_answer(running: Server) -> str:
     """The error in the middle of a stream."""
     body = request(**LONG, stream=True)
-    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=2 * SOON) as response:
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=PATIENCE) as response:
         events = [line.removeprefix("data: ") for line in response.iter_lines()]
     errors = [json.loads(event)["error"] for event in events if event.startswith('{"error"')]
     assert len(errors) == 1, events[-5:]
@@ -76,10 +77,21 @@ def streamed_answer(running: Server) -> str:
 
 def wait_until_all_run(running: Server, answers: int) -> None:
     """A request that comes after the kill would be refused in another way."""
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + PATIENCE
     while metrics(running.url)["vllm:num_requests_running"] < answers:
         assert time.monotonic() < deadline, "not all requests run"
         time.sleep(0.05)
+
+
+def assert_metrics_and_no_routes(running: Server, log: Path) -> None:
+    """What a server shows that was started without VLLM_PLUGINS."""
+    deadline = time.monotonic() + PATIENCE
+    while "vllm:antkv_tokens_stored_total" not in httpx.get(f"{running.url}/metrics", timeout=PATIENCE).text:
+        assert time.monotonic() < deadline, "no metrics of the cache"
+        time.sleep(0.5)
+    for path in ("/antkv/", "/antkv/status", "/antkv/config", "/antkv/anchors"):
+        assert httpx.get(running.url + path, timeout=PATIENCE).status_code == 404
+    assert "VLLM_PLUGINS=antkv switches them on." in log.read_text()
 
 
 def checksum() -> str:
@@ -99,6 +111,7 @@ def test_a_killed_process_takes_the_server_down_cleanly(tmp_path: Path, answers:
     with server(tmp_path / "server.log") as running, ThreadPoolExecutor() as pool:
         answers.add(probe(running))
         assert len(answers) == 1
+        assert_metrics_and_no_routes(running, tmp_path / "server.log")
         processes = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
         (doomed,) = [process for process in processes if process.name() == victim[:15] or victim in process.cmdline()]
         streams = [pool.submit(streamed_answer, running) for _ in range(2)]
@@ -107,12 +120,12 @@ def test_a_killed_process_takes_the_server_down_cleanly(tmp_path: Path, answers:
         time.sleep(random.Random(victim).uniform(0, 0.5))
         doomed.kill()
         for stream in streams:
-            assert "EngineCore" in stream.result(SOON)
+            assert "EngineCore" in stream.result(PATIENCE)
         for whole in wholes:
-            status, message = whole.result(SOON)
+            status, message = whole.result(PATIENCE)
             assert status == 500
             assert "EngineCore" in message
-        _, alive = psutil.wait_procs(processes, timeout=SOON)
+        _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
         assert alive == []
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{running.url}/health", timeout=5)

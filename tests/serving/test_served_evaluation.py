@@ -72,7 +72,7 @@ def test_auto_is_fp16(card: ModelCard, windows: torch.Tensor, engine_environment
     "settings",
     [
         {},
-        {"anchor_share": 0.05, "recency": "none", "prefix": 0},
+        {"anchor_share": 0.05, "anchor_dtype": "model", "recency": "none", "prefix": 0},
     ],
     ids=str,
 )

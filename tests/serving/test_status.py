@@ -12,6 +12,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
 from tests.serving.server import MODEL_NAME, PRESET, Server, run_vllm
 from vllm_antkv.codebook import Codebook
@@ -33,8 +34,8 @@ def status(server: Server) -> dict[str, Any]:
     return response.json()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
@@ -188,7 +189,7 @@ def test_metrics_show_what_status_says(server: Server) -> None:
 
 
 def test_the_routes_are_in_the_servers_api_description(server: Server) -> None:
-    paths = httpx.get(server.url + "/openapi.json", timeout=60).json()["paths"]
+    paths = httpx.get(server.url + "/openapi.json", timeout=PATIENCE).json()["paths"]
     assert all("get" in paths[route] for route in ROUTES)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.engine import Engine, Shape, draw_sequence
+from vllm_antkv.cache.pages import VQPages
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import attention_shares as module
 from vllm_antkv.ops.attention_shares import attention_shares
@@ -13,6 +14,7 @@ from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import correction
 from vllm_antkv.ops.step import Step
+from vllm_antkv.select.anchors import EXACT_ANCHOR
 
 LENGTHS = (300, 389)
 
@@ -50,7 +52,10 @@ def with_values(layer: LayerState, recent: float, anchors: float) -> LayerState:
     offsets = layer.vq.anchor_offsets.clone()
     offsets[:, :, 1] = offsets[:, :, 0]
     of_zero = correction(torch.tensor(anchors), torch.tensor(0.0))
-    vq = replace(layer.vq, anchor_offsets=offsets, v_anchors=of_zero.expand_as(layer.vq.v_anchors))
+    rows = of_zero.repeat(*layer.vq.v_anchors.shape)
+    in_pairs = VQPages.in_pairs(rows, layer.recency.v.dtype)
+    in_pairs[offsets[:, :, 1, : 2 * in_pairs.shape[2] : 2] >= EXACT_ANCHOR] = anchors
+    vq = replace(layer.vq, anchor_offsets=offsets, v_anchors=rows)
     recency = replace(layer.recency, v=torch.full_like(layer.recency.v, recent))
     return replace(layer, vq=vq, recency=recency, v_centroids=torch.zeros_like(layer.v_centroids))
 
@@ -61,6 +66,7 @@ def with_values(layer: LayerState, recent: float, anchors: float) -> LayerState:
     "settings, shape",
     [
         ({"anchor_share": 0.05}, Shape()),
+        ({"anchor_dtype": "model", "anchor_share": 0.03}, Shape(dtype=torch.bfloat16)),
         ({"anchor_share": 0.2, "recency": "none", "prefix": 0}, Shape(num_heads=2)),
         ({"recency": "log:42"}, Shape(preset="antkv-0.75bit", head_size=32, rotary_dim=0)),
         (

@@ -5,15 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
-from rich.console import Console
 
 from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
-from vllm_antkv import cli
+from vllm_antkv import __version__, cli
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.errors import CalibrationError, CodebookError, SettingsError
 from vllm_antkv.evaluate.compare import gap_closed
@@ -151,18 +149,25 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
     assert passed == ["none", "mixed", 50, 3]
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_doctor_decides_the_exit_code(monkeypatch, code) -> None:
-    calls = []
+def test_the_version_is_shown(capsys) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"vllm-antkv {__version__}\n"
 
-    def run_doctor(model: str | None, codebooks: str | None, console: Console) -> int:
-        calls.append((model, codebooks))
-        return code
 
-    monkeypatch.setitem(sys.modules, "vllm_antkv.doctor", SimpleNamespace(run_doctor=run_doctor))
-    assert cli.run(["doctor", "MODEL", "--codebooks", "DIR"]) == code
-    assert cli.run(["doctor"]) == code
-    assert calls == [("MODEL", "DIR"), (None, None)]
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("antkv pl", ["plan"]), ("antkv eval ret", ["retrieval"]), ("antkv plan M --gpu h", ["h100-80", "h200-141"])],
+)
+def test_the_shell_completes(line: str, expected: list[str]) -> None:
+    environment = {
+        **os.environ,
+        "_ANTKV_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+    }
+    command = [Path(sys.executable).with_name("antkv")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == expected, done.stderr
 
 
 @pytest.mark.parametrize("command", [[], ["calibrate"], ["eval"], ["eval", "perplexity"], ["eval", "compare"]])
@@ -176,7 +181,7 @@ def test_help_explains_with_an_example(command, capsys) -> None:
 
 def test_help_answers_before_heavy_imports() -> None:
     code = "import sys; from vllm_antkv import cli; cli.run(['--help']); sys.exit('transformers' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert result.returncode == 0, result.stderr
 
 

@@ -19,6 +19,7 @@ from vllm_antkv.codebook import (
     codebook_path,
     default_folders,
     find_codebook,
+    own_folder,
     search,
     shipped_folder,
     user_folder,
@@ -40,7 +41,7 @@ MODEL = ModelIdentity(
     vocab_size=100,
 )
 SINKS = SinkRule(layer=1, channels=(3, 17), threshold=12.5)
-same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def make(preset="antkv-4bit", model=MODEL, sinks=None, seed=0, layers=None):
@@ -356,7 +357,9 @@ def test_lookup_goes_from_the_model_to_what_we_ship_to_the_users_cache(tmp_path,
     name = str(tmp_path / "model")
     os.mkdir(name)
     folders = default_folders(name, MODEL)
-    assert folders == [Path(name) / "antkv", shipped_folder(MODEL), user_folder(MODEL)]
+    users = user_folder(MODEL)
+    assert folders == [Path(name) / "antkv", shipped_folder(MODEL), users, own_folder(name, MODEL)]
+    assert folders[-1].parent == users
     with pytest.raises(CodebookError) as caught:
         find_codebook(name, MODEL, "antkv-4bit")
     text = reads_well(caught.value)

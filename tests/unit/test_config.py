@@ -59,6 +59,7 @@ def test_an_unreadable_recency_is_refused_with_its_value(text, reads_well):
         ({"anchor_share": 1.5}, "anchor_share"),
         ({"anchor_share": -0.1}, "anchor_share"),
         ({"anchor_share": float("nan")}, "anchor_share"),
+        ({"anchor_dtype": "fp16"}, "anchor_dtype"),
         ({"anchor_scope": "batch"}, "anchor_scope"),
         ({"prefix": -1}, "prefix"),
         ({"prefix": 1e9}, "prefix"),
@@ -80,13 +81,15 @@ def test_settings_do_not_change_after_they_are_made():
         AntKVConfig().prefix = 3
 
 
-@given(st.floats(0, 1), st.booleans())
-def test_anchor_rows_follow_the_share(share, sinks):
-    rows = AntKVConfig(anchor_share=share, sinks=sinks).anchor_rows
-    assert 0 <= rows <= VQ_BLOCK_SIZE
+@given(st.floats(0, 1), st.booleans(), st.sampled_from([("fp8", 1), ("model", 2)]))
+def test_anchor_rows_follow_the_share(share, sinks, dtype):
+    rows = AntKVConfig(anchor_share=share, anchor_dtype=dtype[0], sinks=sinks).anchor_rows
+    assert 0 <= rows <= dtype[1] * VQ_BLOCK_SIZE
+    assert rows % dtype[1] == 0
     assert rows == 0 or share > 0 or sinks
-    assert rows >= 1 or (share == 0 and not sinks)
-    assert abs(rows - share * VQ_BLOCK_SIZE) <= 1
+    assert rows >= dtype[1] or (share == 0 and not sinks)
+    assert rows >= 2 or not sinks, "a sink has two"
+    assert abs(rows / dtype[1] - share * VQ_BLOCK_SIZE) <= (2 if sinks else 1)
 
 
 def test_everything_can_be_switched_off():

@@ -1,13 +1,12 @@
 import dataclasses
+import json
 import sys
-from io import StringIO
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import GPT2Config, LlamaConfig
 
-from vllm_antkv import doctor
+from vllm_antkv import cli, doctor
 from vllm_antkv.codebook import Codebook, CodebookHeader, ModelIdentity, codebook_path
 from vllm_antkv.ops import cpu
 from vllm_antkv.presets import PRESETS, get_preset
@@ -47,16 +46,41 @@ def by_name(findings):
     return {finding.what: finding for finding in findings}
 
 
-def report(model=None, codebooks=None):
-    out = StringIO()
-    code = doctor.run_doctor(model, codebooks, Console(file=out, width=200))
-    return code, out.getvalue()
+@pytest.fixture
+def report(capsys):
+    def run(*args):
+        code = cli.run(["doctor", *map(str, args)])
+        return code, capsys.readouterr().out
+
+    return run
 
 
-def test_this_environment_has_no_problem():
+def test_this_environment_has_no_problem(report):
     code, text = report()
     assert code == 0, text
     assert "Everything that was checked works." in text
+
+
+def test_the_report_is_there_as_json(report, model):
+    path, _ = model
+    code, text = report(path, "--json", "-")
+    found = json.loads(text)
+    findings = [finding for section in found["sections"].values() for finding in section]
+    assert list(found["sections"]) == ["Installation", "Hooks into vLLM", "Kernels", "Model"]
+    assert all(finding.keys() == {"what", "state", "detail", "remedy"} for finding in findings)
+    assert found["problems"] == sum(finding["state"] == "problem" for finding in findings) == code == 1
+
+
+def test_the_report_fits_80_columns_and_cuts_no_word(report, model):
+    path, identity = model
+    folder = path.parent / ("a-long-name-" * 6)
+    write_codebook(folder, identity)
+    _, text = report(path, "--codebooks", folder)
+    words = [word for finding in doctor.check_model(str(path), str(folder)) for word in finding.detail.split()]
+    assert set(words) <= set(text.split())
+    assert str(codebook_path(folder, "antkv-1bit")) in words, "a path that fits no line of 80"
+    for line in text.splitlines():
+        assert len(line) <= 80 or len(line.split()) == 1, line
 
 
 def test_every_problem_says_what_to_do():
@@ -144,11 +168,11 @@ def test_kernels_that_were_not_built_are_named(monkeypatch, tmp_path):
     assert "no C++ compiler was found" in ours["C++ (avx2)"].detail
 
 
-def test_a_model_without_codebooks_is_told_how_to_make_one(model):
+def test_a_model_without_codebooks_is_told_how_to_make_one(model, report):
     path, _ = model
-    code, text = report(str(path))
+    code, text = report(path)
     assert code == 1
-    assert f"antkv calibrate {path}" in "".join(text.split("\n")) or "antkv calibrate" in text
+    assert f"antkv calibrate {path}" in " ".join(text.split())
     findings = by_name(doctor.check_model(str(path), None))
     assert findings["codebooks"].state == "problem"
     assert "does not divide" in findings["antkv-0.375bit"].detail
@@ -175,14 +199,14 @@ def test_a_codebook_of_another_model_or_damaged_is_a_problem(model, tmp_path):
     assert finding.remedy
 
 
-def test_a_folder_of_codebooks_can_be_checked_alone(tmp_path, model):
+def test_a_folder_of_codebooks_can_be_checked_alone(tmp_path, model, report):
     _, identity = model
-    assert report(codebooks=str(tmp_path / "none"))[0] == 1
+    assert report("--codebooks", tmp_path / "none")[0] == 1
     for preset in list(PRESETS)[:2]:
         write_codebook(tmp_path / "mine", identity, preset)
-    code, text = report(codebooks=str(tmp_path / "mine"))
+    code, text = report("--codebooks", tmp_path / "mine")
     assert code == 0, text
-    assert "antkv-2bit for LlamaForCausalLM, 2 layers, head size 16" in text
+    assert "antkv-2bit for LlamaForCausalLM, 2 layers, head size 16" in " ".join(text.split())
 
 
 def test_a_model_that_is_none_is_a_problem(tmp_path):

@@ -6,7 +6,6 @@ import importlib
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 MODELS = Path(__file__).parents[2] / "models"
-STEPS = 30
+STEPS = 8
 
 
 @pytest.fixture
@@ -34,11 +33,26 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trainer_process(cache: Path, run: Path) -> subprocess.Popen[bytes]:
-    """Start a tiny training run of ``STEPS`` steps that checkpoints after every step."""
+#: Kills itself after a few checkpoints, which nobody can do from outside at the same moment on every machine.
+KILLED = """
+import os, signal, sys
+import train_embedded
+save, saved = train_embedded.Trainer.save, []
+def save_and_die(self, path, elapsed):
+    save(self, path, elapsed)
+    saved.append(path)
+    if len(saved) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+train_embedded.Trainer.save = save_and_die
+train_embedded.app()
+"""
+
+
+def train(cache: Path, run: Path, *program: str) -> int:
+    """The exit code of a tiny training run of ``STEPS`` steps that checkpoints after every step."""
     shape = "--layers 1 --hidden 64 --intermediate 64 --heads 1 --kv-heads 1 --rows-per-step 1 --checkpoint-seconds 0"
-    command = [sys.executable, str(MODELS / "train_embedded.py"), "train", "--cache", str(cache), "--run", str(run)]
-    return subprocess.Popen([*command, "--steps", str(STEPS), *shape.split()], stderr=subprocess.DEVNULL)
+    command = [sys.executable, *program, "train", "--cache", str(cache), "--run", str(run), "--steps", str(STEPS)]
+    return subprocess.run([*command, *shape.split()], cwd=MODELS, stderr=subprocess.DEVNULL, check=False).returncode
 
 
 def load(run: Path) -> Any:
@@ -56,15 +70,10 @@ def flat(state: Any) -> list[Any]:
 
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(cache: Path, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    uninterrupted, victim = trainer_process(cache, whole), trainer_process(cache, broken)
-    deadline = time.monotonic() + 300
-    while not (broken / "checkpoint.pt").exists() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    victim.kill()
-    assert victim.wait() == -signal.SIGKILL
+    assert train(cache, whole, "train_embedded.py") == 0
+    assert train(cache, broken, "-c", KILLED) == -signal.SIGKILL
     assert 0 < load(broken)["step"] < STEPS
-    assert uninterrupted.wait() == 0
-    assert trainer_process(cache, broken).wait() == 0
+    assert train(cache, broken, "train_embedded.py") == 0
 
     first, second = load(whole), load(broken)
     del first["elapsed"], second["elapsed"]

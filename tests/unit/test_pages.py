@@ -13,7 +13,12 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.presets import PRESETS, get_preset, nominal_bits
 
-configs = st.builds(AntKVConfig, anchor_share=st.sampled_from([0.0, 0.01, 0.05, 0.2]))
+configs = st.builds(
+    AntKVConfig,
+    anchor_share=st.sampled_from([0.0, 0.01, 0.05, 0.2]),
+    anchor_dtype=st.sampled_from(["fp8", "model"]),
+    sinks=st.booleans(),
+)
 presets = st.sampled_from(list(PRESETS.values()))
 head_sizes = st.sampled_from([32, 64, 96, 128, 256])
 dtypes = st.sampled_from([torch.bfloat16, torch.float32])
@@ -67,6 +72,29 @@ def test_views_share_no_byte_and_leave_the_padding(config, preset, head_size, dt
         assert raw.max() <= 1, "no byte is in two views"
         taken = sum(view.nbytes for view in views)
         assert int(raw.sum()) == taken
+
+
+@given(config=configs, head_size=head_sizes, dtype=dtypes)
+def test_two_anchor_rows_are_one_in_full_precision(config, head_size, dtype) -> None:
+    layout = PageLayout.of(config, get_preset("antkv-1bit"), head_size, dtype)
+    raw = torch.zeros(2, 3, 1, layout.vq_page_bytes, dtype=torch.uint8)
+    pages = VQPages.view(raw, layout)
+    rows = VQPages.in_pairs(pages.v_anchors, dtype)
+    assert rows.shape == (2, 3, config.anchor_rows // 2, head_size)
+    number = torch.tensor(1.5, dtype=dtype)
+    for row in range(rows.shape[2]):
+        rows[1, 2, row] = number
+        pair = pages.v_anchors[1, 2, 2 * row : 2 * row + 2].flatten()
+        assert torch.equal(pair, number.expand(head_size).contiguous().view(torch.uint8))
+        assert raw[1, 2].count_nonzero() == raw.count_nonzero() == pair.count_nonzero()
+        rows[1, 2, row] = 0
+
+
+@pytest.mark.parametrize(("anchor_dtype", "num_bytes"), [("fp8", 4624), ("model", 5136)])
+def test_bytes_of_a_page_of_the_papers_models(anchor_dtype, num_bytes) -> None:
+    """Codes, two anchors of K and two of V, and their offsets."""
+    layout = PageLayout.of(AntKVConfig(anchor_dtype=anchor_dtype), get_preset("antkv-1bit"), 128, torch.bfloat16)
+    assert layout.vq_page_bytes - layout.padding == num_bytes
 
 
 def test_a_preset_that_does_not_divide_the_head_is_refused() -> None:

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.reference import (
     SeenRows,
     anchor_score,
@@ -15,7 +16,7 @@ from vllm_antkv.ops.reference import (
     unpack_codes,
 )
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.select.anchors import RECENT_VOTE, SINK_SCORE, block_anchors, top_rows, vote_weights
+from vllm_antkv.select.anchors import EXACT_ANCHOR, RECENT_VOTE, SINK_SCORE, block_anchors, top_rows, vote_weights
 
 presets = st.sampled_from(list(PRESETS.values()))
 seeds = st.integers(0, 2**31)
@@ -242,25 +243,68 @@ def test_corrections_of_corrections_are_the_same_bytes():
     assert torch.equal(correction(corrected(zero, every), zero), every)
 
 
-def choose(scores, num_rows, prefix, scope="prompt", anchors=True, errors=None):
-    """`block_anchors` of one head whose rows lose `errors` (1 without) through their codes."""
+def choose(scores, num_rows, prefix, scope="prompt", errors=None, **settings):
+    """`block_anchors` of one head whose rows lose `errors` (1 without) through their codes.
+
+    num_rows: anchor rows, of 8 bits.
+    """
     exact = torch.zeros(len(scores), 1, 4)
     coded = exact.clone()
     coded[:, 0, 0] = torch.ones(len(scores)) if errors is None else torch.tensor(errors)
-    voted = scope if anchors else None
-    rows = block_anchors(torch.tensor([scores]), exact, coded, num_rows, torch.tensor([prefix]), voted)
+    config = AntKVConfig(**{"anchor_share": num_rows / VQ_BLOCK_SIZE, "anchor_scope": scope, "sinks": False} | settings)
+    rows = block_anchors(torch.tensor([scores]), exact, coded, torch.tensor([prefix]), config)
     return rows[0].tolist()
 
 
 def test_sinks_come_first_and_the_prefix_takes_no_row():
     scores = [9.0, 8.0, 7.0, SINK_SCORE, 6.0, SINK_SCORE]
     prefix = [True, False, False, False, False, True]
-    assert choose(scores, 3, prefix) == [3, 1, 2]
-    assert choose(scores, 3, prefix, anchors=False) == [3, -1, -1]
+    assert choose(scores, 4, prefix) == [EXACT_ANCHOR + 3, -1, 1, 2]
+    assert choose(scores, 0, prefix, sinks=True) == [EXACT_ANCHOR + 3, -1]
 
 
 def test_a_sink_needs_no_error_to_be_kept():
-    assert choose([1.0, SINK_SCORE], 1, [False, False], errors=[5.0, 0.0]) == [1]
+    assert choose([1.0, SINK_SCORE], 2, [False, False], errors=[5.0, 0.0]) == [EXACT_ANCHOR + 1, -1]
+
+
+def test_no_sink_goes_without_a_row_for_another_to_be_exact():
+    scores = [9.0, SINK_SCORE, SINK_SCORE, 8.0]
+    assert choose(scores, 4, [False] * 4) == [EXACT_ANCHOR + 1, -1, EXACT_ANCHOR + 2, -1]
+    assert choose(scores, 3, [False] * 4) == [EXACT_ANCHOR + 1, -1, 2]
+    assert choose(scores, 2, [False] * 4) == [1, 2]
+    assert choose(scores, 1, [False] * 4) == [1]
+
+
+def test_with_the_dtype_of_the_model_every_anchor_takes_two_rows():
+    scores, prefix = [9.0, 8.0, 7.0, SINK_SCORE], [True, False, False, False]
+    assert choose(scores, 2, prefix, anchor_dtype="model") == [EXACT_ANCHOR + 3, -1, EXACT_ANCHOR + 1, -1]
+    # Rows beyond the candidates stay empty.
+    assert choose(scores, 4, prefix, anchor_dtype="model")[4:] == [EXACT_ANCHOR + 2, -1, -1, -1]
+
+
+@given(
+    scores=st.lists(st.sampled_from([1.0, 2.0, SINK_SCORE]), min_size=128, max_size=128),
+    share=st.sampled_from([0.0, 0.01, 0.03, 0.5, 1.0]),
+    anchor_dtype=st.sampled_from(["fp8", "model"]),
+    prefix=st.integers(0, 128),
+)
+def test_rows_are_taken_in_order_and_none_twice(scores, share, anchor_dtype, prefix):
+    settings = {"anchor_share": share, "anchor_dtype": anchor_dtype, "sinks": True}
+    rows = choose(scores, 0, [j < prefix for j in range(128)], **settings)
+    assert len(rows) == AntKVConfig(**settings).anchor_rows
+    exact = [j for j in rows if j >= EXACT_ANCHOR]
+    # Each exact row starts at an even row, has the next one too, and all of them come first.
+    assert rows[: 2 * len(exact)] == [part for j in exact for part in (j, -1)]
+    held = [j % EXACT_ANCHOR for j in rows if j >= 0]
+    ranked = sorted(range(prefix, 128), key=lambda j: (-scores[j], j))
+    wanted = ranked if share else [j for j in ranked if scores[j] == SINK_SCORE]
+    assert held == wanted[: len(held)]
+    assert len(held) == len(wanted) or all(j >= 0 for j in rows[2 * len(exact) :])
+    num_sinks = sum(scores[j] == SINK_SCORE for j in wanted)
+    if anchor_dtype == "model":
+        assert len(exact) == min(len(wanted), len(rows) // 2)
+    else:
+        assert len(exact) == max(min(num_sinks, len(rows) - num_sinks), 0)
 
 
 def test_a_row_counts_for_what_its_code_loses():

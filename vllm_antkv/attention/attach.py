@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_antkv.attention.flash_attention import flash_attention
 from vllm_antkv.attention.impl import AntKVImpl, Attachment
 from vllm_antkv.attention.layer import RecencyLayer, recency_layer_name
 from vllm_antkv.attention.rope import rotary_table
@@ -124,6 +125,7 @@ def _attach_layer(
     assert isinstance(layer.impl, AntKVImpl)
     # As the file has them where kernels can read that: a second copy at 4,096 centroids is over a gigabyte.
     held_in = torch.float16 if shared.kernels.on_gpu else torch.float32
+    max_num_tokens = shared.vllm_config.scheduler_config.max_num_batched_tokens
     layer.impl.attachment = Attachment(
         settings=settings,
         layout=layout,
@@ -143,6 +145,7 @@ def _attach_layer(
         kernels=shared.kernels,
         max_num_reqs=shared.vllm_config.scheduler_config.max_num_seqs,
         scratch=workspace,
+        varlen=flash_attention(layer.head_size, dtype, max_num_tokens) if shared.kernels.on_gpu else None,
     )
     spec = vq_spec(layout, layer.num_kv_heads)
 

@@ -17,6 +17,7 @@ from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels
 from vllm_antkv.ops.layer import LayerOperations, LayerState, Scratch, StepRows, run
 from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.ops.warm_up import warm_up
 
 
@@ -37,6 +38,7 @@ class Attachment:
     kernels: what runs the operations.
     max_num_reqs: the most requests of a step.
     scratch: see `ops.layer.Scratch`.
+    varlen: attends to plain rows, where there is such a kernel.
     """
 
     settings: AntKVConfig
@@ -56,6 +58,7 @@ class Attachment:
     kernels: Kernels
     max_num_reqs: int
     scratch: Scratch
+    varlen: Varlen | None
 
 
 class AntKVImpl(AttentionImpl[VQMetadata]):
@@ -168,4 +171,5 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             counts_rows=attachment.counts_rows,
             max_num_reqs=attachment.max_num_reqs,
             scratch=attachment.scratch,
+            varlen=attachment.varlen,
         )

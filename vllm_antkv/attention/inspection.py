@@ -15,6 +15,7 @@ from vllm_antkv.attention.metadata import VQMetadata
 from vllm_antkv.cache.pages import VQPages
 from vllm_antkv.ops.attention_shares import attention_shares
 from vllm_antkv.ops.counters import Counters, Report
+from vllm_antkv.select.anchors import EXACT_ANCHOR
 
 
 class Inspector:
@@ -36,7 +37,7 @@ class Inspector:
         return self._counters.report()
 
     def anchor_offsets(self, block_ids: list[int]) -> list[list[list[list[list[int]]]]]:
-        """Offsets in their blocks of the anchors of some VQ pages, NO_ANCHOR where a row is unused.
+        """Offsets in their blocks of the anchors of some VQ pages, NO_ANCHOR where a row is unused or another's.
 
         Returns:
             [layer][block][KV head of this worker][K, V][row].
@@ -46,7 +47,8 @@ class Inspector:
     def _anchor_offsets_of(self, layer: Any, block_ids: list[int]) -> list[list[list[list[int]]]]:
         attachment = layer.impl.attachment
         pages = VQPages.view(layer.kv_cache, attachment.layout)
-        return pages.anchor_offsets[torch.tensor(block_ids, device=layer.kv_cache.device)].tolist()
+        offsets = pages.anchor_offsets[torch.tensor(block_ids, device=layer.kv_cache.device)]
+        return torch.where(offsets >= EXACT_ANCHOR, offsets - EXACT_ANCHOR, offsets).tolist()
 
     def _sample(self, kv_head: int, impl: AntKVImpl) -> None:
         """Measure in the next step that only decodes, after its attention."""

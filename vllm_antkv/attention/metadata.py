@@ -42,6 +42,8 @@ class VQMetadata(AttentionMetadata):
     max_query_len: int
     max_seq_len: int
     is_prefilling: torch.Tensor | None
+    query_start_loc_cpu: torch.Tensor
+    seq_lens_cpu: torch.Tensor | None
     _step: Step | None = None
 
     def step(self, recency: RecencyMetadata) -> Step:
@@ -55,6 +57,8 @@ class VQMetadata(AttentionMetadata):
                 max_query_len=self.max_query_len,
                 max_seq_len=self.max_seq_len,
                 is_prefilling=self.is_prefilling,
+                query_start_loc_cpu=self.query_start_loc_cpu,
+                seq_lens_cpu=self.seq_lens_cpu,
             )
         return self._step
 
@@ -95,6 +99,8 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         """As `build`, for a step that is not counted."""
         num_reqs = common_attn_metadata.num_reqs
         is_prefilling = common_attn_metadata.is_prefilling
+        # Exact for prompts, and for all others but drafts of asynchronous scheduling, which are refused.
+        seq_lens_cpu = common_attn_metadata.seq_lens_cpu_upper_bound
         return VQMetadata(
             num_tokens=common_attn_metadata.num_actual_tokens,
             query_start_loc=common_attn_metadata.query_start_loc[: num_reqs + 1],
@@ -103,6 +109,8 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
             max_query_len=common_attn_metadata.max_query_len,
             max_seq_len=common_attn_metadata.max_seq_len,
             is_prefilling=None if is_prefilling is None else is_prefilling[:num_reqs],
+            query_start_loc_cpu=common_attn_metadata.query_start_loc_cpu[: num_reqs + 1],
+            seq_lens_cpu=None if seq_lens_cpu is None else seq_lens_cpu[:num_reqs],
         )
 
 

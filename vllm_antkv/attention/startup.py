@@ -9,7 +9,8 @@ from vllm.config import VllmConfig
 
 from vllm_antkv.attention.footprint import describe
 from vllm_antkv.attention.refusals import refuse_unsupported
-from vllm_antkv.codebook import Codebook, ModelIdentity, find_codebook
+from vllm_antkv.codebook import Codebook, ModelIdentity
+from vllm_antkv.codebook.automatic import Wanted, find_or_make
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.presets import Preset, get_preset
@@ -45,7 +46,7 @@ class ResolvedCodebook:
 
 
 def complete(vllm_config: VllmConfig) -> None:
-    """Refuse what cannot be served, set what follows from the dtype, find and check the codebook.
+    """Refuse what cannot be served, set what follows from the dtype, find or make the codebook, and check it.
 
     Raises:
         SettingsError, UnsupportedModelError, CodebookError: with one sentence each.
@@ -64,7 +65,8 @@ def complete(vllm_config: VllmConfig) -> None:
     model_config = vllm_config.model_config
     identity = ModelIdentity.from_hf_config(model_config.hf_config)
     get_preset(cache_config.cache_dtype).num_sub_vectors(identity.head_size)
-    path = find_codebook(model_config.model, identity, cache_config.cache_dtype, settings.codebooks)
+    wanted = Wanted(model_config.model, model_config.revision, identity, cache_config.cache_dtype)
+    path = find_or_make(wanted, settings)
     codebook = Codebook.load(path, cache_config.cache_dtype, identity)
     prefix = codebook.header.prefix or ()
     layers = tuple(preset.name for preset in codebook.header.layer_presets)

@@ -35,7 +35,7 @@ def footprint(layouts: Sequence[PageLayout], settings: AntKVConfig, length: int)
     retention = page_retention(settings, max(length, 1), first.recency_block_size, 0)
     pages = len(retention.pages_at(length))
     code_bytes = sum(2 * layout.preset.code_bytes(layout.head_size) for layout in layouts) * length
-    anchor_bytes = len(layouts) * blocks * 2 * first.anchor_rows * (first.head_size + 2)
+    anchor_bytes = len(layouts) * blocks * 2 * first.anchor_rows * (first.anchor_row_bytes + 2)
     row_bytes = 2 * first.row_bytes + 2 * 4
     recency_bytes = len(layouts) * pages * first.recency_block_size * row_bytes
     # A page of either class occupies a whole pool block, which is as large as the larger of the two.

@@ -3,14 +3,16 @@
 Two allocations come from vLLM's block pool for every attention layer:
 
 * a **VQ page** per 128 tokens: the codes of every token, and after them the block's few anchor rows (K, V and their
-  offsets in the block). An anchor row is what its code loses, in FP8 (e4m3): the two add up to the row. Codes and
+  offsets in the block). An anchor row is what its code loses, in FP8 (e4m3): the two add up to the row. Two of them,
+  from an even one on, hold a row that is kept as it is, as sinks are (`select.anchors.EXACT_ANCHOR`). Codes and
   anchors share a block table, so they share a page.
 * a **recency page** per few tokens: full-precision rows of the tokens that are still needed exactly, and the Anchor
   Scores they have collected so far.
 
-Layout of one (block, KV head), with B tokens per block, R anchor rows, D channels:
+Layout of one (block, KV head), with B tokens per block, R anchor rows, D channels; a is half the bytes of a row in the
+model dtype: D, and of a float32 model 2 D, of which e4m3 uses the first:
 
-    VQ page       K codes [B, kb] | V codes [B, vb] | anchor K e4m3 [R, D] | anchor V e4m3 [R, D] | offsets int16 [2, R]
+    VQ page       K codes [B, kb] | V codes [B, vb] | anchor K [R, a] | anchor V [R, a] | offsets int16 [2, R]
     recency page  K [T, D] | V [T, D] | scores float32 [2, T]
 
 K rows are stored as attention uses them (after RoPE), codes stand for K before RoPE. This module imports no vLLM.
@@ -45,7 +47,7 @@ class PageLayout:
     preset: of the layer.
     head_size: channels.
     itemsize: bytes of the model dtype.
-    anchor_rows: rows of K, and as many of V, per block.
+    anchor_rows: rows for anchors of K, and as many of V, per block (`AntKVConfig.anchor_rows`).
     recency_block_size: tokens per recency page, the same for all layers.
     padding: bytes at the end of a VQ page.
     """
@@ -75,7 +77,12 @@ class PageLayout:
     @property
     def anchor_section_bytes(self) -> int:
         """Bytes of the K (or V) anchor rows of a block."""
-        return _align(self.anchor_rows * self.head_size)
+        return _align(self.anchor_rows * self.anchor_row_bytes)
+
+    @property
+    def anchor_row_bytes(self) -> int:
+        """Bytes of an anchor row: two hold a row in full precision."""
+        return self.row_bytes // 2
 
     @property
     def offset_section_bytes(self) -> int:
@@ -153,8 +160,10 @@ class VQPages:
     """Typed views of a layer's VQ pages; writing to them writes the cache.
 
     k_codes, v_codes: (num_blocks, num_kv_heads, VQ_BLOCK_SIZE, code_bytes) uint8.
-    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, head_size) uint8, e4m3 (`ops.reference.correction`).
-    anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V, NO_ANCHOR where unused.
+    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, anchor_row_bytes) uint8: e4m3 in the first head_size
+        bytes (`ops.reference.correction`), or half of a row in full precision.
+    anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V, NO_ANCHOR where unused, or not the first
+        of two; EXACT_ANCHOR is added to those of rows in full precision.
     """
 
     k_codes: torch.Tensor
@@ -169,7 +178,7 @@ class VQPages:
         sections = _Sections(raw)
         code_bytes = layout.preset.code_bytes(layout.head_size)
         codes = (VQ_BLOCK_SIZE, code_bytes)
-        rows = (layout.anchor_rows, layout.head_size)
+        rows = (layout.anchor_rows, layout.anchor_row_bytes)
         return cls(
             sections.take(codes, torch.uint8, layout.code_section_bytes),
             sections.take(codes, torch.uint8, layout.code_section_bytes),
@@ -177,6 +186,15 @@ class VQPages:
             sections.take(rows, torch.uint8, layout.anchor_section_bytes),
             sections.take((2, layout.anchor_rows), torch.int16, layout.offset_section_bytes),
         )
+
+    @staticmethod
+    def in_pairs(anchors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`k_anchors` or `v_anchors` as rows of the model's `dtype`.
+
+        Returns (num_blocks, num_kv_heads, anchor_rows // 2, head_size), a view.
+        """
+        num_pairs = anchors.shape[2] // 2
+        return anchors[:, :, : 2 * num_pairs].unflatten(2, (num_pairs, 2)).flatten(3).view(dtype)
 
 
 @dataclass(frozen=True)

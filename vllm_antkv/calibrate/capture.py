@@ -1,14 +1,15 @@
 """Captures what the cache would hold, and how much the loss minds its error (AnTKV, section 4.2, LinearWithAct).
 
-Hooks around the projections take K before RoPE and V on the way forward, and dL/dK, dL/dV on the way back, where L is
-the language-model loss of a window. Of a gradient only its norm per token and head is kept. Everything is written
-straight to one memory-mapped file a layer, so memory holds one window at a time.
+Where attention is handed K and V, they are taken on the way forward, and dL/dK, dL/dV on the way back, where L is the
+language-model loss of a window. K is turned back by the layer's own table: rows are coded before RoPE (section 4.1),
+and after a key norm where the model has one. Of a gradient only its norm per token and head is kept. Everything is
+written straight to one memory-mapped file a layer, so memory holds one window at a time.
 """
 
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from vllm_antkv.calibrate.models import CapturePoint
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.hidden import captured_hidden, loss_of
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.sinks import SinkChannels
+from vllm_antkv.offline.taps import tapped
+from vllm_antkv.ops.rope import RotaryTable, rotated_gradient, unrotate
 
-#: Receives the rows, or the norms, of a capture point.
-Receiver = Callable[[CapturePoint, torch.Tensor], None]
+#: Receives the index of a layer, 0 for K or 1 for V, and the rows or norms.
+Receiver = Callable[[int, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -95,32 +98,33 @@ class CaptureFiles:
 
 @contextmanager
 def captured(
-    points: Sequence[CapturePoint], num_kv_heads: int, on_rows: Receiver, on_norms: Receiver
+    model: PreTrainedModel, rotaries: Sequence[RotaryTable], on_rows: Receiver, on_norms: Receiver
 ) -> Iterator[None]:
     """While active, every forward hands its K and V to `on_rows` and every backward the gradients' norms to `on_norms`.
 
     Args:
-        on_rows: receives (point, rows), rows (seq_len, num_kv_heads, head_size) in the model's dtype.
-        on_norms: receives (point, norms), norms (seq_len, num_kv_heads) float32: ||dL/dK_j|| or ||dL/dV_j|| per head.
+        rotaries: what turns the K of each layer.
+        on_rows: receives rows (seq_len, num_kv_heads, head_size) float32, K before RoPE.
+        on_norms: receives norms (seq_len, num_kv_heads) float32: ||dL/dK_j|| or ||dL/dV_j|| per head.
     """
 
-    def hook_for(point: CapturePoint) -> Callable[..., None]:
-        def split(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[0].flatten(1) if tensor.dim() == 4 else tensor[0, :, point.channels]
+    def see(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        positions = torch.arange(key.shape[2], device=key.device)
+        rotary = rotaries[layer]
 
-        def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-            return split(tensor).detach().unflatten(-1, (num_kv_heads, -1))
+        def plain(rows: torch.Tensor) -> torch.Tensor:
+            return rows.detach()[0].transpose(0, 1).float()
 
-        def forward_hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            on_rows(point, rows_of(output))
-            if output.requires_grad:
-                output.register_hook(lambda grad: on_norms(point, rows_of(grad).float().norm(dim=-1)))
+        def on_key_gradient(gradient: torch.Tensor) -> None:
+            on_norms(layer, 0, rotated_gradient(plain(gradient), positions, rotary).norm(dim=-1))
 
-        return forward_hook
+        on_rows(layer, 0, unrotate(plain(key), positions, rotary))
+        on_rows(layer, 1, plain(value))
+        if key.requires_grad:
+            key.register_hook(on_key_gradient)
+            value.register_hook(lambda gradient: on_norms(layer, 1, plain(gradient).norm(dim=-1)))
 
-    with ExitStack() as stack:
-        for point in points:
-            stack.callback(point.module.register_forward_hook(hook_for(point)).remove)
+    with tapped(model, see):
         yield
 
 
@@ -148,17 +152,18 @@ def checkpointed(model: nn.Module, active: bool) -> Iterator[None]:
 class Capture:
     """What is taken of every window, and where it goes.
 
+    rotaries: what turns the K of each layer.
     with_gradients: gradient norms too.
     sinks: the channels that show sinks; None where there are none.
     """
 
-    points: Sequence[CapturePoint]
+    rotaries: Sequence[RotaryTable]
     files: CaptureFiles
     with_gradients: bool = True
     sinks: SinkChannels | None = None
 
 
-def capture_window(model: nn.Module, window: torch.Tensor, index: int, capture: Capture) -> None:
+def capture_window(model: PreTrainedModel, window: torch.Tensor, index: int, capture: Capture) -> None:
     """Run one window and write its rows, its gradient norms where asked for, and its sink channels where there are any.
 
     Args:
@@ -170,14 +175,14 @@ def capture_window(model: nn.Module, window: torch.Tensor, index: int, capture: 
     """
     files, sinks = capture.files, capture.sinks
 
-    def write_rows(point: CapturePoint, rows: torch.Tensor) -> None:
+    def write_rows(layer: int, kind: int, rows: torch.Tensor) -> None:
         half = rows.to(torch.float16)
-        _check_finite(half, point, "its K or V does not fit float16")
-        files.rows(point.layer)[point.kind, index] = half.cpu().numpy()
+        _check_finite(half, layer, "its K or V does not fit float16")
+        files.rows(layer)[kind, index] = half.cpu().numpy()
 
-    def write_norms(point: CapturePoint, norms: torch.Tensor) -> None:
-        _check_finite(norms, point, "its gradient is not finite")
-        files.norms(point.layer)[point.kind, index] = norms.cpu().numpy()
+    def write_norms(layer: int, kind: int, norms: torch.Tensor) -> None:
+        _check_finite(norms, layer, "its gradient is not finite")
+        files.norms(layer)[kind, index] = norms.cpu().numpy()
 
     def write_sinks(hidden: torch.Tensor) -> None:
         files.sink_values()[index] = hidden[:, channels].float().abs().cpu().numpy()
@@ -185,7 +190,7 @@ def capture_window(model: nn.Module, window: torch.Tensor, index: int, capture: 
     channels = list(sinks.channels) if sinks else []
     sink_layers = [decoder_layers(model)[sinks.layer]] if sinks else []
     with (
-        captured(capture.points, files.shape.num_kv_heads, write_rows, write_norms),
+        captured(model, capture.rotaries, write_rows, write_norms),
         captured_hidden(sink_layers, write_sinks),
         torch.set_grad_enabled(capture.with_gradients),
     ):
@@ -194,6 +199,6 @@ def capture_window(model: nn.Module, window: torch.Tensor, index: int, capture: 
             loss.backward()
 
 
-def _check_finite(tensor: torch.Tensor, point: CapturePoint, problem: str) -> None:
+def _check_finite(tensor: torch.Tensor, layer: int, problem: str) -> None:
     if not torch.isfinite(tensor).all():
-        raise CalibrationError(f"Layer {point.layer} cannot be calibrated: {problem}.")
+        raise CalibrationError(f"Layer {layer} cannot be calibrated: {problem}.")

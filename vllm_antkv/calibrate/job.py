@@ -1,16 +1,18 @@
 """A calibration that was checked against its model and text, before the model is run."""
 
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.mix import can_be_mixed, parts_of_mix
 from vllm_antkv.calibrate.models import compute_dtype, load_config, load_model
+from vllm_antkv.calibrate.own_text import NAME as OWN_TEXT
 from vllm_antkv.calibrate.resources import check_memory, needs_checkpointing, pick_device
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import prefix_ids, read_text, text_hash, token_windows
@@ -19,7 +21,7 @@ from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.codebook.header import MAX_PREFIX
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError
-from vllm_antkv.offline.attention import check_family
+from vllm_antkv.offline.attention import check_config
 from vllm_antkv.offline.pretrained import check_token_ids, read_tokenizer
 from vllm_antkv.presets import Preset
 
@@ -32,7 +34,7 @@ class Job:
 
     presets: those asked for, each once.
     parts: presets whose centroids may go into mixes of layers; empty: none are mixed.
-    windows: (num_windows, seq_len) int64.
+    windows: (num_windows, seq_len) int64; without values, on PyTorch's device `meta`, until the model has written them.
     prefix: token ids of the prefix that is trained; none: none is.
     record: what the codebook's header says about the calibration.
     """
@@ -51,6 +53,16 @@ class Job:
     def weighted(self) -> bool:
         """Whether tokens count by their gradients."""
         return self.settings.weights == "grad"
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether the model writes the windows itself."""
+        return not self.settings.texts
+
+    def with_windows(self, windows: torch.Tensor) -> Self:
+        """With the windows that the model has written."""
+        digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+        return replace(self, windows=windows, record={**self.record, "text_sha256": digest})
 
     @property
     def recomputes(self) -> bool:
@@ -77,11 +89,9 @@ def prepare(settings: CalibrationSettings) -> Job:
     identity = ModelIdentity.from_hf_config(config)
     for preset in presets:
         preset.num_sub_vectors(identity.head_size)
-    texts = [read_text(source) for source in settings.texts]
     seq_len = _clip(settings.seq_len, config.get_text_config().max_position_embeddings)
     tokenizer = read_tokenizer(model, CalibrationError)
-    windows = token_windows(texts, tokenizer, settings.samples, seq_len, settings.seed)
-    check_token_ids(windows, model, identity.vocab_size, CalibrationError)
+    windows, record = _read_windows(settings, tokenizer, seq_len, identity)
     prefix = prefix_ids(tokenizer, settings.prefix_text) if settings.train_prefix else ()
     if prefix:
         check_token_ids(torch.tensor(prefix), model, identity.vocab_size, CalibrationError)
@@ -99,14 +109,20 @@ def prepare(settings: CalibrationSettings) -> Job:
     check_memory(config, seq_len, device)
     # Last, since it makes the folder.
     check_writable(settings.out)
-    record = {
-        "texts": [text.name for text in texts],
-        "text_sha256": text_hash(texts),
-        "samples": len(windows),
-        "seq_len": seq_len,
-        **settings.recorded(),
-    }
+    record |= {"samples": len(windows), "seq_len": seq_len, **settings.recorded()}
     return Job(settings, config, identity, presets, parts, windows, prefix, device, record)
+
+
+def _read_windows(
+    settings: CalibrationSettings, tokenizer: Any, seq_len: int, identity: ModelIdentity
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The windows, and what the codebook's header says about their text."""
+    if not settings.texts:
+        return torch.empty(settings.samples, seq_len, dtype=torch.int64, device="meta"), {"texts": [OWN_TEXT]}
+    texts = [read_text(source) for source in settings.texts]
+    windows = token_windows(texts, tokenizer, settings.samples, seq_len, settings.seed)
+    check_token_ids(windows, settings.model, identity.vocab_size, CalibrationError)
+    return windows, {"texts": [text.name for text in texts], "text_sha256": text_hash(texts)}
 
 
 def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> None:
@@ -128,7 +144,7 @@ def _clip(seq_len: int, context: int) -> int:
 def _check_trainable(option: str, config: Any, windows: torch.Tensor, prefix_len: int) -> None:
     """CalibrationError or UnsupportedModelError when nothing can be trained through codes."""
     num_windows, seq_len = windows.shape
-    check_family(config.get_text_config(), seq_len)
+    check_config(config.get_text_config(), seq_len)
     least = prefix_len + 2 * VQ_BLOCK_SIZE
     if prefix_len > MAX_PREFIX:
         raise CalibrationError(f"--prefix-text has {prefix_len} tokens with BOS: at most {MAX_PREFIX} can be trained.")

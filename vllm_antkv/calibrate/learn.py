@@ -12,7 +12,7 @@ from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.workspace import Workspace
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, SinkRule
 from vllm_antkv.offline.kmeans import Backend
-from vllm_antkv.ops.rope import RotaryTable, interleaved
+from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
 from vllm_antkv.presets import Preset
 
 
@@ -22,20 +22,20 @@ class Captured:
 
     kept: (num_windows, seq_len) bool, the tokens that are clustered.
     sinks: None where no rule parts them from other tokens.
-    rotary: the turns of the model's channels.
+    rotaries: what turns the channels of each layer.
     """
 
     files: CaptureFiles
     kept: np.ndarray
     sinks: SinkRule | None
-    rotary: RotaryTable
+    rotaries: list[RotaryTable]
 
 
 def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace, backend: Backend) -> Codebook:
     """Learn what is not learned yet of one preset."""
     shape, settings = captured.files.shape, job.settings
     interleaves = settings.channels == "interleaved"
-    k_order = interleaved(captured.rotary, shape.head_size, preset.sub_vector_size) if interleaves else None
+    k_order = _interleaved(captured.rotaries, shape.head_size, preset.sub_vector_size) if interleaves else None
     how = Clustering(preset, k_order, job.weighted, settings.seed, backend)
     per_layer = 2 * shape.num_kv_heads * preset.num_sub_vectors(shape.head_size)
     layers = []
@@ -58,3 +58,15 @@ def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace, 
         calibration={**job.record, "tokens": int(captured.kept.sum()), "kmeans": backend.name},
     )
     return Codebook(header, tuple(k), tuple(v))
+
+
+def _interleaved(rotaries: list[RotaryTable], head_size: int, sub_vector_size: int) -> list[int]:
+    """The order of channels by the layers that turn; as they come where some would have a pair parted by it."""
+    turning = [rotary for rotary in rotaries if rotary.rotary_dim]
+    order = interleaved((turning or rotaries)[0], head_size, sub_vector_size)
+    try:
+        for rotary in turning:
+            reordered(rotary, order)
+    except ValueError:
+        return list(range(head_size))
+    return order

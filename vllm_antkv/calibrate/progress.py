@@ -1,13 +1,32 @@
 """What a calibration says while it works, on standard error."""
 
 import sys
+from collections.abc import Callable
+from typing import TextIO
 
 from tqdm import tqdm
 
 
+class _Lines(tqdm):
+    """For log files, where nothing is drawn over: a line of its own each time."""
+
+    @staticmethod
+    def status_printer(file: TextIO) -> Callable[[str], None]:
+        """What tqdm shows its progress with."""
+
+        def show(text: str) -> None:
+            if text.strip():
+                print(text, file=file, flush=True)
+
+        return show
+
+
 def progress_bar(what: str, total: int, done: int = 0) -> tqdm:
-    """A progress bar with ETA on standard error; in a log file, a line now and then."""
-    return tqdm(total=total, initial=done, desc=what, mininterval=0.1 if sys.stderr.isatty() else 10)
+    """A progress bar with ETA on standard error; in a log file, a line every ten seconds."""
+    if sys.stderr.isatty():
+        return tqdm(total=total, initial=done, desc=what)
+    form = "{desc}: {n_fmt} of {total_fmt}, {elapsed} passed, {remaining} to go"
+    return _Lines(total=total, initial=done, desc=what, mininterval=10, delay=1, bar_format=form)
 
 
 def say(result: str) -> None:

@@ -1,6 +1,7 @@
 """`antkv calibrate`: from a model and text to codebook files (AnTKV sections 4.1 and 4.2, KVSink appendix G)."""
 
 import hashlib
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape, ca
 from vllm_antkv.calibrate.finish import finish, with_layers_mixed
 from vllm_antkv.calibrate.job import Job, check_enough, prepare
 from vllm_antkv.calibrate.learn import Captured, learn_preset
-from vllm_antkv.calibrate.models import capture_points, load_model
+from vllm_antkv.calibrate.models import load_model
+from vllm_antkv.calibrate.own_text import BATCH, write_windows
 from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.resources import check_disk
 from vllm_antkv.calibrate.settings import CalibrationSettings
@@ -21,8 +23,9 @@ from vllm_antkv.calibrate.workspace import Workspace, open_workspace
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.kmeans import pick_backend
 from vllm_antkv.offline.models import fingerprint
-from vllm_antkv.offline.rotary import rotary_table
+from vllm_antkv.offline.pretrained import read_tokenizer
 from vllm_antkv.offline.sinks import PROBE_WINDOWS, SinkChannels, find_channels, find_rule, peak_ratios, sink_mask
+from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.ops.rope import RotaryTable
 
 #: Windows between two points from which a killed run goes on.
@@ -32,9 +35,9 @@ _WINDOWS_PER_SAVE = 8
 def calibrate(settings: CalibrationSettings) -> list[Path]:
     """Learn the centroids of one or more presets from calibration text and write one codebook file for each.
 
-    The model runs once, however many presets are asked for. A killed run continues where it stopped when the same
-    command is given again. Runs for other presets may work into the same folder at the same time. The same command on
-    the same machine writes the same bytes.
+    Without a text the model writes its own. It runs once over it, however many presets are asked for. A killed run
+    continues where it stopped when the same command is given again. Runs for other presets may work into the same
+    folder at the same time. The same command on the same machine writes the same bytes.
 
     Returns:
         The files written, in the order of the presets.
@@ -60,20 +63,23 @@ def _run(job: Job) -> list[Path]:
         **job.record,
         "presets": sorted(preset.name for preset in job.presets),
         "model": fingerprint(model),
-        "windows": hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
+        # What the model writes follows from the rest.
+        "windows": "" if job.writes_text else hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
         "prefix": job.prefix,
         "device": job.device.type,
         "backend": backend.name,
         "version": __version__,
     }
     with open_workspace(job.settings.out, work_of) as work:
+        if job.writes_text:
+            job = job.with_windows(_write_text(job, model, work))
         found = _find_sink_channels(model, job.windows.to(job.device))
         files = _capture(job, model, work, found)
-        rotary = rotary_table(model, 1)
+        rotaries = rotary_tables(model, 1)
         del model
         if job.device.type == "cuda":
             torch.cuda.empty_cache()  # for cuML
-        captured = _captured(job, files, found, rotary)
+        captured = _captured(job, files, found, rotaries)
         num_tokens = int(captured.kept.sum())
         check_enough(job.presets, num_tokens, files.shape.seq_len)
         needed = [preset for preset in dict.fromkeys((*job.presets, *job.parts)) if preset.num_centroids <= num_tokens]
@@ -81,6 +87,18 @@ def _run(job: Job) -> list[Path]:
         paths = [finish(job, codebook, work) for codebook in with_layers_mixed(job, learned, work)]
         work.remove()
     return paths
+
+
+def _write_text(job: Job, model: nn.Module, work: Workspace) -> torch.Tensor:
+    """The windows that the model writes, or has written before it was killed."""
+    windows = work.text()
+    if windows is None:
+        num_windows, seq_len = job.windows.shape
+        tokenizer = read_tokenizer(job.settings.model, CalibrationError)
+        with progress_bar("Writing text", math.ceil(num_windows / BATCH) * (seq_len - 1)) as progress:
+            windows = write_windows(model, tokenizer, (num_windows, seq_len), job.settings.seed, progress.update)
+        work.save_text(windows)
+    return windows
 
 
 def _find_sink_channels(model: nn.Module, windows: torch.Tensor) -> SinkChannels | None:
@@ -107,7 +125,7 @@ def _capture(job: Job, model: nn.Module, work: Workspace, found: SinkChannels | 
     )
     files = CaptureFiles(work.folder, shape)
     check_disk(work.folder, shape.num_bytes - files.num_bytes_taken())
-    capture = Capture(capture_points(model, job.config), files, job.weighted, found)
+    capture = Capture(rotary_tables(model, seq_len), files, job.weighted, found)
     done = work.windows_done()
     recompute = job.weighted and job.recomputes
     with checkpointed(model, recompute), progress_bar("Capturing K and V", num_windows, done) as progress:
@@ -120,7 +138,7 @@ def _capture(job: Job, model: nn.Module, work: Workspace, found: SinkChannels | 
     return files
 
 
-def _captured(job: Job, files: CaptureFiles, found: SinkChannels | None, rotary: RotaryTable) -> Captured:
+def _captured(job: Job, files: CaptureFiles, found: SinkChannels | None, rotaries: list[RotaryTable]) -> Captured:
     """The sink rule, and which tokens are clustered: not the first of a window, no sinks, none that are to judge."""
     kept = np.ones((files.shape.num_windows, files.shape.seq_len), bool)
     kept[:, 0] = False
@@ -130,4 +148,4 @@ def _captured(job: Job, files: CaptureFiles, found: SinkChannels | None, rotary:
     if job.parts:
         # What judges the mix must be new to the centroids: large tables know their text better than small ones.
         kept[: num_held_out(len(job.windows))] = False
-    return Captured(files, kept, rule, rotary)
+    return Captured(files, kept, rule, rotaries)

@@ -22,7 +22,8 @@ class CalibrationSettings:
 
     model: folder or Hugging Face name of a causal language model.
     presets: preset names; `all` stands for every preset.
-    texts: plain text files, or names of Hugging Face data sets where `datasets` is installed.
+    texts: plain text files, or names of Hugging Face data sets where `datasets` is installed; none: the model writes
+        its own (`calibrate.own_text`).
     out: folder for the codebooks, made if it does not exist; files are `codebook_path(out, preset)`.
     samples: windows of text, at most; fewer when the text is shorter.
     seq_len: tokens per window, BOS included; clipped to the model's context.
@@ -73,8 +74,8 @@ class CalibrationSettings:
                 raise CalibrationError(f"--{option} '{value}' is none of {', '.join(known)}.")
         if self.prefix_text is not None and not self.train_prefix:
             raise CalibrationError("--prefix-text is the prefix that --train-prefix trains: give both.")
-        if not self.texts or not self.presets:
-            raise CalibrationError("Calibration needs at least one --preset and one --text.")
+        if not self.presets:
+            raise CalibrationError("Calibration needs at least one --preset.")
         self.chosen()
 
     def chosen(self) -> list[Preset]:

@@ -5,23 +5,40 @@ the commands, so that `--help` and mistakes answer at once.
 """
 
 import sys
+from typing import Annotated
 
 import typer
 
-from vllm_antkv.cli import calibrate, capacity, compare, doctor, inspect, perplexity, retrieval, served, tasks
+from vllm_antkv import __version__
+from vllm_antkv.cli import calibrate, compare, diff, doctor, inspect, perplexity, plan, retrieval, served, tasks
 from vllm_antkv.errors import AntKVError, SettingsError
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
 eval_app = typer.Typer(rich_markup_mode="markdown")
 app.command()(calibrate.calibrate)
 app.add_typer(eval_app, name="eval", help="Measure quality: perplexity offline, several methods compared, or served.")
 for command in (perplexity.perplexity, compare.compare, served.served, retrieval.retrieval, tasks.tasks):
     eval_app.command()(command)
-for command in (capacity.capacity, inspect.inspect, doctor.doctor):
+for command in (plan.plan, diff.diff, inspect.inspect, doctor.doctor):
     app.command()(command)
 
 #: Typer brings its own copy of click and exports the root of its usage errors only as the base of this one.
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
+
+
+def _show_version(given: bool) -> None:
+    if given:
+        print(f"vllm-antkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def antkv(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """A KV cache for vLLM at 4 down to 0.375 bits per element: codebooks, checks, plans and measurements."""
 
 
 def main() -> None:

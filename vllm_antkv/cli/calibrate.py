@@ -52,17 +52,22 @@ class LearningOptions:
 def calibrate(
     model: Model,
     preset: Annotated[list[str], typer.Option(help="Preset to learn centroids for, e.g. antkv-1bit; repeatable.")],
-    text: Annotated[list[str], typer.Option(help="Calibration text: plain UTF-8 file or data set name; repeatable.")],
     out: Annotated[Path, typer.Option(help="Folder for the codebooks.")],
     learning: LearningOptions,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Calibration text: plain UTF-8 file or data set name; repeatable. Without it the model writes its own."
+        ),
+    ] = None,
 ) -> None:
-    """Learn codebooks for a model from text.
+    """Learn codebooks for a model from text, or from what it writes itself.
 
-    Example: `antkv calibrate MODEL --preset antkv-1bit --text FILE --out DIR`
+    Example: `antkv calibrate MODEL --preset antkv-1bit --out DIR`
 
     The preset `all` stands for every preset. A killed run continues where it stopped.
     """
     from vllm_antkv.calibrate import run
 
-    for file in run.calibrate(CalibrationSettings(model, preset, text, out, **asdict(learning))):
+    for file in run.calibrate(CalibrationSettings(model, preset, text or [], out, **asdict(learning))):
         print(file)

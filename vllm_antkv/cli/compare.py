@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from vllm_antkv.cli.methods import perplexities
 from vllm_antkv.cli.options import Json, MethodOptions, Model, WindowOptions, grouped
+from vllm_antkv.cli.tables import print_table, table
 
 if TYPE_CHECKING:
     from vllm_antkv.evaluate.report import PerplexityReport
@@ -36,15 +36,16 @@ def compare(
     write_json(
         json, {"results": [report.model_dump() for report in reports], "gap_closed": closed, "fidelity": fidelity}
     )
-    Console().print(_table(reports, closed))
+    print_table(_table(reports, closed))
 
 
 def _table(reports: "list[PerplexityReport]", closed: dict[str, float]) -> Table:
-    table = Table("method", "perplexity", "nominal bits", "effective bits", "gap closed", "KL from fp16", "top-1")
+    titles = ("perplexity", "nominal\nbits", "effective\nbits", "gap\nclosed", "KL from\nfp16", "top-1")
+    made = table("method", *titles)
     for report in reports:
         gap, fidelity = closed.get(report.method), report.fidelity
         assert fidelity is not None
-        table.add_row(
+        made.add_row(
             report.method,
             f"{report.perplexity:.4f}",
             f"{report.nominal_bits:g}",
@@ -53,4 +54,4 @@ def _table(reports: "list[PerplexityReport]", closed: dict[str, float]) -> Table
             f"{fidelity.kl:.5f}",
             f"{fidelity.top1_agreement:.2%}",
         )
-    return table
+    return made

@@ -19,6 +19,9 @@ from vllm_antkv.errors import SettingsError, first_problem
 #: As in `AntKVConfig.anchor_scope`.
 AnchorScope = Literal["block", "prompt"]
 
+#: As in `AntKVConfig.anchor_dtype`.
+AnchorDtype = Literal["fp8", "model"]
+
 #: The server's.
 DEFAULTS = AntKVConfig()
 #: The value of --recency that lets every method of the literature keep what its own paper keeps.
@@ -41,6 +44,10 @@ Text = Annotated[
     Path, typer.Option(help="Evaluation text: plain UTF-8, or *_ids.json with a list of windows of token ids.")
 ]
 Anchors = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of tokens kept as anchors, per KV head.")]
+AnchorsAs = Annotated[
+    AnchorDtype,
+    typer.Option(help="Anchors as what their codes lose, in 8 bits, or as they are, which takes twice the bytes."),
+]
 Prefix = Annotated[int, typer.Option(min=0, max=4096, help="First tokens that stay in full precision (IntactKV).")]
 RecentTokens = Annotated[
     str,
@@ -91,6 +98,7 @@ class CacheOptions(KeptOptions):
     """Everything that decides what a cache with an antkv dtype keeps."""
 
     anchors: Anchors = DEFAULTS.anchor_share
+    anchor_dtype: AnchorsAs = DEFAULTS.anchor_dtype
     anchor_scope: Annotated[
         AnchorScope,
         typer.Option(help="Queries that vote for anchors: those of the block, or all of the window (paper)."),
@@ -98,7 +106,14 @@ class CacheOptions(KeptOptions):
 
     def config(self) -> AntKVConfig:
         """As the server has them; SettingsError when one cannot be used."""
-        return self._config(anchor_share=self.anchors, anchor_scope=self.anchor_scope)
+        return self._config(**self._of_anchors())
+
+    def _of_anchors(self) -> dict[str, Any]:
+        return {
+            "anchor_share": self.anchors,
+            "anchor_dtype": self.anchor_dtype,
+            "anchor_scope": self.anchor_scope,
+        }
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,7 @@ class MethodOptions(CacheOptions):
     def config(self) -> AntKVConfig:
         """As the server has them; SettingsError when one cannot be used."""
         recency = DEFAULTS.recency if self.own_recency else self.recency
-        return self._config(anchor_share=self.anchors, anchor_scope=self.anchor_scope, recency=recency)
+        return self._config(recency=recency, **self._of_anchors())
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from vllm_antkv.cli.methods import load_methods
 from vllm_antkv.cli.options import Json, MethodOptions, Model, grouped, names_in
 from vllm_antkv.cli.progress import progress_on_stderr
+from vllm_antkv.cli.tables import print_table, table
 from vllm_antkv.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def retrieval(
     write_json(json, {"results": [report.model_dump() for report in reports]})
     if figure is not None:
         write_heat_map(figure, reports)
-    Console().print(_table(reports))
+    print_table(_table(reports))
 
 
 def _numbers(option: str, text: str) -> list[float]:
@@ -100,13 +100,13 @@ def _table(reports: "list[RetrievalReport]") -> Table:
     cells = [(cell.kind, cell.length, cell.depth) for cell in reports[0].cells]
     columns = list(dict.fromkeys((kind, length) for kind, length, _ in cells))
     depths = list(dict.fromkeys(depth for *_, depth in cells))
-    table = Table("method", "bits", "all", "depth", *(f"{kind} {length}" for kind, length in columns))
+    made = table("method\nbits", "all", "depth", *(f"{kind}\n{length}" for kind, length in columns))
     for report in reports:
         match = {(cell.kind, cell.length, cell.depth): cell.exact_match for cell in report.cells}
-        name = f"{report.method} served" if report.served else report.method
+        name = "\n".join([report.method, *["served"] * report.served, f"{report.effective_bits:.2f}"])
         for depth in depths:
             row = (f"{match[kind, length, depth]:.0%}" for kind, length in columns)
             first = depth == depths[0]
-            about = (name, f"{report.effective_bits:.2f}", f"{report.exact_match:.1%}") if first else ("", "", "")
-            table.add_row(*about, f"{depth:.0%}", *row, end_section=depth == depths[-1])
-    return table
+            about = (name, f"{report.exact_match:.1%}") if first else ("", "")
+            made.add_row(*about, f"{depth:.0%}", *row, end_section=depth == depths[-1])
+    return made

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from vllm_antkv.cli.options import CacheOptions, Json, Model, grouped, names_in
+from vllm_antkv.cli.tables import print_table, table
 from vllm_antkv.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def tasks(
     reports = [evaluate_tasks(card, dtype, config, run) for dtype in dtypes]
     reports += [evaluate_tasks_on_server(card, name, url, run) for name, url in servers]
     write_json(json, {"results": [report.model_dump() for report in reports]})
-    Console().print(_table(reports))
+    print_table(_table(reports))
 
 
 def _named_url(text: str) -> tuple[str, str]:
@@ -83,11 +83,12 @@ def _named_url(text: str) -> tuple[str, str]:
 def _table(reports: "list[TasksReport]") -> Table:
     from vllm_antkv.evaluate.tasks import metric_rows
 
-    table = Table("task", "metric", *(report.kv_cache_dtype for report in reports))
+    made = table("task", "metric", *(report.kv_cache_dtype for report in reports))
+    made.columns[1].justify = "left"
     for task, metric, values, differences in metric_rows(reports):
         others = (f"{value:.4f} ({far:+.4f})" for value, far in zip(values[1:], differences[1:], strict=True))
-        table.add_row(task, metric, f"{values[0]:.4f}", *others)
+        made.add_row(task, metric, f"{values[0]:.4f}", *others)
     if reports[0].answers:
-        table.add_row("all", "tokens per answer", *(f"{report.answer_tokens:.1f}" for report in reports))
-        table.add_row("all", "answers cut off", *(f"{report.cap_hits:.1%}" for report in reports))
-    return table
+        made.add_row("all", "tokens per answer", *(f"{report.answer_tokens:.1f}" for report in reports))
+        made.add_row("all", "answers cut off", *(f"{report.cap_hits:.1%}" for report in reports))
+    return made

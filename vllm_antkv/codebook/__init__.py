@@ -4,18 +4,28 @@ from vllm_antkv.codebook.file import Codebook
 from vllm_antkv.codebook.header import FORMAT_VERSION, CodebookHeader, SinkRule
 from vllm_antkv.codebook.identity import ModelIdentity
 from vllm_antkv.codebook.prefix import TrainedPrefix
-from vllm_antkv.codebook.search import codebook_path, default_folders, find_codebook, shipped_folder, user_folder
+from vllm_antkv.codebook.search import (
+    NoCodebookError,
+    codebook_path,
+    default_folders,
+    find_codebook,
+    own_folder,
+    shipped_folder,
+    user_folder,
+)
 
 __all__ = [
     "FORMAT_VERSION",
     "Codebook",
     "CodebookHeader",
     "ModelIdentity",
+    "NoCodebookError",
     "SinkRule",
     "TrainedPrefix",
     "codebook_path",
     "default_folders",
     "find_codebook",
+    "own_folder",
     "shipped_folder",
     "user_folder",
 ]

@@ -15,12 +15,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from vllm_antkv import __version__
-from vllm_antkv.doctor.finding import Finding, State
+from vllm_antkv.doctor.finding import Finding
 from vllm_antkv.doctor.model import check_codebooks, check_model
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.releases import LOCKED, minor_release, supported_releases
@@ -29,25 +24,18 @@ _SUPPORTED_PYTHON = ((3, 11), (3, 13))
 _PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN_NAME = "antkv"
 
-_MARKS: dict[State, Text] = {
-    "ok": Text("ok", style="green"),
-    "note": Text("note", style="yellow"),
-    "problem": Text("problem", style="bold red"),
-}
+#: A part of the report: its title, and what finds its lines.
+Section = tuple[str, Callable[[], Iterator[Finding]]]
 
 
-def run_doctor(model: str | None, codebooks: str | None, console: Console) -> int:
-    """Print a report.
+def examine(model: str | None, codebooks: str | None) -> list[Section]:
+    """What is to be checked.
 
     Args:
         model: folder or Hugging Face name of a model to check, or None.
         codebooks: folder with codebooks to check, or None for the places that are always searched.
-        console: where to print.
-
-    Returns:
-        0, or 1 when there is a problem.
     """
-    sections: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+    sections: list[Section] = [
         ("Installation", check_installation),
         ("Hooks into vLLM", check_hooks),
         ("Kernels", check_kernels),
@@ -56,17 +44,7 @@ def run_doctor(model: str | None, codebooks: str | None, console: Console) -> in
         sections.append(("Model", lambda: check_model(model, codebooks)))
     elif codebooks is not None:
         sections.append(("Codebooks", lambda: check_codebooks(Path(codebooks))))
-    console.print(f"vllm-antkv {__version__}")
-    problems = 0
-    for title, check in sections:
-        with console.status(f"Checking: {title} ..."):
-            findings = list(check())
-        problems += sum(finding.state == "problem" for finding in findings)
-        console.print(_table(title, findings))
-    console.print(
-        f"{problems} problem{'s' * (problems != 1)} found." if problems else "Everything that was checked works."
-    )
-    return min(problems, 1)
+    return sections
 
 
 def check_installation() -> Iterator[Finding]:
@@ -200,14 +178,3 @@ def check_kernels() -> Iterator[Finding]:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
-
-
-def _table(title: str, findings: list[Finding]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", expand=True)
-    table.add_column("", no_wrap=True, min_width=7)
-    table.add_column("What", no_wrap=True)
-    table.add_column("Found", overflow="fold", ratio=3)
-    table.add_column("What to do", overflow="fold", ratio=2)
-    for finding in findings:
-        table.add_row(_MARKS[finding.state], Text(finding.what), Text(finding.detail), Text(finding.remedy))
-    return table

@@ -1,71 +1,99 @@
-"""How many tokens the cache of a GPU holds, computed from a model's sizes alone: for choosing a preset before a GPU."""
+"""How many requests the cache of a GPU holds, computed from a model's sizes alone: no weights, no GPU, no vLLM.
 
-from collections.abc import Iterator, Sequence
+A pool is what is left of GPU_SHARE of the memory after weights, codebooks and WORKSPACE_BYTES. Models are in 16
+bits, as vLLM serves them.
+"""
+
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout
+from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.evaluate.gpus import Gpu
 from vllm_antkv.presets import PRESETS, Preset
 
 #: vLLM's default --gpu-memory-utilization.
 GPU_SHARE = 0.92
 #: Assumed for activations and CUDA graphs, which only a run can tell.
 WORKSPACE_BYTES = 2e9
+#: Bytes of an element of K or V in the caches that are not ours.
+_ELEMENT_BYTES = {"auto": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
-class Capacity:
-    """Of one `--kv-cache-dtype`.
+class DecodeShape:
+    """What a decode step of a dense model in 16 bits multiplies and keeps.
 
-    bits: per K or V element of a sequence, everything counted.
-    codebook_bytes: of the centroids as they are stored.
-    tokens: for each GPU, tokens in sequences of the given length; 0 where the model does not fit.
+    matrix_weights: numbers in its matrices, the output layer included; embeddings are looked up.
+    weights: all numbers.
     """
 
-    kv_cache_dtype: str
-    bits: float
-    codebook_bytes: int
-    tokens: list[int]
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    matrix_weights: int
+    weights: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "DecodeShape":
+        """Counted without making the weights; UnsupportedModelError when the config lacks a size."""
+        identity = ModelIdentity.from_hf_config(config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+        total = sum(parameter.numel() for parameter in model.parameters())
+        return cls(identity.num_layers, identity.num_kv_heads, identity.head_size, matrices, total)
+
+    @property
+    def heads(self) -> int:
+        """KV heads of all layers."""
+        return self.num_layers * self.num_kv_heads
+
+    @property
+    def caches(self) -> list[str]:
+        """Values of `--kv-cache-dtype` that fit the heads, by bits, the most first."""
+        fitting = (preset.name for preset in PRESETS.values() if self.head_size % preset.sub_vector_size == 0)
+        return [*_ELEMENT_BYTES, *fitting]
 
 
-def capacities(card: ModelCard, config: AntKVConfig, context: int, memory: Sequence[float]) -> Iterator[Capacity]:
-    """`auto` and every preset that fits the model's heads.
+def sequence_bytes(shape: DecodeShape, kv_cache_dtype: str, context: int, settings: AntKVConfig | None = None) -> float:
+    """Of a sequence of `context` tokens, per layer and KV head, everything counted.
 
-    A GPU's cache has what is left of GPU_SHARE of its memory after weights, codebooks and WORKSPACE_BYTES.
-
-    Args:
-        card: the model; its weights are not read.
-        config: the antkv settings.
-        context: tokens of a sequence; short ones pay more for what stays in full precision.
-        memory: GB (1e9 bytes) of each GPU.
+    kv_cache_dtype: `auto`, `fp8` or a preset. settings: the server's defaults unless given.
     """
-    identity = card.identity
-    heads = identity.num_layers * identity.num_kv_heads
-    weights = weight_bytes(card)
-    full = 2 * identity.head_size * card.dtype.itemsize * context
-    sizes = [("auto", full, 0)]
-    for preset in PRESETS.values():
-        if identity.head_size % preset.sub_vector_size == 0:
-            cost = footprint([PageLayout.of(config, preset, identity.head_size, card.dtype)], config, context)
-            sizes.append((preset.name, cost.total, heads * codebook_bytes(preset, identity.head_size)))
-    for name, per_head, codebooks in sizes:
-        pools = (GPU_SHARE * 1e9 * size - weights - codebooks - WORKSPACE_BYTES for size in memory)
-        tokens = [max(0, int(pool * context / (heads * per_head))) for pool in pools]
-        yield Capacity(name, 8 * per_head / (2 * identity.head_size * context), codebooks, tokens)
-
-
-def weight_bytes(card: ModelCard) -> int:
-    """Bytes of the model's parameters in the dtype of its checkpoint, counted without making them."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(card.config)
-    return int(sum(parameter.numel() for parameter in model.parameters()) * card.dtype.itemsize)
+    if kv_cache_dtype in _ELEMENT_BYTES:
+        return 2 * context * shape.head_size * _ELEMENT_BYTES[kv_cache_dtype]
+    settings = settings or AntKVConfig()
+    layout = PageLayout.of(settings, PRESETS[kv_cache_dtype], shape.head_size, torch.bfloat16)
+    return footprint([layout], settings, context).total
 
 
 def codebook_bytes(preset: Preset, head_size: int) -> int:
     """Of one layer and KV head: K and V centroids in float16."""
     return 2 * preset.num_centroids * head_size * 2
+
+
+def codebooks_of(shape: DecodeShape, kv_cache_dtype: str) -> int:
+    """Bytes of all centroids of a model; 0 for a cache that has none."""
+    if kv_cache_dtype not in PRESETS:
+        return 0
+    return shape.heads * codebook_bytes(PRESETS[kv_cache_dtype], shape.head_size)
+
+
+def pool_bytes(shape: DecodeShape, gpu: Gpu, kv_cache_dtype: str) -> float:
+    """Memory for the cache; 0 where the model does not fit."""
+    taken = 2 * shape.weights + codebooks_of(shape, kv_cache_dtype) + WORKSPACE_BYTES
+    return max(0.0, GPU_SHARE * gpu.memory - taken)
+
+
+def largest_batch(
+    shape: DecodeShape, gpu: Gpu, kv_cache_dtype: str, context: int, settings: AntKVConfig | None = None
+) -> int:
+    """Requests of `context` tokens that the cache holds at once."""
+    sequence = shape.heads * sequence_bytes(shape, kv_cache_dtype, context, settings)
+    return int(pool_bytes(shape, gpu, kv_cache_dtype) / sequence)

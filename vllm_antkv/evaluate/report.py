@@ -75,12 +75,16 @@ def check_writable(path: Path) -> None:
         ) from None
 
 
+def as_json(content: dict[str, Any]) -> str:
+    """The text of a result's file."""
+    return json.dumps(content, indent=2) + "\n"
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write atomically: readers see the old file or the whole new one."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
-            json.dump(content, file, indent=2)
-            file.write("\n")
+            file.write(as_json(content))
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)

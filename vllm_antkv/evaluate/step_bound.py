@@ -15,14 +15,9 @@ Everything is computed. Nothing here was measured.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
-
-from vllm_antkv.cache.footprint import footprint
-from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.capacity import GPU_SHARE, WORKSPACE_BYTES, codebook_bytes
+from vllm_antkv.evaluate.capacity import DecodeShape, largest_batch, sequence_bytes
+from vllm_antkv.evaluate.gpus import Gpu
 from vllm_antkv.presets import PRESETS
 
 #: Share of the bandwidth that attention to a 16-bit or FP8 cache uses.
@@ -39,60 +34,13 @@ DESIGN_CYCLES = {
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """memory in bytes, bandwidth in bytes/s, clock in Hz; flops: 16-bit operations/s that large products sustain."""
-
-    memory: float
-    bandwidth: float
-    flops: float
-    multiprocessors: int
-    clock: float
-
-
-GPUS = {
-    "A100": Gpu(80e9, 2.04e12, 240e12, 108, 1.41e9),
-    "H100": Gpu(80e9, 3.35e12, 700e12, 132, 1.755e9),
-    "H200": Gpu(141e9, 4.8e12, 700e12, 132, 1.755e9),
-}
-
-
-@dataclass(frozen=True)
-class DecodeShape:
-    """What a decode step of a dense model in 16 bits multiplies and keeps.
-
-    matrix_weights: numbers in its matrices, the output layer included; embeddings are looked up.
-    weights: all numbers.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    matrix_weights: int
-    weights: int
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> "DecodeShape":
-        """Counted without making the weights."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        total = sum(parameter.numel() for parameter in model.parameters())
-        return cls(config.num_hidden_layers, config.num_key_value_heads, head_size, matrices, total)
-
-    @property
-    def heads(self) -> int:
-        """KV heads of all layers."""
-        return self.num_layers * self.num_kv_heads
-
-
-@dataclass(frozen=True)
 class StepBound:
-    """Of a decode step of `batch` requests: seconds of its parts, and output tokens per second."""
+    """Of a decode step of `batch` requests: bytes read, seconds of its parts, and output tokens per second."""
 
     kv_cache_dtype: str
     context: int
     batch: int
+    read_bytes: float
     matrices: float
     attention: float
 
@@ -107,34 +55,18 @@ class StepBound:
         return self.batch / self.matrices
 
 
-def step_bound(shape: DecodeShape, gpu: Gpu, kv_cache_dtype: str, context: int, batch: int) -> StepBound:
+def step_bound(
+    shape: DecodeShape, gpu: Gpu, kv_cache_dtype: str, context: int, batch: int, settings: AntKVConfig | None = None
+) -> StepBound:
     """Of `batch` requests of `context` tokens each; `kv_cache_dtype` is `auto`, `fp8` or a preset."""
-    operations = 2 * shape.matrix_weights * batch / gpu.flops
-    matrices = max(operations, 2 * shape.matrix_weights / gpu.bandwidth)
-    num_bytes = batch * shape.heads * sequence_bytes(shape, kv_cache_dtype, context)
-    attention = num_bytes / (STREAMED * gpu.bandwidth)
+    operations, weight_bytes = 2 * shape.matrix_weights * batch, 2 * shape.matrix_weights
+    matrices = max(operations / gpu.flops, weight_bytes / gpu.bandwidth)
+    kv_bytes = batch * shape.heads * sequence_bytes(shape, kv_cache_dtype, context, settings)
+    attention = kv_bytes / (STREAMED * gpu.bandwidth)
     if kv_cache_dtype in PRESETS:
         cycles = batch * context * shape.heads * DESIGN_CYCLES[kv_cache_dtype] * shape.head_size / 128
         attention = max(attention, cycles / (gpu.multiprocessors * gpu.clock))
-    return StepBound(kv_cache_dtype, context, batch, matrices, attention)
-
-
-def largest_batch(shape: DecodeShape, gpu: Gpu, kv_cache_dtype: str, context: int) -> int:
-    """Requests of `context` tokens that fit beside weights, codebooks and WORKSPACE_BYTES."""
-    codebooks = 0
-    if kv_cache_dtype in PRESETS:
-        codebooks = shape.heads * codebook_bytes(PRESETS[kv_cache_dtype], shape.head_size)
-    pool = GPU_SHARE * gpu.memory - 2 * shape.weights - codebooks - WORKSPACE_BYTES
-    return max(0, int(pool / (shape.heads * sequence_bytes(shape, kv_cache_dtype, context))))
-
-
-def sequence_bytes(shape: DecodeShape, kv_cache_dtype: str, context: int) -> float:
-    """Of a sequence, per layer and KV head, everything counted; with the default settings."""
-    if kv_cache_dtype not in PRESETS:
-        return 2 * context * shape.head_size * {"auto": 2, "fp8": 1}[kv_cache_dtype]
-    config = AntKVConfig()
-    layout = PageLayout.of(config, PRESETS[kv_cache_dtype], shape.head_size, torch.bfloat16)
-    return footprint([layout], config, context).total
+    return StepBound(kv_cache_dtype, context, batch, weight_bytes + kv_bytes, matrices, attention)
 
 
 def bounds(shape: DecodeShape, gpu: Gpu, caches: Sequence[str], contexts: Sequence[int]) -> Iterator[StepBound]:

@@ -1,6 +1,6 @@
 """Every touch on vLLM's internals, one file each. Importing this package imports vLLM."""
 
-from vllm_antkv.hooks import after_load, backend, config, dtype, prefix_salt, prefix_tokens, specs, status
+from vllm_antkv.hooks import after_load, backend, config, dtype, metrics, prefix_salt, prefix_tokens, specs, status
 from vllm_antkv.hooks.base import Hook
 
 #: In the order of installation.
@@ -13,4 +13,5 @@ HOOKS: tuple[Hook, ...] = (
     prefix_salt.HOOK,
     prefix_tokens.HOOK,
     status.HOOK,
+    metrics.HOOK,
 )

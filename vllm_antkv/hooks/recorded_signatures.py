@@ -152,6 +152,11 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
             "free": "(self, request)",
         },
     },
+    "metrics": {
+        "vllm.plugins": {
+            "load_endpoint_plugins": "(supported_tasks=None)",
+        },
+    },
     "model runner V1": {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
             "_determine_batch_execution_and_padding": (

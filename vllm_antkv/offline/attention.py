@@ -2,8 +2,8 @@
 
 The query at position i sees row j exactly (K after RoPE and V, full precision) iff i <= last_query[j] (recency, the
 intact prefix, itself; `select.recency`), and otherwise as it comes back from the cache: from its code, and if it is an
-anchor of a block that closed before i's block began, with the correction that is stored for it. Blocks are taken in
-order, because the anchors of one decide what the next sees.
+anchor of a block that closed before i's block began, with the correction that is stored for it, or as it is where the
+cache keeps that. Blocks are taken in order, because the anchors of one decide what the next sees.
 
 With `anchor_scope: prompt` anchors are those of the paper: chosen from full-precision attention of all queries of the
 window, serving all later blocks. There the future reaches the past, and the engine differs: it sees a prompt in steps,
@@ -21,19 +21,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.families import EVALUATED_TYPES
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.retained import attend_retained
-from vllm_antkv.offline.rotary import rotary_table
 from vllm_antkv.offline.sinks import strongest_so_far
+from vllm_antkv.offline.taps import replaced
+from vllm_antkv.offline.traits import LayerTraits, layer_traits, rotary_tables
 from vllm_antkv.ops.reference import SeenRows, anchor_score, causal_lse, corrected, correction, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.select.anchors import SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
+from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
 from vllm_antkv.select.recency import last_query_table
 
 
@@ -44,22 +44,20 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
     The model must be called on whole windows of at most `num_tokens` tokens, without padding and without a KV cache.
 
     Raises:
-        UnsupportedModelError: a family that is not known to fit, or a sliding window shorter than the windows.
+        UnsupportedModelError: its attention cannot be computed here: a logits soft cap, learned sink logits, a sliding
+            window shorter than the windows, or K that cannot be turned back.
     """
     if method.quantiser is None and method.eviction is None:
         yield
         return
-    check_family(model.config.get_text_config(), num_tokens)
-    run = _Run(method, rotary_table(model, num_tokens))
-    name, before = f"antkv_offline_{id(run)}", model.config._attn_implementation
+    for layer, traits in enumerate(layer_traits(model)):
+        _check_traits(layer, traits, num_tokens)
+    run = _Run(method, rotary_tables(model, num_tokens))
     hooks = _watch(model, run)
-    ALL_ATTENTION_FUNCTIONS.register(name, run.attend)
-    model.set_attn_implementation(name)
     try:
-        yield
+        with replaced(model, run.attend):
+            yield
     finally:
-        model.set_attn_implementation(before)
-        del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
         for hook in hooks:
             hook.remove()
 
@@ -72,9 +70,9 @@ class _Run:
     starts: (num_windows, 1, 1, 1) bool, whether the windows in hand start with the trained prefix; False before any.
     """
 
-    def __init__(self, method: Method, rotary: RotaryTable) -> None:
+    def __init__(self, method: Method, rotaries: list[RotaryTable]) -> None:
         self.method = method
-        self.rotary = rotary
+        self.rotaries = rotaries
         self.is_sink: torch.Tensor | None = None
         self.starts = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
@@ -100,7 +98,7 @@ class _Run:
         is_sink = self.is_sink if rule is not None and layer > rule.layer else None
         of_literature = self.method.retention is not None or self.method.eviction is not None
         attend = attend_retained if of_literature else attend_window
-        window = LayerWindow(layer, q, k, v, scaling, self.rotary)
+        window = LayerWindow(layer, q, k, v, scaling, self.rotaries[layer])
         return attend(window, self.method, is_sink).to(query.dtype), None
 
     def _put_in(self, rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
@@ -223,31 +221,35 @@ def _correct_anchors(
         already_exact: (block_size,) bool, tokens of the intact prefix.
         config: how many rows, and how they are ranked.
     """
-    scope = config.anchor_scope if config.anchor_share > 0 else None
-    rows = block_anchors(score, full, seen, config.anchor_rows, already_exact, scope)
+    rows = block_anchors(score, full, seen, already_exact, config)
     offsets = torch.arange(seen.shape[1], device=seen.device)
     # An unused row is -1 and matches no offset.
-    chosen = (rows[..., None] == offsets).any(-2)
-    seen.copy_(torch.where(chosen.transpose(1, 2)[..., None], corrected(seen, correction(full, seen)), seen))
+    in_fp8, exact = (
+        (rows[..., None] == first + offsets).any(-2).transpose(1, 2)[..., None] for first in (0, EXACT_ANCHOR)
+    )
+    seen.copy_(torch.where(exact, full, torch.where(in_fp8, corrected(seen, correction(full, seen)), seen)))
 
 
-def check_family(config: Any, num_tokens: int) -> None:
-    """UnsupportedModelError where `quantised_past` cannot take the place of a model's attention.
+def check_config(config: Any, num_tokens: int) -> None:
+    """UnsupportedModelError where a config tells already that `quantised_past` cannot compute a model's attention.
 
     Args:
         config: the text config of a Hugging Face model.
         num_tokens: length of the windows.
     """
-    if config.model_type not in EVALUATED_TYPES:
-        raise UnsupportedModelError(
-            f"Models of type '{config.model_type}' cannot be evaluated offline: known are {', '.join(EVALUATED_TYPES)}."
-        )
-    window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    if window is not None and slides and window < num_tokens:
+    window = getattr(config, "sliding_window", None) if slides else None
+    _check_traits(0, LayerTraits(0, window, getattr(config, "attn_logit_softcapping", None), False), num_tokens)
+
+
+def _check_traits(layer: int, traits: LayerTraits, num_tokens: int) -> None:
+    if traits.soft_cap is not None or traits.has_sink_logits:
+        feature = "a logits soft cap" if traits.soft_cap is not None else "learned sink logits"
+        raise UnsupportedModelError(f"Layer {layer} of this model has {feature}: it cannot be evaluated offline.")
+    if traits.window is not None and traits.window < num_tokens:
         raise UnsupportedModelError(
-            f"This model has attention layers with a sliding window of {window} tokens: evaluate it with "
-            f"--context {window} or less."
+            f"This model has attention layers with a sliding window of {traits.window} tokens: evaluate it with "
+            f"--context {traits.window} or less."
         )
 
 
@@ -256,5 +258,5 @@ def _watch(model: PreTrainedModel, run: _Run) -> list[torch.utils.hooks.Removabl
     if run.method.trained_prefix is not None:
         hooks.append(model.get_input_embeddings().register_forward_pre_hook(run.watch_tokens))
     if run.method.sinks is not None:
-        hooks.append(model.get_decoder().layers[run.method.sinks.layer].register_forward_hook(run.watch_sinks))
+        hooks.append(decoder_layers(model)[run.method.sinks.layer].register_forward_hook(run.watch_sinks))
     return hooks

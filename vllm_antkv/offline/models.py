@@ -80,8 +80,15 @@ class ModelCard:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers, in model order."""
-    return model.get_decoder().layers  # type: ignore[operator, union-attr, return-value]
+    """The decoder layers, in model order: the first list of as many modules as the config has layers.
+
+    Raises UnsupportedModelError where there is none.
+    """
+    num_layers = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+    for module in model.get_decoder().modules():  # type: ignore[operator, union-attr]
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder layers.")
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -6,11 +6,13 @@ queued on the device; nothing here waits for it.
 
 import torch
 
+from vllm_antkv.cache.pages import VQPages
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.reference import corrected, decode, unpack_codes
 from vllm_antkv.ops.rope import rotate
 from vllm_antkv.ops.step import Step
+from vllm_antkv.select.anchors import EXACT_ANCHOR
 
 #: VQ blocks decoded at a time: 32,768 tokens, 16 MiB with 128 channels.
 _CHUNK_BLOCKS = 256
@@ -79,13 +81,19 @@ def _coded_rows(
         rows = rotate(rows, positions.clamp(max=len(layer.rotary.cos) - 1), layer.rotary)
     rows = layer.to_model_order(rows)
     offsets = vq.anchor_offsets[block_ids, kv_head].long()
+    is_exact = offsets >= EXACT_ANCHOR
+    offsets = torch.where(is_exact, offsets - EXACT_ANCHOR, offsets)
     # Unused rows go to one slot more than a block has; choosing among them instead would wait for the device.
     used = (offsets >= 0) & (offsets < VQ_BLOCK_SIZE) & closed[:, None, None]
     slots = torch.where(used, offsets, VQ_BLOCK_SIZE)
     flags = rows.new_zeros(*slots.shape[:-1], VQ_BLOCK_SIZE + 1).scatter_(-1, slots, 1.0)[..., :VQ_BLOCK_SIZE]
     blocks = torch.nn.functional.pad(rows.view(len(block_ids), VQ_BLOCK_SIZE, -1), (0, 0, 0, 1))
     index = slots[:, 0, :, None].expand(-1, -1, blocks.shape[-1])
-    blocks.scatter_(1, index, corrected(blocks.gather(1, index), vq.k_anchors[block_ids, kv_head]))
+    decoded, anchors = blocks.gather(1, index), vq.k_anchors[block_ids, kv_head]
+    in_pairs = VQPages.in_pairs(vq.k_anchors, layer.recency.k.dtype)[block_ids, kv_head].repeat_interleave(2, dim=1)
+    exact = torch.nn.functional.pad(in_pairs, (0, 0, 0, anchors.shape[1] % 2)).to(dtype)
+    in_fp8 = corrected(decoded, anchors[..., : decoded.shape[-1]])
+    blocks.scatter_(1, index, torch.where(is_exact[:, 0, :, None], exact, in_fp8))
     return blocks[:, :VQ_BLOCK_SIZE].flatten(0, 1), flags.mean(1).flatten()
 
 

@@ -115,7 +115,8 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rotary_dim", "is_neox_style")),
         *((name, ctypes.c_int32) for name in ("sub_vector_size", "num_centroids", "code_bytes")),
         *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "prefix")),
-        *((name, ctypes.c_int32) for name in ("has_anchors", "prompt_scope", "prefill_reads_cache", "tiles")),
+        *((name, ctypes.c_int32) for name in ("has_anchors", "exact_anchors", "prompt_scope")),
+        *((name, ctypes.c_int32) for name in ("prefill_reads_cache", "tiles")),
     ]
 
 
@@ -249,6 +250,7 @@ def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant)
         code_bytes=layer.vq.k_codes.shape[-1],
         prefix=config.prefix,
         has_anchors=config.anchor_share > 0,
+        exact_anchors=config.anchor_dtype == "model",
         prompt_scope=config.anchor_scope == "prompt",
         prefill_reads_cache=config.prefill_reads_cache,
         tiles=variant.tiles,

@@ -12,6 +12,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.presets import Preset
 
 #: Memory for a call of the kernels, takes (shape, dtype) pairs, gives tensors that hold anything.
@@ -51,6 +52,7 @@ class LayerState:
     counts_rows: this layer's anchors are the ones that are counted.
     max_num_reqs: the most requests of a step.
     scratch: see `Scratch`.
+    varlen: attends to plain rows, where there is such a kernel.
     """
 
     vq: VQPages
@@ -68,6 +70,7 @@ class LayerState:
     counts_rows: bool
     max_num_reqs: int
     scratch: Scratch
+    varlen: Varlen | None = None
 
     @property
     def kind(self) -> LayerKind:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_antkv.cache.pages import NO_ANCHOR
+from vllm_antkv.cache.pages import NO_ANCHOR, VQPages
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.reference import (
@@ -25,7 +25,7 @@ from vllm_antkv.ops.reference import (
 )
 from vllm_antkv.ops.rope import rotate, unrotate
 from vllm_antkv.ops.step import Step
-from vllm_antkv.select.anchors import SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
+from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
 
 
 @dataclass(frozen=True)
@@ -248,9 +248,17 @@ class ReferenceOperations:
         ids = block_ids[first:last]
         for kind, (rows, anchors) in enumerate(((key, vq.k_anchors), (value, vq.v_anchors))):
             offsets = vq.anchor_offsets[ids][:, :, kind].long()
-            block, head, row = torch.nonzero(offsets != NO_ANCHOR, as_tuple=True)
-            token = (first + block) * VQ_BLOCK_SIZE + offsets[block, head, row]
-            rows[token, head] = corrected(rows[token, head], anchors[ids[block], head, row])
+            tokens = (first + torch.arange(len(ids), device=ids.device))[:, None, None] * VQ_BLOCK_SIZE + offsets
+            block, head, row = torch.nonzero((offsets >= 0) & (offsets < EXACT_ANCHOR), as_tuple=True)
+            token = tokens[block, head, row]
+            corrections = anchors[ids[block], head, row, : rows.shape[-1]]
+            rows[token, head] = corrected(rows[token, head], corrections)
+            block, head, row = torch.nonzero(offsets >= EXACT_ANCHOR, as_tuple=True)
+            exact = self._exact_anchors(anchors)[ids[block], head, row // 2]
+            rows[tokens[block, head, row] - EXACT_ANCHOR, head] = exact.to(rows.dtype)
+
+    def _exact_anchors(self, anchors: torch.Tensor) -> torch.Tensor:
+        return VQPages.in_pairs(anchors, self._layer.recency.k.dtype)
 
     def _close(
         self,
@@ -279,13 +287,17 @@ class ReferenceOperations:
                 scores[kind],
                 exact[kind],
                 coded[kind],
-                anchors.shape[2],
                 positions[None] < config.prefix,
-                config.anchor_scope if config.anchor_share > 0 else None,
+                config,
             )
             layer.vq.anchor_offsets[block_id, :, kind] = offsets.to(torch.int16)
             if layer.counts_rows:
                 layer.counters.count_anchors(offsets)
-            index = offsets.clamp(min=0)[..., None].expand(-1, -1, exact[kind].shape[-1])
+            index = (offsets.clamp(min=0) % EXACT_ANCHOR)[..., None].expand(-1, -1, exact[kind].shape[-1])
             corrections = correction(exact[kind], coded[kind]).transpose(0, 1)
-            anchors[block_id] = corrections.gather(1, index)
+            anchors[block_id, :, :, : index.shape[-1]] = corrections.gather(1, index)
+            in_pairs = self._exact_anchors(anchors)[block_id]
+            num_rows = 2 * in_pairs.shape[1]
+            is_exact = offsets[:, :num_rows:2] >= EXACT_ANCHOR
+            rows = exact[kind].transpose(0, 1).gather(1, index[:, :num_rows:2])
+            in_pairs[is_exact] = rows[is_exact].to(in_pairs.dtype)

@@ -91,6 +91,12 @@ def unrotate(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) ->
     return _turn(rows, cos / norm, -sin / norm, table)
 
 
+def rotated_gradient(gradient: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
+    """The gradient by rows before `rotate`, from that by rows after it; shapes as there."""
+    cos, sin = _factors(gradient, positions, table)
+    return _turn(gradient, cos, -sin, table)
+
+
 def _factors(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> tuple[torch.Tensor, torch.Tensor]:
     index = positions.long()
     return table.cos[index].unsqueeze(-2).to(rows.dtype), table.sin[index].unsqueeze(-2).to(rows.dtype)

@@ -1,6 +1,8 @@
 """What one engine step computes: which tokens of which requests, and where their pages are. Imports no vLLM."""
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,6 +20,9 @@ class Step:
     is_prefilling: (R,) bool in the host's memory, requests whose new tokens are of their prompts. Kernels that add up
         in another order for single queries do so behind a prompt only: its results must not depend on how it is cut.
         None where nobody says.
+    query_start_loc_cpu, seq_lens_cpu: in the host's memory; lengths may be upper bounds for requests with a single new
+        token, as long as their number of new tokens is right. None where nobody says.
+    shared: what the first layer of a step made of all this, for the others.
     """
 
     query_start_loc: torch.Tensor
@@ -27,6 +32,9 @@ class Step:
     max_query_len: int
     max_seq_len: int
     is_prefilling: torch.Tensor | None = None
+    query_start_loc_cpu: torch.Tensor | None = None
+    seq_lens_cpu: torch.Tensor | None = None
+    shared: dict[Hashable, Any] = field(init=False, default_factory=dict)
 
     @property
     def num_reqs(self) -> int:

@@ -12,13 +12,16 @@ from vllm_antkv.ops.arguments import check_heads
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
-from vllm_antkv.select.anchors import RECENT_VOTE, VOTE_PRIOR
+from vllm_antkv.ops.varlen import PlainPages, VarlenPrefill, suits
+from vllm_antkv.select.anchors import EXACT_ANCHOR, RECENT_VOTE, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
+from vllm_antkv.triton_kernels import arguments
 from vllm_antkv.triton_kernels.anchor_score import anchor_score
 from vllm_antkv.triton_kernels.arguments import Batch, Pages, Policy, Rows, Shape, Tables
 from vllm_antkv.triton_kernels.close_blocks import close_blocks
 from vllm_antkv.triton_kernels.decode import decode
 from vllm_antkv.triton_kernels.encode_store import encode_store
+from vllm_antkv.triton_kernels.plain_pages import merge_attention, write_plain_pages
 from vllm_antkv.triton_kernels.prefill import prefill
 
 #: Programs that fill a large GPU: 132 multiprocessors with four programs each.
@@ -42,10 +45,12 @@ class TritonOperations:
         self._tables = _tables(layer)
         self._policy = Policy(
             anchors=layer.config.anchor_share > 0,
+            exact=layer.config.anchor_dtype == "model",
             weighs_votes=layer.config.anchor_scope == "block",
             vote_prior=VOTE_PRIOR,
             recent_vote=RECENT_VOTE,
         )
+        self._varlen = VarlenPrefill(layer, self._write_plain_pages, merge_attention) if suits(layer) else None
         if decodes:
             self._reserve()
 
@@ -123,12 +128,21 @@ class TritonOperations:
         """See `LayerOperations`."""
         rows, batch, scale = _rows(query, key, value), _batch(step), self._layer.scale
         check_heads(output)
-        if step.max_query_len > 1:
+        if step.max_query_len > 1 and self._varlen is not None and step.seq_lens_cpu is not None:
+            self._varlen.attend(query, key, value, output, lse, step)
+        elif step.max_query_len > 1:
             prefill(rows, output, lse, self._pages, self._tables, batch, self._shape, scale)
         if not self._decodes:
             return
         partial_output, partial_lse = self._partials(step.num_reqs, step.max_seq_len)
         decode(rows, output, lse, partial_output, partial_lse, self._pages, self._tables, batch, self._shape, scale)
+
+    def _write_plain_pages(self, key: torch.Tensor, value: torch.Tensor, pages: PlainPages, step: Step) -> None:
+        """See `ops.varlen.PlainPageWriter`."""
+        wanted = arguments.PlainPages(pages.wanted, pages.key, pages.value)
+        # No query is read.
+        rows, prefix = _rows(key, key, value), self._layer.config.prefix
+        write_plain_pages(rows, wanted, prefix, self._pages, self._tables, _batch(step), self._shape)
 
     def _reserve(self) -> None:
         """Take as much scratch as any step will."""
@@ -156,7 +170,8 @@ def _shape(layer: LayerState) -> Shape:
     is_neox = layer.rotary is None or layer.rotary.is_neox_style
     group = layer.num_heads // num_kv_heads
     sub_pad = max(triton.next_power_of_2(num_sub_vectors), 16 // size)
-    anchor_rows = layer.vq.k_anchors.shape[2]
+    anchor_rows, anchor_bytes = layer.vq.k_anchors.shape[2:]
+    in_fp8 = layer.config.anchor_dtype == "fp8"
     exact_prefix, exact_reach = exact_bounds(layer.last_query)
     return Shape(
         head_size=head_size,
@@ -178,6 +193,9 @@ def _shape(layer: LayerState) -> Shape:
         composes=layer.rotary is None or (len(layer.rotary.cos) >= VQ_BLOCK_SIZE and angles_are_linear(layer.rotary)),
         anchor_rows=anchor_rows,
         anchor_pad=triton.next_power_of_2(max(anchor_rows, 1)),
+        anchor_bytes=anchor_bytes,
+        corrections=in_fp8,
+        exact_anchor=EXACT_ANCHOR if layer.config.sinks or not in_fp8 else 0,
         page_size=layer.recency.k.shape[2],
         block_size=VQ_BLOCK_SIZE,
         reads_cache=layer.config.prefill_reads_cache,
@@ -193,6 +211,8 @@ def _pages(layer: LayerState) -> Pages:
         v_codes=vq.v_codes,
         k_anchors=vq.k_anchors,
         v_anchors=vq.v_anchors,
+        k_exact=vq.in_pairs(vq.k_anchors, recency.k.dtype),
+        v_exact=vq.in_pairs(vq.v_anchors, recency.v.dtype),
         anchor_offsets=vq.anchor_offsets,
         recent_k=recency.k,
         recent_v=recency.v,

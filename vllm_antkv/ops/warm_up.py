@@ -53,13 +53,17 @@ def _step(layer: LayerState, num_pages: int, query_lens: list[int], seq_len: int
         return ids.repeat(len(query_lens), 1)
 
     starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
+    query_start_loc = torch.tensor(starts, dtype=torch.int32)
+    seq_lens = torch.full((len(query_lens),), seq_len, dtype=torch.int32)
     return Step(
-        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_lens=torch.full((len(query_lens),), seq_len, dtype=torch.int32, device=device),
+        query_start_loc=query_start_loc.to(device),
+        seq_lens=seq_lens.to(device),
         vq_block_table=table(VQ_BLOCK_SIZE),
         recency_block_table=table(layer.recency.k.shape[2]),
         max_query_len=max(query_lens),
         max_seq_len=seq_len,
+        query_start_loc_cpu=query_start_loc,
+        seq_lens_cpu=seq_lens,
     )
 
 

@@ -2,6 +2,10 @@
 
 import torch
 
+from vllm_antkv.config import AntKVConfig
+
+#: Added to the offset of an anchor whose row is kept as it is, in two anchor rows; the offset of the other is -1.
+EXACT_ANCHOR = 128
 #: Score of an attention sink: ahead of every anchor (KVSink rows are pinned first).
 SINK_SCORE = torch.inf
 #: Votes that every row of a block is credited with, so that the few votes for its last rows weigh less.
@@ -36,29 +40,28 @@ def block_anchors(
     scores: torch.Tensor,
     exact_rows: torch.Tensor,
     coded_rows: torch.Tensor,
-    num_rows: int,
     already_exact: torch.Tensor,
-    scope: str | None,
+    config: AntKVConfig,
 ) -> torch.Tensor:
-    """Choose the rows of one block whose codes are corrected for the queries past its end.
+    """Choose the rows of one block of which queries past its end see more than the codes.
 
     Scores say what a unit error of a row would cost. Here they are multiplied by the error its code really makes (in
     scope `prompt` squared, as the votes are), and in scope `block`, where early rows of a block have had more queries
     than late ones, divided by their number; `docs/design.md` has the measurements. Tokens of the intact prefix take no
-    row.
+    row. Those that are kept as they are take two, and come first: with `anchor_dtype: model` all anchors; otherwise
+    sinks, as many as leave one for every other sink.
 
     Args:
         scores: (..., num_kv_heads, block_size) sums over queries, SINK_SCORE for sinks.
         exact_rows, coded_rows: (..., block_size, num_kv_heads, head_size), the rows and what their codes stand for.
-        num_rows: rows to keep.
         already_exact: (..., 1, block_size) bool, tokens of the intact prefix.
-        scope: `block` or `prompt`, as in the settings; None where there are no anchors, and only sinks are kept.
+        config: how many rows there are, what they keep, and who competes for them.
 
     Returns:
-        (..., num_kv_heads, num_rows) int64 offsets in the block, -1 for an unused row.
+        (..., num_kv_heads, anchor_rows) int64 offsets in the block, -1 for an unused row; see `EXACT_ANCHOR`.
     """
-    is_sink = scores == SINK_SCORE
-    if scope is not None:
+    is_sink, scope = scores == SINK_SCORE, config.anchor_scope
+    if config.anchor_share > 0:
         error = (exact_rows - coded_rows).norm(dim=-1).transpose(-1, -2)
         weighted = scores * error ** VOTE_POWER[scope]
         if scope == "block":
@@ -67,7 +70,23 @@ def block_anchors(
     else:
         weighted = torch.full_like(scores, -torch.inf)
     ranked = weighted.masked_fill(is_sink, SINK_SCORE).masked_fill(already_exact, -torch.inf)
-    return top_rows(ranked, num_rows)
+    num_rows = config.anchor_rows
+    if config.anchor_dtype == "model":
+        num_exact = (ranked > -torch.inf).sum(-1, keepdim=True).clamp(max=num_rows // 2)
+    else:
+        num_sinks = (ranked == SINK_SCORE).sum(-1, keepdim=True)
+        num_exact = torch.minimum(num_sinks, num_rows - num_sinks).clamp(min=0)
+    return _share_rows(ranked, num_exact, num_rows)
+
+
+def _share_rows(ranked: torch.Tensor, num_exact: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """`num_rows` rows for the highest `ranked`: two each for the first `num_exact` (..., 1), then one each."""
+    row = torch.arange(num_rows, device=ranked.device)
+    is_exact = row < 2 * num_exact
+    rank = torch.where(is_exact, row // 2, row - num_exact)
+    offsets = top_rows(ranked, num_rows)
+    offsets = offsets.gather(-1, rank.clamp(max=offsets.shape[-1] - 1))
+    return torch.where(is_exact, torch.where(row % 2 == 0, offsets + EXACT_ANCHOR, -1), offsets)
 
 
 def top_rows(scores: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -19,7 +19,10 @@ class Config(BaseModel):
     kv_cache_dtype: str
     settings: AntKVConfig
     block_size: int = Field(description="Tokens per VQ block.")
-    anchor_rows: int = Field(description="K rows, and V rows, that are anchors per VQ block and KV head.")
+    anchor_rows: int = Field(
+        description="Rows of 8 bits for anchors of K, and as many of V, per VQ block and KV head; one that is kept as "
+        "it is takes two."
+    )
     codebook: str = Field(description="The file that is served.")
     engine: dict[str, Any] = Field(description="Options of vLLM that the cache depends on.")
 

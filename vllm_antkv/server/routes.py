@@ -1,10 +1,8 @@
-"""vLLM's endpoint plugin: the routes under `/antkv/`, and metrics that are kept up to date while the server runs.
+"""vLLM's endpoint plugin: the routes under `/antkv/`, and the metrics.
 
 vLLM loads it only when VLLM_PLUGINS names `antkv`.
 """
 
-import asyncio
-import logging
 from argparse import Namespace
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -14,67 +12,48 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.datastructures import State
 from vllm import envs
-from vllm.config import VllmConfig
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.tasks import SupportedTask
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_antkv.presets import PRESETS
 from vllm_antkv.server.anchors import Anchors
 from vllm_antkv.server.config import Config
-from vllm_antkv.server.metrics import Metrics
 from vllm_antkv.server.page import add_page
-from vllm_antkv.server.status import EngineStatus, Inactive, Setup, Status
-
-logger = logging.getLogger("vllm.antkv")
+from vllm_antkv.server.publisher import Engines, start_publishing
+from vllm_antkv.server.status import Inactive, Status
 
 PREFIX = "/antkv"
 STATUS_PATH = PREFIX + "/status"
-#: Age that metrics may have; Prometheus usually scrapes every 15 seconds or more.
-_REFRESH_SECONDS = 5.0
 
 
 class StatusSource:
-    """Answers for one server. Its setup is None when the server runs with another cache dtype."""
+    """Answers for one server."""
 
-    def __init__(self, engine_client: AsyncLLM) -> None:
-        self._client = engine_client
-        self.vllm_config: VllmConfig = engine_client.vllm_config
-        active = self.vllm_config.cache_config.cache_dtype in PRESETS
-        self.setup = Setup.of(self.vllm_config) if active else None
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
 
     @property
     def inactive(self) -> Inactive:
         """What is answered with another cache dtype."""
-        return Inactive(kv_cache_dtype=self.vllm_config.cache_config.cache_dtype)
-
-    async def engines(self) -> list[EngineStatus]:
-        """Ask all engines of this server; they answer between two steps."""
-        return [EngineStatus.of(*pair) for pair in (await self._ask("antkv_status")).items()]
+        return Inactive(kv_cache_dtype=self._engines.vllm_config.cache_config.cache_dtype)
 
     async def status(self) -> Status | Inactive:
         """The answer of `GET /antkv/status`."""
-        if self.setup is None:
+        if self._engines.setup is None:
             return self.inactive
-        return Status(**dict(self.setup), engines=await self.engines())
+        return Status(**dict(self._engines.setup), engines=await self._engines.status())
 
     def config(self) -> Config | Inactive:
         """The answer of `GET /antkv/config`."""
-        return self.inactive if self.setup is None else Config.of(self.vllm_config)
+        return self.inactive if self._engines.setup is None else Config.of(self._engines.vllm_config)
 
     async def anchors(self, engine: int | None, prompt: int | None, block: int) -> Anchors | Inactive:
         """The answer of `GET /antkv/anchors`."""
-        if self.setup is None:
+        if self._engines.setup is None:
             return self.inactive
-        answers = await self._ask("antkv_anchors", prompt, block)
-        num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
-        return Anchors.of(answers, engine, num_kv_heads, lambda ids: self._client.get_tokenizer().decode(ids))
-
-    async def _ask(self, method: str, *args: Any) -> dict[int, dict[str, Any]]:
-        core = self._client.engine_core
-        answers = await core.call_utility_all_async(method, *args)
-        return dict(zip(core.engine_ranks_managed, answers, strict=True))
+        answers = await self._engines.ask("antkv_anchors", prompt, block)
+        num_kv_heads = self._engines.vllm_config.model_config.get_total_num_kv_heads()
+        return Anchors.of(answers, engine, num_kv_heads, lambda ids: self._engines.client.get_tokenizer().decode(ids))
 
 
 class GuardedRoute(APIRoute):
@@ -139,28 +118,10 @@ class AntKVEndpoints:
 
     async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
         """Keep what the routes need, and start to publish metrics where vLLM publishes its own."""
-        source = StatusSource(engine_client)
-        state.antkv_source = source
-        # Counters of several processes are added up: one of the API servers has to do it.
-        first = source.vllm_config.parallel_config._api_process_rank == 0
-        if source.setup is not None and first and not args.disable_log_stats:
-            state.antkv_publisher = asyncio.create_task(_publish(source))
+        engines = Engines(engine_client)
+        state.antkv_source = StatusSource(engines)
+        start_publishing(engines, state, args)
 
 
 def _source(request: Request) -> StatusSource:
     return request.app.state.antkv_source
-
-
-async def _publish(source: StatusSource) -> None:
-    """Keep the metrics up to date until the server stops."""
-    assert source.setup is not None
-    metrics = Metrics(source.setup, source.vllm_config.model_config.served_model_name)
-    try:
-        while True:
-            metrics.update(await source.engines())
-            await asyncio.sleep(_REFRESH_SECONDS)
-    except EngineDeadError:
-        # vLLM says so itself, and stops the server.
-        return
-    except Exception:
-        logger.exception("The antkv metrics are no longer updated.")

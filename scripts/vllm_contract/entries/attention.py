@@ -79,7 +79,7 @@ _METADATA = (
         f"{_BACKEND}:CommonAttentionMetadata",
         How.FIELDS,
         "block_table_tensor is_prefilling max_query_len max_seq_len num_actual_tokens num_reqs query_start_loc "
-        "seq_lens",
+        "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound",
         "metadata: everything that is known of a step",
     ),
     Reliance("vllm.forward_context:get_forward_context", How.CALL, "-", "impl, sinks: of the step that runs"),
@@ -146,6 +146,19 @@ _LAYERS = (
         How.FIELDS,
         "kv_cache",
         "layer: the pages, set by ours",
+    ),
+    Reliance(
+        "vllm.v1.attention.backends.fa_utils:get_flash_attn_version",
+        How.CALL,
+        "head_size=",
+        "flash_attention: 2 or 3, or None where there is none",
+    ),
+    Reliance(
+        "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func",
+        How.CALL,
+        "q=, k=, v=, out=, cu_seqlens_q=, max_seqlen_q=, seqused_k=, max_seqlen_k=, softmax_scale=, causal=, "
+        "window_size=, block_table=, return_softmax_lse=, num_splits=, fa_version=",
+        "flash_attention: runs of queries, pages of keys, masks from the last key on, log-sum-exp (heads, rows)",
     ),
     Reliance(
         "vllm.model_executor.models.utils:extract_layer_index",

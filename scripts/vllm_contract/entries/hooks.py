@@ -284,6 +284,14 @@ _CORES = (
     Reliance("vllm.plugins:PLATFORM_PLUGINS_GROUP", How.NAME, "", "all: known"),
     Reliance("vllm.plugins:STAT_LOGGER_PLUGINS_GROUP", How.NAME, "", "all: known"),
     Reliance("vllm.plugins:ENDPOINT_PLUGINS_GROUP", How.NAME, "", "server: the group of the routes"),
+    Reliance(
+        "vllm.plugins:load_endpoint_plugins",
+        How.WRAP,
+        "supported_tasks=",
+        "metrics: answers the plugins of an API server; asked of the module when the server starts",
+    ),
+    Reliance("vllm:envs", How.FIELDS, "VLLM_PLUGINS", "metrics: whether the routes were asked for"),
+    Reliance("vllm.envs:VLLM_PLUGINS", How.NAME, "", "metrics: as above"),
     Reliance("vllm.plugins:load_general_plugins", How.BEHAVIOUR, "", "all: called in every process of vLLM"),
 )
 

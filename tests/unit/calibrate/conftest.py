@@ -22,7 +22,9 @@ COMMON = {
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
-#: What each family needs beside COMMON.
+#: A few small experts, as models name them.
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+#: What each family needs beside COMMON: those whose layers differ in what capturing depends on.
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -30,6 +32,20 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "phi3": {"head_dim": 8},
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 16, "query_pre_attn_scalar": 16},  # two RoPE bases
+    "gpt_oss": {**EXPERTS, "sliding_window": 16},  # learned sink logits
+    "mixtral": {**EXPERTS, "head_dim": 8},
+    "qwen3_moe": EXPERTS,
+    "granitemoe": {**EXPERTS, "head_dim": 8},
+    "llama4_text": {**EXPERTS, "intermediate_size_mlp": 48, "num_hidden_layers": 4},  # a layer without RoPE
+    "smollm3": {"head_dim": 8, "num_hidden_layers": 4},  # a layer without RoPE
+    "cohere": {"head_dim": 8},  # neighbours turn
+    "glm4": {},  # half of the neighbours
+    "stablelm": {"head_dim": 8},  # a quarter of the channels
+    "gpt_neox": {"head_dim": 8, "num_key_value_heads": 4},
+    "olmo2": {"head_dim": 8},  # norms over all heads
+    "gpt2": {"head_dim": 8, "num_key_value_heads": 4},  # no RoPE
+    "opt": {"head_dim": 8, "num_key_value_heads": 4},
 }
 
 
@@ -72,7 +88,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
         key = (family, edit, *sorted(changes.items()))
         if key not in made:
             torch.manual_seed(0)
-            config = AutoConfig.for_model(family, **{**COMMON, **FAMILY_SETTINGS[family], **changes})
+            config = AutoConfig.for_model(family, **{**COMMON, **FAMILY_SETTINGS.get(family, {}), **changes})
             model = AutoModelForCausalLM.from_config(config)
             # The default initialisation is so small that attention is uniform and gradients are nearly equal.
             for parameter in model.parameters():

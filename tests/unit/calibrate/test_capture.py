@@ -9,26 +9,27 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from tests.unit.calibrate.conftest import FAMILY_SETTINGS
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape, capture_window, checkpointed
-from vllm_antkv.calibrate.models import capture_points, load_config, load_model
+from vllm_antkv.calibrate.models import load_config, load_model
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import CalibrationError
-from vllm_antkv.families import FAMILIES
 from vllm_antkv.offline.hidden import captured_hidden, loss_of
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.sinks import SinkChannels
-from vllm_antkv.ops.rope import RotaryTable, rotate
+from vllm_antkv.offline.traits import rotary_tables
+from vllm_antkv.ops.rope import rotate
 
 CPU = torch.device("cpu")
 SEQ_LEN = 24
 
 
-def load(folder: Path) -> tuple[nn.Module, Any, ModelIdentity]:
+def load(folder: Path) -> tuple[PreTrainedModel, ModelIdentity]:
     config = load_config(str(folder))
-    return load_model(str(folder), config, CPU), config, ModelIdentity.from_hf_config(config)
+    return load_model(str(folder), config, CPU), ModelIdentity.from_hf_config(config)
 
 
 def shape_for(identity: ModelIdentity, num_sink_channels: int = 0, num_windows: int = 1) -> CaptureShape:
@@ -41,10 +42,10 @@ def a_window() -> torch.Tensor:
     return torch.randint(2, 300, (SEQ_LEN,), generator=torch.Generator().manual_seed(1))
 
 
-def attention_inputs(model: nn.Module, family: str, window: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def attention_inputs(model: nn.Module, window: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """K after RoPE and V of every layer, with gradients, seen where attention receives them."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    eager = importlib.import_module(f"transformers.models.{family}.modeling_{family}").eager_attention_forward
+    eager = importlib.import_module(type(model).__module__).eager_attention_forward
 
     def spy(module: nn.Module, query: Any, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         key.retain_grad()
@@ -59,41 +60,42 @@ def attention_inputs(model: nn.Module, family: str, window: torch.Tensor) -> lis
     return seen
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_SETTINGS)
 def test_rows_and_norms_are_those_of_attention(family: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
-    """Captured K, rotated, is the K that attention gets; RoPE keeps lengths, so the gradients' norms agree too."""
-    model, config, identity = load(make_model(family))
+    """Captured K, rotated, is the K that attention gets; RoPE turns, so the gradients' norms agree too."""
+    model, identity = load(make_model(family))
     window = a_window()
     files = CaptureFiles(tmp_path, shape_for(identity))
-    capture_window(model, window, 0, Capture(capture_points(model, config), files, True, None))
+    capture_window(model, window, 0, Capture(rotary_tables(model, SEQ_LEN), files, True, None))
 
-    positions = torch.arange(SEQ_LEN)
-    cos, sin = model.model.rotary_emb(torch.zeros(1), positions[None])  # type: ignore[operator, union-attr]
-    half = identity.head_size // 2
-    table = RotaryTable(cos[0, :, :half], sin[0, :, :half])
-    seen = attention_inputs(model, family, window)
+    positions, tables = torch.arange(SEQ_LEN), rotary_tables(model, SEQ_LEN)
+    seen = attention_inputs(model, window)
     assert len(seen) == identity.num_layers
     for layer, (key, value) in enumerate(seen):
         rows = torch.from_numpy(np.array(files.rows(layer)[:, 0])).float()
         norms = torch.from_numpy(np.array(files.norms(layer)[:, 0]))
-        torch.testing.assert_close(rotate(rows[0], positions, table), key[0].transpose(0, 1), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(
+            rotate(rows[0], positions, tables[layer]), key[0].transpose(0, 1), rtol=2e-3, atol=2e-3
+        )
         torch.testing.assert_close(rows[1], value[0].transpose(0, 1), rtol=2e-3, atol=2e-3)
         for kind, tensor in enumerate((key, value)):
             assert tensor.grad is not None
-            expected = tensor.grad[0].norm(dim=-1).transpose(0, 1)
+            # YaRN's turn makes keys longer.
+            stretch = tables[layer].cos[:1].max() if kind == 0 and tables[layer].rotary_dim else 1
+            expected = stretch * tensor.grad[0].norm(dim=-1).transpose(0, 1)
             assert expected.max() > 0
             torch.testing.assert_close(norms[kind], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_checkpointing_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None:
-    model, config, identity = load(tiny_llama)
+    model, identity = load(tiny_llama)
     captured = []
     for active in (False, True):
         folder = tmp_path / str(active)
         folder.mkdir()
         files = CaptureFiles(folder, shape_for(identity))
         with checkpointed(model, active):
-            capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, True, None))
+            capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, True, None))
         captured.append([np.array(array) for layer in range(2) for array in (files.rows(layer), files.norms(layer))])
     for plain, recomputed in zip(*captured, strict=True):
         np.testing.assert_allclose(plain, recomputed, rtol=1e-5)
@@ -101,40 +103,40 @@ def test_checkpointing_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None
 
 
 def test_without_gradients_rows_are_the_same_and_no_norms_are_written(tiny_llama: Path, tmp_path: Path) -> None:
-    model, config, identity = load(tiny_llama)
+    model, identity = load(tiny_llama)
     rows = []
     for with_gradients in (True, False):
         folder = tmp_path / str(with_gradients)
         folder.mkdir()
         files = CaptureFiles(folder, shape_for(identity))
-        capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, with_gradients, None))
+        capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, with_gradients, None))
         rows.append(np.array(files.rows(1)))
     np.testing.assert_array_equal(*rows)
     assert not list((tmp_path / "False").glob("norms*"))
 
 
 def test_files_take_the_bytes_they_promise(tiny_llama: Path, tmp_path: Path) -> None:
-    model, config, identity = load(tiny_llama)
+    model, identity = load(tiny_llama)
     shape = shape_for(identity, num_sink_channels=1)
     files = CaptureFiles(tmp_path, shape)
-    capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, True, SinkChannels(0, (3,))))
+    capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, True, SinkChannels(0, (3,))))
     files.flush()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == shape.num_bytes
 
 
 def test_sink_values_are_the_hidden_state_after_the_layer(tiny_llama: Path, tmp_path: Path) -> None:
-    model, config, identity = load(tiny_llama)
+    model, identity = load(tiny_llama)
     files = CaptureFiles(tmp_path, shape_for(identity, num_sink_channels=2))
-    capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, False, SinkChannels(0, (5, 2))))
+    capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, False, SinkChannels(0, (5, 2))))
     hidden = model(a_window()[None], output_hidden_states=True).hidden_states[1][0]
     expected = hidden[:, [5, 2]].abs().detach().numpy()
     np.testing.assert_allclose(files.sink_values()[0], expected, rtol=1e-5)
 
 
 def test_hooks_are_gone_afterwards(tiny_llama: Path, tmp_path: Path) -> None:
-    model, config, identity = load(tiny_llama)
+    model, identity = load(tiny_llama)
     files = CaptureFiles(tmp_path, shape_for(identity))
-    capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, True, None))
+    capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, True, None))
     with captured_hidden(decoder_layers(model), lambda hidden: None):
         pass
     assert not any(module._forward_hooks for module in model.modules())
@@ -143,9 +145,9 @@ def test_hooks_are_gone_afterwards(tiny_llama: Path, tmp_path: Path) -> None:
 def test_values_beyond_float16_are_refused(
     make_model: Callable[..., Path], tmp_path: Path, reads_well: Callable[[BaseException], str]
 ) -> None:
-    model, config, identity = load(make_model("llama"))
+    model, identity = load(make_model("llama"))
     decoder_layers(model)[1].self_attn.v_proj.weight.mul_(1e6)  # type: ignore[operator, union-attr]
     files = CaptureFiles(tmp_path, shape_for(identity))
     with pytest.raises(CalibrationError) as refused:
-        capture_window(model, a_window(), 0, Capture(capture_points(model, config), files, False, None))
+        capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, False, None))
     assert "Layer 1" in reads_well(refused.value)

@@ -216,7 +216,7 @@ def test_what_cannot_be_mixed_is_refused_before_any_work(make_model, long_llama,
         settings = {"bits": "mixed", "device": "cpu", **settings}
         calibrate(CalibrationSettings(str(model), [PRESET], [str(text_file)], tmp_path / "out", **settings))
 
-    with pytest.raises(UnsupportedModelError, match="gemma2"):
+    with pytest.raises(UnsupportedModelError, match="soft cap"):
         refuse(make_model("gemma2"), samples=8, seq_len=64)
     with pytest.raises(CalibrationError, match=r"--bits mixed.*give more text"):
         refuse(long_llama, samples=1, seq_len=512)

@@ -151,7 +151,7 @@ def test_what_cannot_be_refined_is_refused_before_any_work(
             )
         )
 
-    with pytest.raises(UnsupportedModelError, match="gemma2"):
+    with pytest.raises(UnsupportedModelError, match="soft cap"):
         refuse(make_model("gemma2"), refine=1, samples=8, seq_len=64)
     with pytest.raises(CalibrationError, match="give more text"):
         refuse(long_llama, refine=1, samples=1, seq_len=512)

@@ -4,25 +4,59 @@ import pytest
 from transformers import PreTrainedModel
 
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.capacity import GPU_SHARE, WORKSPACE_BYTES, capacities, weight_bytes
-from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.evaluate.capacity import (
+    GPU_SHARE,
+    WORKSPACE_BYTES,
+    DecodeShape,
+    codebooks_of,
+    largest_batch,
+    pool_bytes,
+    sequence_bytes,
+)
+from vllm_antkv.evaluate.gpus import GPUS
 from vllm_antkv.presets import PRESETS
 
+LLAMA_3_8B = DecodeShape(32, 8, 128, matrix_weights=7_504_658_432, weights=8_030_261_248)
+SMALL = GPUS["l4-24"]
 
-def test_weights_are_counted_without_making_them(model: PreTrainedModel, model_folder) -> None:
-    assert weight_bytes(ModelCard.read(str(model_folder))) == sum(p.nbytes for p in model.parameters())
+
+def test_the_shape_is_that_of_the_model(model: PreTrainedModel) -> None:
+    shape = DecodeShape.of(model.config)
+    assert 2 * shape.weights == sum(2 * p.numel() for p in model.parameters())
+    assert (shape.num_layers, shape.num_kv_heads) == (model.config.num_hidden_layers, model.config.num_key_value_heads)
 
 
-def test_tokens_take_what_is_left(model: PreTrainedModel, model_folder) -> None:
-    card = ModelCard.read(str(model_folder))
-    found = {c.kv_cache_dtype: c for c in capacities(card, AntKVConfig(), 8192, [2.0, 24.0, 48.0])}
-    assert list(found) == ["auto", *PRESETS]
-    heads = card.identity.num_layers * card.identity.num_kv_heads
-    for capacity in found.values():
-        token_bytes = heads * 2 * card.identity.head_size * capacity.bits / 8
-        left = GPU_SHARE * 24e9 - weight_bytes(card) - capacity.codebook_bytes - WORKSPACE_BYTES
-        assert capacity.tokens[1] == pytest.approx(left / token_bytes, abs=1)
-        assert capacity.tokens[0] == 0, "92% of 2 GB is less than the workspace"
-        assert capacity.tokens[2] > 2 * capacity.tokens[1]
-    assert found["auto"].bits == 8 * card.dtype.itemsize
-    assert found["antkv-1bit"].tokens[1] > found["antkv-2bit"].tokens[1] > found["auto"].tokens[1]
+@pytest.mark.parametrize("cache", LLAMA_3_8B.caches)
+def test_the_pool_is_what_is_left(cache: str) -> None:
+    taken = 2 * LLAMA_3_8B.weights + codebooks_of(LLAMA_3_8B, cache)
+    assert pool_bytes(LLAMA_3_8B, SMALL, cache) == GPU_SHARE * 24e9 - taken - WORKSPACE_BYTES
+
+
+def test_centroids_of_an_8b_model_are_34_and_537_megabytes() -> None:
+    sizes = [round(codebooks_of(LLAMA_3_8B, cache) / 1e6) for cache in LLAMA_3_8B.caches]
+    assert sizes == [0, 0, 34, 34, 34, 537, 537]
+
+
+@pytest.mark.parametrize("cache", LLAMA_3_8B.caches)
+def test_the_batch_fits_and_one_more_does_not(cache: str) -> None:
+    sequence = LLAMA_3_8B.heads * sequence_bytes(LLAMA_3_8B, cache, 8192)
+    batch = largest_batch(LLAMA_3_8B, SMALL, cache, 8192)
+    assert batch * sequence <= pool_bytes(LLAMA_3_8B, SMALL, cache) < (batch + 1) * sequence
+
+
+def test_fewer_bits_hold_more_and_the_settings_count() -> None:
+    batches = [largest_batch(LLAMA_3_8B, GPUS["h200-141"], cache, 8192) for cache in LLAMA_3_8B.caches]
+    assert batches == sorted(batches)
+    assert len(set(batches)) == len(batches)
+    more = AntKVConfig(recency="sliding:512")
+    assert sequence_bytes(LLAMA_3_8B, "antkv-1bit", 8192, more) > sequence_bytes(LLAMA_3_8B, "antkv-1bit", 8192)
+    assert sequence_bytes(LLAMA_3_8B, "fp8", 8192, more) == sequence_bytes(LLAMA_3_8B, "auto", 8192) / 2
+
+
+def test_a_model_that_is_too_large_has_no_pool() -> None:
+    large = DecodeShape(80, 8, 128, 69_000_000_000, 70_000_000_000)
+    assert pool_bytes(large, SMALL, "antkv-1bit") == largest_batch(large, SMALL, "antkv-1bit", 1) == 0
+
+
+def test_presets_that_do_not_divide_the_heads_are_left_out() -> None:
+    assert DecodeShape(1, 1, 16, 1, 1).caches == ["auto", "fp8", *list(PRESETS)[:4]]

@@ -95,7 +95,7 @@ def test_anchor_score_by_its_equation(rows: LayerRows) -> None:
 def test_the_best_of_each_closed_block_beside_the_prefix() -> None:
     scores = torch.zeros(1, 300)
     scores[0, [2, 50, 130, 200, 290]] = torch.tensor([9.0, 5.0, 3.0, 4.0, 8.0])
-    kept = best_of_blocks(scores, AntKVConfig(anchor_share=0.01, prefix=8))
+    kept = best_of_blocks(scores, AntKVConfig(anchor_share=0.01, sinks=False, prefix=8))
     assert kept.nonzero()[:, 0].tolist() == [50, 200], "2 is in the prefix, and the block of 290 does not close"
 
 

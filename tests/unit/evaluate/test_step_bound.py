@@ -3,12 +3,14 @@
 import pytest
 from transformers import LlamaConfig, PreTrainedModel
 
-from vllm_antkv.evaluate.step_bound import GPUS, DecodeShape, bounds, largest_batch, step_bound
+from vllm_antkv.evaluate.capacity import DecodeShape, largest_batch
+from vllm_antkv.evaluate.gpus import GPUS
+from vllm_antkv.evaluate.step_bound import bounds, step_bound
 
 LLAMA_3_8B = DecodeShape(
     num_layers=32, num_kv_heads=8, head_size=128, matrix_weights=7_504_658_432, weights=8_030_261_248
 )
-H100, H200 = GPUS["H100"], GPUS["H200"]
+H100, H200 = GPUS["h100-80"], GPUS["h200-141"]
 
 
 def test_weights_are_those_of_the_model(model: PreTrainedModel):
@@ -36,6 +38,7 @@ def test_by_hand():
     assert bound.attention == pytest.approx(400 * 1024 * 131072 / (0.88 * 3.35e12), rel=1e-5)
     coded = step_bound(LLAMA_3_8B, H100, "antkv-1bit", 32768, 8)
     assert coded.matrices == pytest.approx(2 * 7.504658e9 / 3.35e12, rel=1e-5), "few requests: the weights are read"
+    assert bound.read_bytes == 2 * LLAMA_3_8B.matrix_weights + 400 * 1024 * 131072
     assert coded.attention == pytest.approx(8 * 32768 * 256 * 11.5 / (132 * 1.755e9), rel=1e-5)
 
 

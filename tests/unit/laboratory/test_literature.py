@@ -22,8 +22,8 @@ from vllm_antkv.laboratory.skvq import Skvq
 from vllm_antkv.laboratory.streamingllm import SinksAndWindow
 from vllm_antkv.laboratory.turboquant import TurboQuant, normal_levels, rotation
 from vllm_antkv.laboratory.uniform import group_size, per_channel, per_token, round_to_grid
-from vllm_antkv.offline.rotary import rotary_table
 from vllm_antkv.offline.sinks import strongest_so_far
+from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
 from vllm_antkv.select.recency import ALWAYS, last_query_table
 
@@ -53,7 +53,7 @@ def request_for(identity, codebook_folder, sample):
 
 @pytest.fixture(scope="module")
 def rotary(model) -> RotaryTable:
-    return rotary_table(model, 512)
+    return rotary_tables(model, 512)[0]
 
 
 def random_rows(num_tokens: int = 300, num_windows: int = 2, seed: int = 0) -> torch.Tensor:

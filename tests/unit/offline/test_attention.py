@@ -8,17 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.unit.evaluate.conftest import HEAD_SIZE, LAYERS, VOCAB, random_codebook, tiny_model
 from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.families import EVALUATED_TYPES
+from vllm_antkv.families import FAMILIES
 from vllm_antkv.offline import attention
 from vllm_antkv.offline.attention import attend_window, quantised_past
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
-from vllm_antkv.offline.rotary import rotary_table
+from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.rope import RotaryTable, unrotate
 from vllm_antkv.select.anchors import VOTE_PRIOR
@@ -83,8 +84,10 @@ class Naive:
             parts.append(candidates[(candidates - part).square().sum(-1).argmin()])
         return torch.cat(parts)
 
-    def attend(self, sees_exactly, sinks: frozenset[int] = frozenset(), rows: int = 0, prefix: int = 0) -> torch.Tensor:
-        """sees_exactly(i, j): by position alone. Anchors are found block by block."""
+    def attend(
+        self, sees_exactly, sinks: frozenset[int] = frozenset(), rows: int = 0, prefix: int = 0, whole: bool = False
+    ) -> torch.Tensor:
+        """sees_exactly(i, j): by position alone. Anchors are found block by block; whole: all are kept as they are."""
         num_tokens = len(self.query)
         output = torch.zeros_like(self.query)
         coded_key = [[self.coded_key(j, h) for h in range(2)] for j in range(num_tokens)]
@@ -112,8 +115,10 @@ class Naive:
                         }
                         free = [j for j in inside if j >= prefix]
                         free.sort(key=lambda j: (j not in sinks, -cost[j]))
-                        for j in free[:rows]:
-                            coded[j][h] += (full[j, h] - coded[j][h]).to(torch.float8_e4m3fn).double()
+                        num_exact = rows // 2 if whole else len(sinks)
+                        for j in free[: rows - num_exact]:
+                            error = full[j, h] - coded[j][h]
+                            coded[j][h] += error if whole or j in sinks else error.to(torch.float8_e4m3fn).double()
         return output
 
     def _vote(self, scores: dict, i: int, head: int, inside: range) -> None:
@@ -143,12 +148,17 @@ def test_recency_and_the_open_block_are_seen_exactly(codebook: Codebook) -> None
     torch.testing.assert_close(run(naive, vq_method(codebook, recency="sliding:32")), expected)
 
 
-def test_anchors_and_sinks_of_closed_blocks_are_corrected_and_the_prefix_is_seen_exactly(codebook: Codebook) -> None:
+@pytest.mark.parametrize("anchor_dtype", ["fp8", "model"])
+def test_anchors_of_closed_blocks_are_corrected_or_exact_as_sinks_and_the_prefix_are(
+    codebook: Codebook, anchor_dtype: str
+) -> None:
     naive = Naive(140, codebook)
-    method = vq_method(codebook, SinkRule(layer=0, channels=(0,), threshold=1.0), anchor_share=0.03, prefix=3)
+    settings = {"anchor_share": 0.03, "anchor_dtype": anchor_dtype, "prefix": 3}
+    method = vq_method(codebook, SinkRule(layer=0, channels=(0,), threshold=1.0), **settings)
     is_sink = torch.zeros(1, 140, dtype=torch.bool)
     is_sink[0, 77] = True
-    expected = naive.attend(lambda i, j: i == j or j < 3, frozenset({77}), rows=method.config.anchor_rows, prefix=3)
+    rows, whole = method.config.anchor_rows, anchor_dtype == "model"
+    expected = naive.attend(lambda i, j: i == j or j < 3, frozenset({77}), rows=rows, prefix=3, whole=whole)
     torch.testing.assert_close(run(naive, method, is_sink), expected)
 
 
@@ -165,6 +175,15 @@ def test_with_every_token_an_anchor_little_is_lost(model: PreTrainedModel, codeb
         for share in (0.0, 1.0)
     )
     assert 0 < all_of_them < none / 16
+
+
+def test_with_every_token_an_anchor_in_the_dtype_of_the_model_nothing_is_lost(
+    model: PreTrainedModel, codebook: Codebook
+) -> None:
+    """Queries behind the block in which all of it was recent enough see it as it was."""
+    windows = random_windows(1, 300)
+    method = vq_method(codebook, anchor_share=1.0, anchor_dtype="model", recency="sliding:1")
+    torch.testing.assert_close(logits_of(model, windows, method), logits_of(model, windows), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("changes", [{"recency": "sliding:300"}, {"recency": "log:100"}, {"prefix": 300}])
@@ -286,7 +305,9 @@ MODELS = {
 
 
 def test_every_evaluated_family_is_among_them() -> None:
-    assert {model_type for model_type, _ in MODELS.values()} == set(EVALUATED_TYPES)
+    assert {model_type for model_type, _ in MODELS.values()} == {
+        family.model_type for family in FAMILIES.values() if family.evaluated
+    }
 
 
 class Recording:
@@ -302,9 +323,25 @@ class Recording:
         return key.clone(), value.clone()
 
 
-@pytest.mark.parametrize("name", MODELS)
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+#: Other ways to turn K, or not to, norms elsewhere, experts.
+OTHERS: dict[str, tuple[str, dict]] = {
+    "mixtral": ("mixtral", EXPERTS),
+    "qwen3 moe": ("qwen3_moe", EXPERTS),
+    "neighbours turn": ("cohere", {"hidden_size": 4 * HEAD_SIZE}),
+    "some neighbours turn": ("glm4", {}),
+    "a quarter turns": ("stablelm", {"hidden_size": 4 * HEAD_SIZE}),
+    "a layer does not turn": ("smollm3", {"no_rope_layers": [1, 0, 1][:LAYERS]}),
+    "norms over heads": ("olmo2", {}),
+    "a scale of its own": ("granite", {"attention_multiplier": 0.1}),
+    "no RoPE": ("gpt2", {"hidden_size": 4 * HEAD_SIZE, "num_key_value_heads": 4}),
+    "no RoPE, positions from 2 on": ("opt", {"hidden_size": 4 * HEAD_SIZE, "num_key_value_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 def test_a_method_that_loses_nothing_gives_the_models_own_logits(name: str) -> None:
-    family, changes = MODELS[name]
+    family, changes = (MODELS | OTHERS)[name]
     model = tiny_model(family, **changes)
     windows = random_windows(2, 200)
     method = Method("lossless", 16.0, AntKVConfig(**NOTHING_EXACT), Recording())
@@ -322,7 +359,8 @@ def test_keys_are_unrotated_with_the_models_own_table(name: str) -> None:
     recording = Recording()
     windows = random_windows(1, 200)
     logits_of(model, windows, Method("lossless", 16.0, AntKVConfig(**NOTHING_EXACT), recording))
-    keys = projected[0]
+    # The model may have been run before, to learn what its layers are.
+    keys = projected[-1]
     if family == "phi3":
         keys = keys[..., 4 * HEAD_SIZE : 6 * HEAD_SIZE]
     torch.testing.assert_close(recording.keys[1], keys.reshape(1, 200, 2, HEAD_SIZE), rtol=1e-3, atol=1e-4)
@@ -330,7 +368,7 @@ def test_keys_are_unrotated_with_the_models_own_table(name: str) -> None:
 
 def test_the_rotary_table_is_float32_even_for_a_bfloat16_model() -> None:
     model = tiny_model().to(torch.bfloat16)
-    table = rotary_table(model, 100)
+    table = rotary_tables(model, 100)[0]
     assert table.cos.dtype == torch.float32
     torch.testing.assert_close(table.cos.square() + table.sin.square(), torch.ones(100, HEAD_SIZE // 2))
 
@@ -354,7 +392,7 @@ def test_sinks_are_pinned_in_the_layers_after_the_one_that_reveals_them(
     assert list(seen) == list(range(LAYERS))
     assert seen[0] is None
     assert seen[1] is None
-    expected = (hidden[0][..., 3].abs() > 2) | (hidden[0][..., 5].abs() > 2)
+    expected = (hidden[-1][..., 3].abs() > 2) | (hidden[-1][..., 5].abs() > 2)
     assert 0 < expected.sum() < expected.numel(), "the rule must tell tokens apart for this test to mean anything"
     assert torch.equal(seen[2], expected)
 
@@ -364,11 +402,11 @@ def test_the_models_own_attention_comes_back(model: PreTrainedModel, codebook: C
     before, implementation = logits_of(model, windows), model.config._attn_implementation
     # What another test left open is closed when it is collected, which must not happen in between.
     gc.collect()
-    known = set(attention.ALL_ATTENTION_FUNCTIONS)
+    known = set(ALL_ATTENTION_FUNCTIONS)
     with pytest.raises(ZeroDivisionError), quantised_past(model, vq_method(codebook, SINK_RULE, sinks=True), 20):
         raise ZeroDivisionError
     assert model.config._attn_implementation == implementation
-    assert set(attention.ALL_ATTENTION_FUNCTIONS) == known
+    assert set(ALL_ATTENTION_FUNCTIONS) == known
     assert not model.get_decoder().layers[0]._forward_hooks
     assert torch.equal(logits_of(model, windows), before)
 
@@ -376,7 +414,9 @@ def test_the_models_own_attention_comes_back(model: PreTrainedModel, codebook: C
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("gpt_neox", {}, "gpt_neox"),
+        ("bloom", {}, "attention interface"),
+        ("gemma2", {"query_pre_attn_scalar": 16}, "soft cap"),
+        ("gpt_oss", EXPERTS, "sink logits"),
         ("mistral", {"sliding_window": 64}, "--context 64"),
     ],
 )

@@ -11,12 +11,15 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import REGISTRY
 from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
-from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin, attach_endpoint_plugins
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from tests.patience import PATIENCE
 from tests.unit.server.test_metrics import SETUP, answer, report
-from vllm_antkv.server import routes
+from vllm_antkv.plugin import register
+from vllm_antkv.server import publisher, routes
+from vllm_antkv.server.publisher import AntKVMetrics
 from vllm_antkv.server.routes import PREFIX, STATUS_PATH, AntKVEndpoints
 from vllm_antkv.server.status import Setup
 
@@ -70,8 +73,35 @@ def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
 
 
-def test_it_is_an_endpoint_plugin() -> None:
-    assert isinstance(AntKVEndpoints(), EndpointPlugin)
+@pytest.mark.parametrize("plugin", [AntKVEndpoints, AntKVMetrics])
+def test_it_is_an_endpoint_plugin(plugin: Any) -> None:
+    assert isinstance(plugin(), EndpointPlugin)
+
+
+@pytest.mark.parametrize(
+    ("named", "tasks", "loaded"),
+    [
+        (None, ("generate",), [AntKVMetrics]),
+        (None, ("embed",), []),
+        (None, None, []),
+        ("antkv", ("generate",), [AntKVEndpoints]),
+        ("another", ("generate",), []),
+        ("", ("generate",), []),
+    ],
+)
+def test_without_the_opt_in_vllm_loads_the_metrics_and_no_route(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, tasks: Any, loaded: list[type]
+) -> None:
+    register()
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if named is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", named)
+    app = FastAPI()
+    app.state.args = Namespace(api_key=None)
+    before = list(app.routes)
+    attach_endpoint_plugins(app, tasks)
+    assert [type(each) for each in app.state.endpoint_plugins] == loaded
+    assert (app.routes != before) == (AntKVEndpoints in loaded)
 
 
 @pytest.mark.parametrize("path", DATA)
@@ -141,24 +171,24 @@ def test_vllm_does_not_guard_the_path_by_itself() -> None:
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Metrics without waiting, of a setup that needs no model."""
-    monkeypatch.setattr(routes, "_REFRESH_SECONDS", 0)
+    monkeypatch.setattr(publisher, "_REFRESH_SECONDS", 0)
     monkeypatch.setattr(Setup, "of", lambda vllm_config: SETUP)
     unregister_vllm_metrics()
     yield
     unregister_vllm_metrics()
 
 
-def publish(engine: EngineClient, disable_log_stats: bool = False) -> bool:
+def publish(engine: EngineClient, disable_log_stats: bool = False, plugin: Any = AntKVEndpoints) -> bool:
     """Start the plugin and let it publish until the engines die; whether it publishes at all."""
 
     async def run() -> bool:
         app = FastAPI()
         args = Namespace(api_key=None, disable_log_stats=disable_log_stats)
         client: Any = engine
-        await AntKVEndpoints().init_state(client, app.state, args)
+        await plugin().init_state(client, app.state, args)
         publisher = getattr(app.state, "antkv_publisher", None)
         if publisher is not None:
-            await asyncio.wait_for(publisher, timeout=10)
+            await asyncio.wait_for(publisher, timeout=PATIENCE)
         return publisher is not None
 
     return asyncio.run(run())
@@ -170,7 +200,7 @@ def test_status_of_an_antkv_cache_names_every_engine(fast: None) -> None:
     plugin = AntKVEndpoints()
     plugin.attach_router(app)
     engine: Any = EngineClient("antkv-1bit")
-    app.state.antkv_source = routes.StatusSource(engine)
+    app.state.antkv_source = routes.StatusSource(publisher.Engines(engine))
     status = TestClient(app).get(STATUS_PATH).json()
     assert status["active"] is True
     assert status["settings"] == SETUP.settings.model_dump()
@@ -180,9 +210,10 @@ def test_status_of_an_antkv_cache_names_every_engine(fast: None) -> None:
     assert engine.anchors_asked == (7, 3)
 
 
-def test_metrics_are_published_until_the_engines_die(fast: None) -> None:
+@pytest.mark.parametrize("plugin", [AntKVEndpoints, AntKVMetrics])
+def test_metrics_are_published_until_the_engines_die(fast: None, plugin: Any) -> None:
     engine = EngineClient("antkv-1bit", lives=3)
-    assert publish(engine)
+    assert publish(engine, plugin=plugin)
     assert engine.asked == 3
     for rank in ("0", "1"):
         labels = {"model_name": "model", "engine": rank}

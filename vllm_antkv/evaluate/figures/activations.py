@@ -3,8 +3,7 @@
 A layer at a time, so that memory holds one layer of one window.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vllm_antkv.offline.hidden import captured_hidden
 from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.taps import replaced
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def visit_layers(model: PreTrainedModel, window: torch.Tensor, visit: Callable[[
         output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2), None
 
-    with _attention(model, attend):
+    with replaced(model, attend):
         model.get_decoder()(window[None].to(model.device), use_cache=False)
 
 
@@ -68,16 +67,3 @@ def hidden_states(model: PreTrainedModel, window: torch.Tensor) -> torch.Tensor:
     with captured_hidden(decoder_layers(model), lambda hidden: states.append(hidden.float().cpu())):
         model.get_decoder()(window[None].to(model.device), use_cache=False)
     return torch.stack(states)
-
-
-@contextmanager
-def _attention(model: PreTrainedModel, function: Callable[..., Any]) -> Iterator[None]:
-    """While open, the model attends by `function`, with the signature of transformers' AttentionInterface."""
-    name, before = f"antkv_figures_{id(function)}", model.config._attn_implementation
-    ALL_ATTENTION_FUNCTIONS.register(name, function)
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-        del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]

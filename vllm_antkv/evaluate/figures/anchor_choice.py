@@ -104,11 +104,12 @@ def _by_anchor_score(scope: str) -> Choice:
 
     def choose(candidates: Candidates, configs: Sequence[AntKVConfig]) -> list[Chosen]:
         rows, scores = candidates.rows, served_scores(candidates.rows, configs[0], scope)
+        configs = [config.model_copy(update={"anchor_scope": scope}) for config in configs]
 
         def kept(config: AntKVConfig, score: torch.Tensor, exact: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
             def of_block(block: slice) -> torch.Tensor:
                 already = torch.arange(block.start, block.stop, device=exact.device) < config.prefix
-                return block_anchors(score[:, block], exact[block], coded[block], config.anchor_rows, already, scope)
+                return block_anchors(score[:, block], exact[block], coded[block], already, config)
 
             return _in_blocks(of_block, score)
 
@@ -208,7 +209,7 @@ class _WithRows:
 def numbers(scene: Scene) -> dict[str, Any]:
     """Perplexity and divergence for each choice and share, and what share of the oracle's gain that is, in either."""
     bare = scene.method(scene.preset, anchor_share=0.0, sinks=False)
-    configs = [scene.config(anchor_share=share, sinks=False) for share in SHARES]
+    configs = [scene.config(anchor_share=share, anchor_dtype="fp8", sinks=False) for share in SHARES]
     scores: dict[str, list[list[Scores]]] = {name: [[] for _ in SHARES] for name in CHOICES}
     steps = [(window, name) for window in range(len(scene.windows)) for name in CHOICES]
     layers: list[Candidates] = []

@@ -66,7 +66,9 @@ def numbers(scene: Scene) -> dict[str, Any]:
     for rows in track(layers, "eviction-error"):
         exact = full_attention(rows)
         norm += float(exact.abs().mean())
-        window = LayerWindow(rows.layer, rows.query[None], rows.key[None], rows.value[None], rows.scale, scene.rotary)
+        window = LayerWindow(
+            rows.layer, rows.query[None], rows.key[None], rows.value[None], rows.scale, scene.rotaries[rows.layer]
+        )
         for name, of_name in methods.items():
             for treatment, method in of_name.items():
                 output = attend_retained(window, method, None)[0]

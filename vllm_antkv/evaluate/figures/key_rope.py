@@ -33,7 +33,7 @@ def numbers(scene: Scene) -> dict[str, Any]:
 
     def visit(rows: LayerRows) -> None:
         positions = torch.arange(scene.context, device=rows.key.device)
-        measured[BEFORE].append(unrotate(rows.key, positions, scene.rotary)[:, 0].cpu())
+        measured[BEFORE].append(unrotate(rows.key, positions, scene.rotaries[rows.layer])[:, 0].cpu())
         measured[AFTER].append(rows.key[:, 0].cpu())
 
     scene.visit(visit)

@@ -18,8 +18,8 @@ from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
-from vllm_antkv.offline.rotary import rotary_table
 from vllm_antkv.offline.score import mean_nll
+from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.ops.rope import RotaryTable
 
 T = TypeVar("T")
@@ -57,9 +57,9 @@ class Scene:
         return DEFAULT_PRESET if DEFAULT_PRESET in self.presets else self.presets[0]
 
     @cached_property
-    def rotary(self) -> RotaryTable:
-        """The model's own table for a window."""
-        return rotary_table(self.model, self.context)
+    def rotaries(self) -> list[RotaryTable]:
+        """The layers' own tables for a window."""
+        return rotary_tables(self.model, self.context)
 
     def method(self, name: str, **changes: Any) -> Method:
         """The method called `name`, with changes to the settings."""
@@ -101,7 +101,7 @@ class Scene:
     def coded(self, method: Method, rows: LayerRows) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer's K (after RoPE) and V come back as, each (num_tokens, num_kv_heads, head_size)."""
         assert method.quantiser is not None
-        key, value = method.quantiser.read_back(rows.layer, rows.key[None], rows.value[None], self.rotary)
+        key, value = method.quantiser.read_back(rows.layer, rows.key[None], rows.value[None], self.rotaries[rows.layer])
         return key[0], value[0]
 
 

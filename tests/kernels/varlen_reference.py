@@ -1,0 +1,52 @@
+"""FlashAttention's place in the tests: its rules, in PyTorch and in any dtype."""
+
+import torch
+
+from vllm_antkv.ops.varlen_call import Varlen, VarlenCall
+
+
+def varlen(max_num_tokens: int, nothing: float = -torch.inf) -> Varlen:
+    """A kernel for plain rows.
+
+    nothing: log-sum-exp of a query that sees no key; versions of FlashAttention differ in its sign.
+    """
+
+    def attend(query, key, value, output, call: VarlenCall, scale) -> torch.Tensor:
+        statistics = torch.full((query.shape[1], len(query)), nothing, dtype=query.dtype)
+        assert int(call.starts[0]) == 0
+        assert int(call.starts[-1]) == len(query)
+        assert int(call.starts.diff().max()) == call.max_rows
+        assert int(call.num_keys.max()) == call.max_keys
+        for run, (begin, end) in enumerate(zip(call.starts[:-1], call.starts[1:], strict=True)):
+            num_keys = int(call.num_keys[run])
+            pages = call.pages[run, : -(-num_keys // key.shape[1])].long()
+            keys, values = (rows[pages].flatten(0, 1)[:num_keys] for rows in (key, value))
+            # A kernel multiplies what its mask hides, too, by 0.
+            assert keys.isfinite().all()
+            assert values.isfinite().all()
+            rows = slice(int(begin), int(end))
+            output[rows], statistics[:, rows] = _attended(query[rows], keys, values, call, scale, nothing)
+        return statistics
+
+    return Varlen(attend, max_num_tokens)
+
+
+def _attended(query, key, value, call, scale, nothing):
+    """Output and log-sum-exp of one run."""
+    if not len(key):
+        return torch.zeros_like(query), torch.full(query.shape[1::-1], nothing, dtype=query.dtype)
+    last = torch.arange(len(query))[:, None] + len(key) - len(query)
+    keys = torch.arange(len(key))
+    seen = keys <= last if call.causal else torch.ones(len(query), len(key), dtype=torch.bool)
+    if call.window is not None:
+        seen &= keys > last - call.window
+    # Sums in float32 at least, as kernels have them.
+    wide = torch.promote_types(query.dtype, torch.float32)
+    group = query.shape[1] // key.shape[1]
+    expanded = key.to(wide).repeat_interleave(group, 1), value.to(wide).repeat_interleave(group, 1)
+    logits = torch.einsum("qhd,khd->hqk", query.to(wide), expanded[0]) * scale
+    logits = logits.masked_fill(~seen, -torch.inf)
+    weights = logits.softmax(-1).nan_to_num()
+    lse = logits.logsumexp(-1)
+    output = torch.einsum("hqk,khd->qhd", weights, expanded[1])
+    return output.to(query.dtype), lse.masked_fill(lse == -torch.inf, nothing)

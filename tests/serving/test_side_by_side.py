@@ -1,0 +1,68 @@
+"""`antkv diff` between real servers of one model: antkv-1bit against `auto`, and against itself."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving.server import API_KEY, Server, running_server
+from vllm_antkv import cli
+from vllm_antkv.evaluate.side_by_side import first_difference
+
+pytestmark = pytest.mark.serving
+
+#: Longer than a block of codes, so that the cache shows.
+PROMPT = "It was the best of times, it was the worst of times. " * 15
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def auto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same model with vLLM's own cache."""
+    with running_server(tmp_path_factory.mktemp("auto"), "auto") as running:
+        yield running
+
+
+def run(this: Server, other: Server, *more: str, key: str = API_KEY) -> int:
+    asked = ("--prompt", PROMPT, "--max-tokens", str(TOKENS), "--api-key", key)
+    return cli.run(["diff", this.url, other.url, *asked, *more])
+
+
+def test_a_server_does_not_differ_from_itself(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(server, server, "--json", "-") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["first_difference"] is None
+    assert found["answers"][0] == found["answers"][1]
+    assert found["prompt_kl"] == pytest.approx(0, abs=1e-6)
+    assert found["answer_kl"] == pytest.approx(0, abs=1e-6)
+    assert all(token["best"][0] == token["best"][1] for token in found["tokens"])
+
+
+def test_1_bit_differs_from_auto(
+    server: Server, auto: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, figure = tmp_path / "diff.json", tmp_path / "diff.png"
+    assert run(server, auto, "--json", str(out), "--figure", str(figure)) == 0
+    found = json.loads(out.read_text())
+    assert found["prompt_kl"] > 1e-6, "codes of random centroids were read"
+    assert [token["token"] for token in found["tokens"]] == found["answers"][1]
+    assert found["answer_kl"] == pytest.approx(sum(token["kl"] for token in found["tokens"]) / len(found["tokens"]))
+    # Greedy: what the other server finds most likely is what it wrote.
+    assert [token["best"][1] for token in found["tokens"]] == found["answers"][1]
+    assert found["first_difference"] == first_difference(*found["answers"])
+    if found["first_difference"] is not None:
+        token = found["tokens"][found["first_difference"]]
+        assert token["best"][0] == found["answers"][0][found["first_difference"]]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert f"{found['answer_kl']:.5f}" in lines[-1]
+    assert figure.stat().st_size > 5000
+
+
+def test_what_cannot_be_asked_is_one_sentence(server: Server, auto: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(server, auto, key="wrong") == 1
+    assert f"{server.url}/v1/models answers 401" in capsys.readouterr().err
+    nowhere = Server("http://127.0.0.1:9", server.codebook)
+    assert run(server, nowhere) == 1
+    assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err

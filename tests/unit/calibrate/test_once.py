@@ -1,0 +1,151 @@
+"""A codebook that nobody has made is made when a server asks for it, once, in a process of its own."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from transformers import AutoConfig
+
+from vllm_antkv.calibrate.once import main
+from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, codebook_path, own_folder
+from vllm_antkv.codebook.automatic import Wanted, find_or_make
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import CodebookError, SettingsError, UnsupportedModelError
+
+PRESET = "antkv-1bit"
+
+
+@pytest.fixture(autouse=True)
+def users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def wanted(model: Path) -> Wanted:
+    return Wanted(str(model), None, ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model)), PRESET)
+
+
+def test_the_first_start_makes_it_and_the_second_finds_it(
+    tiny_llama: Path, users_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="vllm.antkv")
+    want = wanted(tiny_llama)
+    path = find_or_make(want, AntKVConfig())
+    assert users_cache in path.parents
+    Codebook.load(path, PRESET, want.identity)
+    # Nothing of the work is left.
+    assert {found.name for found in path.parent.iterdir()} - {f".{PRESET}.lock"} == {path.name}
+    assert "learning one from text that it writes itself" in caplog.text
+    caplog.clear()
+    assert find_or_make(want, AntKVConfig(calibrate="never")) == path
+    assert not caplog.text
+
+
+def test_whoever_comes_while_it_is_made_waits_and_takes_it(
+    tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = codebook_path(tmp_path, PRESET)
+    command = [sys.executable, "-m", "vllm_antkv.calibrate.once", str(tiny_llama), PRESET, str(tmp_path)]
+    with FileLock(tmp_path / f".{PRESET}.lock"):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        assert "waiting" in process.stderr.readline()
+        path.write_text("of the first")
+    process.communicate()
+    assert process.returncode == 0
+    assert path.read_text() == "of the first"
+
+
+@pytest.mark.parametrize("settings", [{"calibrate": "never"}, {"codebooks": "elsewhere"}], ids=str)
+def test_none_is_made_where_none_is_wanted(
+    tiny_llama: Path, users_cache: Path, settings: dict[str, str], reads_well: Callable[[BaseException], str]
+) -> None:
+    with pytest.raises(NoCodebookError) as refused:
+        find_or_make(wanted(tiny_llama), AntKVConfig(**settings))
+    assert f"make one with `antkv calibrate {tiny_llama}" in reads_well(refused.value)
+    assert not users_cache.exists()
+
+
+def test_a_text_that_is_not_there_is_refused(tiny_llama: Path, reads_well: Callable[[BaseException], str]) -> None:
+    with pytest.raises(SettingsError) as refused:
+        find_or_make(wanted(tiny_llama), AntKVConfig(calibration_text="no-such-file"))
+    assert "no-such-file" in reads_well(refused.value)
+
+
+def test_a_calibration_that_fails_is_one_sentence(
+    tiny_llama: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("Seven words are not enough for it.")
+    with pytest.raises(CodebookError) as refused:
+        find_or_make(wanted(tiny_llama), AntKVConfig(calibration_text=str(text)))
+    assert "fewer than one window" in reads_well(refused.value)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_other_weights_and_other_texts_have_folders_of_their_own(tiny_llama: Path, tmp_path: Path) -> None:
+    identity = wanted(tiny_llama).identity
+    same, trained = tmp_path / "same", tmp_path / "trained"
+    for copy in (same, trained):
+        shutil.copytree(tiny_llama, copy)
+    weights = trained / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    text = tmp_path / "text.txt"
+    text.write_text("Some words.")
+    folder = own_folder(str(tiny_llama), identity)
+    assert own_folder(str(same), identity) == folder
+    assert own_folder(str(trained), identity) != folder
+    assert own_folder(str(same), identity, text=str(text)).parent == folder
+
+
+def quantised(original: Path, folder: Path, **changes: object) -> Path:
+    """The config of a quantised version of a model; nothing reads its weights."""
+    folder.mkdir()
+    config = json.loads((original / "config.json").read_text())
+    quantisation = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (folder / "config.json").write_text(json.dumps({**config, **quantisation, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize("where", ["config", "card"])
+def test_for_quantised_weights_the_original_is_taken(
+    tiny_llama: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = {"base_model": str(tiny_llama)}
+    model = quantised(tiny_llama, tmp_path / "awq", **(named if where == "config" else {}))
+    if where == "card":
+        (model / "README.md").write_text(f"---\nbase_model:\n- {tiny_llama}\n---\n")
+    monkeypatch.setattr(sys, "argv", ["once", str(model), PRESET, str(tmp_path / "out")])
+    assert main() == 0
+    assert str(tiny_llama) in capsys.readouterr().err
+    Codebook.load(codebook_path(tmp_path / "out", PRESET), PRESET, wanted(tiny_llama).identity)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "does not say what its original is"),
+        ({"base_model": "nobody/nowhere"}, "its original (nobody/nowhere) is not at hand"),
+    ],
+    ids=["unnamed", "far away"],
+)
+def test_quantised_weights_without_their_original_are_refused(
+    tiny_llama: Path,
+    tmp_path: Path,
+    changes: dict[str, str],
+    says: str,
+    reads_well: Callable[[BaseException], str],
+) -> None:
+    from vllm_antkv.calibrate.original import unquantised
+
+    with pytest.raises(UnsupportedModelError) as refused:
+        unquantised(str(quantised(tiny_llama, tmp_path / "awq", **changes)))
+    assert says in reads_well(refused.value)

@@ -1,0 +1,112 @@
+"""`antkv plan`: what it recommends follows from what fits."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+
+from vllm_antkv import cli
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.gpus import GPUS
+from vllm_antkv.evaluate.plan import make_plan
+
+LLAMA_3_8B = LlamaConfig(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a config and nothing else."""
+    folder = tmp_path_factory.mktemp("llama")
+    LLAMA_3_8B.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "context", "batch", "recommended", "words"),
+    [
+        ("h100-80", 4096, 8, "auto", "all requests fit in 16 bits"),
+        ("h100-80", 4096, 128, "fp8", "auto holds 103 requests, fp8 all 128"),
+        ("h100-80", 32768, 64, "antkv-2bit", "the most bits that hold all 64 requests, of which fp8 holds 25"),
+        ("h100-80", 131072, 200, "antkv-1bit", "none holds all 200"),
+        ("h100-80", 512, 10000, "fp8", "none holds all 10000 requests at once, and no preset gets much more done"),
+    ],
+)
+def test_what_is_recommended(llama: str, gpu: str, context: int, batch: int, recommended: str, words: str) -> None:
+    plan = make_plan(llama, gpu, context, batch, AntKVConfig())
+    assert plan.recommended == recommended
+    assert plan.reason.startswith(f"Use {recommended}: ")
+    assert words in plan.reason
+
+
+def test_the_figures_of_a_cache_belong_together(llama: str) -> None:
+    plan = make_plan(llama, "h100-80", 32768, 64, AntKVConfig())
+    for cache in plan.caches:
+        assert cache.requests == cache.tokens // 32768
+        assert cache.step is not None
+        assert cache.step.batch == min(64, cache.requests)
+        kv_bytes = cache.step.batch * 32768 * 2 * 32 * 8 * 128 * cache.bits / 8
+        assert cache.step.read_bytes == pytest.approx(2 * 7_504_658_432 + kv_bytes)
+        assert cache.step.tokens_per_second == pytest.approx(cache.step.batch / cache.step.seconds)
+    assert plan.weight_bytes == 2 * 8_030_261_248
+
+
+def test_that_fp8_is_faster_is_said_where_it_is_much(llama: str) -> None:
+    long, short = (make_plan(llama, "h100-80", context, 4, AntKVConfig()) for context in (65536, 256))
+    assert long.recommended == short.recommended == "auto"
+    assert "A step of fp8 reads less and takes up to " in long.reason
+    assert "fp8" not in short.reason
+
+
+def test_a_model_that_does_not_fit_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaConfig(**{**LLAMA_3_8B.to_dict(), "num_hidden_layers": 80}).save_pretrained(tmp_path)
+    assert cli.run(["plan", str(tmp_path), "--gpu", "l4-24"]) == 0
+    assert "Not one request fits beside the weights" in capsys.readouterr().out
+    assert make_plan(str(tmp_path), "l4-24", 8192, 1, AntKVConfig()).recommended is None
+
+
+def test_the_table_fits_80_columns(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", llama, "--gpu", "h200-141", "--context", "131072", "--batch", "10000"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[1:])) <= 80, "the first line has the model's path"
+    marked = [line.split()[0] for line in lines if line.startswith(("auto", "fp8", "antkv-"))]
+    assert [name.rstrip("*") for name in marked] == [
+        cache.kv_cache_dtype for cache in make_plan(llama, "h200-141", 131072, 10000, AntKVConfig()).caches
+    ]
+    assert sum(name.endswith("*") for name in marked) == 1
+
+
+def test_json_is_written_or_takes_the_place_of_the_table(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = json.loads(make_plan(llama, "h100-80", 8192, 64, AntKVConfig(prefix=0)).model_dump_json())
+    command = ["plan", llama, "--gpu", "h100-80", "--prefix", "0", "--json"]
+    assert cli.run([*command, "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == expected
+    assert cli.run([*command, str(tmp_path / "plan.json")]) == 0
+    assert json.loads((tmp_path / "plan.json").read_text()) == expected
+    assert "ms a step" in capsys.readouterr().out
+
+
+def test_what_cannot_be_planned_is_refused(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpt2, quantised = tmp_path / "gpt2", tmp_path / "quantised"
+    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(gpt2)
+    LLAMA_3_8B.save_pretrained(quantised)
+    config = quantised / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    for model, gpu, code, words in [
+        (llama, "h100", 2, f"but must be one of {', '.join(GPUS)}."),
+        (tmp_path / "none", "h100-80", 2, "there is no such folder"),
+        (gpt2, "h100-80", 1, "GPT2LMHeadModel has no antkv cache"),
+        (quantised, "h100-80", 1, "plan for the original"),
+    ]:
+        assert cli.run(["plan", str(model), "--gpu", gpu]) == code
+        assert words in capsys.readouterr().err

@@ -1,0 +1,219 @@
+"""Plain rows for a kernel that knows nothing else: what codes stand for, or full precision; and merging what it gives.
+
+Grid of the writer (num_pages, block_size // N, 2 num_kv_heads): N rows of K or of V of a page. What is on which page is
+planned on the host. Grid of the merge (rows, num_heads).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .arguments import Batch, ExactRows, Pages, PlainPages, Rows, Shape, Tables
+from .attention import correct_keys, correct_values
+from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
+from .common import channels_in_rows, channels_of_pairs, exact_rows, in_vq_page, load_exact, turn
+
+_BLOCK_N = 64
+_MERGED_ROWS = 16
+
+
+def write_plain_pages(
+    rows: Rows, plain: PlainPages, prefix: int, pages: Pages, tables: Tables, batch: Batch, shape: Shape
+) -> None:
+    """Write all rows of the wanted pages; those that nobody sees are finite.
+
+    Args:
+        prefix: first tokens of a sequence that have their exact rows on every page.
+    """
+    _plain_pages_kernel[(len(plain.wanted), shape.block_size // _BLOCK_N, 2 * shape.num_kv_heads)](
+        rows, plain, prefix, pages, tables, batch, shape, BLOCK_N=_BLOCK_N, num_warps=4
+    )
+
+
+@triton.jit(do_not_specialize=["prefix"])
+def _plain_pages_kernel(
+    rows: Rows,
+    plain: PlainPages,
+    prefix: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    batch: Batch,
+    shape: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """BLOCK_N rows of K or V of one KV head."""
+    page = tl.program_id(0)
+    head = tl.program_id(2) // 2
+    request = tl.load(plain.wanted + page * 3)
+    block = tl.load(plain.wanted + page * 3 + 1)
+    is_exact = tl.load(plain.wanted + page * 3 + 2) != 0
+    first_row = tl.load(batch.query_start_loc + request)
+    end = tl.load(batch.seq_lens + request)
+    start = end - (tl.load(batch.query_start_loc + request + 1) - first_row)
+    offsets = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    keys = block * shape.block_size + offsets
+    in_full = keys < tl.where(is_exact, (block + 1) * shape.block_size, prefix)
+    # A row is there as long as some query sees it, and none of the step sees more than the first.
+    seen_until = tl.load(tables.last_query + keys, mask=keys < end, other=-1)
+    alive = in_full & (keys < end) & (seen_until >= start)
+    row = page.to(tl.int64) * shape.block_size + offsets
+    written = (row * shape.num_kv_heads + head) * shape.head_size
+    block_id = tl.load(batch.vq_table + request * batch.vq_table_stride + block).to(tl.int64)
+    if tl.program_id(2) % 2 == 0:
+        exact = exact_rows(
+            pages.recent_k, rows.key, rows.key_stride, keys, alive, start, first_row, request, head, pages, batch, shape
+        )
+        if not is_exact:
+            present = keys < end
+            _write_keys(
+                plain.key + written, offsets, present, keys >= prefix, block, block_id, head, pages, tables, shape
+            )
+        _write_exact(plain.key + written, exact, in_full, shape)
+    else:
+        exact = exact_rows(
+            pages.recent_v, rows.value, rows.value_stride, keys, alive, start, first_row, request, head, pages, batch,
+            shape,
+        )  # fmt: skip
+        if not is_exact:
+            _write_values(plain.value + written, offsets, keys >= prefix, block_id, head, pages, tables, shape)
+        _write_exact(plain.value + written, exact, in_full, shape)
+
+
+@triton.jit
+def _write_keys(
+    to: tl.tensor,
+    offsets: tl.tensor,
+    present: tl.tensor,
+    mask: tl.tensor,
+    block: tl.tensor,
+    block_id: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    shape: tl.constexpr,
+) -> None:
+    """K that codes stand for at `offsets` (N,) of a block, turned, anchors corrected; to pointers (N,)."""
+    pairs = tl.arange(0, shape.half_pad)
+    known = pairs < shape.head_size // 2
+    codes = in_vq_page(pages.k_codes, block_id, head, pages) + offsets * shape.code_bytes
+    first_codes, second_codes = load_key_codes(codes, shape)
+    centroids = head_centroids(tables.k_centroids, head, shape)
+    key_first, key_second = look_up_key_halves(first_codes, second_codes, centroids, shape)
+    key_first, key_second = turn(
+        key_first, key_second, tables, block * shape.block_size, offsets, present, pairs, shape
+    )
+    if shape.anchor_rows > 0:
+        key_first, key_second = correct_keys(key_first, key_second, offsets, block_id, head, pages, tables, shape)
+    first, second = channels_of_pairs(pairs, shape)
+    _store(to, channels_in_rows(first, tables, shape), known, key_first, mask)
+    _store(to, channels_in_rows(second, tables, shape), known, key_second, mask)
+
+
+@triton.jit
+def _write_exact(to: tl.tensor, exact: ExactRows, mask: tl.tensor, shape: tl.constexpr) -> None:
+    """Rows in full precision; 0 where they are gone."""
+    channels = tl.arange(0, shape.head_pad)
+    known = channels < shape.head_size
+    _store(to, channels, known, load_exact(exact, channels, known), mask)
+
+
+@triton.jit
+def _write_values(
+    to: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    block_id: tl.tensor,
+    head: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    shape: tl.constexpr,
+) -> None:
+    """V that codes stand for, anchors corrected."""
+    codes = in_vq_page(pages.v_codes, block_id, head, pages) + offsets * shape.code_bytes
+    value = look_up_values(load_value_codes(codes, shape), head_centroids(tables.v_centroids, head, shape), shape)
+    value = value.to(to.dtype.element_ty)
+    if shape.anchor_rows > 0:
+        value = correct_values(value, offsets, block_id, head, pages, shape)
+    channels = tl.arange(0, shape.head_pad)
+    _store(to, channels, channels < shape.head_size, value, mask)
+
+
+@triton.jit
+def _store(pointers: tl.tensor, channels: tl.tensor, known: tl.tensor, numbers: tl.tensor, mask: tl.tensor) -> None:
+    """Write (N, C) channels of the rows that start at `pointers` (N,) where neither is masked."""
+    at = pointers[:, None] + channels[None, :]
+    tl.store(at, numbers.to(pointers.dtype.element_ty), mask=mask[:, None] & known[None, :])
+
+
+def merge_attention(
+    output: torch.Tensor, lse: torch.Tensor, other_output: torch.Tensor, other_lse: torch.Tensor
+) -> None:
+    """Add what other keys gave.
+
+    Args:
+        output: (n, num_heads, head_size) model dtype, heads contiguous; written.
+        lse: (num_heads, n) float32, natural log-sum-exp; written. Infinite, of either sign, where nothing was seen.
+        other_output, other_lse: the same of the other keys.
+    """
+    num_rows, num_heads, head_size = output.shape
+    _merge_attention_kernel[(triton.cdiv(num_rows, _MERGED_ROWS), num_heads)](
+        output,
+        output.stride(0),
+        lse,
+        lse.stride(0),
+        other_output,
+        other_output.stride(0),
+        other_lse,
+        other_lse.stride(0),
+        num_rows,
+        HEAD_SIZE=head_size,
+        HEAD_PAD=triton.next_power_of_2(head_size),
+        ROWS=_MERGED_ROWS,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["lse_stride", "other_lse_stride", "num_rows"])
+def _merge_attention_kernel(
+    output: tl.tensor,
+    output_stride: tl.tensor,
+    lse: tl.tensor,
+    lse_stride: tl.tensor,
+    other_output: tl.tensor,
+    other_stride: tl.tensor,
+    other_lse: tl.tensor,
+    other_lse_stride: tl.tensor,
+    num_rows: tl.tensor,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """ROWS rows of one query head."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    real = row < num_rows
+    theirs = _seen(tl.load(other_lse + head.to(tl.int64) * other_lse_stride + row, mask=real, other=float("-inf")))
+    # Most rows see nothing in most calls but the first.
+    if tl.max(theirs, 0) == float("-inf"):
+        return
+    statistics = lse + head.to(tl.int64) * lse_stride + row
+    ours = _seen(tl.load(statistics, mask=real, other=float("-inf")))
+    maximum = tl.maximum(ours, theirs)
+    subtracted = tl.where(maximum == float("-inf"), 0.0, maximum)
+    our_weight = tl.exp(ours - subtracted)
+    their_weight = tl.exp(theirs - subtracted)
+    total = our_weight + their_weight
+    channels = tl.arange(0, HEAD_PAD)[None, :]
+    written = (real & (total > 0))[:, None] & (channels < HEAD_SIZE)
+    at = output + row.to(tl.int64)[:, None] * output_stride + head * HEAD_SIZE + channels
+    other = other_output + row.to(tl.int64)[:, None] * other_stride + head * HEAD_SIZE + channels
+    mine = tl.load(at, mask=written, other=0).to(tl.float32) * (our_weight / total)[:, None]
+    merged = mine + tl.load(other, mask=written, other=0).to(tl.float32) * (their_weight / total)[:, None]
+    tl.store(at, merged.to(output.dtype.element_ty), mask=written)
+    tl.store(statistics, maximum + tl.log(total), mask=real & (total > 0))
+
+
+@triton.jit
+def _seen(lse: tl.tensor) -> tl.tensor:
+    """Log-sum-exps of which those of nothing are -inf: some kernels call it inf."""
+    return tl.where(lse == float("inf"), float("-inf"), lse)

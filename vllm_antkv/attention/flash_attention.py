@@ -1,0 +1,56 @@
+"""FlashAttention as vLLM ships it, as `ops.varlen_call` describes a kernel for plain rows: prompts go through it."""
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+from vllm_antkv.ops.varlen_call import Varlen, VarlenCall
+
+#: Versions whose page tables, windows and log-sum-exp were read. Version 4, of Blackwell, was not.
+_VERSIONS = (2, 3)
+
+
+def flash_attention(head_size: int, dtype: torch.dtype, max_num_tokens: int) -> Varlen | None:
+    """The kernel for layers with such heads; None where there is none.
+
+    Args:
+        max_num_tokens: the most new tokens of a step.
+    """
+    # 16-bit rows, multiples of 8 channels, 256 at most: what both versions have code for.
+    fits = dtype in (torch.float16, torch.bfloat16) and head_size % 8 == 0 and head_size <= 256
+    if not current_platform.is_cuda() or not fits:
+        return None
+    version = get_flash_attn_version(head_size=head_size)
+    if version not in _VERSIONS:
+        return None
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        call: VarlenCall,
+        scale: float,
+    ) -> torch.Tensor:
+        _, lse = flash_attn_varlen_func(
+            q=query,
+            k=key,
+            v=value,
+            out=output,
+            cu_seqlens_q=call.starts,
+            max_seqlen_q=call.max_rows,
+            seqused_k=call.num_keys,
+            max_seqlen_k=call.max_keys,
+            softmax_scale=scale,
+            causal=call.causal,
+            window_size=None if call.window is None else [call.window - 1, 0],
+            block_table=call.pages,
+            return_softmax_lse=True,
+            # Left to itself it splits keys by what else is in the step, and so rounds otherwise.
+            num_splits=1,
+            fa_version=version,
+        )
+        return lse
+
+    return Varlen(attend, max_num_tokens)

@@ -1,0 +1,75 @@
+"""What a server runs as a process of its own where it finds no codebook: learns one, however many servers ask for it.
+
+`python -m vllm_antkv.calibrate.once MODEL PRESET OUT`. The last line on standard error says what is wrong, if the exit
+code is not 0.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from huggingface_hub import snapshot_download
+from transformers.utils.logging import disable_progress_bar
+
+from vllm_antkv.calibrate.original import unquantised
+from vllm_antkv.calibrate.progress import say
+from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.calibrate.settings import CalibrationSettings
+from vllm_antkv.calibrate.workspace import check_writable
+from vllm_antkv.codebook import codebook_path
+from vllm_antkv.errors import AntKVError, CalibrationError
+from vllm_antkv.offline.pretrained import reason
+
+#: What calibration reads of a repository of a model.
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md")
+
+
+def main() -> int:
+    """Run the command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="vllm_antkv.calibrate.once")
+    parser.add_argument("model")
+    parser.add_argument("preset")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--text")
+    parser.add_argument("--revision")
+    given = parser.parse_args()
+    # When the server ends, nobody reads any more: the next line of progress then ends this process too.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    disable_progress_bar()
+    texts = [] if given.text is None else [given.text]
+    try:
+        _calibrate_once(given.model, given.revision, given.preset, texts, given.out)
+    except AntKVError as error:
+        say(" ".join(str(error).split()))
+        return 1
+    return 0
+
+
+def _calibrate_once(model: str, revision: str | None, preset: str, texts: list[str], out: Path) -> None:
+    check_writable(out)
+    lock = FileLock(out / f".{preset}.lock")
+    try:
+        held = lock.acquire(blocking=False)
+    except Timeout:
+        say("Another server has it learned already: waiting for that.")
+        held = lock.acquire()
+    with held:
+        if not codebook_path(out, preset).exists():
+            folder = unquantised(_local_folder(model, revision))
+            calibrate(CalibrationSettings(folder, [preset], texts, out))
+
+
+def _local_folder(model: str, revision: str | None) -> str:
+    """The folder of a model; one that has only a name is downloaded, as vLLM would do a moment later."""
+    if Path(model).is_dir():
+        return model
+    try:
+        return snapshot_download(model, revision=revision, allow_patterns=list(_FILES))
+    except Exception as error:  # the hub's client raises errors of many libraries
+        raise CalibrationError(f"{model} cannot be downloaded ({reason(error)}).") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Finds the unquantised original of a model with quantised weights, through which no gradient flows."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub.repocard import metadata_load
+from transformers import PretrainedConfig
+
+from vllm_antkv.calibrate.progress import say
+from vllm_antkv.codebook import ModelIdentity
+from vllm_antkv.errors import AntKVError, UnsupportedModelError
+from vllm_antkv.offline.pretrained import read_config
+
+
+def unquantised(folder: str) -> str:
+    """The model to calibrate for the one in `folder`: itself or, where its weights are quantised, its original.
+
+    Raises:
+        UnsupportedModelError: they are, and nothing names an original of the same sizes that can be read here.
+    """
+    config = read_config(folder, UnsupportedModelError)
+    if getattr(config, "quantization_config", None) is None:
+        return folder
+    identity = ModelIdentity.from_hf_config(config)
+    named = list(dict.fromkeys(_named(Path(folder))))
+    for name in named:
+        if _is_original(name, identity):
+            say(f"Its weights are quantised: learning from its original, {name}.")
+            return name
+    shown = f"its original ({' or '.join(named)}) is not at hand" if named else "it does not say what its original is"
+    raise UnsupportedModelError(
+        f"The weights of {folder} are quantised, so that no gradient flows through them, and {shown}: run `antkv "
+        "calibrate` on the original, whose codebooks fit both, and name their folder in the setting codebooks."
+    )
+
+
+def _named(folder: Path) -> Iterator[str]:
+    """What the model says it was made from: in its config, then in its card."""
+    config, _ = PretrainedConfig.get_config_dict(folder)
+    card = folder / "README.md"
+    metadata = (metadata_load(card) if card.exists() else None) or {}
+    for value in (config.get("_name_or_path"), config.get("base_model"), metadata.get("base_model")):
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and name:
+                yield name
+
+
+def _is_original(name: str, identity: ModelIdentity) -> bool:
+    """Whether this is an unquantised model of these sizes that can be read here."""
+    try:
+        config = read_config(name, UnsupportedModelError)
+        same = ModelIdentity.from_hf_config(config) == identity
+    except AntKVError:
+        return False
+    return same and getattr(config, "quantization_config", None) is None

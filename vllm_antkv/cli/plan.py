@@ -1,0 +1,70 @@
+"""`antkv plan`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vllm_antkv.cli.options import DEFAULTS, Anchors, Model, Prefix, RecentTokens, grouped
+from vllm_antkv.cli.tables import JsonInstead, deliver, paragraph, print_table, table
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.gpus import GPUS
+
+if TYPE_CHECKING:
+    from vllm_antkv.evaluate.plan import CachePlan, Plan
+
+
+@dataclass(frozen=True)
+class KeptOptions:
+    """What an antkv cache keeps in full precision."""
+
+    anchors: Anchors = DEFAULTS.anchor_share
+    prefix: Prefix = DEFAULTS.prefix
+    recency: RecentTokens = DEFAULTS.recency
+
+
+@grouped
+def plan(
+    model: Model,
+    gpu: Annotated[str, typer.Option(help=f"One of {', '.join(GPUS)}.", autocompletion=lambda: list(GPUS))],
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a request, prompt and answer.")] = 8192,
+    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 64,
+    json: JsonInstead = None,
+    kept: KeptOptions = KeptOptions(),
+) -> None:
+    """What each cache holds and reads on a GPU, and which to take, from the model's config alone.
+
+    Example: `antkv plan MODEL --gpu h100-80 --context 32768 --batch 64`
+
+    Nothing is measured, and no weights are read.
+    """
+    from vllm_antkv.evaluate.plan import make_plan
+
+    settings = AntKVConfig(anchor_share=kept.anchors, prefix=kept.prefix, recency=kept.recency)
+    made = make_plan(model, gpu, context, batch, settings)
+    deliver(made.model_dump(), json, lambda: _show(made))
+
+
+def _show(plan: "Plan") -> None:
+    print(f"{plan.model}: {plan.batch:,} requests of {plan.context:,} tokens on {plan.gpu}\n")
+    titles = ("bits", "tokens", "requests\nat once", "in a\nstep", "GB read\na step", "ms a step\nat least")
+    shown = table("cache", *titles, "tokens/s\nat most")
+    for cache in plan.caches:
+        mark = "*" if cache.kv_cache_dtype == plan.recommended else ""
+        shown.add_row(f"{cache.kv_cache_dtype}{mark}", f"{cache.bits:.3f}", f"{cache.tokens:,}", *_of_step(cache))
+    print_table(shown)
+    print()
+    paragraph(plan.reason)
+    print()
+    paragraph(
+        f"Computed from sizes: weights of {plan.weight_bytes / 1e9:.1f} GB in 16 bits, 92% of the memory, 2 GB for all "
+        "that is neither weights nor cache. Times are bounds; sampling, launches and the scheduler come on top."
+    )
+
+
+def _of_step(cache: "CachePlan") -> list[str]:
+    if cache.step is None:
+        return ["0"]
+    step = cache.step
+    figures = (f"{step.batch:,}", f"{step.read_bytes / 1e9:.1f}", f"{step.seconds * 1e3:.1f}")
+    return [f"{cache.requests:,}", *figures, f"{step.tokens_per_second:,.0f}"]

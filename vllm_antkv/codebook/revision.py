@@ -1,0 +1,50 @@
+"""Which weights a model name stands for: models of the same sizes need codebooks of their own."""
+
+import hashlib
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+
+from vllm_antkv.errors import CodebookError
+
+#: Of each file of weights so many blocks are read, from its beginning to its end: training moves all of them.
+_BLOCKS = 64
+_BLOCK_BYTES = 4096
+_LETTERS = 16
+_FILES = ("config.json", "*.safetensors", "*.bin")
+
+
+def revision_of(model: str, revision: str | None = None) -> str:
+    """A short name for the weights: the commit of a Hugging Face model, for a folder a hash of its config and weights.
+
+    Args:
+        model: folder or Hugging Face name.
+        revision: branch, tag or commit of a Hugging Face model; None: its main branch.
+
+    Raises:
+        CodebookError: it is neither.
+    """
+    try:
+        folder = Path(model) if Path(model).is_dir() else _snapshot(model, revision)
+        # Of the hub's cache, in which a model is found by its name or, where vLLM is offline, by its folder.
+        return (folder.name if folder.parent.name == "snapshots" else _content_hash(folder))[:_LETTERS]
+    except Exception as error:  # the hub's client raises errors of many libraries
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        raise CodebookError(f"It cannot be told which weights '{model}' stands for ({reason}).") from None
+
+
+def _snapshot(model: str, revision: str | None) -> Path:
+    """The folder of a commit in the hub's cache."""
+    return Path(hf_hub_download(model, "config.json", revision=revision)).parent
+
+
+def _content_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in _FILES for path in folder.glob(pattern)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for block in range(_BLOCKS):
+                file.seek(max(0, size - _BLOCK_BYTES) * block // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,161 @@
+"""Which cache to serve a model with on a GPU: what each holds and reads, and which one to take, from sizes alone."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_antkv.codebook import ModelIdentity
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import SettingsError, UnsupportedModelError
+from vllm_antkv.evaluate.capacity import DecodeShape, codebooks_of, largest_batch, pool_bytes, sequence_bytes
+from vllm_antkv.evaluate.gpus import GPUS
+from vllm_antkv.evaluate.step_bound import step_bound
+from vllm_antkv.families import SERVED_ARCHITECTURES
+from vllm_antkv.offline.pretrained import read_config
+
+#: A preset takes the place of fp8 where neither holds all requests only if it gets so much more done.
+_WORTH_A_CODEBOOK = 1.5
+
+
+class Step(BaseModel):
+    """A decode step: what it reads, and what it takes at least."""
+
+    model_config = ConfigDict(frozen=True)
+
+    batch: int = Field(description="Requests in it: those asked for, or as many as the cache holds.")
+    read_bytes: float = Field(description="Weights, and everything in the cache.")
+    seconds: float = Field(description="At least; see `vllm_antkv.evaluate.step_bound`.")
+    tokens_per_second: float = Field(description="At most, of all its requests.")
+
+
+class CachePlan(BaseModel):
+    """What one `--kv-cache-dtype` makes of a GPU."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kv_cache_dtype: str
+    bits: float = Field(description="Per K or V element of a sequence, everything counted.")
+    codebook_bytes: int
+    tokens: int = Field(description="That the cache holds, in sequences of the context asked for.")
+    requests: int = Field(description="Such sequences at once.")
+    step: Step | None = Field(description="Null where not even one request fits.")
+
+
+class Plan(BaseModel):
+    """The JSON of `antkv plan`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    gpu: str
+    context: int
+    batch: int
+    weight_bytes: int
+    settings: AntKVConfig
+    caches: list[CachePlan] = Field(description="By bits, the most first.")
+    recommended: str | None = Field(description="A `kv_cache_dtype`, or null where the model does not fit.")
+    reason: str
+
+
+def make_plan(model: str, gpu: str, context: int, batch: int, settings: AntKVConfig) -> Plan:
+    """Plan for `batch` requests of `context` tokens each.
+
+    Args:
+        model: folder or Hugging Face name; only its config is read.
+        gpu: one of GPUS.
+        context: tokens of a request, prompt and answer.
+        batch: requests at once.
+        settings: the antkv settings.
+
+    Raises:
+        SettingsError: no such GPU, or no model that can be read.
+        UnsupportedModelError: a model that has no antkv cache.
+    """
+    if gpu not in GPUS:
+        raise SettingsError(f"--gpu is '{gpu}', but must be one of {', '.join(GPUS)}.")
+    config = read_config(model, SettingsError)
+    architecture = ModelIdentity.from_hf_config(config).architecture
+    if architecture not in SERVED_ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{architecture} has no antkv cache ({', '.join(SERVED_ARCHITECTURES)} have): use auto or fp8."
+        )
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"The weights of '{model}' are quantised, and a config does not say how many bytes they take: plan for the "
+            "original, whose weights take more."
+        )
+    shape = DecodeShape.of(config)
+    caches = [_cache_plan(shape, gpu, cache, (context, batch), settings) for cache in shape.caches]
+    recommended, reason = recommend(caches, batch)
+    return Plan(
+        model=model,
+        gpu=gpu,
+        context=context,
+        batch=batch,
+        weight_bytes=2 * shape.weights,
+        settings=settings,
+        caches=caches,
+        recommended=recommended,
+        reason=reason,
+    )
+
+
+def recommend(caches: list[CachePlan], batch: int) -> tuple[str | None, str]:
+    """The cache with the most bits that holds the batch, or else the one that gets the most done, and why."""
+    served = {cache.kv_cache_dtype: cache.step for cache in caches if cache.step is not None}
+    if not served:
+        return None, "Not one request fits beside the weights: use a larger GPU, several, or a shorter context."
+    holds = {cache.kv_cache_dtype: cache.requests for cache in caches}
+    name = next((name for name, requests in holds.items() if requests >= batch), None)
+    if name is None:
+        return _where_none_holds_all({name: step.tokens_per_second for name, step in served.items()}, holds, batch)
+    if name == "auto":
+        return name, _why_auto(1 - served["fp8"].seconds / served["auto"].seconds)
+    if name == "fp8":
+        return name, f"Use fp8: auto holds {holds['auto']} requests, fp8 all {batch}, and it needs no codebook."
+    return name, (
+        f"Use {name}: the most bits that hold all {batch} requests, of which fp8 holds {holds['fp8']}. Fewer bits cost "
+        "quality: measure it on your text with `antkv eval served --against auto`."
+    )
+
+
+def _why_auto(saved: float) -> str:
+    """`saved`: share of a step's time that fp8 would save."""
+    reason = (
+        "Use auto: all requests fit in 16 bits, and a smaller cache makes nothing better that memory does not limit."
+    )
+    return f"{reason} A step of fp8 reads less and takes up to {saved:.0%} less time." if saved >= 0.1 else reason
+
+
+def _where_none_holds_all(speeds: dict[str, float], holds: dict[str, int], batch: int) -> tuple[str, str]:
+    name = max(speeds, key=lambda name: speeds[name])
+    most = "it gets the most done"
+    if speeds[name] < _WORTH_A_CODEBOOK * speeds.get("fp8", 0):
+        name, most = "fp8", "no preset gets much more done than it"
+    return name, (
+        f"Use {name}: none holds all {batch} requests at once, and {most} with the {holds[name]} that it holds; the "
+        "others wait. A second GPU, or a shorter context, holds more."
+    )
+
+
+def _cache_plan(
+    shape: DecodeShape, gpu: str, kv_cache_dtype: str, work: tuple[int, int], settings: AntKVConfig
+) -> CachePlan:
+    context, batch = work
+    per_head = sequence_bytes(shape, kv_cache_dtype, context, settings)
+    requests = largest_batch(shape, GPUS[gpu], kv_cache_dtype, context, settings)
+    step = None
+    if requests:
+        bound = step_bound(shape, GPUS[gpu], kv_cache_dtype, context, min(batch, requests), settings)
+        step = Step(
+            batch=bound.batch,
+            read_bytes=bound.read_bytes,
+            seconds=bound.matrices + bound.attention,
+            tokens_per_second=bound.tokens_per_second,
+        )
+    return CachePlan(
+        kv_cache_dtype=kv_cache_dtype,
+        bits=8 * per_head / (2 * shape.head_size * context),
+        codebook_bytes=codebooks_of(shape, kv_cache_dtype),
+        tokens=int(pool_bytes(shape, GPUS[gpu], kv_cache_dtype) * context / (shape.heads * per_head)),
+        requests=requests,
+        step=step,
+    )

@@ -1,0 +1,57 @@
+"""Where every modern Hugging Face model hands over queries, K and V: transformers' attention interface."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+#: Receives the index of a layer, and K after RoPE and norms and V, both (1, num_kv_heads, num_tokens, head_size).
+See = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+@contextmanager
+def tapped(model: PreTrainedModel, see: See) -> Iterator[None]:
+    """While open, `see` is called before every attention of `model`, which then computes as it would without."""
+    before = model.config._attn_implementation
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+    ) -> Any:
+        see(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+        return _own(module, before)(module, query, key, value, *args, **options)
+
+    with replaced(model, attend) as name:
+        # Without a mask of its own the function would be given none at all.
+        AttentionMaskInterface.register(name, AttentionMaskInterface._global_mapping[before])
+        try:
+            yield
+        finally:
+            del AttentionMaskInterface._global_mapping[name]
+
+
+@contextmanager
+def replaced(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[str]:
+    """While open, `attend`, with the signature of transformers' AttentionInterface, is the model's attention.
+
+    Gives the name under which transformers knows it. The model's own attention comes back at the end.
+    """
+    name, before = f"antkv_offline_{id(attend)}", model.config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    model.set_attn_implementation(name)
+    try:
+        yield name
+    finally:
+        model.set_attn_implementation(before)
+        del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
+
+
+def _own(module: nn.Module, implementation: str) -> Callable[..., Any]:
+    """What the model computes with; the eager function lies beside the model's classes."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    return own
