@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from vllm_antkv.triton_kernels import anchor_score, decode, encode_store, plain_pages, prefill
+from vllm_antkv.triton_kernels import anchor_score, close_blocks, decode, encode_store, plain_pages, prefill
 
 from scripts.sass_loops import nested_loops
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
@@ -46,6 +46,7 @@ ARCHITECTURES = (80, 90, 100)
 KERNELS = (
     (encode_store, "_encode_store_kernel"),
     (anchor_score, "_anchor_score_kernel"),
+    (close_blocks, "_close_blocks_kernel"),
     (decode, "_decode_kernel"),
     (decode, "_merge_kernel"),
     (prefill, "_prefill_kernel"),
@@ -295,6 +296,7 @@ def _launch_all(case: Case) -> None:
     )
     operations.encode_store(key, key, step)
     operations.anchor_score(query, key, key, torch.zeros(num_tokens, dtype=torch.bool), lse, step)
+    operations.close_blocks(key, key, step)
     operations.attend(query, key, key, torch.empty_like(query), lse, step)
     # Prompts go through other kernels where the lengths are known to the host.
     known = replace(step, query_start_loc_cpu=step.query_start_loc, seq_lens_cpu=step.seq_lens)

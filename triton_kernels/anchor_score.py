@@ -26,6 +26,7 @@ def anchor_score(
     shape: Shape,
     policy: Policy,
     scale: float,
+    singles: bool,
 ) -> None:
     """Add the step's votes to the scores of its blocks; choose and store the anchors of those that close.
 
@@ -36,6 +37,7 @@ def anchor_score(
         prefix: tokens at the start of a sequence that need no anchor.
         count: () int64, to which the number of anchor rows chosen now, K and V, is added; or None.
         scale: multiplies the logits.
+        singles: also of requests with one new token, whose votes else come from where they attend.
     """
     num_reqs = batch.seq_lens.shape[0]
     _anchor_score_kernel[(rows.key.shape[0] // shape.block_size + 2 * num_reqs, shape.num_kv_heads)](
@@ -53,6 +55,7 @@ def anchor_score(
         policy,
         HAS_SINKS=is_sink is not None,
         COUNTS=count is not None,
+        SINGLES=singles,
         BLOCK_M=32,
         num_warps=8,
     )
@@ -74,6 +77,7 @@ def _anchor_score_kernel(
     policy: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     COUNTS: tl.constexpr,
+    SINGLES: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> None:
     """One (block touched by the step, KV head)."""
@@ -84,7 +88,7 @@ def _anchor_score_kernel(
     end = tl.load(batch.seq_lens + request)
     start = end - num_new
     block = start // shape.block_size + index - first_tile(batch.query_start_loc, request, shape.block_size)
-    if (num_new < 1) | (block * shape.block_size >= end):
+    if (num_new < (1 if SINGLES else 2)) | (block * shape.block_size >= end):
         return
     begin = tl.maximum(block * shape.block_size, start)
     stop = tl.minimum((block + 1) * shape.block_size, end)
@@ -119,29 +123,56 @@ def _anchor_score_kernel(
     if stop % shape.block_size > 0:
         keep_scores(k_scores, v_scores, keys, keys < stop, request, head, pages, batch, shape)
     else:
-        origin = block * shape.block_size
-        block_id = tl.load(batch.vq_table + request * batch.vq_table_stride + block).to(tl.int64)
-        v_rows = exact_rows(
-            pages.recent_v, rows.value, rows.value_stride, keys, keys < stop, start, first_row, request, head, pages,
-            batch, shape,
+        close_block(
+            k_scores, v_scores, k_rows, keys, start, first_row, request, head, prefix, count, rows, pages, tables,
+            batch, shape, policy, COUNTS,
         )  # fmt: skip
-        k_error = k_scores
-        v_error = v_scores
-        if policy.anchors:
-            k_error = key_error(k_rows, keys - origin, origin, block_id, head, pages, tables, shape)
-            v_error = value_error(v_rows, keys - origin, block_id, head, pages, tables, shape)
-        held = choose(k_scores, k_error, 0, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
-        k_held = exact_rows(
-            pages.recent_k, rows.key, rows.key_stride, origin + held % shape.block_size, held >= 0, start,
-            first_row, request, head, pages, batch, shape,
-        )  # fmt: skip
-        store_keys(k_held, held, origin, block_id, head, pages, tables, shape)
-        held = choose(v_scores, v_error, 1, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
-        v_held = exact_rows(
-            pages.recent_v, rows.value, rows.value_stride, origin + held % shape.block_size, held >= 0, start,
-            first_row, request, head, pages, batch, shape,
-        )  # fmt: skip
-        store_values(v_held, held, block_id, head, pages, tables, shape)
+
+
+@triton.jit
+def close_block(
+    k_scores: tl.tensor,
+    v_scores: tl.tensor,
+    k_rows: ExactRows,
+    keys: tl.tensor,
+    start: tl.tensor,
+    first_row: tl.tensor,
+    request: tl.tensor,
+    head: tl.tensor,
+    prefix: tl.tensor,
+    count: tl.tensor,
+    rows: Rows,
+    pages: Pages,
+    tables: Tables,
+    batch: Batch,
+    shape: tl.constexpr,
+    policy: tl.constexpr,
+    COUNTS: tl.constexpr,
+) -> None:
+    """Choose and store the anchors of a block from its final scores; keys: the positions of its tokens."""
+    origin = tl.min(keys, 0)
+    block_id = tl.load(batch.vq_table + request * batch.vq_table_stride + origin // shape.block_size).to(tl.int64)
+    v_rows = exact_rows(
+        pages.recent_v, rows.value, rows.value_stride, keys, keys >= 0, start, first_row, request, head, pages, batch,
+        shape,
+    )  # fmt: skip
+    k_error = k_scores
+    v_error = v_scores
+    if policy.anchors:
+        k_error = key_error(k_rows, keys - origin, origin, block_id, head, pages, tables, shape)
+        v_error = value_error(v_rows, keys - origin, block_id, head, pages, tables, shape)
+    held = choose(k_scores, k_error, 0, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
+    k_held = exact_rows(
+        pages.recent_k, rows.key, rows.key_stride, origin + held % shape.block_size, held >= 0, start,
+        first_row, request, head, pages, batch, shape,
+    )  # fmt: skip
+    store_keys(k_held, held, origin, block_id, head, pages, tables, shape)
+    held = choose(v_scores, v_error, 1, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
+    v_held = exact_rows(
+        pages.recent_v, rows.value, rows.value_stride, origin + held % shape.block_size, held >= 0, start,
+        first_row, request, head, pages, batch, shape,
+    )  # fmt: skip
+    store_values(v_held, held, block_id, head, pages, tables, shape)
 
 
 @triton.jit

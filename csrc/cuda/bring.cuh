@@ -5,7 +5,7 @@
 #pragma once
 
 #include "items.cuh"
-#include "split.cuh"
+#include "votes.cuh"
 
 // The query turned back by some position, of which a lane has neighbouring channels and their rotary partners.
 constexpr int kTurned = kHeadSize / 2 / kWarp;
@@ -94,6 +94,19 @@ struct Plain {
     }
 };
 
+// Of the queries as the model has them.
+ANTKV_DEVICE void write_norms(const Inputs& in, int hand, float (&to)[kGroup], Lane lane) {
+    float squares[kGroup] = {};
+#pragma unroll
+    for (int q = 0; q < kGroup; ++q) {
+        const u16* from = in.query.at(hand, in.head * kGroup + q) + lane.index * kTurned * 2;
+        for (int i = 0; i < 2 * kTurned; ++i) squares[q] += to_float(from[i]) * to_float(from[i]);
+    }
+    sums_of_warp(squares);
+    if (lane.index == 0)
+        for (int q = 0; q < kGroup; ++q) to[q] = square_root(squares[q]);
+}
+
 // Whose turn in the ring it is.
 struct Turn {
     int slot = 0;
@@ -178,6 +191,7 @@ ANTKV_DEVICE void bring_split(const Inputs& in, Shared& shared, const Items& ite
         write_query(query, span.query[1], lane);
         by_rest.apply(query);
         write_exact(exact, span.exact, lane);
+        if (token + kSpan >= end && is_voted_on(in, end, length - 1)) write_norms(in, hand, span.norms, lane);
         if (lane.index < kSpanPages) span.pages_at[lane.index] = page;
         if (lane.index == 0)
             span.work = {token, end, length - 1, token + kSpan >= end, hand, items.request, item, items.num_splits};

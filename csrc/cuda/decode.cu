@@ -6,6 +6,7 @@
 #include "bring.cuh"
 #include "logits.cuh"
 #include "values.cuh"
+#include "votes.cuh"
 
 namespace {
 
@@ -92,12 +93,11 @@ ANTKV_DEVICE void write_output(const Layer& layer, const Results& results, int t
 // output.
 ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work, const Sums& sums,
                               Lane lane, int warp) {
-    for (int q = 0; q < kGroup; ++q) {
-        const float total = sum_of_warp(sums.total[q]);
-        if (lane.index) continue;
-        shared.statistics[warp][q][0] = sums.maximum[q];
-        shared.statistics[warp][q][1] = total;
-    }
+    float totals[kGroup];
+    for (int q = 0; q < kGroup; ++q) totals[q] = sums.total[q];
+    sums_of_warp(totals);
+    if (lane.index == 0)
+        for (int q = 0; q < kGroup; ++q) shared.statistics[warp][q] = {sums.maximum[q], totals[q]};
     float* partial = work.num_splits > 1 ? partial_at(in.layer, in.results, work.item, in.head) : nullptr;
     float(*output)[kValueColumns][kHeadSize] = ((Merging*)shared.scratch)->output;
     for (int group = 0; group < kValueGroups; ++group) {
@@ -105,7 +105,8 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
         for (int i = 0; i < 2; ++i) {
             const int column = lane.column * 2 + i;
             for (int own = 0; own < kOwnSets; ++own) {
-                const int set = kOwnSets == 1 ? column % kSets : own, channel = Tables::value_quad(lane.row, set) * 4;
+                const int set = column % Tables::kSetColumns * kOwnSets + own;
+                const int channel = Tables::value_quad(lane.row, set) * 4;
                 const float(&sum)[2][4] = sums.output[own][group];
                 float4* to = (float4*)&output[warp][column / Tables::kSetColumns][channel];
                 *to = {sum[0][i], sum[0][2 + i], sum[1][i], sum[1][2 + i]};
@@ -116,10 +117,10 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
             const int column = at / kHeadSize, q = group * kValueColumns + column, channel = at % kHeadSize;
             if (q >= kGroup) continue;
             float maximum = -ANTKV_INFINITY, total = 0, result = 0;
-            for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, shared.statistics[w][q][0]);
+            for (int w = 0; w < kWarps; ++w) maximum = fmaxf(maximum, shared.statistics[w][q].x);
             for (int w = 0; w < kWarps; ++w) {
-                const float weight = exp2_fast(shared.statistics[w][q][0] - maximum);
-                total += weight * shared.statistics[w][q][1];
+                const float weight = exp2_fast(shared.statistics[w][q].x - maximum);
+                total += weight * shared.statistics[w][q].y;
                 result += weight * output[w][column][channel];
             }
             if (!partial) {
@@ -149,6 +150,7 @@ ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tab
         const Tile tile = {in, shared, span, tables, lane, warp, (int)first.x + warp * kTokens, (int)first.y, (int)first.z};
         if (tile.token < tile.end) attend(tile, exact, rotation, sums);
         if (first.w) {
+            if (is_voted_on(in, tile.end, tile.position)) count_votes(in, shared, span, lane, warp);
             write_split(in, shared, span.work, sums, lane, warp);
             clear(sums);
         }

@@ -101,6 +101,17 @@ ANTKV_DEVICE float exp2_fast(float x) {
     return value;
 }
 
+ANTKV_DEVICE float reciprocal(float x) {
+    float value;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+ANTKV_DEVICE float square_root(float x) {
+    float value;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
 // c (16, 8) += a (16, 16) b (16, 8), spread over a warp as the PTX manual shows for mma.m16n8k16. Volatile, lest it be
 // moved to where only the lanes that use the result would run it.
 ANTKV_DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -257,11 +268,14 @@ constexpr int kWarp = 32;
 ANTKV_DEVICE constexpr int smaller(int a, int b) { return a < b ? a : b; }
 ANTKV_DEVICE constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-ANTKV_DEVICE float largest_of_warp(float x) {
-    for (int mask = kWarp / 2; mask; mask /= 2) x = fmaxf(x, from_lane_xor(x, mask));
-    return x;
+// Of each of several numbers, step by step together: a shuffle takes longer than all of a step's.
+template <int kCount>
+ANTKV_DEVICE void largest_of_warp(float (&x)[kCount]) {
+    for (int mask = kWarp / 2; mask; mask /= 2)
+        for (int i = 0; i < kCount; ++i) x[i] = fmaxf(x[i], from_lane_xor(x[i], mask));
 }
-ANTKV_DEVICE float sum_of_warp(float x) {
-    for (int mask = kWarp / 2; mask; mask /= 2) x += from_lane_xor(x, mask);
-    return x;
+template <int kCount>
+ANTKV_DEVICE void sums_of_warp(float (&x)[kCount]) {
+    for (int mask = kWarp / 2; mask; mask /= 2)
+        for (int i = 0; i < kCount; ++i) x[i] += from_lane_xor(x[i], mask);
 }

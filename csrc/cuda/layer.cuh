@@ -23,8 +23,8 @@ struct Layer {
     u8* vq;  // K codes at 0 of each page, then the sections below
     i64 vq_block_stride, vq_head_stride;
     i64 v_codes, k_anchors, v_anchors, anchor_offsets;
-    u8* recency;  // K rows at 0, then V rows
-    i64 recency_block_stride, recency_head_stride, recency_v;
+    u8* recency;  // K rows at 0, then V rows, scores of K and scores of V
+    i64 recency_block_stride, recency_head_stride, recency_v, recency_scores;
     const u16 *k_centroids, *v_centroids;       // (num_kv_heads, sub_vectors, centroids, sub_vector_size) float16
     const float *k_half_norms, *v_half_norms;   // (num_kv_heads, sub_vectors, centroids)
     const u8* tables;                           // `StagedTables`: (num_kv_heads, bytes), staged as they are
@@ -65,6 +65,8 @@ struct Results {
     float* partials;  // (capacity, num_kv_heads, kPartial): of the items of `Items`
     Place* places;    // (num_reqs)
     i64 capacity;
+    const u8* is_sink;  // (num_tokens) of 0 and 1, or null; for votes
+    i32 votes;          // add those of single tokens on their own blocks to the scores
 };
 
 ANTKV_DEVICE float to_float(u16 element) { return kBFloat16 ? bf16_to_float(element) : f16_to_float(element); }
@@ -87,13 +89,16 @@ ANTKV_DEVICE u8* vq_page(const Layer& layer, const Step& step, int request, int 
     return layer.vq + id * layer.vq_block_stride + head * layer.vq_head_stride;
 }
 
-// The recency row (K; V lies `recency_v` behind) of a token, or null where its page is the null block.
-ANTKV_DEVICE u8* recency_row(const Layer& layer, const Step& step, int request, int head, int position) {
-    const int index = position / layer.recency_block_size;
-    ANTKV_EXPECT(request >= 0 && request < step.num_reqs && position >= 0 && index < step.recency_stride);
+// Page `index` of a request, or null where it is the null block.
+ANTKV_DEVICE u8* recency_page(const Layer& layer, const Step& step, int request, int head, int index) {
+    ANTKV_EXPECT(request >= 0 && request < step.num_reqs && index >= 0 && index < step.recency_stride);
     const i64 id = step.recency_table[request * step.recency_stride + index];
     ANTKV_EXPECT(id >= 0 && id < layer.num_blocks);
-    if (id == 0) return nullptr;
-    u8* page = layer.recency + id * layer.recency_block_stride + head * layer.recency_head_stride;
-    return page + (position % layer.recency_block_size) * kRowBytes;
+    return id ? layer.recency + id * layer.recency_block_stride + head * layer.recency_head_stride : nullptr;
+}
+
+// The recency row (K; V lies `recency_v` behind) of a token, or null where its page is the null block.
+ANTKV_DEVICE u8* recency_row(const Layer& layer, const Step& step, int request, int head, int position) {
+    u8* page = recency_page(layer, step, request, head, position / layer.recency_block_size);
+    return page ? page + (position % layer.recency_block_size) * kRowBytes : nullptr;
 }

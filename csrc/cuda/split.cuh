@@ -14,7 +14,7 @@ constexpr int kKeyColumns = 8 / Tables::kOrders;        // queries in the 8 colu
 constexpr int kKeyGroups = (kGroup + kKeyColumns - 1) / kKeyColumns;
 constexpr int kValueColumns = 8 / Tables::kSetColumns;  // and for V
 constexpr int kValueGroups = (kGroup + kValueColumns - 1) / kValueColumns;
-constexpr int kOwnSets = kSets / Tables::kSetColumns;   // sets that are added up apart
+constexpr int kOwnSets = kSets / Tables::kSetColumns;   // sets of a part, neighbours, which are added up apart
 constexpr int kExactGroups = (kGroup + 7) / 8;
 constexpr float kLog2E = 1.4426950408889634f;
 // The maximum that weights are relative to moves when a logit passes it by this much: 2^8 fits float16, and it is rare.
@@ -50,6 +50,7 @@ struct Span {
     Work work;
     const u8* pages_at[kSpanPages];          // in global memory
     u32 exact[kWarps];                       // tokens of each warp that the query sees in full precision
+    float norms[kGroup];                     // of the queries, where they vote: in the last span
 };
 
 struct Weighing {
@@ -64,7 +65,8 @@ struct Merging {
 struct Shared {
     Span ring[kRing];
     alignas(16) u8 scratch[larger(sizeof(Weighing), sizeof(Merging))];
-    float statistics[kWarps][kGroup][2];  // maximum and sum of each warp
+    float2 statistics[kWarps][kGroup];               // maximum and sum of each warp
+    float2 block_statistics[kTilesPerPage][kGroup];  // the same, of the tiles of the query's own block alone
     Barrier full[kRing], empty[kRing];
 
     ANTKV_DEVICE float (*logits(int warp))[kTokens] { return ((Weighing*)scratch)->logits[warp]; }

@@ -8,7 +8,7 @@
 //   kBytes                    bytes of shared memory; the constructor, which all threads call together, fills them
 //   kAtOnce                   quads that a load brings, of pairs `j ...` of K or of sets `turn ...` of V
 //   kOrders                   orders in which rows of K take their pairs: mma's B has a column per (query, order)
-//   kSetColumns               sets of V that lanes read at once: mma's B has a column per (query, such a set)
+//   kSetColumns               parts of the sets of V: mma's B has a column per (query, part); lanes may read sets of any
 //   key_quad(column, order, j, second)    quad of K that a lane has first (or second, its rotary partner) in pair `j`
 //   value_set(column, turn), value_quad(row, set)    the set that a lane reads in its turn, the quad of V that it is
 //   key_scale(layer, head, quad)          of what load_keys brings; partners share it

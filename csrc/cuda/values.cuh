@@ -5,9 +5,11 @@
 
 // Move the maxima up to the logits of this tile.
 ANTKV_DEVICE void raise_maxima(const float (&logits)[kGroup], Lane lane, Sums& sums) {
-    float factors[kGroup];
+    float factors[kGroup], largest[kGroup];
+    for (int q = 0; q < kGroup; ++q) largest[q] = logits[q];
+    largest_of_warp(largest);
     for (int q = 0; q < kGroup; ++q) {
-        const float maximum = fmaxf(sums.maximum[q], largest_of_warp(logits[q]));
+        const float maximum = fmaxf(sums.maximum[q], largest[q]);
         factors[q] = exp2_fast(sums.maximum[q] - maximum);
         sums.maximum[q] = maximum;
         sums.total[q] *= factors[q];
@@ -66,9 +68,9 @@ ANTKV_DEVICE void add_values(const Quad (&tokens)[4], const uint2 (&weights)[kVa
             a[half][2 * pair + 1] = permute_bytes(first, second, 0x7632);
         }
     }
-    // Columns of B are (query, set): a lane's weights count where its column is of the set that its tokens have in A.
-    const bool counts = lane.row % Tables::kSetColumns == set % Tables::kSetColumns;
-    const int own = kOwnSets == 1 ? 0 : set;
+    // Columns of B are (query, part): a lane's weights count where its column is of the part that its tokens have in A.
+    const bool counts = lane.row % Tables::kSetColumns == set / kOwnSets;
+    const int own = set % kOwnSets;
     for (int group = 0; group < kValueGroups; ++group) {
         const u32 b0 = counts ? weights[group].x : 0, b1 = counts ? weights[group].y : 0;
         for (int half = 0; half < 2; ++half) multiply<kBrain>(sums.output[own][group][half], a[half], b0, b1);
@@ -130,40 +132,30 @@ ANTKV_DEVICE void widen_correction(u32 word, float (&channels)[4]) {
     channels[2] = f16_to_float((u16)quad.high), channels[3] = f16_to_float((u16)(quad.high >> 16));
 }
 
-// What an anchor adds to the sums of the channels that a lane has: two quads of neighbouring sets at a time.
+// What an anchor adds to the sums of the channels that a lane has. Both columns of a lane are of the same query.
 ANTKV_DEVICE void correct_values(const Tile& tile, const u8* row, int token, Sums& sums) {
     const Lane lane = tile.lane;
     const int place = weight_place(token);
-    float weights[kValueGroups][2];
+    float weights[kValueGroups];
     for (int group = 0; group < kValueGroups; ++group) {
-        for (int i = 0; i < 2; ++i) {
-            // Where sets lie side by side, both columns of a lane are of the same query.
-            const int column = kOwnSets == 1 ? lane.column * 2 : lane.column * 2 + i;
-            const int q = group * kValueColumns + column / Tables::kSetColumns;
-            const u16 weight = tile.weights(0)[kGroup % kValueColumns && q >= kGroup ? kGroup - 1 : q][place];
-            weights[group][i] = f16_to_float(weight) * kFp8Unit;
-        }
+        const int q = group * kValueColumns + lane.column * 2 / Tables::kSetColumns;
+        const u16 weight = tile.weights(0)[kGroup % kValueColumns && q >= kGroup ? kGroup - 1 : q][place];
+        weights[group] = f16_to_float(weight) * kFp8Unit;
     }
+    // Two neighbouring quads at a time: a set of each column, or both sets of one.
+    static_assert(kOwnSets <= 2 && Tables::kSetColumns % 2 == 0, "lanes have four quads at most");
 #pragma unroll
-    for (int own = 0; own < kOwnSets; own += 2) {
-        const int set = kOwnSets == 1 ? 2 * lane.column % kSets : own;
-        const uint2 words = *(const uint2*)(row + Tables::value_quad(lane.row, set) * 4);
+    for (int step = 0; step < kOwnSets; ++step) {
+        const int part = (lane.column * 2 + step) % Tables::kSetColumns;
+        const uint2 words = *(const uint2*)(row + Tables::value_quad(lane.row, part * kOwnSets) * 4);
         float quads[2][4];
         widen_correction(words.x, quads[0]);
         widen_correction(words.y, quads[1]);
-        for (int group = 0; group < kValueGroups; ++group) {
-            for (int i = 0; i < 2; ++i) {
+        for (int group = 0; group < kValueGroups; ++group)
+            for (int i = 0; i < 2; ++i)
                 for (int k = 0; k < 4; ++k) {
-                    const float weight = weights[group][i];
-                    // Then, each column is of one of the two sets.
-                    if constexpr (kOwnSets == 1) {
-                        sums.output[0][group][k / 2][k % 2 * 2 + i] += weight * quads[i][k];
-                    } else {
-                        sums.output[own][group][k / 2][k % 2 * 2 + i] += weight * quads[0][k];
-                        sums.output[own + 1][group][k / 2][k % 2 * 2 + i] += weight * quads[1][k];
-                    }
+                    const int own = kOwnSets == 1 ? 0 : i, column = kOwnSets == 1 ? i : step;
+                    sums.output[own][group][k / 2][k % 2 * 2 + column] += weights[group] * quads[i][k];
                 }
-            }
-        }
     }
 }

@@ -16,12 +16,14 @@ from vllm_antkv.ops.paged import ReferenceOperations
 
 #: Tokens that a warp decodes together.
 TILE = 32
+#: Tokens of the runs whose difference is steady decoding: the first have all that a CTA starts with.
+SHORT, LONG = 1024, 5120
 
 
 @dataclass(frozen=True)
 class Prediction:
     """cycles: of a multiprocessor per (token, KV head), within a split. split_cycles: what a split takes besides, while
-    others are under way. split: its tokens.
+    others are under way. vote_cycles: what the votes of a single token take, per KV head. split: tokens of a split.
 
     instructions: of all warps per tile of 32 tokens; by kind in `kinds`. wavefronts of shared memory and sectors that
     pass L1, per tile. shares: how the schedulers spend their cycles.
@@ -29,6 +31,7 @@ class Prediction:
 
     cycles: float
     split_cycles: float
+    vote_cycles: float
     split: int
     instructions: float
     kinds: dict[str, float]
@@ -49,18 +52,22 @@ class Run:
     expected: torch.Tensor
 
 
-def run(preset: str, length: int, config: AntKVConfig, constants: Constants) -> Run:
-    """One request of `length` tokens with random contents."""
+def run(
+    preset: str, length: int, config: AntKVConfig, constants: Constants, split: int = SPLIT, votes: bool = False
+) -> Run:
+    """One request of `length` tokens with random contents, in splits of `split` tokens."""
     torch.manual_seed(length)
     requests = Requests(preset, 1, length, 1, config, device="cpu")
     backend, state = ModelledBackend(constants), requests.state
     others = ReferenceOperations(state)
-    operations = CudaOperations(state, backend=backend, others=others)
+    operations = CudaOperations(state, backend=backend, others=others, split=split)
     storage = state.vq.k_codes.untyped_storage()
     backend.streamed.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     tokens = Tokens.random(1, device="cpu")
     rows = (tokens.query, tokens.key, tokens.value)
     expected = torch.empty_like(tokens.output)
+    if votes:
+        operations.anchor_score(*rows, None, None, requests.step)
     with np.errstate(all="ignore"):  # lanes that are switched off compute with whatever they hold
         operations.attend(*rows, tokens.output, None, requests.step)
     others.attend(*rows, expected, None, requests.step)
@@ -73,20 +80,32 @@ def predict(preset: str, constants: Constants, anchor_share: float | None = None
     config = AntKVConfig()
     if anchor_share is not None:
         config = AntKVConfig(anchor_share=anchor_share, sinks=anchor_share > 0)
-    half, one, two = (run(preset, length, config, constants).report for length in (SPLIT // 2, SPLIT, 2 * SPLIT))
-    tiles = SPLIT / 2 / TILE
-    kinds = per_tile(half, one, tiles)
-    cycles = (one.cycles - half.cycles) / (SPLIT / 2)
+    # Pairs that differ in nothing but the number of tokens, the number of splits, and votes.
+    schedules = (SHORT, SHORT, False), (LONG, LONG, False), (LONG, LONG // 2, False), (SHORT, SHORT, True)
+    short, long, cut, voting = (run(preset, at[0], config, constants, *at[1:]).report for at in schedules)
+    num_tokens = LONG - SHORT
+    tiles = num_tokens / TILE
+    kinds = per_tile(short, long, tiles)
     return Prediction(
-        cycles=cycles,
-        split_cycles=max(two.cycles - one.cycles - SPLIT * cycles, 0),
+        cycles=(long.cycles - short.cycles) / num_tokens,
+        split_cycles=cut.cycles - long.cycles,
+        vote_cycles=voting.cycles - short.cycles,
         split=SPLIT,
         instructions=sum(kinds.values()),
         kinds=kinds,
-        wavefronts=(one.wavefronts - half.wavefronts) / tiles,
-        sectors=(one.sectors - half.sectors) / tiles,
-        shares=one.shares,
+        wavefronts=(long.wavefronts - short.wavefronts) / tiles,
+        sectors=(long.sectors - short.sectors) / tiles,
+        shares=_shares(short, long),
     )
+
+
+def _shares(short: Report, long: Report) -> dict[str, float]:
+    """How the schedulers spend the cycles that the longer run has more."""
+    more = long.cycles - short.cycles
+    return {
+        name: (share * long.cycles - short.shares.get(name, 0) * short.cycles) / more
+        for name, share in long.shares.items()
+    }
 
 
 def per_tile(short: Report, long: Report, tiles: float) -> dict[str, float]:

@@ -10,7 +10,16 @@ from tests.kernels.triton_versions import NEWEST, OLDEST, ROOT
 
 RECORD = Path(__file__).with_name("triton_resources.json")
 #: In their default configurations, which is what the record has for every layer.
-KERNELS = ["encode_store", "anchor_score", "prefill", "decode", "merge", "plain_pages", "merge_attention"]
+KERNELS = [
+    "encode_store",
+    "anchor_score",
+    "close_blocks",
+    "prefill",
+    "decode",
+    "merge",
+    "plain_pages",
+    "merge_attention",
+]
 ARCHITECTURES = ["80", "90", "100"]
 
 

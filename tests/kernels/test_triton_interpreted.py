@@ -31,7 +31,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import triton as triton_operations
 from vllm_antkv.ops import varlen as varlen_operations
 from vllm_antkv.ops import warm_up
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.layer import LayerState, VotingBeside
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.triton import TritonOperations
@@ -184,6 +184,40 @@ class Decoding:
     def attend(self, query, key, value, output, lse, step):
         operations = self._triton if step.max_query_len == 1 else self._reference
         operations.attend(query, key, value, output, lse, step)
+
+
+@dataclass
+class Voting:
+    """Votes of single tokens come from elsewhere: here, from nowhere; scores in the pages are drawn at random."""
+
+    layer: LayerState
+    beside: VotingBeside
+
+    def __post_init__(self) -> None:
+        reference = ReferenceOperations(self.layer)
+        self.encode_store, self.attend = reference.encode_store, reference.attend
+
+    def anchor_score(self, query, key, value, is_sink, lse, step):
+        scores = self.layer.recency.scores
+        scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)))
+        self.beside.score_longer(query, key, value, is_sink, step)
+        self.beside.close_blocks(key, value, step)
+
+
+def test_blocks_that_single_tokens_fill_are_closed_by_the_scores_in_their_pages():
+    """Beside others that stay open, and longer requests, which vote."""
+    states = []
+    for kind in (TritonOperations, ReferenceOperations):
+        shape = replace(ONE_HEAD, dtype=torch.float32)
+        engine = Engine(AntKVConfig(anchor_share=0.05, prefix=1), shape, lambda layer: Voting(layer, kind(layer)))  # noqa: B023
+        sequences = [draw_sequence(seed, 200, shape) for seed in range(3)]
+        for counts in ((127, 50, 100), (1, 1, 40)):
+            engine.step(list(zip(sequences, counts, strict=True)))
+        states.append(engine.state)
+    ours, reference = states
+    assert torch.equal(ours.vq.anchor_offsets, reference.vq.anchor_offsets)
+    assert (ours.vq.anchor_offsets >= 0).any()
+    torch.testing.assert_close(ours.recency.scores, reference.recency.scores, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])

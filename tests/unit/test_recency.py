@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.select.recency import ALWAYS, exact_bounds, last_query_table, last_use_table
+from vllm_antkv.select.recency import ALWAYS, exact_bounds, last_query_table, last_use_table, sees_own_block
 
 LENGTH = 700
 even = st.integers(1, 64).map(lambda w: 2 * w)
@@ -82,6 +82,17 @@ def test_log_retention_thins_with_distance(window):
     gaps = visible.diff()
     outside_the_open_block = gaps[visible[1:] < query // VQ_BLOCK_SIZE * VQ_BLOCK_SIZE]
     assert (outside_the_open_block.diff() <= 0).all()
+
+
+@given(configs, st.integers(2, LENGTH))
+def test_all_but_none_see_their_own_block(config, length):
+    """A prefix that is all there is shows as much."""
+    sees_all = all(
+        int(last) >= min(block_end(token), length - 1)
+        for token, last in enumerate(last_query_table(config, length).tolist())
+    )
+    assert sees_own_block(last_query_table(config, length)) == sees_all
+    assert sees_all or config.recency == "none"
 
 
 def test_none_leaves_a_token_to_itself():

@@ -6,6 +6,7 @@ it.
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -16,9 +17,10 @@ from vllm_antkv.ops.arguments import rows_argument, step_argument
 from vllm_antkv.ops.cuda_arguments import ResultsArgument, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
-from vllm_antkv.ops.layer import LayerKind, LayerOperations, LayerState
+from vllm_antkv.ops.layer import LayerKind, LayerState, VotingBeside
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
+from vllm_antkv.select.recency import sees_own_block
 
 #: Query heads per KV head that the registers have room for.
 MAX_GROUP = 16
@@ -86,6 +88,7 @@ class CudaOperations:
 
     fp8: 256 centroids in 8 bits (e4m3, a scale per sub-vector), which halves the shared memory; head size 128 only.
     backend, others: where the kernels run, and what does the rest; None is the layer's GPU, and Triton.
+    split: tokens of a split, `SPLIT` where nothing is said.
 
     Raises:
         UnsupportedModelError: the kernels have no code for this layer, or this GPU has too little shared memory.
@@ -96,8 +99,10 @@ class CudaOperations:
         layer: LayerState,
         fp8: bool = False,
         backend: Backend | None = None,
-        others: LayerOperations | None = None,
+        others: VotingBeside | None = None,
+        split: int | None = None,
     ) -> None:
+        self._split = SPLIT if split is None else split
         self._backend = _backend(layer.recency.k.device) if backend is None else backend
         reason = unsupported(layer.kind, fp8, self._backend)
         if reason is not None:
@@ -106,10 +111,12 @@ class CudaOperations:
         self._build = Build.of(layer.kind, fp8, self._backend.shared_bytes, self._backend.capability)
         self._backend.load(self._build)
         self._scratch = layer.scratch
+        self._votes = layer.config.anchor_rows > 0 and not layer.votes_on_prompt and sees_own_block(layer.last_query)
+        self._awaited: _Votes | None = None
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
-        self._layer = layer_argument(layer, self._tensors, self._build, SPLIT)
-        self._pool_splits = len(layer.vq.k_codes) * VQ_BLOCK_SIZE // SPLIT
+        self._layer = layer_argument(layer, self._tensors, self._build, self._split)
+        self._pool_splits = len(layer.vq.k_codes) * VQ_BLOCK_SIZE // self._split
         # As much as any step will take.
         self._partials(layer.max_num_reqs, len(layer.last_query))
 
@@ -139,8 +146,13 @@ class CudaOperations:
         lse: torch.Tensor | None,
         step: Step,
     ) -> None:
-        """See `LayerOperations`."""
-        self._others.anchor_score(query, key, value, is_sink, lse, step)
+        """See `LayerOperations`. In scope `block`, single tokens vote where they attend, which is to come next."""
+        if not self._votes:
+            self._others.anchor_score(query, key, value, is_sink, lse, step)
+            return
+        if step.max_query_len > 1:
+            self._others.score_longer(query, key, value, is_sink, step)
+        self._awaited = _Votes(is_sink)
 
     def attend(
         self,
@@ -167,6 +179,7 @@ class CudaOperations:
         step: Step,
     ) -> None:
         build, num_kv_heads = self._build, key.shape[1]
+        awaited, self._awaited = self._awaited, None
         partials, places = self._partials(step.num_reqs, step.max_seq_len)
         capacity = len(partials)
         results = ResultsArgument(
@@ -175,6 +188,8 @@ class CudaOperations:
             partials.data_ptr(),
             places.data_ptr(),
             capacity,
+            None if awaited is None or awaited.is_sink is None else awaited.is_sink.data_ptr(),
+            awaited is not None,
         )
         self._backend.launch(
             build,
@@ -199,6 +214,8 @@ class CudaOperations:
             0,
             (self._layer, step_argument(step), results),
         )
+        if awaited is not None:
+            self._others.close_blocks(key, value, step)
 
     def _partials(self, num_reqs: int, max_seq_len: int) -> list[torch.Tensor]:
         """Scratch for what the splits leave to be merged, and where each request's start.
@@ -206,12 +223,19 @@ class CudaOperations:
         All sequences together are rarely longer than the pool, even where they share blocks. Where they are, the
         kernels make do with it (csrc/cuda/items.cuh).
         """
-        capacity = min(num_reqs * -(-max_seq_len // SPLIT), num_reqs + self._pool_splits)
+        capacity = min(num_reqs * -(-max_seq_len // self._split), num_reqs + self._pool_splits)
         shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)
         return self._scratch((shape, torch.float32), ((num_reqs, 2), torch.int32))
 
 
-def _triton(layer: LayerState) -> LayerOperations:
+@dataclass(frozen=True)
+class _Votes:
+    """That single tokens are to give; is_sink: as of `LayerOperations.anchor_score`."""
+
+    is_sink: torch.Tensor | None
+
+
+def _triton(layer: LayerState) -> VotingBeside:
     from vllm_antkv.ops.triton import TritonOperations
 
     return TritonOperations(layer, decodes=False)

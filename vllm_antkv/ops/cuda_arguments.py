@@ -23,7 +23,8 @@ class LayerArgument(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("vq_block_stride", "vq_head_stride")),
         *((name, ctypes.c_int64) for name in ("v_codes", "k_anchors", "v_anchors", "anchor_offsets")),
         ("recency", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("recency_block_stride", "recency_head_stride", "recency_v")),
+        *((name, ctypes.c_int64) for name in ("recency_block_stride", "recency_head_stride")),
+        *((name, ctypes.c_int64) for name in ("recency_v", "recency_scores")),
         *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "k_half_norms", "v_half_norms")),
         *((name, ctypes.c_void_p) for name in ("tables", "k_scales", "v_scales", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("k_order", "last_query")),
@@ -41,6 +42,8 @@ class ResultsArgument(ctypes.Structure):
         ("output", RowsArgument),
         *((name, ctypes.c_void_p) for name in ("lse", "partials", "places")),
         ("capacity", ctypes.c_int64),
+        ("is_sink", ctypes.c_void_p),
+        ("votes", ctypes.c_int32),
     ]
 
 
@@ -88,6 +91,7 @@ def layer_argument(layer: LayerState, tables: dict[str, torch.Tensor], build: Bu
             raise ValueError(f"Pages must start at multiples of {ALIGNMENT} bytes, but {name} is {fields[name]}.")
     return LayerArgument(
         **fields,
+        recency_scores=section_offset(layer.recency.k, layer.recency.scores),
         rotary_rows=0 if layer.rotary is None else len(layer.rotary.cos),
         split=split,
         staged_bytes=_staged_bytes(layer, build),

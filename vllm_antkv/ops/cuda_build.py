@@ -95,13 +95,14 @@ class Build:
         """Of a CTA of antkv_decode; csrc/cuda/decode.cu asserts that it is the same."""
         row = self.group * self.head_size * 2
         pages = self.warps * 32 // VQ_BLOCK_SIZE
-        # Where a span is of, 8 numbers; addresses of its pages, the exact tokens of each warp.
-        span = pages * self.page_bytes + 4 * row + 8 * 4 + pages * 8 + self.warps * 4
+        # Where a span is of, 8 numbers; addresses of its pages, the exact tokens of each warp, norms of the queries.
+        span = pages * self.page_bytes + 4 * row + 8 * 4 + pages * 8 + self.warps * 4 + self.group * 4
         logits_and_weights = self.warps * self.group * 32 * (4 + 2 * 2)
-        # Queries that share the 8 columns of an mma: with staged tables, sets of 32 channels lie side by side there.
-        merged_queries = 8 // (self.head_size // 32) if self.stages_tables else 8
+        # Queries that share the 8 columns of an mma, where parts of the channels lie side by side.
+        merged_queries = 8 // (self.head_size // 32 if self.stages_tables else 2)
         merging = self.warps * merged_queries * self.head_size * 4
-        statistics = self.warps * self.group * 2 * 4
+        # Of the warps, and of the tiles of a block.
+        statistics = (self.warps + VQ_BLOCK_SIZE // 32) * self.group * 2 * 4
         barriers = 2 * self.ring * 8
         content = self.ring * _align(span) + max(logits_and_weights, merging) + statistics + barriers
         return self.num_tables * _TABLE + _align(content)

@@ -156,6 +156,25 @@ class LayerOperations(Protocol):
         ...
 
 
+class VotingBeside(LayerOperations, Protocol):
+    """Operations that leave the votes of single tokens to whoever attends from them."""
+
+    def score_longer(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_sink: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """`anchor_score` in scope `block` of the requests with several new tokens; the others' are left alone."""
+        ...
+
+    def close_blocks(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+        """Choose the anchors of blocks that the only new token of a request fills, from the scores in the pages."""
+        ...
+
+
 class StepRows(NamedTuple):
     """A step's rows of one layer; shapes as in `LayerOperations`."""
 

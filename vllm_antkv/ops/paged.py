@@ -81,7 +81,38 @@ class ReferenceOperations:
         step: Step,
     ) -> None:
         """See `LayerOperations`."""
+        self._score((query, key, value), is_sink, lse, step, list(_requests(step)))
+
+    def score_longer(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_sink: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """See `VotingBeside`."""
+        longer = [request for request in _requests(step) if request.end - request.start > 1]
+        self._score((query, key, value), is_sink, None, step, longer)
+
+    def close_blocks(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+        """See `VotingBeside`."""
         for request in _requests(step):
+            if request.end - request.start == 1 and request.end % VQ_BLOCK_SIZE == 0:
+                positions = torch.arange(request.end - VQ_BLOCK_SIZE, request.end, device=key.device)
+                scores = self._carried_scores(positions, request.end, step, request)
+                self._close(scores, (key, value), positions, step, request)
+
+    def _score(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        is_sink: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        step: Step,
+        requests: list[_Request],
+    ) -> None:
+        query, key, value = rows
+        for request in requests:
             for block, begin, end in request.segments():
                 positions = torch.arange(block * VQ_BLOCK_SIZE, end, device=key.device)
                 exact_key = self._exact_rows(key, self._layer.recency.k, positions, step, request)
@@ -106,10 +137,7 @@ class ReferenceOperations:
                     pages, offsets = self._recency_slots(positions, step, request)
                     self._layer.recency.scores[pages, :, :, offsets] = scores.permute(2, 1, 0).float()
                 else:
-                    exact_value = self._exact_rows(value, self._layer.recency.v, positions, step, request)
-                    self._choose(
-                        scores, (exact_key, exact_value), positions, int(step.vq_block_table[request.row, block])
-                    )
+                    self._close(scores, (key, value), positions, step, request)
 
     def attend(
         self,
@@ -231,6 +259,22 @@ class ReferenceOperations:
 
     def _exact_anchors(self, anchors: torch.Tensor) -> torch.Tensor:
         return VQPages.in_pairs(anchors, self._layer.recency.k.dtype)
+
+    def _close(
+        self,
+        scores: torch.Tensor,
+        in_hand: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        step: Step,
+        request: _Request,
+    ) -> None:
+        recency = self._layer.recency
+        key, value = (
+            self._exact_rows(rows, paged, positions, step, request)
+            for rows, paged in zip(in_hand, (recency.k, recency.v), strict=True)
+        )
+        block_id = int(step.vq_block_table[request.row, int(positions[0]) // VQ_BLOCK_SIZE])
+        self._choose(scores, (key, value), positions, block_id)
 
     def _choose(
         self, scores: torch.Tensor, exact: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor, block_id: int

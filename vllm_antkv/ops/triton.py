@@ -18,6 +18,7 @@ from vllm_antkv.select.recency import exact_bounds
 from vllm_antkv.triton_kernels import arguments
 from vllm_antkv.triton_kernels.anchor_score import anchor_score
 from vllm_antkv.triton_kernels.arguments import Batch, Pages, Policy, Rows, Shape, Tables
+from vllm_antkv.triton_kernels.close_blocks import close_blocks
 from vllm_antkv.triton_kernels.decode import decode
 from vllm_antkv.triton_kernels.encode_store import encode_store
 from vllm_antkv.triton_kernels.plain_pages import merge_attention, write_plain_pages
@@ -67,20 +68,53 @@ class TritonOperations:
         step: Step,
     ) -> None:
         """See `LayerOperations`."""
-        layer = self._layer
-        anchor_score(
-            _rows(query, key, value),
-            is_sink,
-            lse,
-            layer.config.prefix,
-            layer.counters.anchor_rows(2 * key.shape[1]) if layer.counts_rows else None,
+        self._score(_rows(query, key, value), is_sink, lse, step, singles=True)
+
+    def score_longer(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_sink: torch.Tensor | None,
+        step: Step,
+    ) -> None:
+        """See `VotingBeside`."""
+        self._score(_rows(query, key, value), is_sink, None, step, singles=False)
+
+    def close_blocks(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+        """See `VotingBeside`."""
+        close_blocks(
+            _rows(key, key, value),
+            self._layer.config.prefix,
+            self._count(),
             self._pages,
             self._tables,
             _batch(step),
             self._shape,
             self._policy,
-            layer.scale,
         )
+
+    def _score(
+        self, rows: Rows, is_sink: torch.Tensor | None, lse: torch.Tensor | None, step: Step, singles: bool
+    ) -> None:
+        anchor_score(
+            rows,
+            is_sink,
+            lse,
+            self._layer.config.prefix,
+            self._count(),
+            self._pages,
+            self._tables,
+            _batch(step),
+            self._shape,
+            self._policy,
+            self._layer.scale,
+            singles,
+        )
+
+    def _count(self) -> torch.Tensor | None:
+        layer = self._layer
+        return layer.counters.anchor_rows(2 * self._shape.num_kv_heads) if layer.counts_rows else None
 
     def attend(
         self,

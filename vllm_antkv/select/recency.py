@@ -39,6 +39,12 @@ def last_use_table(config: AntKVConfig, max_len: int) -> torch.Tensor:
     return table
 
 
+def sees_own_block(last_query: torch.Tensor) -> bool:
+    """Whether every query sees all tokens of its own VQ block exactly, those before it; (max_len,) int32 table."""
+    ends = _block_end(torch.arange(len(last_query))).clamp(max=len(last_query) - 1)
+    return bool((last_query.cpu() >= ends).all())
+
+
 def exact_bounds(last_query: torch.Tensor) -> tuple[int, int]:
     """Where queries look for exact rows of closed blocks: among the first tokens, and shortly before themselves.
 

@@ -2,24 +2,18 @@
 
 import ctypes
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
-from tests.kernels.cuda_emulation.build import HERE, compile_kernels
+from tests.kernels.cuda_emulation.build import library_of
 from vllm_antkv.ops.cuda_backend import Argument
 from vllm_antkv.ops.cuda_build import Build
-
-_FOLDER = tempfile.TemporaryDirectory()
 
 
 @cache
 def library(build: Build) -> ctypes.CDLL:
     definitions = [f"-D{name}={value}" for name, value in build.definitions.items()]
-    folder = Path(tempfile.mkdtemp(dir=_FOLDER.name))
-    compile_kernels([HERE / f"{name}.cpp" for name in ("decode", "encode_store")], folder / "kernels.so", definitions)
-    compiled = ctypes.CDLL(str(folder / "kernels.so"))
+    compiled = ctypes.CDLL(str(library_of(("decode", "encode_store"), definitions)))
     compiled.races_found.restype = compiled.emulation_sites.restype = ctypes.c_char_p
     compiled.emulation_change.argtypes = ctypes.c_char_p, ctypes.c_bool
     return compiled

@@ -1,14 +1,36 @@
 """Compiles kernels with g++ against `emulation.h`, under watch: races, undefined behaviour."""
 
+import hashlib
+import os
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[2] / "csrc" / "cuda"
+_LIBRARIES = HERE.parents[2] / ".pytest_cache" / "cuda_emulation"
 _FLAGS = ("-std=c++17", "-O1", "-g", "-march=native", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w", "-fPIC")
 #: races.cpp stands in for the runtime of -fsanitize=thread. Undefined behaviour ends the process.
 _WATCHES = ("-fsanitize=thread", "-fsanitize=alignment,bounds,shift,null", "-fno-sanitize-recover=all")
+
+
+def library_of(names: Sequence[str], definitions: Sequence[str]) -> Path:
+    """The library of C++ files of this folder: compiled once for what it is made of, whoever asks first."""
+    sources = [
+        path for folder in (HERE, SOURCES) for path in sorted(folder.iterdir()) if path.suffix[:2] in (".c", ".h")
+    ]
+    made_of = hashlib.sha256(repr((names, _FLAGS, _WATCHES, definitions)).encode())
+    made_of.update(subprocess.run(["g++", "-Q", "-march=native", "--help=target"], capture_output=True).stdout)
+    for path in sources:
+        made_of.update(path.read_bytes())
+    library = _LIBRARIES / f"{made_of.hexdigest()}.so"
+    if not library.exists():
+        _LIBRARIES.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_LIBRARIES) as folder:
+            compile_kernels([HERE / f"{name}.cpp" for name in names], Path(folder, "kernels.so"), definitions)
+            os.replace(Path(folder, "kernels.so"), library)
+    return library
 
 
 def compile_kernels(files: Sequence[Path], to: Path, definitions: Sequence[str] = ()) -> None:

@@ -86,6 +86,8 @@ inline u32 widen_e4m3x2(u32 word) {
     return one(word & 0xff) | one(word >> 8 & 0xff) << 16;
 }
 inline float exp2_fast(float x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1 / x; }
+inline float square_root(float x) { return std::sqrt(x); }
 inline float logarithm(float x) { return std::log(x); }
 
 namespace emulation {
