@@ -29,14 +29,14 @@ ENTRIES = (
         How.FIELDS,
         "architecture dtype get_head_size get_num_kv_heads get_num_layers get_total_num_hidden_layers "
         "get_total_num_kv_heads hf_config hf_text_config is_encoder_decoder is_multimodal_model max_model_len model "
-        "runner_type served_model_name use_mla uses_alibi uses_mrope",
+        "revision runner_type served_model_name use_mla uses_alibi uses_mrope",
         "startup, refusals, footprint: which model it is",
     ),
     Reliance(
         "vllm.config:ParallelConfig",
         How.FIELDS,
-        "data_parallel_size pipeline_parallel_size tensor_parallel_size use_ubatching",
-        "refusals: how the model is divided",
+        "_api_process_rank data_parallel_size pipeline_parallel_size tensor_parallel_size use_ubatching",
+        "refusals, metrics: how the model and its API are divided",
     ),
     Reliance(
         "vllm.config:SchedulerConfig",

@@ -9,6 +9,12 @@ ENTRIES = (
     Reliance(_PLUGIN, How.SUBCLASS, "", "routes: a Protocol that ours has the methods of"),
     Reliance(f"{_PLUGIN}.attach_router", How.WRAP, "self, app", "routes: gets the application"),
     Reliance(f"{_PLUGIN}.init_state", How.WRAP, "self, engine_client, state, args", "routes: gets the engine"),
+    Reliance(
+        "vllm.plugins.endpoint_plugins.interface:attach_endpoint_plugins",
+        How.CALL,
+        "app, supported_tasks",
+        "tests: as vLLM's server attaches them",
+    ),
     Reliance(f"{_AUTH}:AuthenticationMiddleware.__init__", How.CALL, "app, tokens", "routes: made for its check alone"),
     Reliance(f"{_AUTH}:AuthenticationMiddleware.verify_token", How.CALL, "headers", "routes: whether a key is right"),
     Reliance(f"{_AUTH}:AuthenticationMiddleware", How.FIELDS, "verify_token", "routes: as above"),
