@@ -46,6 +46,8 @@ def server(log: Path) -> Iterator[Server]:
     arguments = ["--enforce-eager", *(part for pair in OPTIONS.items() for part in pair)]
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_PLUGINS", raising=False)
+        # Other tests of this process may have asked for less.
+        patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
         with running_server(str(EMBEDDED), PRESET, log, arguments, ENVIRONMENT) as running:
             yield running
 
