@@ -84,12 +84,7 @@ class ReferenceOperations:
         self._score((query, key, value), is_sink, lse, step, list(_requests(step)))
 
     def score_longer(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        is_sink: torch.Tensor | None,
-        step: Step,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_sink: torch.Tensor | None, step: Step
     ) -> None:
         """See `VotingBeside`."""
         longer = [request for request in _requests(step) if request.end - request.start > 1]
