@@ -1,6 +1,7 @@
 """The C++ kernels give what the offline evaluator computes in float64, however the steps are cut."""
 
-import ctypes
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -156,14 +157,19 @@ def check_steps(kernels, shape: Shape) -> None:
 
 
 def test_the_kernels_run_on_pytorchs_threads():
-    """Other packages bring OpenMP runtimes of their own, whose threads would fight with PyTorch's."""
-    before = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            assert ctypes.CDLL(None).omp_get_max_threads() == count
-    finally:
-        torch.set_num_threads(before)
+    """Other packages bring OpenMP runtimes of their own, whose threads would fight with PyTorch's.
+
+    In a process of its own, as vLLM's workers take `torch.set_num_threads` out of theirs.
+    """
+    script = """
+import ctypes, torch
+from vllm_antkv.ops import cpu
+cpu._library(cpu.best())
+for count in (1, 3):
+    torch.set_num_threads(count)
+    assert ctypes.CDLL(None).omp_get_max_threads() == count
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_tiles_are_checked_before_they_serve(kernels):

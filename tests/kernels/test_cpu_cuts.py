@@ -12,6 +12,7 @@ from tests.kernels.test_cpu import SHAPES, kernels  # noqa: F401
 from tests.kernels.test_operations import CONFIGS
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops import cpu
+from vllm_antkv.select.anchors import EXACT_ANCHOR
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
@@ -34,8 +35,11 @@ def bits(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
         result[name] = getattr(vq, name)[blocks].transpose(1, 2).flatten(0, 1)[:length]
     result["offsets"] = vq.anchor_offsets[closed]
     for kind, name in enumerate(("k_anchors", "v_anchors")):
-        chosen = result["offsets"][:, :, kind] >= 0
-        result[name] = getattr(vq, name)[closed][chosen]
+        offsets, rows = result["offsets"][:, :, kind], getattr(vq, name)[closed]
+        exact = offsets >= EXACT_ANCHOR
+        # A correction takes a byte per channel; what is behind it in a row is nobody's. A row as it is takes two rows.
+        result[name] = rows[(offsets >= 0) & ~exact][:, : engine.shape.head_size]
+        result[f"{name} as they are"] = rows[exact | exact.roll(1, -1)]
     size = engine.layout.recency_block_size
     first_open = length // VQ_BLOCK_SIZE * VQ_BLOCK_SIZE if engine.config.anchor_rows else length
     open_tokens = range(first_open, length)

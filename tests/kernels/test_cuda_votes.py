@@ -49,7 +49,8 @@ def test_votes_are_those_of_the_reference(shape):
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5)
     chosen, expected = (e.state.vq.anchor_offsets[s.vq_blocks[0]] for e, s in ((ours, sequence), (reference, other)))
     assert torch.equal(chosen, expected)
-    assert (chosen == SINKS[0] + EXACT_ANCHOR).any(-1).all()
+    # As it is or, beside too many other sinks, corrected.
+    assert (chosen % EXACT_ANCHOR == SINKS[0]).any(-1).all()
 
 
 def test_who_else_is_served_changes_no_vote():
