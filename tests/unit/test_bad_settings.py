@@ -43,6 +43,14 @@ TABLE: list[tuple[str, str, str]] = [
     ('{"codebooks": "\\u2028"}', "codebooks", "control characters"),
     ('{"codebooks": "\\ud800"}', "codebooks", "unicode"),
     (json.dumps({"codebooks": "x" * 100_000}), "codebooks", "no path has more than"),
+    # calibrate: auto or never; calibration_text: a file.
+    ('{"calibrate": "always"}', "calibrate", "'auto' or 'never'"),
+    ('{"calibrate": true}', "calibrate", "'auto' or 'never'"),
+    ('{"calibration_text": ""}', "calibration_text", "at least 1 character"),
+    ('{"calibration_text": 7}', "calibration_text", "valid string"),
+    # anchor_dtype: fp8 or model.
+    ('{"anchor_dtype": "fp16"}', "anchor_dtype", "'fp8' or 'model'"),
+    ('{"anchor_dtype": null}', "anchor_dtype", "'fp8' or 'model'"),
     # anchor_share: 0 to 1.
     ('{"anchor_share": 1.01}', "anchor_share", "less than or equal to 1"),
     ('{"anchor_share": 100}', "anchor_share", "less than or equal to 1"),

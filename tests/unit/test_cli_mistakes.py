@@ -224,4 +224,4 @@ def test_doctor_reports_missing_things(model_folder: Path, tmp_path: Path, capsy
         [model_folder, "--codebooks", tmp_path / "file"],
     ):
         assert cli.run(["doctor", *map(str, args)]) == 1
-        assert "What to do" in capsys.readouterr().out
+        assert "->" in capsys.readouterr().out

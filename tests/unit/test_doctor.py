@@ -63,7 +63,7 @@ def test_this_environment_has_no_problem(report):
 
 def test_the_report_is_there_as_json(report, model):
     path, _ = model
-    code, text = report(path, "--json", "-")
+    code, text = report(path / "missing", "--json", "-")
     found = json.loads(text)
     findings = [finding for section in found["sections"].values() for finding in section]
     assert list(found["sections"]) == ["Installation", "Hooks into vLLM", "Kernels", "Model"]

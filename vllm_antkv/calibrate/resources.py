@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from vllm_antkv.calibrate.models import compute_dtype
-from vllm_antkv.errors import CalibrationError, reason
+from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.pretrained import num_parameters
 
 #: float32 tensors as large as the logits that are alive at once in the backward pass of the loss: the logits, their
 #: log-softmax and the gradient.
@@ -61,22 +61,13 @@ def memory_needed(config: Any, seq_len: int, device: torch.device) -> int:
     """
     text = config.get_text_config()
     dtype = compute_dtype(config, device)
-    weights = _num_parameters(config)
+    weights = num_parameters(config, CalibrationError)
     activations = layer_activation_bytes(config, seq_len, dtype)
     if activations > _CHECKPOINT_ABOVE:
         # One layer at full, and the input of each.
         activations = activations // text.num_hidden_layers + activations // _LAYER_ACTIVATIONS
     logits = _LOGITS_COPIES * 4 * seq_len * text.vocab_size
     return weights * dtype.itemsize + activations + logits
-
-
-def _num_parameters(config: Any) -> int:
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # sizes that do not go together, names that do not exist: anything can fail
-        raise CalibrationError(f"No model can be made from its config.json ({reason(error)}).") from None
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def check_memory(config: Any, seq_len: int, device: torch.device) -> None:

@@ -67,6 +67,16 @@ def load_weights(model: str, error: type[AntKVError], **options: Any) -> PreTrai
     return loaded  # type: ignore[no-any-return]
 
 
+def num_parameters(config: PretrainedConfig, error: type[AntKVError]) -> int:
+    """Parameters of the model that a config describes; `error` when it describes none."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as problem:  # sizes that do not go together, names that do not exist: anything can fail
+        raise error(f"No model can be made from its config.json ({reason(problem)}).") from None
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def check_token_ids(windows: torch.Tensor, model: str, vocab_size: int, error: type[AntKVError]) -> None:
     """`error` when windows, of any shape and int64, hold token ids that the model does not have."""
     highest = int(windows.max())

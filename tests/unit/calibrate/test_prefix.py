@@ -128,7 +128,7 @@ def test_what_cannot_be_trained_is_refused_before_any_work(
         settings = {"train_prefix": True, "device": "cpu", **settings}
         calibrate(CalibrationSettings(str(model), ["antkv-1bit"], [str(text_file)], tmp_path / "out", **settings))
 
-    with pytest.raises(UnsupportedModelError, match="gemma2"):
+    with pytest.raises(UnsupportedModelError, match="soft cap"):
         refuse(make_model("gemma2"), samples=8, seq_len=64)
     with pytest.raises(CalibrationError, match="--train-prefix judges by windows"):
         refuse(long_llama, samples=1, seq_len=512)
