@@ -7,6 +7,7 @@ a top-level module: vLLM uses that name for another library.
 import copy
 import os
 import platform
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -21,6 +22,8 @@ INSTRUCTION_SETS = {
     "avx512": ["-march=x86-64-v4"],
     "tiles": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
 }
+#: What the libraries say they were built from.
+SOURCES_DIGEST = runpy.run_path("vllm_antkv/ops/cpu_sources.py")["digest"](Path("csrc"))
 #: GCC takes what intrinsics leave open for mistakes, and vectors wider than registers for parts of an interface.
 QUIET = ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
 
@@ -31,6 +34,7 @@ def kernels(name: str, architecture: list[str]) -> Extension:
         f"vllm_antkv.ops._cpu_{name}",
         sources=sorted(str(path) for path in Path("csrc/cpu").glob("*.cpp")),
         depends=["setup.py", *sorted(str(path) for path in Path("csrc/cpu").rglob("*.h"))],
+        define_macros=[("ANTKV_SOURCES_DIGEST", f'"{SOURCES_DIGEST}"')],
         # Compiled for OpenMP but not linked to a runtime: vllm_antkv/ops/cpu.py brings PyTorch's. Python's own flags ask
         # for what a debugger reads, which is stripped again.
         extra_compile_args=["-std=c++17", "-O3", "-g0", *architecture, "-fopenmp", *QUIET],
