@@ -35,8 +35,8 @@ def kernels(name: str, architecture: list[str]) -> Extension:
         sources=sorted(str(path) for path in Path("csrc/cpu").glob("*.cpp")),
         depends=["setup.py", *sorted(str(path) for path in Path("csrc/cpu").rglob("*.h"))],
         define_macros=[("ANTKV_SOURCES_DIGEST", f'"{SOURCES_DIGEST}"')],
-        # Compiled for OpenMP but not linked to a runtime: vllm_antkv/ops/cpu.py brings PyTorch's. Python's own flags ask
-        # for what a debugger reads, which is stripped again.
+        # Compiled for OpenMP but not linked to a runtime: vllm_antkv/ops/cpu.py brings PyTorch's. What a debugger would
+        # read is stripped, and not made.
         extra_compile_args=["-std=c++17", "-O3", "-g0", *architecture, "-fopenmp", *QUIET],
         extra_link_args=["-Wl,-s"],
         language="c++",
@@ -53,7 +53,7 @@ class BuildKernels(build_ext):
 
     def run(self):
         if self.editable_mode:
-            # What stands from the last time, instead of a new folder for each installation: only what changed is compiled.
+            # Where the last one was built, instead of a new folder: only what changed is compiled.
             self.build_lib, self.build_temp = "build/editable", "build/objects"
         super().run()
 
