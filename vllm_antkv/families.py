@@ -41,7 +41,7 @@ FAMILIES: dict[str, Family] = {
             trained="run: the embedded model (5 M parameters), the retrieval model (0.3 M) and, by hand, one of 3 M; "
             "larger ones untested",
         ),
-        Family("mistral", "MistralForCausalLM", "Mistral", special="with full attention only"),
+        Family("mistral", "MistralForCausalLM", "Mistral", special="with and without windows"),
         Family("qwen2", "Qwen2ForCausalLM", "Qwen2", special="K has biases, in Qwen2.5 of several hundred"),
         Family("qwen3", "Qwen3ForCausalLM", "Qwen3", special="K is coded after its norm"),
         Family(
@@ -50,14 +50,8 @@ FAMILIES: dict[str, Family] = {
             "Phi-3",
             special="one projection for Q, K and V; partial RoPE too",
         ),
-        Family(
-            "gemma2",
-            "Gemma2ForCausalLM",
-            "Gemma-2",
-            evaluated=False,
-            served="",
-            special="soft caps on logits, sliding windows",
-        ),
+        Family("gemma2", "Gemma2ForCausalLM", "Gemma-2", special="soft caps on logits, windows in every second layer"),
+        Family("gemma3_text", "Gemma3ForCausalLM", "Gemma-3", special="windows in five of six layers"),
     )
 }
 

@@ -45,6 +45,7 @@ LLAMA3 = {
     "rope_theta": 10000.0,
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 150, "tie_word_embeddings": True}
 
 #: model type, its config, dtype of the engine, preset.
 SUPPORTED: dict[str, tuple[str, dict[str, Any], str, str]] = {
@@ -58,6 +59,9 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "llama yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}, "float32", "antkv-1bit"),
     "llama linear rope": ("llama", {"head_dim": 64, "rope_parameters": LINEAR}, "float32", "antkv-4bit"),
     "mistral": ("mistral", {"head_dim": 64, "sliding_window": None}, "float32", "antkv-1bit"),
+    "mistral with windows": ("mistral", {"head_dim": 64, "sliding_window": 150}, "bfloat16", "antkv-1bit"),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 1.0}, "float32", "antkv-1bit"),
+    "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 6}, "bfloat16", "antkv-2bit"),
     "qwen2": ("qwen2", {"hidden_size": 256}, "float32", "antkv-4bit"),
     "qwen3": ("qwen3", {"head_dim": 64}, "float32", "antkv-1bit"),
     "phi3 partial rope": ("phi3", {"hidden_size": 256, "partial_rotary_factor": 0.5}, "float32", "antkv-1bit"),

@@ -64,9 +64,6 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
         "ALiBi": bool(model_config.uses_alibi),
         "dual chunk attention": bool(getattr(text_config, "dual_chunk_attention_config", None)),
         "attention that is not causal": not getattr(text_config, "is_causal", True),
-        "sliding-window attention (for Mistral-style models, --hf-overrides '{\"sliding_window\": null}' serves them "
-        "with full attention)": _has_sliding_window(vllm_config),
-        "attention with a logits soft cap": bool(getattr(text_config, "attn_logit_softcapping", None)),
         f"the architecture {model_config.architecture} (supported: {', '.join(SERVED_ARCHITECTURES)})": (
             model_config.architecture not in SERVED_ARCHITECTURES
         ),
@@ -78,11 +75,6 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
             rope_type not in SUPPORTED_ROPE_TYPES
         ),
     }
-
-
-def _has_sliding_window(vllm_config: VllmConfig) -> bool:
-    layer_types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
-    return vllm_config.cache_config.sliding_window is not None or "sliding_attention" in layer_types
 
 
 def _options(vllm_config: VllmConfig) -> dict[str, bool]:
