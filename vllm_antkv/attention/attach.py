@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels, choose
 from vllm_antkv.ops.layer import LayerKind
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable, reordered
 from vllm_antkv.select.recency import last_query_table
 
@@ -56,17 +58,26 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
     flags = _watch_sinks(decoder_layers, probed.adds_residual, codebook, settings, vllm_config, device)
     dtype = vllm_config.model_config.dtype
     presets = codebook.header.layer_presets
+    rules = {index: _logit_rules(layer, vllm_config) for index, layer in layers.items()}
     kinds = [
-        LayerKind(presets[index], layer.head_size, layer.num_heads // layer.num_kv_heads, dtype, rotaries[index])
+        LayerKind(
+            presets[index],
+            layer.head_size,
+            layer.num_heads // layer.num_kv_heads,
+            dtype,
+            rotaries[index],
+            rules[index].are_plain,
+        )
         for index, layer in layers.items()
     ]
     shared = _Shared.of(settings, codebook, vllm_config, device, choose(settings.kernels, device, kinds), max(layers))
     if shared.prefix_tokens is not None:
         set_prefix_tokens(vllm_config.compilation_config.static_forward_context, shared.prefix_tokens)
-    layouts = page_layouts(settings, presets, codebook.header.model.head_size, dtype)
+    all_slide = all(each.window is not None for each in rules.values())
+    layouts = page_layouts(settings, presets, codebook.header.model.head_size, dtype, all_slide)
     for index, layer in layers.items():
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
-        _attach_layer(layer, index, layouts[index], rotaries[index], sinks, shared)
+        _attach_layer(layer, index, _Own(layouts[index], rotaries[index], rules[index], sinks), shared)
     set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[shared.last_layer].layer_name))
     return shared.counters
 
@@ -85,7 +96,7 @@ class _Shared:
     device: torch.device
     kernels: Kernels
     counters: Counters
-    last_query: torch.Tensor
+    last_queries: "_LastQueries"
     prefix_tokens: PrefixTokens | None
     last_layer: int
 
@@ -101,24 +112,46 @@ class _Shared:
     ) -> "_Shared":
         """Make what is shared, and say which kernels run."""
         logger.info("antkv kernels: %s", kernels.title)
-        last_query = last_query_table(settings, vllm_config.model_config.max_model_len).to(device)
+        last_queries = _LastQueries(settings, vllm_config.model_config.max_model_len, device)
         ids = codebook.header.prefix
         prefix_tokens = None if ids is None else PrefixTokens(ids, device)
         counters = Counters(device, kernels.name)
-        return cls(settings, codebook, vllm_config, device, kernels, counters, last_query, prefix_tokens, last_layer)
+        return cls(settings, codebook, vllm_config, device, kernels, counters, last_queries, prefix_tokens, last_layer)
 
 
-def _attach_layer(
-    layer: Attention,
-    index: int,
-    layout: PageLayout,
-    rotary: RotaryTable | None,
-    sinks: SinkFlags | None,
-    shared: _Shared,
-) -> None:
+class _LastQueries:
+    """Tables of what is seen exactly, shared by the layers that have the same."""
+
+    def __init__(self, settings: AntKVConfig, max_len: int, device: torch.device) -> None:
+        self._settings, self._max_len, self._device = settings, max_len, device
+        self._tables: dict[int | None, torch.Tensor] = {}
+
+    def of(self, window: int | None) -> torch.Tensor:
+        """See `select.recency.last_query_table`."""
+        known = window if self._settings.windows == "exact" else None
+        if known not in self._tables:
+            self._tables[known] = last_query_table(self._settings, self._max_len, known).to(self._device)
+        return self._tables[known]
+
+
+class _Own(NamedTuple):
+    """What a layer does not share with the others; fields as in `Attachment`."""
+
+    layout: PageLayout
+    rotary: RotaryTable | None
+    rules: LogitRules
+    sinks: SinkFlags | None
+
+
+def _logit_rules(layer: Attention, vllm_config: VllmConfig) -> LogitRules:
+    assert isinstance(layer.impl, AntKVImpl)
+    return layer.impl.logit_rules(vllm_config.model_config.max_model_len)
+
+
+def _attach_layer(layer: Attention, index: int, own: _Own, shared: _Shared) -> None:
     settings, device, dtype = shared.settings, shared.device, shared.vllm_config.model_config.dtype
     codebook = shared.codebook
-    companion = RecencyLayer(layout, layer.num_kv_heads, dtype, settings)
+    companion = RecencyLayer(own.layout, layer.num_kv_heads, dtype, settings, own.rules.window)
     name = recency_layer_name(layer.layer_name)
     shared.vllm_config.compilation_config.static_forward_context[name] = companion
     heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
@@ -128,26 +161,27 @@ def _attach_layer(
     max_num_tokens = shared.vllm_config.scheduler_config.max_num_batched_tokens
     layer.impl.attachment = Attachment(
         settings=settings,
-        layout=layout,
+        layout=own.layout,
         dtype=dtype,
         k_centroids=codebook.k[index][heads].to(device, held_in),
         v_centroids=codebook.v[index][heads].to(device, held_in),
         k_order=_k_order(codebook, index, device),
-        rotary=rotary,
-        sinks=sinks,
+        rotary=own.rotary,
+        rules=own.rules,
+        sinks=own.sinks,
         prefix=_layer_prefix(codebook, index, heads, shared),
         recency_name=name,
         recency=companion,
         counters=shared.counters,
         # It counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
         counts_rows=index == shared.last_layer,
-        last_query=shared.last_query,
+        last_query=shared.last_queries.of(own.rules.window),
         kernels=shared.kernels,
         max_num_reqs=shared.vllm_config.scheduler_config.max_num_seqs,
         scratch=workspace,
         varlen=flash_attention(layer.head_size, dtype, max_num_tokens) if shared.kernels.on_gpu else None,
     )
-    spec = vq_spec(layout, layer.num_kv_heads)
+    spec = vq_spec(own.layout, layer.num_kv_heads, own.rules.window)
 
     def get_kv_cache_spec(self: Attention, vllm_config: VllmConfig) -> KVCacheSpec:
         return spec
