@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub import snapshot_download
 from transformers.utils.logging import disable_progress_bar
 
-from vllm_antkv.calibrate.original import unquantised
+from vllm_antkv.calibrate.original import original_of
 from vllm_antkv.calibrate.progress import say
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
@@ -60,7 +60,7 @@ def _calibrate_once(model: str, revision: str | None, preset: str, texts: list[s
         held = lock.acquire()
     with held:
         if not codebook_path(out, preset).exists():
-            folder = unquantised(_local_folder(model, revision))
+            folder = original_of(_local_folder(model, revision))
             calibrate(CalibrationSettings(folder, [preset], texts, out, samples=_samples(folder, preset)))
             say(f"{preset} is learned.")
 
