@@ -61,13 +61,13 @@ def _calibrate_once(model: str, revision: str | None, preset: str, texts: list[s
     with held:
         if not codebook_path(out, preset).exists():
             folder = original_of(_local_folder(model, revision))
-            calibrate(CalibrationSettings(folder, [preset], texts, out, samples=_samples(folder, preset)))
+            context = read_config(folder, CalibrationError).get_text_config().max_position_embeddings
+            calibrate(CalibrationSettings(folder, [preset], texts, out, samples=num_samples(context, preset)))
             say(f"{preset} is learned.")
 
 
-def _samples(folder: str, preset: str) -> int:
-    """Windows enough for all points that k-means takes, and no more than the command's default: a server waits."""
-    context = read_config(folder, CalibrationError).get_text_config().max_position_embeddings
+def num_samples(context: int, preset: str) -> int:
+    """Windows of a model with this context that a server takes: a server waits, so no more than k-means can use."""
     points = MAX_POINTS * get_preset(preset).num_centroids
     return min(CalibrationSettings.samples, math.ceil(points / min(CalibrationSettings.seq_len, context)))
 
