@@ -132,6 +132,13 @@ def serving(model: Path, log: Path, **options: str) -> Iterator[str]:
             _stop(process)
 
 
+def answer(url: str) -> str:
+    """What a server completes."""
+    body = {"model": MODEL_NAME, "prompt": "The river", "max_tokens": 8, "ignore_eos": True}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
+    return str(response.raise_for_status().json()["choices"][0]["finish_reason"])
+
+
 def _authorisation(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 

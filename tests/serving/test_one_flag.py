@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
-from tests.serving.server import MODEL_NAME, PRESET, run_vllm, serving
+from tests.serving.server import PRESET, answer, run_vllm, serving
 from vllm_antkv.codebook import Codebook, ModelIdentity
 
 pytestmark = pytest.mark.serving
@@ -42,13 +42,6 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
-
-
-def answer(url: str) -> str:
-    """What a server completes."""
-    body = {"model": MODEL_NAME, "prompt": "The river", "max_tokens": 8, "ignore_eos": True}
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
-    return str(response.raise_for_status().json()["choices"][0]["finish_reason"])
 
 
 def test_two_servers_that_start_together_learn_one_codebook(

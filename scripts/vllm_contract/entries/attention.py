@@ -115,7 +115,7 @@ _LAYERS = (
         "vllm.model_executor.layers.attention:Attention.forward",
         How.BEHAVIOUR,
         "",
-        "impl: query, key and value come as the impl expects, and unquantised",
+        "impl, rows: query, key and value come as the impl expects, in this order, and unquantised",
     ),
     Reliance(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",

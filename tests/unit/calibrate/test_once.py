@@ -13,10 +13,11 @@ from filelock import FileLock
 from transformers import AutoConfig
 
 from vllm_antkv.calibrate.once import main
+from vllm_antkv.calibrate.original import original_of
 from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, codebook_path, own_folder
 from vllm_antkv.codebook.automatic import Wanted, find_or_make
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CodebookError, SettingsError, UnsupportedModelError
+from vllm_antkv.errors import CodebookError, SettingsError
 
 PRESET = "antkv-1bit"
 
@@ -132,20 +133,15 @@ def test_for_quantised_weights_the_original_is_taken(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "does not say what its original is"),
-        ({"base_model": "nobody/nowhere"}, "its original (nobody/nowhere) is not at hand"),
+        ({}, "its original is not named in its config or card"),
+        ({"base_model": "nobody/nowhere"}, "its original is not at hand (nobody/nowhere)"),
     ],
     ids=["unnamed", "far away"],
 )
-def test_quantised_weights_without_their_original_are_refused(
-    tiny_llama: Path,
-    tmp_path: Path,
-    changes: dict[str, str],
-    says: str,
-    reads_well: Callable[[BaseException], str],
+def test_quantised_weights_without_their_original_are_learned_from_themselves(
+    tiny_llama: Path, tmp_path: Path, changes: dict[str, str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vllm_antkv.calibrate.original import unquantised
-
-    with pytest.raises(UnsupportedModelError) as refused:
-        unquantised(str(quantised(tiny_llama, tmp_path / "awq", **changes)))
-    assert says in reads_well(refused.value)
+    """How, is tested with a real engine: `tests/serving/test_quantised_calibration.py`."""
+    model = str(quantised(tiny_llama, tmp_path / "awq", **changes))
+    assert original_of(model) == model
+    assert says in capsys.readouterr().err
