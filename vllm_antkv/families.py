@@ -51,6 +51,9 @@ FAMILIES: dict[str, Family] = {
             special="one projection for Q, K and V; partial RoPE too",
         ),
         Family("gemma2", "Gemma2ForCausalLM", "Gemma-2", special="soft caps on logits, windows in every second layer"),
+        Family(
+            "gpt_oss", "GptOssForCausalLM", "gpt-oss", special="learned sinks, windows in every second layer, experts"
+        ),
         Family("gemma3_text", "Gemma3ForCausalLM", "Gemma-3", special="windows in five of six layers"),
     )
 }

@@ -46,6 +46,14 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 150, "tie_word_embeddings": True}
+GPT_OSS = {
+    "head_dim": 64,
+    "sliding_window": 150,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    # vLLM takes nothing else for this model.
+    "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+}
 
 #: model type, its config, dtype of the engine, preset.
 SUPPORTED: dict[str, tuple[str, dict[str, Any], str, str]] = {
@@ -61,6 +69,7 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "mistral": ("mistral", {"head_dim": 64, "sliding_window": None}, "float32", "antkv-1bit"),
     "mistral with windows": ("mistral", {"head_dim": 64, "sliding_window": 150}, "bfloat16", "antkv-1bit"),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 1.0}, "float32", "antkv-1bit"),
+    "gpt-oss": ("gpt_oss", GPT_OSS, "float32", "antkv-1bit"),
     "gemma3": ("gemma3_text", GEMMA | {"num_hidden_layers": 6}, "bfloat16", "antkv-2bit"),
     "qwen2": ("qwen2", {"hidden_size": 256}, "float32", "antkv-4bit"),
     "qwen3": ("qwen3", {"head_dim": 64}, "float32", "antkv-1bit"),
