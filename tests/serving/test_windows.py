@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.serving.conftest import Completion, Engine
-from tests.serving.test_families import GPT_OSS, make_codebook, make_model
+from tests.serving.tiny import GPT_OSS, make_codebook, make_model
 from vllm_antkv.codebook import ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
@@ -33,7 +33,7 @@ MAX_LEN = 1024
 class Case:
     """A model.
 
-    changes: to the sizes of `test_families`.
+    changes: to the sizes of `tiny`.
     """
 
     model_type: str

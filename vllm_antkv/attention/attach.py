@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,14 +17,14 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm_antkv.attention.flash_attention import flash_attention
 from vllm_antkv.attention.impl import AntKVImpl, Attachment
 from vllm_antkv.attention.layer import RecencyLayer, recency_layer_name
-from vllm_antkv.attention.rope import rotary_table
+from vllm_antkv.attention.probe import probe
 from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
 from vllm_antkv.attention.startup import resolved_codebook
 from vllm_antkv.attention.trained_prefix import LayerPrefix, PrefixTokens, set_prefix_tokens
 from vllm_antkv.attention.worker import Worker, set_worker, workspace
 from vllm_antkv.cache.pages import PageLayout, page_layouts
 from vllm_antkv.cache.specs import vq_spec
-from vllm_antkv.codebook import Codebook
+from vllm_antkv.codebook import Codebook, KeyTurn
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
@@ -51,13 +51,14 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
     codebook = Codebook.load(Path(resolved.path))
     if codebook.identity != resolved.identity:
         raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
-    context = vllm_config.compilation_config.static_forward_context
-    flags = _watch_sinks(model, codebook, settings, vllm_config, device, context)
-    layers = _attention_layers(model)
-    rotaries = _rotaries(layers, codebook, device)
+    layers = _attention_layers(model, codebook, vllm_config)
+    decoder_layers = {index: _decoder_layer(model, layer) for index, layer in layers.items()}
+    probed = probe(model, layers, decoder_layers[max(layers)], vllm_config, device)
+    rotaries = _in_code_order(probed.rotaries, codebook)
+    flags = _watch_sinks(decoder_layers, probed.adds_residual, codebook, settings, vllm_config, device)
     dtype = vllm_config.model_config.dtype
     presets = codebook.header.layer_presets
-    rules = {index: _logit_rules(layer, vllm_config) for index, (layer, _) in layers.items()}
+    rules = {index: _logit_rules(layer, vllm_config) for index, layer in layers.items()}
     kinds = [
         LayerKind(
             presets[index],
@@ -67,17 +68,17 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
             rotaries[index],
             rules[index].are_plain,
         )
-        for index, (layer, _) in layers.items()
+        for index, layer in layers.items()
     ]
     shared = _Shared.of(settings, codebook, vllm_config, device, choose(settings.kernels, device, kinds), max(layers))
     if shared.prefix_tokens is not None:
-        set_prefix_tokens(context, shared.prefix_tokens)
+        set_prefix_tokens(vllm_config.compilation_config.static_forward_context, shared.prefix_tokens)
     all_slide = all(each.window is not None for each in rules.values())
     layouts = page_layouts(settings, presets, codebook.header.model.head_size, dtype, all_slide)
-    for index, (layer, _) in layers.items():
+    for index, layer in layers.items():
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
         _attach_layer(layer, index, _Own(layouts[index], rotaries[index], rules[index], sinks), shared)
-    set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[shared.last_layer][0].layer_name))
+    set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[shared.last_layer].layer_name))
     return shared.counters
 
 
@@ -137,7 +138,7 @@ class _Own(NamedTuple):
     """What a layer does not share with the others; fields as in `Attachment`."""
 
     layout: PageLayout
-    rotary: RotaryTable
+    rotary: RotaryTable | None
     rules: LogitRules
     sinks: SinkFlags | None
 
@@ -203,68 +204,95 @@ def _layer_prefix(codebook: Codebook, index: int, heads: slice, shared: _Shared)
     return LayerPrefix(tokens, k, v)
 
 
-def _rotaries(
-    layers: dict[int, tuple[Attention, nn.Module]], codebook: Codebook, device: torch.device
-) -> dict[int, RotaryTable]:
-    """For each layer; those with the same rotary module and order of channels share one."""
-    tables: dict[tuple[int, tuple[int, ...] | None], RotaryTable] = {}
+def _in_code_order(rotaries: dict[int, RotaryTable | None], codebook: Codebook) -> dict[int, RotaryTable | None]:
+    """Tables for rows whose channels stand in the order that codes have; layers that had one table still share one.
+
+    Raises:
+        CodebookError: the codebook was learned from a model whose layers turn K otherwise.
+    """
+    made: dict[tuple[int, tuple[int, ...] | None], RotaryTable | None] = {}
     found = {}
-    for index, (layer, module) in layers.items():
-        key = id(module), codebook.header.k_order(index)
-        if key not in tables:
-            tables[key] = _rotary(module, layer.layer_name, key[1]).to(device)
-        found[index] = tables[key]
+    for index, table in rotaries.items():
+        learned, order = codebook.header.turn(index), codebook.header.k_order(index)
+        served = _turn(table)
+        if learned not in (None, served):
+            raise CodebookError(
+                f"The codebook was learned from a model whose layer {index} {learned}, but that of the served model "
+                f"{served}: run `antkv calibrate` on this model."
+            )
+        key = id(table), order
+        if key not in made:
+            made[key] = table if table is None or order is None else _reordered(table, order, index)
+        found[index] = made[key]
     return found
 
 
-def _rotary(module: nn.Module, layer_name: str, order: tuple[int, ...] | None) -> RotaryTable:
-    """For rows in the order of channels that codes have."""
-    table = rotary_table(module, layer_name)
+def _turn(table: RotaryTable | None) -> KeyTurn:
+    return KeyTurn() if table is None else KeyTurn(rotary_dim=table.rotary_dim, neighbours=not table.is_neox_style)
+
+
+def _reordered(table: RotaryTable, order: tuple[int, ...], index: int) -> RotaryTable:
     try:
-        return table if order is None else reordered(table, order)
+        return reordered(table, order)
     except ValueError as error:
         raise CodebookError(
-            f"The codebook does not fit the RoPE of {layer_name} ({error}): run `antkv calibrate` on this model."
+            f"The codebook does not fit the RoPE of layer {index} ({error}): run `antkv calibrate` on this model."
         ) from None
 
 
-def _attention_layers(model: nn.Module) -> dict[int, tuple[Attention, nn.Module]]:
-    """Every attention layer with the rotary module beside it, by its index."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Attention):
-            parent = model.get_submodule(name.rpartition(".")[0])
-            rotary = getattr(parent, "rotary_emb", None)
-            if rotary is None:
-                raise UnsupportedModelError(
-                    f"{module.layer_name} has no rotary_emb beside it, and an antkv cache needs to know its RoPE."
-                )
-            found[extract_layer_index(module.layer_name)] = (module, rotary)
-    return found
+def _attention_layers(model: nn.Module, codebook: Codebook, vllm_config: VllmConfig) -> dict[int, Attention]:
+    """Every attention layer of the decoder by its index.
+
+    Raises:
+        UnsupportedModelError: they are not those that the codebook was learned for.
+    """
+    modules = [module for module in model.modules() if isinstance(module, Attention)]
+    for module in modules:
+        if not isinstance(module.impl, AntKVImpl):
+            raise UnsupportedModelError(
+                f"{module.layer_name} takes no --kv-cache-dtype: serve this model with --kv-cache-dtype auto."
+            )
+    found = {extract_layer_index(module.layer_name): module for module in modules}
+    identity = codebook.header.model
+    if sorted(found) != list(range(identity.num_layers)):
+        raise UnsupportedModelError(
+            f"{len(found)} of the model's {identity.num_layers} layers have attention with a KV cache, and "
+            "an antkv cache needs one in all: serve this model with --kv-cache-dtype auto."
+        )
+    num_kv_heads = max(1, identity.num_kv_heads // get_tensor_model_parallel_world_size())
+    for layer in found.values():
+        if (layer.num_kv_heads, layer.head_size) != (num_kv_heads, identity.head_size):
+            raise UnsupportedModelError(
+                f"{layer.layer_name} has {layer.num_kv_heads} KV heads of {layer.head_size} channels, and the codebook "
+                f"{num_kv_heads} of {identity.head_size}: serve this model with --kv-cache-dtype auto."
+            )
+    return dict(sorted(found.items()))
+
+
+def _decoder_layer(model: nn.Module, layer: Attention) -> nn.Module:
+    """The decoder layer that an attention layer is part of."""
+    name = next(name for name, module in model.named_modules() if module is layer)
+    index = str(extract_layer_index(layer.layer_name))
+    parts = name.split(".")
+    return model.get_submodule(".".join(parts[: parts.index(index) + 1]))
 
 
 def _watch_sinks(
-    model: nn.Module,
+    decoder_layers: dict[int, nn.Module],
+    adds_residual: bool,
     codebook: Codebook,
     settings: AntKVConfig,
     vllm_config: VllmConfig,
     device: torch.device,
-    context: dict[str, Any],
 ) -> SinkFlags | None:
     rule = codebook.header.sinks
     if rule is None or not settings.sinks:
         return None
     register_op()
     flags = SinkFlags(rule, vllm_config.scheduler_config.max_num_batched_tokens, device)
-    watch(_decoder_layer(model, rule.layer), flags, context)
+    context = vllm_config.compilation_config.static_forward_context
+    watch(decoder_layers[rule.layer], flags, adds_residual, context)
     return flags
-
-
-def _decoder_layer(model: nn.Module, index: int) -> nn.Module:
-    for name, module in model.named_modules():
-        if name.endswith(f"layers.{index}"):
-            return module
-    raise UnsupportedModelError(f"The model has no decoder layer {index}, where the codebook says sinks emerge.")
 
 
 def _sink_layer(codebook: Codebook) -> int:

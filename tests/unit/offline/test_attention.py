@@ -352,10 +352,10 @@ MODELS = {
 }
 
 
-def test_every_evaluated_family_is_among_them() -> None:
-    assert {model_type for model_type, _ in MODELS.values()} == {
-        family.model_type for family in FAMILIES.values() if family.evaluated
-    }
+def test_these_are_families_that_are_evaluated() -> None:
+    """The others of the table are in `tests/serving/test_families.py`."""
+    evaluated = {family.model_type for family in FAMILIES.values() if family.evaluated}
+    assert {model_type for model_type, _ in {**MODELS, **OTHERS}.values()} <= evaluated
 
 
 class Recording:
