@@ -89,11 +89,15 @@ KIND: dict[str, tuple[str, dict[str, Any], str, str]] = {
 }
 
 
+def config_of(model_type: str, changes: dict[str, Any]) -> Any:
+    """The config of a tiny model."""
+    return AutoConfig.for_model(model_type, **{**SIZES, **changes})
+
+
 def make_model(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
     """A random model with the embedded model's tokenizer."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_of(model_type, changes)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
     return folder
 

@@ -179,6 +179,7 @@ _LAYERS = (
 )
 
 _ROTARY = (
+    Reliance(f"{_ROPE}:get_rope", How.NAME, "", "tests: makes the rotary modules whose tables are read"),
     Reliance(
         f"{_ROPE}.base:RotaryEmbeddingBase._compute_cos_sin_cache", How.CALL, "-", "rope: cosines and sines in float32"
     ),
