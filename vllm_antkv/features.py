@@ -5,11 +5,6 @@ Servers refuse it before weights are read; `antkv doctor` and `antkv plan` say i
 
 from typing import Any
 
-SLIDING_WINDOW = (
-    "sliding-window attention (for Mistral-style models, --hf-overrides '{\"sliding_window\": null}' serves them with "
-    "full attention)"
-)
-
 
 def unserved_feature(config: Any) -> str | None:
     """The first feature that an antkv cache cannot serve, as a refusal names it; None: nothing is against the model.
@@ -34,18 +29,8 @@ def _features(config: Any) -> dict[str, bool]:
         "state-space or linear-attention layers": bool(kinds & {"linear_attention", "mamba", "conv"}),
         "layers that share a KV cache": bool(getattr(config, "num_kv_shared_layers", None)),
         "chunked attention": "chunked_attention" in kinds and bool(getattr(config, "attention_chunk_size", None)),
-        SLIDING_WINDOW: _has_sliding_window(config),
-        "attention with a logits soft cap": bool(getattr(config, "attn_logit_softcapping", None)),
         "Fourier position embeddings (FoPE)": any(rope.get("use_fope") for rope in ropes),
     }
-
-
-def _has_sliding_window(config: Any) -> bool:
-    """Whether some of the layers see a window only."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return "sliding_attention" in kinds
-    return bool(getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
 
 
 def rope_types(config: Any) -> set[str]:

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm_antkv.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.families import SERVED_ARCHITECTURES
-from vllm_antkv.features import SLIDING_WINDOW, rope_types, unserved_feature
+from vllm_antkv.features import rope_types, unserved_feature
 
 logger = logging.getLogger("vllm.antkv")
 
@@ -80,7 +80,6 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
     if feature := unserved_feature(text_config):
         features[feature] = True
     return features | {
-        SLIDING_WINDOW: vllm_config.cache_config.sliding_window is not None,
         f"head size {model_config.get_head_size()} (supported: {', '.join(map(str, SUPPORTED_HEAD_SIZES))})": (
             model_config.get_head_size() not in SUPPORTED_HEAD_SIZES
         ),

@@ -37,6 +37,11 @@ class LayerTraits:
     soft_cap: float | None
     has_sink_logits: bool
 
+    def is_plain(self, num_tokens: int) -> bool:
+        """Whether every query of so many tokens sees all before it, by logits that are products, and nothing else."""
+        sees_all = self.window is None or self.window >= num_tokens
+        return sees_all and self.soft_cap is None and not self.has_sink_logits
+
 
 _known: WeakKeyDictionary[PreTrainedModel, list[LayerTraits]] = WeakKeyDictionary()
 

@@ -41,7 +41,7 @@ def layer_fields(layer: LayerState, tables: dict[str, torch.Tensor]) -> dict[str
         "recency_block_stride": _stride(recency.k, 0),
         "recency_head_stride": _stride(recency.k, 1),
         "recency_v": section_offset(recency.k, recency.v),
-        "scale": layer.scale,
+        "scale": layer.rules.scale,
         "rotary_magnitude": 1.0 if rotary is None else float(rotary.cos[0, 0]),
         "num_kv_heads": layer.k_centroids.shape[0],
         "rotary_dim": 0 if rotary is None else rotary.rotary_dim,
