@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.serving.conftest import Completion, Engine
-from tests.serving.tiny import GPT_OSS, make_codebook, make_model
+from tests.serving.tiny import EXPERTS, make_codebook, make_model
 from vllm_antkv.codebook import ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
@@ -45,7 +45,9 @@ GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "initializer_range": 0.2, 
 CASES = {
     "windows alone": Case("mistral", {"head_dim": 32}),
     "windows in every second layer, soft caps": Case("gemma2", GEMMA | {"attn_logit_softcapping": 1.0}),
-    "windows in every second layer, learned sinks": Case("gpt_oss", GPT_OSS | {"initializer_range": 0.1}),
+    "windows in every second layer, learned sinks": Case(
+        "gpt_oss", EXPERTS | {"head_dim": 64, "initializer_range": 0.1}
+    ),
     "windows in five of six layers, two bases": Case(
         "gemma3_text",
         GEMMA | {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
