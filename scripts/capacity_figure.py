@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_antkv.evaluate.figures import style
 
@@ -55,12 +55,12 @@ GEMMA_3_27B = {
 }
 
 
-def measure() -> dict[str, list[float]]:
-    """For each preset and each of LENGTHS, tokens held divided by those of `auto`."""
+def measure(shape: dict[str, Any]) -> dict[str, list[float]]:
+    """For each preset and each of LENGTHS, tokens held divided by those of `auto`, by a model of this config."""
     from vllm_antkv.presets import PRESETS
 
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(LLAMA_3_8B))
+        Path(folder, "config.json").write_text(json.dumps(shape))
         auto = [capacity(folder, None, length) for length in LENGTHS]
         return {
             name: [round(capacity(folder, name, length) / base, 2) for length, base in zip(LENGTHS, auto, strict=True)]
@@ -149,8 +149,9 @@ def draw(ratios: dict[str, list[float]]) -> None:
 def main() -> None:
     """The command."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    ratios = measure()
-    NUMBERS.write_text(json.dumps({"lengths": LENGTHS, "relative to auto": ratios}, indent=1) + "\n")
+    ratios = measure(LLAMA_3_8B)
+    numbers = {"lengths": LENGTHS, "relative to auto": ratios, "Gemma-3-27B": measure(GEMMA_3_27B)}
+    NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n")
     draw(ratios)
 
 

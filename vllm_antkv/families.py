@@ -59,20 +59,24 @@ FAMILIES: dict[str, Family] = {
         Family("granitemoe", "GraniteMoeForCausalLM", "Granite-MoE", special="experts; a scale of its own"),
         Family("granite", "GraniteForCausalLM", "Granite", special="a scale of its own"),
         Family("olmo2", "Olmo2ForCausalLM", "OLMo-2", special="norms over all heads, behind the layers"),
-        Family("starcoder2", "Starcoder2ForCausalLM", "StarCoder2", special="with full attention only"),
+        Family("starcoder2", "Starcoder2ForCausalLM", "StarCoder2", special="with and without windows"),
         Family("glm", "GlmForCausalLM", "GLM-4 (first)", special="half of the channels turn, neighbours together"),
         Family("glm4", "Glm4ForCausalLM", "GLM-4", special="half of the channels turn, neighbours together"),
         Family("stablelm", "StableLmForCausalLM", "StableLM", special="a quarter of the channels turns"),
         Family("phi", "PhiForCausalLM", "Phi-2", special="half of the channels turns"),
         Family("gpt_neox", "GPTNeoXForCausalLM", "GPT-NeoX", special="a quarter of the channels turns"),
         Family("cohere", "CohereForCausalLM", "Cohere", special="neighbours turn together"),
-        Family("cohere2", "Cohere2ForCausalLM", "Cohere-2", special="windows; no RoPE in the layers without"),
-        Family("exaone4", "Exaone4ForCausalLM", "EXAONE-4", special="windows; no RoPE in the layers without"),
+        Family("cohere2", "Cohere2ForCausalLM", "Cohere-2", special="windows; no RoPE where it attends to everything"),
+        Family("exaone4", "Exaone4ForCausalLM", "EXAONE-4", special="windows; no RoPE where it attends to everything"),
         Family("smollm3", "SmolLM3ForCausalLM", "SmolLM3", special="every fourth layer without RoPE"),
         Family("gpt2", "GPT2LMHeadModel", "GPT-2", special="no RoPE: K is coded as it is"),
         Family("opt", "OPTForCausalLM", "OPT", special="no RoPE: K is coded as it is"),
         Family("gemma2", "Gemma2ForCausalLM", "Gemma-2", special="soft caps on logits, windows in every second layer"),
         Family("gemma3_text", "Gemma3ForCausalLM", "Gemma-3", special="windows in five of six layers"),
+        Family("olmo3", "Olmo3ForCausalLM", "OLMo-3", special="windows in three of four layers"),
+        Family(
+            "gpt_oss", "GptOssForCausalLM", "gpt-oss", special="experts, learned sinks, windows in every second layer"
+        ),
     )
 }
 

@@ -87,7 +87,6 @@ def running_engine(
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
-        gc.collect()
         cleanup_dist_env_and_memory()
 
 

@@ -3,7 +3,7 @@
 Random tiny models; what cannot be served is in test_refusals.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.serving.conftest import Completion, Engine, assert_all_same
-from tests.serving.tiny import FAMILY, KIND, make_codebook, make_model
+from tests.serving.tiny import FAMILY, KIND, config_of, make_codebook, make_model
 from vllm_antkv.codebook import KeyTurn, ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.doctor.verify import EXACT, LENGTHS, MAX_MODEL_LEN, STEP_TOKENS, TOLERANCE
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 64 << 20,
 }
 #: Requests that fit together when they are short, and preempt each other as they grow.
-SHORT = [prompt[:40] for prompt in 4 * PROMPTS[1:]]
+SHORT = [prompt[:60] for prompt in 4 * PROMPTS[1:]]
 #: Finds many sinks in random models.
 SINKS = SinkRule(layer=0, channels=(3,), threshold=0.05)
 
@@ -59,22 +59,39 @@ def assert_as_expected(completions: list[Completion], expected: list[torch.Tenso
             assert logprob == pytest.approx(float(logprobs[token]), abs=tolerance)
 
 
+@pytest.fixture
+def given_back(model_type: str, changes: dict[str, Any]) -> Iterator[None]:
+    """What vLLM serves through transformers, it makes a class of its own for good: other tests want it as it was."""
+    with torch.device("meta"):
+        served = type(AutoModelForCausalLM.from_config(config_of(model_type, changes)).get_decoder())
+    bases, attributes = served.__bases__, dict(vars(served))
+    yield
+    served.__bases__ = bases
+    for name in vars(served).keys() - attributes.keys():
+        delattr(served, name)
+    for name, value in attributes.items():
+        if vars(served)[name] is not value:
+            setattr(served, name, value)
+
+
+@pytest.mark.usefixtures("given_back")
 @pytest.mark.parametrize(("model_type", "changes"), FAMILY.values(), ids=FAMILY.keys())
 def test_family(start_engine: Start, tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
     preset = "antkv-1bit"
     model = make_model(tmp_path / "model", model_type, changes)
     make_codebook(tmp_path / "model" / "antkv", model, preset, SINKS)
+    expected = expected_logprobs(model, preset)
     # Enough for one long request: layers with and without windows have pages of their own.
-    num_blocks = 80 if "layer_types" not in changes else 192
+    num_blocks = 180 if len(set(getattr(config_of(model_type, changes), "layer_types", None) or ())) > 1 else 80
     with start_engine(model, preset, num_gpu_blocks_override=num_blocks, disable_log_stats=False, **OPTIONS) as engine:
         batched = engine.complete(PROMPTS, max_tokens=8)
-        assert_as_expected(batched, expected_logprobs(model, preset), TOLERANCE["float32"])
+        assert_as_expected(batched, expected, TOLERANCE["float32"])
         alone = engine.complete(PROMPTS, max_tokens=8, together=False)
         assert any(completion.num_cached_tokens for completion in alone)
         assert_all_same(batched, alone)
-        growing = engine.complete(SHORT, max_tokens=48, together=False)
+        growing = engine.complete(SHORT, max_tokens=16, together=False)
         assert _num_preemptions(engine) == 0
-        assert_all_same(engine.complete(SHORT, max_tokens=48), growing)
+        assert_all_same(engine.complete(SHORT, max_tokens=16), growing)
         assert _num_preemptions(engine) > 0
         engine.assert_all_blocks_free()
     with start_engine(model, "auto", **OPTIONS) as engine:
@@ -95,8 +112,9 @@ def test_kind(
     make_codebook(tmp_path / "model" / "antkv", model, preset, SINKS)
     # In 16 bits some rows lie nearer to another centroid than in 32.
     tolerance = 1e-3 if dtype == "float32" else 0.1
+    expected = expected_logprobs(model, preset)
     with start_engine(model, preset, dtype=dtype, **OPTIONS) as engine:
-        assert_as_expected(engine.complete(PROMPTS, max_tokens=3), expected_logprobs(model, preset), tolerance)
+        assert_as_expected(engine.complete(PROMPTS, max_tokens=3), expected, tolerance)
         engine.assert_all_blocks_free()
 
 

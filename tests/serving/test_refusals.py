@@ -214,13 +214,13 @@ def test_a_tested_architecture_is_served_without_a_warning(llama: Path, warnings
     assert not [record for record in warnings.records if "not among the models" in record.msg]
 
 
-@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "ntk", "llama3", "yarn", "longrope"])
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "ntk", "llama3", "yarn"])
 def test_the_table_of_every_kind_of_rope_is_the_one_that_turns(rope_type: str) -> None:
-    scaled = {"llama3": LLAMA3, "yarn": YARN, "longrope": LONGROPE}.get(rope_type, {**LINEAR, "rope_type": rope_type})
+    scaled = {"llama3": LLAMA3, "yarn": YARN}.get(rope_type, {**LINEAR, "rope_type": rope_type})
     with set_current_vllm_config(VllmConfig()):
         module = get_rope(32, 512, rope_parameters=scaled, dtype=torch.float32)
     (table,) = rotary_tables(nn.ModuleList([module]), (), 512)
     positions = torch.tensor([0, 1, 77, 511])
     query, key = torch.randn(2, 4, 32).unbind()
-    _, turned = module.forward_native(positions, query.clone(), key.clone())
+    _, turned = module(positions, query.clone(), key.clone())
     torch.testing.assert_close(rotate(key[:, None], positions, table)[:, 0], turned, atol=1e-5, rtol=1e-5)

@@ -42,9 +42,9 @@ LONGROPE = {
 }
 #: A few small experts, as models name them.
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-#: In one of two layers; prompts and answers outgrow them.
-WINDOWS = {"sliding_window": 150, "layer_types": ["sliding_attention", "full_attention"]}
-GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
+#: A layer with a window, and one that attends to everything.
+WINDOWS = ["sliding_attention", "full_attention"]
+GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 150, "tie_word_embeddings": True}
 
 #: One of each family: model type, and what its config has beside SIZES.
 FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,8 +55,8 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 64}),
     "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE}),
     "gemma": ("gemma", {"head_dim": 64}),
-    "gemma2": ("gemma2", {**GEMMA, **WINDOWS, "attn_logit_softcapping": 1.0}),
-    "gemma3": ("gemma3_text", {**GEMMA, **WINDOWS}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 1.0}),
+    "gemma3": ("gemma3_text", GEMMA | {"layer_types": WINDOWS}),
     "mixtral": ("mixtral", {**EXPERTS, "sliding_window": None}),
     "qwen2 moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
     "qwen3 moe": ("qwen3_moe", {**EXPERTS, "head_dim": 64}),
@@ -65,6 +65,7 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"attention_multiplier": 0.1}),
     "olmo2": ("olmo2", {}),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "starcoder2 with windows": ("starcoder2", {"sliding_window": 150}),
     "glm": ("glm", {"head_dim": 32}),
     "glm4": ("glm4", {"head_dim": 32}),
     "stablelm": ("stablelm", {}),
@@ -72,8 +73,10 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt neox": ("gpt_neox", {"num_key_value_heads": 4}),
     # vLLM ties their embeddings, whatever the config says.
     "cohere": ("cohere", {"tie_word_embeddings": True}),
-    "cohere2": ("cohere2", {**WINDOWS, "tie_word_embeddings": True}),
-    "exaone4": ("exaone4", WINDOWS),
+    "cohere2": ("cohere2", {"layer_types": WINDOWS, "sliding_window": 150, "tie_word_embeddings": True}),
+    "exaone4": ("exaone4", {"layer_types": WINDOWS, "sliding_window": 150, "sliding_window_pattern": 2}),
+    "olmo3": ("olmo3", {"layer_types": WINDOWS, "sliding_window": 150}),
+    "gpt-oss": ("gpt_oss", {**EXPERTS, "head_dim": 64, "layer_types": WINDOWS, "sliding_window": 150}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "gpt2": ("gpt2", {"num_key_value_heads": 4}),
     "opt": ("opt", {"num_key_value_heads": 4, "word_embed_proj_dim": 128}),
@@ -90,17 +93,20 @@ KIND: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}, "float32", "antkv-1bit"),
     "linear rope": ("llama", {"head_dim": 64, "rope_parameters": LINEAR}, "float32", "antkv-4bit"),
     "neighbours in 16 bits": ("glm4", {"head_dim": 64}, "bfloat16", "antkv-1bit"),
-    "windows in 16 bits": ("mistral", {"head_dim": 64, "sliding_window": 150}, "bfloat16", "antkv-1bit"),
-    "windows and two bases of rope": ("gemma3_text", {**GEMMA, **WINDOWS}, "bfloat16", "antkv-2bit"),
+    "windows in 16 bits": ("gemma3_text", GEMMA | {"num_hidden_layers": 6}, "bfloat16", "antkv-2bit"),
     "partial rope": ("phi3", {"hidden_size": 256, "partial_rotary_factor": 0.5}, "float32", "antkv-1bit"),
 }
+
+
+def config_of(model_type: str, changes: dict[str, Any]) -> Any:
+    """The config of a tiny model."""
+    return AutoConfig.for_model(model_type, **{**SIZES, **changes})
 
 
 def make_model(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
     """A random model with the embedded model's tokenizer."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_of(model_type, changes)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
     return folder
 

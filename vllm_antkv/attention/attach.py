@@ -11,12 +11,12 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_antkv.attention.flash_attention import flash_attention
 from vllm_antkv.attention.impl import AntKVImpl, Attachment
 from vllm_antkv.attention.layer import RecencyLayer, recency_layer_name
+from vllm_antkv.attention.model_layers import attention_layers, decoder_layer
 from vllm_antkv.attention.probe import probe
 from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
 from vllm_antkv.attention.startup import resolved_codebook
@@ -26,7 +26,7 @@ from vllm_antkv.cache.pages import PageLayout, page_layouts
 from vllm_antkv.cache.specs import vq_spec
 from vllm_antkv.codebook import Codebook, KeyTurn
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CodebookError, UnsupportedModelError
+from vllm_antkv.errors import CodebookError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels, choose
 from vllm_antkv.ops.layer import LayerKind
@@ -51,8 +51,8 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
     codebook = Codebook.load(Path(resolved.path))
     if codebook.identity != resolved.identity:
         raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
-    layers = _attention_layers(model, codebook, vllm_config)
-    decoder_layers = {index: _decoder_layer(model, layer) for index, layer in layers.items()}
+    layers = attention_layers(model, codebook.header.model)
+    decoder_layers = {index: decoder_layer(model, layer) for index, layer in layers.items()}
     probed = probe(model, layers, decoder_layers[max(layers)], vllm_config, device)
     rotaries = _in_code_order(probed.rotaries, codebook)
     flags = _watch_sinks(decoder_layers, probed.adds_residual, codebook, settings, vllm_config, device)
@@ -238,43 +238,6 @@ def _reordered(table: RotaryTable, order: tuple[int, ...], index: int) -> Rotary
         raise CodebookError(
             f"The codebook does not fit the RoPE of layer {index} ({error}): run `antkv calibrate` on this model."
         ) from None
-
-
-def _attention_layers(model: nn.Module, codebook: Codebook, vllm_config: VllmConfig) -> dict[int, Attention]:
-    """Every attention layer of the decoder by its index.
-
-    Raises:
-        UnsupportedModelError: they are not those that the codebook was learned for.
-    """
-    modules = [module for module in model.modules() if isinstance(module, Attention)]
-    for module in modules:
-        if not isinstance(module.impl, AntKVImpl):
-            raise UnsupportedModelError(
-                f"{module.layer_name} takes no --kv-cache-dtype: serve this model with --kv-cache-dtype auto."
-            )
-    found = {extract_layer_index(module.layer_name): module for module in modules}
-    identity = codebook.header.model
-    if sorted(found) != list(range(identity.num_layers)):
-        raise UnsupportedModelError(
-            f"{len(found)} of the model's {identity.num_layers} layers have attention with a KV cache, and "
-            "an antkv cache needs one in all: serve this model with --kv-cache-dtype auto."
-        )
-    num_kv_heads = max(1, identity.num_kv_heads // get_tensor_model_parallel_world_size())
-    for layer in found.values():
-        if (layer.num_kv_heads, layer.head_size) != (num_kv_heads, identity.head_size):
-            raise UnsupportedModelError(
-                f"{layer.layer_name} has {layer.num_kv_heads} KV heads of {layer.head_size} channels, and the codebook "
-                f"{num_kv_heads} of {identity.head_size}: serve this model with --kv-cache-dtype auto."
-            )
-    return dict(sorted(found.items()))
-
-
-def _decoder_layer(model: nn.Module, layer: Attention) -> nn.Module:
-    """The decoder layer that an attention layer is part of."""
-    name = next(name for name, module in model.named_modules() if module is layer)
-    index = str(extract_layer_index(layer.layer_name))
-    parts = name.split(".")
-    return model.get_submodule(".".join(parts[: parts.index(index) + 1]))
 
 
 def _watch_sinks(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from vllm_antkv.doctor.finding import Finding
 from vllm_antkv.doctor.model import check_codebooks, check_model
-from vllm_antkv.doctor.verify import verify
+from vllm_antkv.doctor.verify import check_answers
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.releases import LOCKED, minor_release, supported_releases
 
@@ -45,7 +45,7 @@ def examine(model: str | None, codebooks: str | None, answers: bool = False) -> 
     if model is not None:
         sections.append(("Model", lambda: check_model(model, codebooks)))
         if answers:
-            sections.append(("Answers", lambda: verify(model, codebooks)))
+            sections.append(("Answers", lambda: check_answers(model, codebooks)))
     elif codebooks is not None:
         sections.append(("Codebooks", lambda: check_codebooks(Path(codebooks))))
     return sections

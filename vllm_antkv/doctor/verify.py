@@ -87,7 +87,7 @@ def largest_difference(mine: Sequence[Completion], theirs: Sequence[Completion])
     return max(a.difference(b) for a, b in zip(mine, theirs, strict=True))
 
 
-def verify(model: str, codebooks: str | None) -> Iterator[Finding]:
+def check_answers(model: str, codebooks: str | None) -> Iterator[Finding]:
     """Start vLLM with `auto` and with an antkv cache, and compare what they answer.
 
     Args:

@@ -20,6 +20,8 @@ _BACKENDS = (
     _override("AttentionBackend.get_supported_head_sizes", "cls", "backend: the tested ones"),
     _override("AttentionBackend.supported_kv_cache_layouts", "cls", "backend: block outermost"),
     _override("AttentionBackend.supports_kv_connector", "cls", "backend: never"),
+    _override("AttentionBackend.supports_sink", "cls", "backend: learned logits are in every set of kernels"),
+    _override("AttentionBackend.supports_sliding_window", "cls", "backend: pages past a window are freed"),
     Reliance(
         f"{_BACKEND}:AttentionBackend",
         How.FIELDS,
@@ -179,6 +181,7 @@ _LAYERS = (
 )
 
 _ROTARY = (
+    Reliance(f"{_ROPE}:get_rope", How.NAME, "", "tests: makes the rotary modules whose tables are read"),
     Reliance(
         f"{_ROPE}.base:RotaryEmbeddingBase._compute_cos_sin_cache", How.CALL, "-", "rope: cosines and sines in float32"
     ),
