@@ -1,18 +1,15 @@
 """`vllm serve MODEL --kv-cache-dtype antkv-1bit` and nothing else, for a model that was never calibrated."""
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from tests.patience import PATIENCE
-from tests.serving.conftest import EMBEDDED
-from tests.serving.server import PRESET, answer, run_vllm, serving
+from tests.serving.server import PRESET, answer, make_odd_model, run_vllm, serving
 from vllm_antkv.codebook import Codebook, ModelIdentity
 
 pytestmark = pytest.mark.serving
@@ -23,25 +20,7 @@ CONTEXT = 128
 
 @pytest.fixture(scope="module")
 def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights of a shape that nobody ships codebooks for, with the embedded model's tokenizer."""
-    folder = tmp_path_factory.mktemp("odd") / "model"
-    shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
-    shutil.copy(EMBEDDED / "tokenizer_config.json", folder)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=200,
-        intermediate_size=320,
-        num_hidden_layers=3,
-        num_attention_heads=5,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return make_odd_model(tmp_path_factory.mktemp("odd") / "model", CONTEXT)
 
 
 def test_two_servers_that_start_together_learn_one_codebook(

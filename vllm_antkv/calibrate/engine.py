@@ -8,7 +8,7 @@ of that is the weight.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from vllm_antkv.calibrate.own_text import BATCH, beginnings
 from vllm_antkv.calibrate.progress import progress_bar, say
 from vllm_antkv.calibrate.source import CaptureWindow
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CalibrationError, UnsupportedModelError, reason
+from vllm_antkv.errors import CalibrationError, UnsupportedModelError
 from vllm_antkv.offline.attention import prompt_scores
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.models import fingerprint
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 #: Of this process alone: the model must be at hand, and its log is the server's.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 _LEAST_CACHE_BYTES = 64 << 20
+#: Characters kept of what vLLM says when it does not start.
+_MAX_REASON = 400
 
 
 @contextmanager
@@ -51,22 +53,21 @@ def open_engine(job: Job) -> "Iterator[EngineModel]":
     counted = " Tokens count by the attention that they get." if job.weighted else ""
     say(f"K and V are taken from vLLM's own forward pass, as no gradient flows through quantised weights.{counted}")
     os.environ.update(_ENVIRONMENT)
-    try:
-        from vllm import LLM
-        from vllm.distributed import cleanup_dist_env_and_memory
+    with ExitStack() as held:
+        try:
+            from vllm import LLM
+            from vllm.distributed import cleanup_dist_env_and_memory
 
-        engine = LLM(**_engine_options(job))
-    except Exception as error:  # vLLM raises anything from ImportError to pydantic's errors when it cannot start
-        raise UnsupportedModelError(
-            f"The weights of {job.settings.model} are quantised, and vLLM, which would have to run them, does not "
-            f"start ({reason(error)}): run `antkv calibrate` on the original, whose codebooks fit both."
-        ) from error
-    try:
+            held.callback(cleanup_dist_env_and_memory)
+            engine = LLM(**_engine_options(job))
+        except Exception as error:  # vLLM raises anything from ImportError to pydantic's errors when it cannot start
+            gist = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
+            raise UnsupportedModelError(
+                f"The weights of {job.settings.model} are quantised, and vLLM, which would have to run them, does not "
+                f"start ({gist}): run `antkv calibrate` on the original, whose codebooks fit both."
+            ) from error
+        held.callback(engine.llm_engine.engine_core.shutdown)
         yield EngineModel(job, engine)
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        cleanup_dist_env_and_memory()
 
 
 class EngineModel:
