@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.patience import PATIENCE
-from tests.serving.server import PRESET, answer, make_odd_model, run_vllm, serving
+from tests.serving.server import PRESET, answer, make_odd_model, serving
 from vllm_antkv.codebook import Codebook, ModelIdentity
 
 pytestmark = pytest.mark.serving
@@ -18,15 +18,9 @@ pytestmark = pytest.mark.serving
 CONTEXT = 128
 
 
-@pytest.fixture(scope="module")
-def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_odd_model(tmp_path_factory.mktemp("odd") / "model", CONTEXT)
-
-
-def test_two_servers_that_start_together_learn_one_codebook(
-    odd_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_servers_that_start_together_learn_one_codebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    odd_model = make_odd_model(tmp_path / "model", CONTEXT)
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         options = {"--max-model-len": str(CONTEXT)}
@@ -40,19 +34,3 @@ def test_two_servers_that_start_together_learn_one_codebook(
     texts = [log.read_text() for log in logs]
     assert sorted(f"Calibration: {PRESET} is learned." in text for text in texts) == [False, True]
     assert all(str(path) in text for text in texts)
-
-
-def test_a_calibration_that_fails_ends_the_server_with_a_sentence(
-    odd_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    text = tmp_path / "text.txt"
-    text.write_text("Too short.")
-    ended = run_vllm(
-        str(odd_model), "--kv-cache-dtype", PRESET, "--additional-config.antkv.calibration_text", str(text)
-    )
-    assert ended.returncode != 0
-    last_line = ended.stdout.strip().splitlines()[-1]
-    assert f"There is no {PRESET} codebook for {odd_model}, and learning one failed" in last_line
-    assert "fewer than one window of 128" in last_line
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))

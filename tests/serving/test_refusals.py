@@ -18,7 +18,8 @@ from tests.serving.conftest import EMBEDDED
 from tests.serving.test_families import LINEAR, LLAMA3, SIZES, YARN
 from vllm_antkv.attention.refusals import SUPPORTED_ROPE_TYPES
 from vllm_antkv.attention.rope import rotary_table
-from vllm_antkv.errors import AntKVError, CodebookError, UnsupportedModelError
+from vllm_antkv.codebook import NoCodebookError
+from vllm_antkv.errors import AntKVError, UnsupportedModelError
 
 pytestmark = pytest.mark.serving
 
@@ -185,11 +186,12 @@ def test_a_starting_engine_is_refused_with_the_same_sentence(llama: Path, start_
 
 
 def test_what_a_refusal_advises_is_not_refused(tmp_path: Path, llama: Path) -> None:
-    """What is then missing is a codebook."""
+    """What is then missing is a codebook, which is not to be learned here."""
+    never = {"antkv": {"calibrate": "never"}}
     windowed = {"head_dim": 64, "sliding_window": 128}
     mistral = make_config(tmp_path / "mistral", "mistral", "MistralForCausalLM", windowed)
-    assert isinstance(refusal(mistral, hf_overrides={"sliding_window": None}), CodebookError)
-    assert isinstance(refusal(llama, attention_backend="ANTKV"), CodebookError)
+    assert isinstance(refusal(mistral, hf_overrides={"sliding_window": None}, additional_config=never), NoCodebookError)
+    assert isinstance(refusal(llama, attention_backend="ANTKV", additional_config=never), NoCodebookError)
 
 
 def test_auto_is_not_refused(llama: Path) -> None:

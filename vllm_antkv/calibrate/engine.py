@@ -9,7 +9,6 @@ of that is the weight.
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -85,12 +84,13 @@ class EngineModel:
         tokenizer = read_tokenizer(self._job.settings.model, CalibrationError)
         bos = tokenizer.bos_token_id
         written = beginnings(tokenizer, num_windows, seq_len)
+        # Of all draws in this process: vLLM cannot give requests seeds of their own where it cuts prompts on a CPU.
+        torch.manual_seed(seed)
         with progress_bar("Writing text", num_windows * seq_len) as progress:
-            while unfinished := [index for index, tokens in enumerate(written) if len(tokens) < seq_len]:
-                begun = [_Begun(written[index], seq_len, _seed_of(seed, index, written[index])) for index in unfinished]
-                for index, more in zip(unfinished, self._go_on(begun, ends=bos is not None), strict=True):
-                    ended = len(written[index]) + len(more) < seq_len
-                    written[index] += [*more, bos] if ended and more[-1] != bos else more
+            while unfinished := [tokens for tokens in written if len(tokens) < seq_len]:
+                for tokens, more in zip(unfinished, self._go_on(unfinished, seq_len, bos is not None), strict=True):
+                    ended = len(tokens) + len(more) < seq_len
+                    tokens += [*more, bos] if ended and more[-1] != bos else more
                 progress.update(sum(map(len, written)) - progress.n)
         return torch.tensor(written)
 
@@ -132,36 +132,21 @@ class EngineModel:
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         self._engine.generate([TokensPrompt(prompt_token_ids=window.tolist())], params, use_tqdm=False)
 
-    def _go_on(self, begun: "list[_Begun]", ends: bool) -> list[list[int]]:
-        """What the model says after each of these; `ends`: to the end of the document, which the last token says."""
+    def _go_on(self, begun: list[list[int]], seq_len: int, ends: bool) -> list[list[int]]:
+        """What the model says after each of these tokens, up to `seq_len` in all.
+
+        ends: only to the end of the document, which the last token says.
+        """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        prompts = [TokensPrompt(prompt_token_ids=window.tokens) for window in begun]
+        prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in begun]
         params = [
-            SamplingParams(max_tokens=window.room, seed=window.seed, ignore_eos=not ends, detokenize=False)
-            for window in begun
+            SamplingParams(temperature=1, max_tokens=seq_len - len(tokens), ignore_eos=not ends, detokenize=False)
+            for tokens in begun
         ]
         outputs = self._engine.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """The tokens of a window so far, how many it is to have, and the seed of those that are drawn next."""
-
-    tokens: list[int]
-    seq_len: int
-    seed: int
-
-    @property
-    def room(self) -> int:
-        return self.seq_len - len(self.tokens)
-
-
-def _seed_of(seed: int, index: int, tokens: list[int]) -> int:
-    """Another one for every document of every window."""
-    return int(np.random.SeedSequence([seed, index, len(tokens)]).generate_state(1)[0])
 
 
 def _write(capture: Capture, index: int, layer: int, rows: "HandedRows") -> None:
