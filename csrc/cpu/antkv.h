@@ -73,6 +73,9 @@ int64_t antkv_anchor_score(const antkv_layer*, const antkv_step*, antkv_rows que
 void antkv_attend(const antkv_layer*, const antkv_step*, antkv_rows query, antkv_rows key, antkv_rows value,
                   antkv_rows output, float* lse, const uint8_t* is_prefilling);
 
+// The digest of the sources of this build; see vllm_antkv/ops/cpu_sources.py.
+const char* antkv_sources();
+
 // Whether this build has these antkv_tiles and they multiply a matrix right on this processor.
 int32_t antkv_tiles_multiply_right(int32_t tiles);
 }

@@ -6,6 +6,7 @@ PyTorch's, whose threads vLLM has bound to cores. A second set of threads would 
 """
 
 import ctypes
+import importlib.resources
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,12 +24,14 @@ from vllm_antkv.ops.arguments import (
     section_offset,
     step_argument,
 )
+from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.fixed_point import fixed_tables
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_CSRC = Path(str(importlib.resources.files("vllm_antkv.csrc")))
 #: Query heads per KV head that the kernels have room for.
 MAX_GROUP = 64
 #: Vectors of the widest instruction set.
@@ -75,8 +78,10 @@ class Variant:
             return "the kernel of this system permits no tile registers"
         try:
             library = _library(self)
-        except OSError as error:
+        except (OSError, AttributeError) as error:
             return f"the C++ kernels ({self.name}) cannot be loaded ({error})"
+        if library.antkv_sources().decode() != digest(_CSRC):
+            return f"the C++ kernels ({self.name}) were built from other sources than those installed"
         if self.tiles and not library.antkv_tiles_multiply_right(self.tiles):
             return f"products of the C++ kernels ({self.name}) are wrong on this processor"
         return None
@@ -131,8 +136,9 @@ class _Layer(ctypes.Structure):
 
 @cache
 def _library(variant: Variant) -> ctypes.CDLL:
-    """The kernels. OSError when they do not load."""
+    """The kernels. OSError or, for lack of a function, AttributeError when they do not load."""
     library = ctypes.CDLL(str(variant.path))
+    library.antkv_sources.restype = ctypes.c_char_p
     pointer, layer, step = ctypes.c_void_p, ctypes.POINTER(_Layer), ctypes.POINTER(StepArgument)
     library.antkv_encode_store.argtypes = [layer, step, RowsArgument, RowsArgument]
     library.antkv_encode_store.restype = None
