@@ -171,14 +171,14 @@ def _engine_options(job: Job) -> dict[str, Any]:
     # One more than a window: a prompt needs room for an answer.
     context = job.windows.shape[1] + 1
     identity = job.identity
-    # Of the widest dtype.
-    token_bytes = 2 * identity.num_layers * identity.num_kv_heads * identity.head_size * 4
+    # Where a checkpoint is in float32, vLLM computes in 16 bits.
+    token_bytes = 2 * identity.num_layers * identity.num_kv_heads * identity.head_size * 2
     return {
         "model": job.settings.model,
         "max_model_len": context,
         "max_num_seqs": BATCH,
         "max_num_batched_tokens": max(context, BATCH),
-        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, 2 * BATCH * context * token_bytes),
+        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, BATCH * context * token_bytes),
         "enable_prefix_caching": False,
         "enforce_eager": True,
         "use_tqdm_on_load": False,
