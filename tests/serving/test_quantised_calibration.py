@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from tests.patience import PATIENCE
 from tests.quantised import quantised
 from tests.serving.conftest import EMBEDDED
-from tests.serving.server import PRESET, answer, serving, vllm_environment
+from tests.serving.server import PRESET, answer, make_odd_model, serving, vllm_environment
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.job import Job, prepare
 from vllm_antkv.calibrate.settings import CalibrationSettings
@@ -32,8 +32,9 @@ WINDOWS, SEQ_LEN = 3, 300
 
 @pytest.fixture(scope="module")
 def w8a8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model in 8 bits, with a short context, and without a word on where it comes from."""
-    return quantised(EMBEDDED, tmp_path_factory.mktemp("quantised") / "w8a8", max_position_embeddings=CONTEXT)
+    """A model in 8 bits that has no codebook anywhere, and no word on where it comes from."""
+    folder = tmp_path_factory.mktemp("quantised")
+    return quantised(make_odd_model(folder / "original", CONTEXT), folder / "w8a8")
 
 
 def test_one_flag_serves_a_quantised_model_without_its_original(

@@ -8,8 +8,7 @@ of that is the weight.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from vllm_antkv.calibrate.own_text import BATCH, beginnings
 from vllm_antkv.calibrate.progress import progress_bar, say
 from vllm_antkv.calibrate.source import CaptureWindow
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CalibrationError, UnsupportedModelError, reason
+from vllm_antkv.errors import CalibrationError, UnsupportedModelError
 from vllm_antkv.offline.attention import prompt_scores
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.models import fingerprint
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 #: Of this process alone: the model must be at hand, and its log is the server's.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 _LEAST_CACHE_BYTES = 64 << 20
+#: Characters kept of what vLLM says when it does not start.
+_MAX_REASON = 400
 
 
 @contextmanager
@@ -51,22 +52,21 @@ def open_engine(job: Job) -> "Iterator[EngineModel]":
     counted = " Tokens count by the attention that they get." if job.weighted else ""
     say(f"K and V are taken from vLLM's own forward pass, as no gradient flows through quantised weights.{counted}")
     os.environ.update(_ENVIRONMENT)
-    try:
-        from vllm import LLM
-        from vllm.distributed import cleanup_dist_env_and_memory
+    with ExitStack() as held:
+        try:
+            from vllm import LLM
+            from vllm.distributed import cleanup_dist_env_and_memory
 
-        engine = LLM(**_engine_options(job))
-    except Exception as error:  # vLLM raises anything from ImportError to pydantic's errors when it cannot start
-        raise UnsupportedModelError(
-            f"The weights of {job.settings.model} are quantised, and vLLM, which would have to run them, does not "
-            f"start ({reason(error)}): run `antkv calibrate` on the original, whose codebooks fit both."
-        ) from error
-    try:
+            held.callback(cleanup_dist_env_and_memory)
+            engine = LLM(**_engine_options(job))
+        except Exception as error:  # vLLM raises anything from ImportError to pydantic's errors when it cannot start
+            gist = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
+            raise UnsupportedModelError(
+                f"The weights of {job.settings.model} are quantised, and vLLM, which would have to run them, does not "
+                f"start ({gist}): run `antkv calibrate` on the original, whose codebooks fit both."
+            ) from error
+        held.callback(engine.llm_engine.engine_core.shutdown)
         yield EngineModel(job, engine)
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-        cleanup_dist_env_and_memory()
 
 
 class EngineModel:
@@ -84,12 +84,13 @@ class EngineModel:
         tokenizer = read_tokenizer(self._job.settings.model, CalibrationError)
         bos = tokenizer.bos_token_id
         written = beginnings(tokenizer, num_windows, seq_len)
+        # Of all draws in this process: vLLM cannot give requests seeds of their own where it cuts prompts on a CPU.
+        torch.manual_seed(seed)
         with progress_bar("Writing text", num_windows * seq_len) as progress:
-            while unfinished := [index for index, tokens in enumerate(written) if len(tokens) < seq_len]:
-                begun = [_Begun(written[index], seq_len, _seed_of(seed, index, written[index])) for index in unfinished]
-                for index, more in zip(unfinished, self._go_on(begun, ends=bos is not None), strict=True):
-                    ended = len(written[index]) + len(more) < seq_len
-                    written[index] += [*more, bos] if ended and more[-1] != bos else more
+            while unfinished := [tokens for tokens in written if len(tokens) < seq_len]:
+                for tokens, more in zip(unfinished, self._go_on(unfinished, seq_len, bos is not None), strict=True):
+                    ended = len(tokens) + len(more) < seq_len
+                    tokens += [*more, bos] if ended and more[-1] != bos else more
                 progress.update(sum(map(len, written)) - progress.n)
         return torch.tensor(written)
 
@@ -131,36 +132,21 @@ class EngineModel:
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         self._engine.generate([TokensPrompt(prompt_token_ids=window.tolist())], params, use_tqdm=False)
 
-    def _go_on(self, begun: "list[_Begun]", ends: bool) -> list[list[int]]:
-        """What the model says after each of these; `ends`: to the end of the document, which the last token says."""
+    def _go_on(self, begun: list[list[int]], seq_len: int, ends: bool) -> list[list[int]]:
+        """What the model says after each of these tokens, up to `seq_len` in all.
+
+        ends: only to the end of the document, which the last token says.
+        """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        prompts = [TokensPrompt(prompt_token_ids=window.tokens) for window in begun]
+        prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in begun]
         params = [
-            SamplingParams(max_tokens=window.room, seed=window.seed, ignore_eos=not ends, detokenize=False)
-            for window in begun
+            SamplingParams(temperature=1, max_tokens=seq_len - len(tokens), ignore_eos=not ends, detokenize=False)
+            for tokens in begun
         ]
         outputs = self._engine.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """The tokens of a window so far, how many it is to have, and the seed of those that are drawn next."""
-
-    tokens: list[int]
-    seq_len: int
-    seed: int
-
-    @property
-    def room(self) -> int:
-        return self.seq_len - len(self.tokens)
-
-
-def _seed_of(seed: int, index: int, tokens: list[int]) -> int:
-    """Another one for every document of every window."""
-    return int(np.random.SeedSequence([seed, index, len(tokens)]).generate_state(1)[0])
 
 
 def _write(capture: Capture, index: int, layer: int, rows: "HandedRows") -> None:
@@ -185,14 +171,14 @@ def _engine_options(job: Job) -> dict[str, Any]:
     # One more than a window: a prompt needs room for an answer.
     context = job.windows.shape[1] + 1
     identity = job.identity
-    # Of the widest dtype.
-    token_bytes = 2 * identity.num_layers * identity.num_kv_heads * identity.head_size * 4
+    # Where a checkpoint is in float32, vLLM computes in 16 bits.
+    token_bytes = 2 * identity.num_layers * identity.num_kv_heads * identity.head_size * 2
     return {
         "model": job.settings.model,
         "max_model_len": context,
         "max_num_seqs": BATCH,
         "max_num_batched_tokens": max(context, BATCH),
-        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, 2 * BATCH * context * token_bytes),
+        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, BATCH * context * token_bytes),
         "enable_prefix_caching": False,
         "enforce_eager": True,
         "use_tqdm_on_load": False,

@@ -91,6 +91,8 @@ def prepare(settings: CalibrationSettings) -> Job:
     device = pick_device(settings.device)
     config = read_config(model, CalibrationError)
     quantised = is_quantised(config)
+    if quantised:
+        _refuse_training(settings)
     identity = ModelIdentity.from_hf_config(config)
     for preset in presets:
         preset.num_sub_vectors(identity.head_size)
@@ -106,11 +108,6 @@ def prepare(settings: CalibrationSettings) -> Job:
     parts = parts_of_mix(presets, identity.head_size, num_tokens) if settings.bits == "mixed" else []
     trained = {"--bits mixed": bool(parts), "--refine": settings.refine > 0, "--train-prefix": bool(prefix)}
     for option in (option for option, asked in trained.items() if asked):
-        if quantised:
-            raise UnsupportedModelError(
-                f"{model} has quantised weights, through which {option} cannot train or measure: calibrate the "
-                "unquantised model, whose codebooks fit both."
-            )
         _check_trainable(option, windows, len(prefix) if option == "--train-prefix" else 0)
     for preset in presets:
         if settings.bits == "mixed" and not can_be_mixed(preset, parts):
@@ -146,6 +143,20 @@ def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> No
         raise CalibrationError(
             f"{largest.name} needs at least {largest.num_centroids} calibration tokens beside first tokens and sinks, "
             f"but there are {num_tokens}: give more text or more --samples (of {seq_len} tokens each)."
+        )
+
+
+def _refuse_training(settings: CalibrationSettings) -> None:
+    """UnsupportedModelError when a model that only vLLM runs is to be trained or measured."""
+    asked = {
+        "--bits mixed": settings.bits == "mixed",
+        "--refine": settings.refine > 0,
+        "--train-prefix": settings.train_prefix,
+    }
+    for option in (option for option, is_asked in asked.items() if is_asked):
+        raise UnsupportedModelError(
+            f"{settings.model} has quantised weights, through which {option} cannot train or measure: calibrate the "
+            "unquantised model, whose codebooks fit both."
         )
 
 

@@ -8,6 +8,7 @@ import argparse
 import math
 import signal
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -51,19 +52,30 @@ def main() -> int:
 
 
 def _calibrate_once(model: str, revision: str | None, preset: str, texts: list[str], out: Path) -> None:
-    check_writable(out)
-    lock = FileLock(out / f".{preset}.lock")
-    try:
-        held = lock.acquire(blocking=False)
-    except Timeout:
-        say("Another server is learning it: waiting for that.")
-        held = lock.acquire()
-    with held:
+    with _held(out, preset):
         if not codebook_path(out, preset).exists():
             folder = original_of(_local_folder(model, revision))
             context = read_config(folder, CalibrationError).get_text_config().max_position_embeddings
             calibrate(CalibrationSettings(folder, [preset], texts, out, samples=num_samples(context, preset)))
             say(f"{preset} is learned.")
+
+
+def _held(out: Path, preset: str) -> AbstractContextManager[object]:
+    """The lock on one preset in this folder, waited for while another server has it."""
+    try:
+        check_writable(out)
+        lock = FileLock(out / f".{preset}.lock")
+        try:
+            return lock.acquire(blocking=False)
+        except Timeout:
+            say("Another server is learning it: waiting for that.")
+            return lock.acquire()
+        except OSError as error:
+            raise CalibrationError(f"{out} is in a file system without locks: {error.strerror}.") from None
+    except CalibrationError as error:
+        raise CalibrationError(
+            f"{str(error).rstrip('.')}; XDG_CACHE_HOME in the server's environment puts it elsewhere."
+        ) from None
 
 
 def num_samples(context: int, preset: str) -> int:

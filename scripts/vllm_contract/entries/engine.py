@@ -20,7 +20,7 @@ ENTRIES = (
     Reliance(
         "vllm:SamplingParams",
         How.FIELDS,
-        "allowed_token_ids detokenize ignore_eos logprobs max_tokens prompt_logprobs seed temperature",
+        "allowed_token_ids detokenize ignore_eos logprobs max_tokens prompt_logprobs temperature",
         "served evaluation, tests: the likelihood of given tokens",
     ),
     Reliance(

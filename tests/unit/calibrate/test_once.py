@@ -1,5 +1,7 @@
 """A codebook that nobody has made is made when a server asks for it, once, in a process of its own."""
 
+import errno
+import fcntl
 import json
 import logging
 import shutil
@@ -88,6 +90,30 @@ def test_a_calibration_that_fails_is_one_sentence(
         find_or_make(wanted(tiny_llama), AntKVConfig(calibration_text=str(text)))
     assert "fewer than one window" in reads_well(refused.value)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence_that_names_the_variable(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, reads_well: Callable[[BaseException], str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    with pytest.raises(CodebookError) as refused:
+        find_or_make(wanted(tiny_llama), AntKVConfig())
+    assert "XDG_CACHE_HOME in the server's environment puts it elsewhere" in reads_well(refused.value)
+    assert "/proc/vllm-antkv/" in str(refused.value)
+
+
+def test_a_file_system_without_locks_is_one_sentence_too(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_locks(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(sys, "argv", ["once", str(tiny_llama), PRESET, str(tmp_path / "out")])
+    assert main() == 1
+    said = capsys.readouterr().err.strip()
+    assert "is in a file system without locks: No locks available; XDG_CACHE_HOME in the server's environment" in said
+    assert not codebook_path(tmp_path / "out", PRESET).exists()
 
 
 def test_other_weights_and_other_texts_have_folders_of_their_own(tiny_llama: Path, tmp_path: Path) -> None:
