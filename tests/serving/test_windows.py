@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.serving.conftest import Completion, Engine
+from tests.serving.conftest import Engine, assert_all_same
 from tests.serving.tiny import EXPERTS, make_codebook, make_model
 from vllm_antkv.codebook import ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
@@ -33,7 +33,7 @@ MAX_LEN = 1024
 class Case:
     """A model.
 
-    changes: to the sizes of `tiny`.
+    changes: to the sizes of `tests.serving.tiny`.
     """
 
     model_type: str
@@ -78,11 +78,6 @@ def start(start_engine: Start, model: Path) -> Start:
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
     return [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate((5, 127, 128, 300, 431, 700))]
-
-
-def assert_all_same(left: list[Completion], right: list[Completion]) -> None:
-    for mine, theirs in zip(left, right, strict=True):
-        mine.assert_same(theirs)
 
 
 @pytest.mark.parametrize("settings", [{"recency": "sliding:1024"}, {"prefix": 1024}], ids=str)
