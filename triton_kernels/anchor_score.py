@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, ExactRows, Pages, Policy, Rows, Shape, Tables
-from .attention import capped
 from .choose import choose, key_error, store_keys, store_values, value_error
-from .common import LOG2E, exact_rows, find_request, first_tile, in_recency_page, load_exact, load_rows
+from .common import LOG2E, capped, exact_rows, find_request, first_tile, in_recency_page, load_exact, load_rows, shares
 
 
 def anchor_score(
@@ -276,16 +275,7 @@ def count_votes(
             visible &= keys[None, :] > positions[:, None] - shape.window
         if policy.weighs_votes:
             logits = tl.where(visible, logits, float("-inf"))
-            maximum = tl.max(logits, 1)
-            sink = maximum
-            if shape.has_sinks:
-                sink = tl.load(tables.sinks + heads, mask=real, other=0.0) * LOG2E
-                maximum = tl.maximum(maximum, sink)
-            raw = tl.exp2(logits - tl.where(real, maximum, 0.0)[:, None])
-            total = tl.sum(raw, 1)
-            if shape.has_sinks:
-                total += tl.exp2(sink - maximum)
-            probs = raw / tl.where(real, total, 1.0)[:, None]
+            probs = shares(logits, real, heads, tables, shape)
         else:
             statistics = tl.load(lse + tokens * num_heads + heads, mask=real, other=0.0)
             # A row that the query saw only through its code can come out above 1 here.

@@ -12,6 +12,7 @@ from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key
 from .common import (
     ALWAYS,
     LOG2E,
+    capped,
     channels_of_pairs,
     exact_rows,
     from_e4m3,
@@ -93,8 +94,7 @@ def attend_tile(
         )  # fmt: skip
     kept = present & (seen_until >= first_query)
     if shape.window > 0:
-        # Rows before the window of the first query may be gone.
-        kept &= keys > first_query - shape.window
+        kept &= keys > first_query - shape.window  # Rows before it may be gone.
     if tl.max(kept.to(tl.int32), 0) > 0:
         exact_first, exact_second = query_first, query_second
         if shape.ordered:
@@ -279,15 +279,6 @@ def visible_logits(
     logits = tl.dot(query_first, tl.trans(key_first), input_precision="tf32x3")
     logits = tl.dot(query_second, tl.trans(key_second), logits, input_precision="tf32x3")
     return tl.where(visible, capped(logits * (scale * LOG2E), shape), float("-inf"))
-
-
-@triton.jit
-def capped(logits: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Logits times log2(e), within the soft cap of the layer if it has one."""
-    if shape.soft_cap > 0:
-        # tanh x = 1 - 2 / (e^2x + 1); an infinite power gives 1.
-        logits = shape.soft_cap * LOG2E * (1 - 2 / (tl.exp2(logits * (2 / shape.soft_cap)) + 1))
-    return logits
 
 
 @triton.jit

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Tables
-from .attention import accumulate, capped, softmax_step
+from .attention import accumulate, softmax_step
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
-from .common import LOG2E, from_e4m3, in_vq_page, load_halves, load_rows
+from .common import LOG2E, capped, from_e4m3, in_vq_page, load_halves, load_rows
 
 
 @triton.jit

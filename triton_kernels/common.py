@@ -212,3 +212,27 @@ def load_exact(rows: ExactRows, channels: tl.tensor, channel_mask: tl.tensor) ->
     """
     stored = load_rows(rows.stored_at, rows.stored, channels, channel_mask)
     return tl.where(rows.stored[:, None], stored, load_rows(rows.new_at, rows.new, channels, channel_mask))
+
+
+@triton.jit
+def capped(logits: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Logits times log2(e), within the soft cap of the layer if it has one."""
+    if shape.soft_cap > 0:
+        # tanh x = 1 - 2 / (e^2x + 1); an infinite power gives 1.
+        logits = shape.soft_cap * LOG2E * (1 - 2 / (tl.exp2(logits * (2 / shape.soft_cap)) + 1))
+    return logits
+
+
+@triton.jit
+def shares(logits: tl.tensor, real: tl.tensor, heads: tl.tensor, tables: Tables, shape: tl.constexpr) -> tl.tensor:
+    """Softmax over the columns of (M, N) logits times log2(e), of `real` rows (M,); learned sinks take their part."""
+    maximum = tl.max(logits, 1)
+    sink = maximum
+    if shape.has_sinks:
+        sink = tl.load(tables.sinks + heads, mask=real, other=0.0) * LOG2E
+        maximum = tl.maximum(maximum, sink)
+    raw = tl.exp2(logits - tl.where(real, maximum, 0.0)[:, None])
+    total = tl.sum(raw, 1)
+    if shape.has_sinks:
+        total += tl.exp2(sink - maximum)
+    return raw / tl.where(real, total, 1.0)[:, None]

@@ -15,7 +15,8 @@ from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.varlen_reference import varlen
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops import varlen as varlen_operations
-from vllm_antkv.ops.paged import ReferenceOperations, _requests
+from vllm_antkv.ops.paged import ReferenceOperations
+from vllm_antkv.ops.step_requests import step_requests
 from vllm_antkv.ops.varlen import VarlenPrefill, suits
 from vllm_antkv.ops.varlen_plan import Limits, Page, plan
 
@@ -43,7 +44,7 @@ class Planned(ReferenceOperations):
         output[rows] = expected[rows]
 
     def _write(self, key, value, pages, step):
-        requests = {request.row: request for request in _requests(step)}
+        requests = {request.row: request for request in step_requests(step)}
         assert len(pages.wanted) <= len(pages.key)
         for page, (row, block, exact) in enumerate(pages.wanted.tolist()):
             request = requests[row]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.serving.conftest import Engine, assert_all_same
 from tests.serving.tiny import EXPERTS, make_codebook, make_model
 from vllm_antkv.codebook import ModelIdentity, SinkRule
-from vllm_antkv.config import AntKVConfig
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
@@ -156,6 +156,8 @@ def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
 ) -> None:
     from vllm import SamplingParams
 
+    from vllm_antkv.cache.requests import tokens_in_use
+
     case, window = CASES[name], 128
     length = 17 * window + 100
     make_model(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
@@ -163,12 +165,17 @@ def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
     with start_engine(tmp_path, PRESET, max_model_len=length) as engine:
         params = SamplingParams(temperature=0, max_tokens=16 * window, ignore_eos=True)
         engine.llm.llm_engine.add_request("0", {"prompt_token_ids": [0, *range(3, 3 + window)]}, params)
-        held = []
+        held, tokens = [], []
         while engine.llm.llm_engine.has_unfinished_requests():
             engine.llm.llm_engine.step()
             held.append(blocks_of_windows(engine))
+            tokens.append(tokens_in_use(engine.core.scheduler))
         assert len(held) >= 16 * window
         assert 0 < max(held[4 * window :]) <= max(held[: 4 * window])
+        if name == "windows alone":
+            assert max(tokens) <= window + 2 * VQ_BLOCK_SIZE
+        else:
+            assert max(tokens) >= 16 * window, "the layers without a window hold all"
         engine.assert_all_blocks_free()
 
 

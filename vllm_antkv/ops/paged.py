@@ -3,9 +3,6 @@
 Obvious rather than fast: request by request, block by block, on gathered rows in float32 (in tests: float64).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 
 from vllm_antkv.cache.pages import NO_ANCHOR, VQPages
@@ -25,35 +22,8 @@ from vllm_antkv.ops.reference import (
 )
 from vllm_antkv.ops.rope import rotate, unrotate
 from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step_requests import StepRequest, step_requests
 from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A request's part of a step: tokens `start .. end` of its sequence are rows `first ...` of the step's tensors."""
-
-    row: int
-    first: int
-    start: int
-    end: int
-
-    def rows(self, begin: int, end: int) -> slice:
-        """Rows of tokens `begin .. end`, which are in hand."""
-        return slice(self.first + begin - self.start, self.first + end - self.start)
-
-    def segments(self) -> Iterator[tuple[int, int, int]]:
-        """`(block, begin, end)` of the runs of new tokens that lie in one VQ block."""
-        for block in range(self.start // VQ_BLOCK_SIZE, -(-self.end // VQ_BLOCK_SIZE)):
-            first = block * VQ_BLOCK_SIZE
-            yield block, max(first, self.start), min(first + VQ_BLOCK_SIZE, self.end)
-
-
-def _requests(step: Step) -> Iterator[_Request]:
-    starts = step.query_start_loc.tolist()
-    for row, end in enumerate(step.seq_lens.tolist()):
-        num_new = starts[row + 1] - starts[row]
-        if num_new:
-            yield _Request(row, starts[row], end - num_new, end)
 
 
 class ReferenceOperations:
@@ -65,7 +35,7 @@ class ReferenceOperations:
 
     def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
-        for request in _requests(step):
+        for request in step_requests(step):
             positions = torch.arange(request.start, request.end, device=key.device)
             rows = request.rows(request.start, request.end)
             self._store_codes(key[rows].to(self._dtype), value[rows].to(self._dtype), positions, step, request)
@@ -81,18 +51,18 @@ class ReferenceOperations:
         step: Step,
     ) -> None:
         """See `LayerOperations`."""
-        self._score((query, key, value), is_sink, lse, step, list(_requests(step)))
+        self._score((query, key, value), is_sink, lse, step, list(step_requests(step)))
 
     def score_longer(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_sink: torch.Tensor | None, step: Step
     ) -> None:
         """See `VotingBeside`."""
-        longer = [request for request in _requests(step) if request.end - request.start > 1]
+        longer = [request for request in step_requests(step) if request.end - request.start > 1]
         self._score((query, key, value), is_sink, None, step, longer)
 
     def close_blocks(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         """See `VotingBeside`."""
-        for request in _requests(step):
+        for request in step_requests(step):
             if request.end - request.start == 1 and request.end % VQ_BLOCK_SIZE == 0:
                 positions = torch.arange(request.end - VQ_BLOCK_SIZE, request.end, device=key.device)
                 scores = self._carried_scores(positions, request.end, step, request)
@@ -104,7 +74,7 @@ class ReferenceOperations:
         is_sink: torch.Tensor | None,
         lse: torch.Tensor | None,
         step: Step,
-        requests: list[_Request],
+        requests: list[StepRequest],
     ) -> None:
         query, key, value = rows
         rules = self._layer.rules
@@ -146,7 +116,7 @@ class ReferenceOperations:
     ) -> None:
         """See `LayerOperations`."""
         rules = self._layer.rules
-        for request in _requests(step):
+        for request in step_requests(step):
             num_blocks = -(-request.end // VQ_BLOCK_SIZE)
             # Blocks that no query of the step sees are gone.
             first_block = rules.first_visible(request.start) // VQ_BLOCK_SIZE
@@ -179,12 +149,12 @@ class ReferenceOperations:
                 if lse is not None:
                     lse[rows] = statistics[0].to(lse.dtype)
 
-    def _seen_exactly(self, keys: torch.Tensor, queries: torch.Tensor, request: _Request) -> torch.Tensor:
+    def _seen_exactly(self, keys: torch.Tensor, queries: torch.Tensor, request: StepRequest) -> torch.Tensor:
         seen = self._layer.last_query[keys] >= queries
         return seen if self._layer.config.prefill_reads_cache else seen | (keys >= request.start)
 
     def _store_codes(
-        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: Step, request: _Request
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: Step, request: StepRequest
     ) -> None:
         layer = self._layer
         block_ids = step.vq_block_table[request.row, positions // VQ_BLOCK_SIZE].long()
@@ -197,7 +167,7 @@ class ReferenceOperations:
         layer.vq.v_codes[block_ids, :, offsets] = pack_codes(encode(value, layer.v_centroids), layer.preset)
 
     def _store_rows(
-        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: Step, request: _Request
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: Step, request: StepRequest
     ) -> None:
         pages, offsets = self._recency_slots(positions, step, request)
         real = pages > 0
@@ -205,14 +175,14 @@ class ReferenceOperations:
         self._layer.recency.v[pages[real], :, offsets[real]] = value[real]
 
     def _recency_slots(
-        self, positions: torch.Tensor, step: Step, request: _Request
+        self, positions: torch.Tensor, step: Step, request: StepRequest
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and offset in the page of the recency rows of tokens."""
         page_size = self._layer.recency.k.shape[2]
         return step.recency_block_table[request.row, positions // page_size].long(), positions % page_size
 
     def _exact_rows(
-        self, in_hand: torch.Tensor, paged: torch.Tensor, positions: torch.Tensor, step: Step, request: _Request
+        self, in_hand: torch.Tensor, paged: torch.Tensor, positions: torch.Tensor, step: Step, request: StepRequest
     ) -> torch.Tensor:
         """Full-precision K (or V) rows of tokens, from the step or from their pages. (E, H, D)."""
         stored, new = positions[positions < request.start], positions[positions >= request.start]
@@ -220,7 +190,7 @@ class ReferenceOperations:
         rows = torch.cat((paged[pages, :, offsets], in_hand[request.first - request.start + new]))
         return rows.to(self._dtype)
 
-    def _carried_scores(self, positions: torch.Tensor, begin: int, step: Step, request: _Request) -> torch.Tensor:
+    def _carried_scores(self, positions: torch.Tensor, begin: int, step: Step, request: StepRequest) -> torch.Tensor:
         """Scores of K and V, (2, num_kv_heads, len(positions)): those of earlier steps from the pages, else zero."""
         layer = self._layer
         scores = layer.k_centroids.new_zeros(2, layer.k_centroids.shape[0], len(positions))
@@ -267,7 +237,7 @@ class ReferenceOperations:
         in_hand: tuple[torch.Tensor, torch.Tensor],
         positions: torch.Tensor,
         step: Step,
-        request: _Request,
+        request: StepRequest,
     ) -> None:
         recency = self._layer.recency
         key, value = (
