@@ -31,19 +31,21 @@ class Block {
     // Returns the anchor rows chosen.
     int run(const uint8_t* is_sink, const float* lse) {
         load_scores();
-        exact_rows(key_, false);
+        const bool closes = end_ - first_ == kBlockSize;
         // Whoever votes on these keys: the queries of the block, or all that follow them in the step.
         const int last = lse ? sequence_.end : end_;
         const bool in_tiles = layer_.dtype == ANTKV_BFLOAT16 && with_tiles(layer_, [&](auto tiles) {
             votes_in_tiles<decltype(tiles)>(last, lse);
         });
+        // Tiles take keys as they lie.
+        if (closes || !in_tiles) exact_rows(key_, false);
         for (int position = begin_; !in_tiles && position < last; ++position) vote(position, lse);
         if (is_sink) {
             for (int position = begin_; position < end_; ++position)
                 if (is_sink[sequence_.first + position - sequence_.start])
                     scores_[0][position - first_] = scores_[1][position - first_] = kInfinity;
         }
-        if (end_ - first_ < kBlockSize) {
+        if (!closes) {
             store_scores();
             return 0;
         }

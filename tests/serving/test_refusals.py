@@ -20,7 +20,8 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from tests.serving.conftest import EMBEDDED
 from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, YARN
 from vllm_antkv.attention.rope import rotary_tables
-from vllm_antkv.errors import AntKVError, CodebookError, UnsupportedModelError
+from vllm_antkv.codebook import NoCodebookError
+from vllm_antkv.errors import AntKVError, UnsupportedModelError
 from vllm_antkv.ops.rope import rotate
 
 pytestmark = pytest.mark.serving
@@ -184,8 +185,9 @@ def test_a_starting_engine_is_refused_with_the_same_sentence(llama: Path, start_
 
 
 def test_what_a_refusal_advises_is_not_refused(llama: Path) -> None:
-    """What is then missing is a codebook."""
-    assert isinstance(refusal(llama, attention_backend="ANTKV"), CodebookError)
+    """What is then missing is a codebook, which is not to be learned here."""
+    never = {"antkv": {"calibrate": "never"}}
+    assert isinstance(refusal(llama, attention_backend="ANTKV", additional_config=never), NoCodebookError)
 
 
 def test_auto_is_not_refused(llama: Path) -> None:
@@ -203,7 +205,7 @@ def test_an_architecture_that_is_not_tested_is_served_with_one_warning(
     tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     arcee = make_config(tmp_path, "arcee", "ArceeForCausalLM", {"head_dim": 32})
-    assert isinstance(refusal(arcee, additional_config={"antkv": {"calibrate": "never"}}), CodebookError)
+    assert isinstance(refusal(arcee, additional_config={"antkv": {"calibrate": "never"}}), NoCodebookError)
     (warning,) = [record.getMessage() for record in warnings.records if "not among the models" in record.msg]
     assert "ArceeForCausalLM" in warning
     assert f"`antkv doctor {arcee} --verify`" in warning

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.serving.conftest import Completion, Engine
-from tests.serving.test_families import make_codebook, make_model
+from tests.serving.tiny import EXPERTS, make_codebook, make_model
 from vllm_antkv.codebook import ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
@@ -33,7 +33,7 @@ MAX_LEN = 1024
 class Case:
     """A model.
 
-    changes: to the sizes of `test_families`.
+    changes: to the sizes of `tiny`.
     """
 
     model_type: str
@@ -45,6 +45,9 @@ GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "initializer_range": 0.2, 
 CASES = {
     "windows alone": Case("mistral", {"head_dim": 32}),
     "windows in every second layer, soft caps": Case("gemma2", GEMMA | {"attn_logit_softcapping": 1.0}),
+    "windows in every second layer, learned sinks": Case(
+        "gpt_oss", EXPERTS | {"head_dim": 64, "initializer_range": 0.1}
+    ),
     "windows in five of six layers, two bases": Case(
         "gemma3_text",
         GEMMA | {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
@@ -56,7 +59,7 @@ CASES = {
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     case: Case = request.param
-    sizes = {"max_position_embeddings": MAX_LEN, "sliding_window": WINDOW, **case.changes}
+    sizes = case.changes | {"max_position_embeddings": MAX_LEN, "sliding_window": WINDOW}
     make_model(folder, case.model_type, sizes)
     make_codebook(folder / "antkv", folder, PRESET, SinkRule(layer=0, channels=(3,), threshold=0.05))
     return folder
@@ -160,7 +163,7 @@ def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
 
     case, window = CASES[name], 128
     length = 17 * window + 100
-    make_model(tmp_path, case.model_type, {"max_position_embeddings": length, "sliding_window": window, **case.changes})
+    make_model(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
     make_codebook(tmp_path / "antkv", tmp_path, PRESET)
     with start_engine(tmp_path, PRESET, max_model_len=length) as engine:
         params = SamplingParams(temperature=0, max_tokens=16 * window, ignore_eos=True)

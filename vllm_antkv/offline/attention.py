@@ -158,7 +158,7 @@ def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | N
     last_query = last_query_table(config, num_tokens, rules.window).to(key.device)
     # What queries of later blocks see: decoded rows, of which the anchors of closed blocks are corrected.
     seen_key, seen_value = method.quantiser.read_back(window.layer, key, value, window.rotary)
-    prompt_scores = _prompt_scores(window, last_query) if config.anchor_scope == "prompt" else None
+    of_prompt = prompt_scores(window, last_query) if config.anchor_scope == "prompt" else None
     outputs = []
     for start in range(0, num_tokens, VQ_BLOCK_SIZE):
         block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
@@ -176,13 +176,13 @@ def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | N
         # A block that never closes, or that no later query can see, has no anchors.
         if config.anchor_rows == 0 or block.stop - start < VQ_BLOCK_SIZE or block.stop == num_tokens:
             continue
-        if prompt_scores is None:
+        if of_prompt is None:
             own = visible[None, :, block]
             own_lse = causal_lse(query[:, block], key[:, block], own, rules)
             weight = vote_weights(positions[block, None], positions[block], last_query, "block", rules.window)
             scores = anchor_score(query[:, block], key[:, block], own_lse, weight[None], rules, VOTE_POWER["block"])
         else:
-            scores = (prompt_scores[0][..., block], prompt_scores[1][..., block])
+            scores = (of_prompt[0][..., block], of_prompt[1][..., block])
         for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
             if is_sink is not None:
                 score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
@@ -193,10 +193,15 @@ def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | N
     return torch.cat(outputs, dim=1)
 
 
-def _prompt_scores(window: LayerWindow, last_query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def prompt_scores(window: LayerWindow, last_query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Anchor Scores summed over all later queries of the window, from full-precision attention, as in the paper.
 
-    Returns scores of K and of V, each (num_windows, num_kv_heads, num_tokens).
+    Args:
+        window: rows in full precision.
+        last_query: (max_model_len,) int32, the last query that sees a position exactly (`select.recency`).
+
+    Returns:
+        scores of K and of V, each (num_windows, num_kv_heads, num_tokens).
     """
     query, key, value, rules = window.query, window.key, window.value, window.rules
     num_windows, num_tokens, num_kv_heads, _ = key.shape

@@ -33,6 +33,11 @@ def read_config(model: str, error: type[AntKVError]) -> PretrainedConfig:
         raise error(f"No model can be read from '{model}' ({reason(problem)}).") from None
 
 
+def is_quantised(config: PretrainedConfig) -> bool:
+    """Whether the weights are, so that no gradient flows through them."""
+    return getattr(config, "quantization_config", None) is not None
+
+
 def read_tokenizer(model: str, error: type[AntKVError]) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; `error` when it has none that can be read."""
     try:

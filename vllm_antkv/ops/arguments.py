@@ -95,8 +95,9 @@ def rows_argument(rows: torch.Tensor) -> RowsArgument:
 def check_heads(rows: torch.Tensor) -> None:
     """(num_tokens, heads, head_size): kernels take the heads of a token to lie side by side; ValueError where not."""
     _, num_heads, head_size = rows.shape
-    if rows.stride(2) != 1 or (num_heads > 1 and rows.stride(1) != head_size):
-        raise ValueError(f"The heads of a token must be contiguous, not of strides {rows.stride()}.")
+    strides = rows.stride()
+    if strides[2] != 1 or (num_heads > 1 and strides[1] != head_size):
+        raise ValueError(f"The heads of a token must be contiguous, not of strides {strides}.")
 
 
 def _stride(pages: torch.Tensor, dim: int) -> int:

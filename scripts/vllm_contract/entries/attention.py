@@ -20,6 +20,8 @@ _BACKENDS = (
     _override("AttentionBackend.get_supported_head_sizes", "cls", "backend: the tested ones"),
     _override("AttentionBackend.supported_kv_cache_layouts", "cls", "backend: block outermost"),
     _override("AttentionBackend.supports_kv_connector", "cls", "backend: never"),
+    _override("AttentionBackend.supports_sink", "cls", "backend: learned logits are in every set of kernels"),
+    _override("AttentionBackend.supports_sliding_window", "cls", "backend: pages past a window are freed"),
     Reliance(
         f"{_BACKEND}:AttentionBackend",
         How.FIELDS,
@@ -115,7 +117,7 @@ _LAYERS = (
         "vllm.model_executor.layers.attention:Attention.forward",
         How.BEHAVIOUR,
         "",
-        "impl: query, key and value come as the impl expects, and unquantised",
+        "impl, rows: query, key and value come as the impl expects, in this order, and unquantised",
     ),
     Reliance(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
