@@ -16,13 +16,20 @@ _HEAD = (
     "special",
 )
 _OTHERS = (
-    ("quantised weights (AWQ, GPTQ, FP8) of these", "untested", "untested", "refused: calibrate the original", "", ""),
+    (
+        "quantised weights of these",
+        "run: [Features](#features)",
+        "untested",
+        "refused: calibrate the original",
+        "",
+        "",
+    ),
     (
         "all others",
         "served with a warning, if all layers are of the kinds above",
         "untested",
         "where all layers hand K and V to transformers' attention interface",
-        "likewise, without soft caps, sink logits, and windows shorter than the text",
+        "likewise",
         "experts, norms, RoPE of any kind or none, in some layers or all",
     ),
 )

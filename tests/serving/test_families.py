@@ -16,7 +16,7 @@ from tests.serving.tiny import FAMILY, KIND, config_of, make_codebook, make_mode
 from vllm_antkv.codebook import KeyTurn, ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.doctor.verify import EXACT, LENGTHS, MAX_MODEL_LEN, STEP_TOKENS, TOLERANCE
-from vllm_antkv.errors import CodebookError
+from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.families import FAMILIES
 from vllm_antkv.laboratory.base import MethodRequest
@@ -116,6 +116,17 @@ def test_kind(
     with start_engine(model, preset, dtype=dtype, **OPTIONS) as engine:
         assert_as_expected(engine.complete(PROMPTS, max_tokens=3), expected, tolerance)
         engine.assert_all_blocks_free()
+
+
+def test_a_layer_that_takes_no_cache_dtype_is_refused(
+    start_engine: Start, tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    model = make_model(tmp_path / "model", "falcon", {"alibi": False, "multi_query": False, "num_kv_heads": 4})
+    make_codebook(tmp_path / "model" / "antkv", model, "antkv-1bit")
+    with pytest.raises(UnsupportedModelError) as caught, start_engine(model, "antkv-1bit", **OPTIONS):
+        pass
+    assert "transformer.h.0" in reads_well(caught.value)
+    assert "takes no --kv-cache-dtype" in str(caught.value)
 
 
 def test_a_codebook_that_was_learned_from_keys_turned_otherwise_is_refused(

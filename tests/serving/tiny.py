@@ -55,7 +55,7 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 64}),
     "phi3 longrope": ("phi3", {"rope_parameters": LONGROPE}),
     "gemma": ("gemma", {"head_dim": 64}),
-    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 1.0}),
+    "gemma2": ("gemma2", GEMMA | {"layer_types": WINDOWS, "attn_logit_softcapping": 1.0}),
     "gemma3": ("gemma3_text", GEMMA | {"layer_types": WINDOWS}),
     "mixtral": ("mixtral", {**EXPERTS, "sliding_window": None}),
     "qwen2 moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
