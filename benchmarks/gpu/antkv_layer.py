@@ -12,6 +12,7 @@ from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import correction
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
 from vllm_antkv.ops.step import Step
@@ -82,7 +83,7 @@ class Requests:
             last_query=last_query_table(config, length).to(device),
             config=config,
             num_heads=NUM_HEADS,
-            scale=SCALE,
+            rules=LogitRules(SCALE),
             counters=Counters(torch.device(device), "benchmark"),
             counts_rows=False,
             max_num_reqs=batch,

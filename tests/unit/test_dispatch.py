@@ -16,6 +16,7 @@ from vllm_antkv.ops import cpu, cuda, dispatch
 from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.dispatch import KERNELS, choose
 from vllm_antkv.ops.layer import LayerKind
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.presets import PRESETS
 
 CPU = torch.device("cpu")
@@ -84,6 +85,23 @@ def test_a_gpu_runs_the_cuda_kernels_where_they_have_code_for_every_layer(monkey
     assert choose("triton", gpu, [llama]).name == "triton"
     with pytest.raises(SettingsError, match=r"'kernels' is 'cuda', but the CUDA kernels have head sizes 64 and 128"):
         choose("cuda", gpu, [replace(llama, head_size=96)])
+
+
+def test_layers_whose_logits_are_no_mere_products_are_tritons(monkeypatch):
+    built = []
+    monkeypatch.setattr(cuda, "missing", lambda device, layers: None)
+    monkeypatch.setattr(cuda, "CudaOperations", lambda layer: built.append("cuda"))
+    monkeypatch.setattr(dispatch, "_triton", lambda layer: built.append("triton"))
+    plain = LayerKind(PRESETS["antkv-1bit"], 128, 4, torch.bfloat16, None)
+    sliding, gpu = replace(plain, plain_logits=False), torch.device("cuda")
+    kernels = choose("auto", gpu, [plain, sliding])
+    assert kernels.name == "cuda"
+    for rules in (LogitRules(1.0), LogitRules(1.0, window=1024), LogitRules(1.0, soft_cap=50.0)):
+        kernels.build(SimpleNamespace(rules=rules))
+    assert built == ["cuda", "triton", "triton"]
+    assert choose("auto", gpu, [sliding, sliding]).name == "triton"
+    with pytest.raises(SettingsError, match="no code for sliding windows, soft caps and learned sinks"):
+        choose("cuda", gpu, [sliding])
 
 
 def test_a_damaged_library_is_named(monkeypatch, tmp_path):

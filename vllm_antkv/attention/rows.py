@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_antkv.attention.rope import rotary_table
+from vllm_antkv.attention.probe import probe
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
 
 
@@ -25,13 +27,13 @@ class HandedRows:
 
     query: (num_tokens, num_heads, head_size), after RoPE.
     key, value: (num_tokens, num_kv_heads, head_size), keys after RoPE.
-    scale: multiplies the logits.
+    rules: how logits come about.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    scale: float
+    rules: LogitRules
 
 
 @contextmanager
@@ -49,7 +51,7 @@ def watched(
 
     def before_attention(layer: Attention, args: tuple[torch.Tensor, ...]) -> None:
         query, key, value = (rows.unflatten(-1, (-1, layer.head_size)) for rows in args[:3])
-        on_rows(extract_layer_index(layer.layer_name), HandedRows(query, key, value, layer.impl.scale))
+        on_rows(extract_layer_index(layer.layer_name), HandedRows(query, key, value, _rules(layer)))
 
     def after_decoder(index: int) -> Callable[..., None]:
         def hand_over(module: nn.Module, args: Any, output: Any) -> None:
@@ -60,29 +62,47 @@ def watched(
         return hand_over
 
     with ExitStack() as stack:
-        for index, (attention, decoder, _) in _layers(model).items():
+        for index, (attention, decoder) in _layers(model).items():
             stack.callback(attention.register_forward_pre_hook(before_attention).remove)
             stack.callback(decoder.register_forward_hook(after_decoder(index)).remove)
         yield
 
 
-def rotary_tables(model: nn.Module) -> list[RotaryTable]:
-    """What turns K, layer by layer; UnsupportedModelError where that cannot be told."""
-    return [rotary_table(rotary, layer.layer_name) for layer, _, rotary in _layers(model).values()]
+def rotary_tables(model: nn.Module, vllm_config: VllmConfig) -> list[RotaryTable]:
+    """What turns K, layer by layer; a table without channels where nothing does.
+
+    Raises:
+        UnsupportedModelError: that cannot be told.
+    """
+    layers = _layers(model)
+    attention = {index: layer for index, (layer, _) in layers.items()}
+    device = next(model.parameters()).device
+    found = probe(model, attention, layers[max(layers)][1], vllm_config, device).rotaries
+    nothing = torch.zeros(2, vllm_config.model_config.max_model_len, 0, device=device)
+    return [found[index] or RotaryTable(*nothing) for index in layers]
 
 
-def _layers(model: nn.Module) -> dict[int, tuple[Attention, nn.Module, nn.Module]]:
-    """Every attention layer with the decoder layer it is in and the rotary module beside it, by its index."""
+def _rules(layer: Any) -> LogitRules:
+    """As vLLM's own attention has them."""
+    sinks = layer.impl.sinks
+    return LogitRules(
+        layer.impl.scale,
+        layer.sliding_window,
+        layer.impl.logits_soft_cap or None,
+        None if sinks is None else sinks.detach().float(),
+    )
+
+
+def _layers(model: nn.Module) -> dict[int, tuple[Attention, nn.Module]]:
+    """Every attention layer with the decoder layer it is in, by its index."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Attention):
             index = extract_layer_index(module.layer_name)
             block, _, inner = name.partition(f"layers.{index}.")
-            rotary = getattr(model.get_submodule(name.rpartition(".")[0]), "rotary_emb", None)
-            if rotary is None or not inner:
+            if not inner:
                 raise UnsupportedModelError(
-                    f"{module.layer_name} has no rotary_emb beside it, or is in no list of decoder layers: K and V "
-                    "cannot be taken."
+                    f"{module.layer_name} is in no list of decoder layers: K and V cannot be taken."
                 )
-            found[index] = (module, model.get_submodule(f"{block}layers.{index}"), rotary)
+            found[index] = (module, model.get_submodule(f"{block}layers.{index}"))
     return dict(sorted(found.items()))

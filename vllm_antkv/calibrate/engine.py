@@ -111,7 +111,7 @@ class EngineModel:
         """As `Source` says; they have all positions of the model."""
         from vllm_antkv.attention.rows import rotary_tables
 
-        return rotary_tables(self._model)
+        return rotary_tables(self._model, self._engine.llm_engine.vllm_config)
 
     @contextmanager
     def capturing(self, capture: Capture) -> Iterator[CaptureWindow]:
@@ -155,8 +155,8 @@ def _write(capture: Capture, index: int, layer: int, rows: "HandedRows") -> None
     capture.write_rows(index, layer, 0, unrotate(key, torch.arange(len(key), device=key.device), rotary))
     capture.write_rows(index, layer, 1, value)
     if capture.weighted:
-        window = LayerWindow(layer, query[None], key[None], value[None], rows.scale, rotary)
-        scores = prompt_scores(window, last_query_table(AntKVConfig(), len(key)).to(key.device))
+        window = LayerWindow(layer, query[None], key[None], value[None], rows.rules, rotary)
+        scores = prompt_scores(window, last_query_table(AntKVConfig(), len(key), rows.rules.window).to(key.device))
         for kind, score in enumerate(scores):
             capture.write_norms(index, layer, kind, score[0].T.sqrt())
 

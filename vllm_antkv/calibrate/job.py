@@ -21,7 +21,6 @@ from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.codebook.header import MAX_PREFIX
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
-from vllm_antkv.offline.attention import check_config
 from vllm_antkv.offline.pretrained import check_token_ids, is_quantised, read_config, read_tokenizer
 from vllm_antkv.presets import Preset
 
@@ -109,7 +108,7 @@ def prepare(settings: CalibrationSettings) -> Job:
     parts = parts_of_mix(presets, identity.head_size, num_tokens) if settings.bits == "mixed" else []
     trained = {"--bits mixed": bool(parts), "--refine": settings.refine > 0, "--train-prefix": bool(prefix)}
     for option in (option for option, asked in trained.items() if asked):
-        _check_trainable(option, config, windows, len(prefix) if option == "--train-prefix" else 0)
+        _check_trainable(option, windows, len(prefix) if option == "--train-prefix" else 0)
     for preset in presets:
         if settings.bits == "mixed" and not can_be_mixed(preset, parts):
             logger.warning(
@@ -167,10 +166,9 @@ def _clip(seq_len: int, context: int) -> int:
     return min(seq_len, context)
 
 
-def _check_trainable(option: str, config: Any, windows: torch.Tensor, prefix_len: int) -> None:
-    """CalibrationError or UnsupportedModelError when nothing can be trained through codes."""
+def _check_trainable(option: str, windows: torch.Tensor, prefix_len: int) -> None:
+    """CalibrationError when nothing can be trained through codes."""
     num_windows, seq_len = windows.shape
-    check_config(config.get_text_config(), seq_len)
     least = prefix_len + 2 * VQ_BLOCK_SIZE
     if prefix_len > MAX_PREFIX:
         raise CalibrationError(f"--prefix-text has {prefix_len} tokens with BOS: at most {MAX_PREFIX} can be trained.")

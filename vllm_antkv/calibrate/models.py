@@ -22,9 +22,7 @@ def load_model(model: str, config: Any, device: torch.device) -> PreTrainedModel
     """
     loaded = load_weights(model, CalibrationError, config=config, dtype=compute_dtype(config, device))
     loaded = loaded.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
-    if any(layer.soft_cap is not None for layer in layer_traits(loaded)):
-        # transformers' other implementations leave the soft cap out.
-        loaded.set_attn_implementation("eager")
+    layer_traits(loaded)
     return loaded
 
 

@@ -8,7 +8,7 @@ from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.evaluate.capacity import DecodeShape, codebooks_of, largest_batch, pool_bytes, sequence_bytes
 from vllm_antkv.evaluate.gpus import GPUS
 from vllm_antkv.evaluate.step_bound import step_bound
-from vllm_antkv.families import SERVED_ARCHITECTURES
+from vllm_antkv.features import unserved_feature
 from vllm_antkv.offline.pretrained import read_config
 
 #: A preset takes the place of fp8 where neither holds all requests only if it gets so much more done.
@@ -78,10 +78,9 @@ def make_plan(
     config = read_config(model, SettingsError)
     identity = ModelIdentity.from_hf_config(config)
     _check_cut(identity, tensor_parallel_size)
-    architecture = identity.architecture
-    if architecture not in SERVED_ARCHITECTURES:
+    if feature := unserved_feature(config.get_text_config()):
         raise UnsupportedModelError(
-            f"{architecture} has no antkv cache ({', '.join(SERVED_ARCHITECTURES)} have): use auto or fp8."
+            f"{identity.architecture} has no antkv cache (it does not support {feature}): use auto or fp8."
         )
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(

@@ -69,6 +69,9 @@ def load_weights(model: str, error: type[AntKVError], **options: Any) -> PreTrai
             f"The weights of '{model}' do not fit its config: {unusable[0]} is missing or of another shape "
             f"({len(unusable)} such tensors)."
         )
+    if getattr(loaded.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        # transformers' other implementations leave the soft cap out.
+        loaded.set_attn_implementation("eager")
     return loaded  # type: ignore[no-any-return]
 
 

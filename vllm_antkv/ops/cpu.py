@@ -34,6 +34,8 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _CSRC = Path(str(importlib.resources.files("vllm_antkv.csrc")))
 #: Query heads per KV head that the kernels have room for.
 MAX_GROUP = 64
+#: ANTKV_NO_WINDOW of csrc/cpu/antkv.h.
+_NO_WINDOW = 1 << 30
 #: Vectors of the widest instruction set.
 _HEAD_SIZE_MULTIPLE = 16
 
@@ -123,14 +125,14 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "v_bfloat16")),
         *((name, ctypes.c_void_p) for name in ("k_fixed", "fixed_angles", "k_units", "k_columns", "v_columns")),
         *((name, ctypes.c_void_p) for name in ("k_half_norms", "v_half_norms", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("k_order", "last_query")),
-        *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
+        *((name, ctypes.c_void_p) for name in ("k_order", "last_query", "sinks")),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap", "rotary_magnitude")),
         *((name, ctypes.c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "head_size")),
         *((name, ctypes.c_int32) for name in ("rotary_dim", "is_neox_style")),
         *((name, ctypes.c_int32) for name in ("sub_vector_size", "num_centroids", "code_bytes")),
         *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "prefix")),
         *((name, ctypes.c_int32) for name in ("has_anchors", "exact_anchors", "prompt_scope")),
-        *((name, ctypes.c_int32) for name in ("prefill_reads_cache", "tiles")),
+        *((name, ctypes.c_int32) for name in ("prefill_reads_cache", "window", "tiles")),
     ]
 
 
@@ -241,6 +243,8 @@ def _check(layer: LayerState) -> None:
 def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
     """What the kernels read beside the pages, in their layouts."""
     tables = plain_tables(layer)
+    if layer.rules.sinks is not None:
+        tables["sinks"] = layer.rules.sinks.float()
     for name, centroids in (("k", layer.k_centroids), ("v", layer.v_centroids)):
         # Codebooks are float16: nothing is lost, and twice as much fits into a core's cache.
         tables[f"{name}_centroids"] = centroids.half()
@@ -272,6 +276,8 @@ def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant)
         exact_anchors=config.anchor_dtype == "model",
         prompt_scope=config.anchor_scope == "prompt",
         prefill_reads_cache=config.prefill_reads_cache,
+        soft_cap=layer.rules.soft_cap or 0.0,
+        window=_NO_WINDOW if layer.rules.window is None else layer.rules.window,
         tiles=variant.tiles,
     )
 

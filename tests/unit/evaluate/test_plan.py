@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import BloomConfig, LlamaConfig
 
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
@@ -129,15 +129,15 @@ def test_json_is_written_or_takes_the_place_of_the_table(
 
 
 def test_what_cannot_be_planned_is_refused(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gpt2, quantised = tmp_path / "gpt2", tmp_path / "quantised"
-    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(gpt2)
+    bloom, quantised = tmp_path / "bloom", tmp_path / "quantised"
+    BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(bloom)
     LLAMA_3_8B.save_pretrained(quantised)
     config = quantised / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
     for model, gpu, code, words in [
         (llama, "h100", 2, f"but must be one of {', '.join(GPUS)}."),
         (tmp_path / "none", "h100-80", 2, "there is no such folder"),
-        (gpt2, "h100-80", 1, "GPT2LMHeadModel has no antkv cache"),
+        (bloom, "h100-80", 1, "BloomForCausalLM has no antkv cache (it does not support ALiBi)"),
         (quantised, "h100-80", 1, "plan for the original"),
         (llama, "h100-80 --tensor-parallel-size 3", 2, "32 attention heads and 8 KV heads cannot be cut so"),
     ]:
