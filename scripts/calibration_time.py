@@ -15,7 +15,7 @@ from vllm_antkv.calibrate.own_text import BATCH
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.evaluate.capacity import DecodeShape
 from vllm_antkv.evaluate.gpus import GPUS
-from vllm_antkv.offline.kmeans import ITERATIONS_FEW, ITERATIONS_MANY, MAX_POINTS, SEEDING_POINTS
+from vllm_antkv.offline.kmeans import MAX_POINTS
 from vllm_antkv.offline.sinks import PROBE_WINDOWS
 from vllm_antkv.presets import get_preset
 
@@ -29,9 +29,15 @@ PASS_SHARE = 0.43
 DISK = 1e9
 #: Times that a step of writing moves the keys and values of its windows: transformers' cache is copied as it grows.
 CACHE_MOVES = 3
-#: Operations/s of Lloyd's iterations on a core: 65,536 points of 8 channels, 256 centroids and 20 iterations took
-#: scikit-learn 0.44 s on an EPYC (Zen 4).
-LLOYD = 2 * 65_536 * 256 * 8 * ITERATIONS_FEW / 0.44
+#: Seconds that scikit-learn took for one problem on a core of an EPYC (Zen 4), as in docs/recipes.md, and its points.
+#: Time goes with their number: each is compared with all centroids.
+KMEANS = {
+    "antkv-4bit": (0.41, 65_536),
+    "antkv-2bit": (0.43, 65_536),
+    "antkv-1bit": (0.44, 65_536),
+    "antkv-0.75bit": (11.7, 262_144),
+    "antkv-0.375bit": (14.5, 262_144),
+}
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,9 @@ def stages(model: str, gpu_name: str, preset_name: str, cores: int) -> list[Stag
     captured = CaptureShape(shape.num_layers, samples, seq_len, shape.num_kv_heads, shape.head_size, 0).num_bytes
 
     problems = 2 * shape.heads * preset.num_sub_vectors(shape.head_size)
-    points, centroids = min(tokens, MAX_POINTS * preset.num_centroids), preset.num_centroids
-    iterations = ITERATIONS_FEW if centroids <= 256 else ITERATIONS_MANY
-    visits = iterations * points + SEEDING_POINTS * centroids
-    one = 2 * visits * centroids * preset.sub_vector_size / LLOYD
+    points = min(tokens, MAX_POINTS * preset.num_centroids)
+    seconds, measured = KMEANS[preset_name]
+    one = seconds * points / measured
 
     probed = min(samples, PROBE_WINDOWS) * seq_len
     return [
@@ -101,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="Llama-3-8B")
     parser.add_argument("--gpu", choices=GPUS, default="h100-80")
-    parser.add_argument("--preset", default="antkv-1bit")
+    parser.add_argument("--preset", choices=KMEANS, default="antkv-1bit")
     parser.add_argument("--cores", type=int, default=26, help="of the processor, for k-means")
     given = parser.parse_args()
     found = stages(given.model, given.gpu, given.preset, given.cores)

@@ -51,6 +51,8 @@ LONG_FILES = (
     "load/test_soak.py",
     "kernels/test_triton.py",
     "serving/test_families.py",
+    "serving/test_one_flag.py",
+    "serving/test_quantised_calibration.py",
     "kernels/test_cuda_mutants.py",
     "serving/test_kill.py",
     "serving/test_cuts.py",

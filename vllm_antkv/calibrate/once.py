@@ -22,10 +22,12 @@ from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import codebook_path
 from vllm_antkv.errors import AntKVError, CalibrationError, reason
-from vllm_antkv.offline.kmeans import MAX_POINTS
 from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.presets import get_preset
 
+#: Half of what k-means would take at most: the codebook is hardly better with more (`docs/calibration.md`), and
+#: clustering is most of the time.
+TOKENS_PER_CENTROID = 128
 #: What calibration reads of a repository of a model.
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md")
 
@@ -79,9 +81,9 @@ def _held(out: Path, preset: str) -> AbstractContextManager[object]:
 
 
 def num_samples(context: int, preset: str) -> int:
-    """Windows of a model with this context that a server takes: a server waits, so no more than k-means can use."""
-    points = MAX_POINTS * get_preset(preset).num_centroids
-    return min(CalibrationSettings.samples, math.ceil(points / min(CalibrationSettings.seq_len, context)))
+    """Windows of a model with this context that a server takes, which waits for them."""
+    tokens = TOKENS_PER_CENTROID * get_preset(preset).num_centroids
+    return min(CalibrationSettings.samples, math.ceil(tokens / min(CalibrationSettings.seq_len, context)))
 
 
 def _local_folder(model: str, revision: str | None) -> str:
