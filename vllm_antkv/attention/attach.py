@@ -29,6 +29,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels, choose
+from vllm_antkv.ops.fp8_tables import served
 from vllm_antkv.ops.layer import LayerKind
 from vllm_antkv.ops.rope import RotaryTable, reordered
 from vllm_antkv.select.recency import last_query_table
@@ -130,8 +131,8 @@ def _attach_layer(
         settings=settings,
         layout=layout,
         dtype=dtype,
-        k_centroids=codebook.k[index][heads].to(device, held_in),
-        v_centroids=codebook.v[index][heads].to(device, held_in),
+        k_centroids=served(codebook.k[index][heads].to(device, held_in)),
+        v_centroids=served(codebook.v[index][heads].to(device, held_in)),
         k_order=_k_order(codebook, index, device),
         rotary=rotary,
         sinks=sinks,

@@ -59,8 +59,8 @@ def unsupported(layer: LayerKind, fp8: bool, backend: Backend) -> str | None:
         return f"the CUDA kernels have no code for {preset.name}"
     if layer.head_size not in HEAD_SIZES:
         return f"the CUDA kernels have head sizes 64 and 128, not {layer.head_size}"
-    if fp8 and (preset.num_centroids != 256 or layer.head_size != 128):
-        return "the CUDA kernels have FP8 centroids for antkv-1bit and antkv-2bit at head size 128 only"
+    if fp8 and preset.num_centroids == 256 and layer.head_size != 128:
+        return "the CUDA kernels have 256 centroids in FP8 at head size 128 only"
     if layer.group > MAX_GROUP:
         return f"the CUDA kernels have room for {MAX_GROUP} query heads per KV head, not {layer.group}"
     if layer.dtype not in (torch.float16, torch.bfloat16):
@@ -87,6 +87,7 @@ class CudaOperations:
     """See `LayerOperations`.
 
     fp8: 256 centroids in 8 bits (e4m3, a scale per sub-vector), which halves the shared memory; head size 128 only.
+        4,096 are so in any case (`fp8_tables`).
     backend, others: where the kernels run, and what does the rest; None is the layer's GPU, and Triton.
     split: tokens of a split, `SPLIT` where nothing is said.
 
