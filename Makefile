@@ -72,7 +72,7 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 bench-cpu: $(VENV)
-	$(BIN)/python benchmarks/cpu_decode.py --rounds 3 $(ARGS)
+	$(BIN)/python -m benchmarks.cpu_decode $(ARGS)
 
 lint: $(VENV)
 	$(BIN)/ruff check .

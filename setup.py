@@ -4,7 +4,10 @@ Four folders at the top of the repository are installed inside vllm_antkv. `trit
 a top-level module: vLLM uses that name for another library.
 """
 
+import copy
+import os
 import platform
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -19,6 +22,8 @@ INSTRUCTION_SETS = {
     "avx512": ["-march=x86-64-v4"],
     "tiles": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
 }
+#: What the libraries say they were built from.
+SOURCES_DIGEST = runpy.run_path("vllm_antkv/ops/cpu_sources.py")["digest"](Path("csrc"))
 #: GCC takes what intrinsics leave open for mistakes, and vectors wider than registers for parts of an interface.
 QUIET = ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
 
@@ -29,8 +34,10 @@ def kernels(name: str, architecture: list[str]) -> Extension:
         f"vllm_antkv.ops._cpu_{name}",
         sources=sorted(str(path) for path in Path("csrc/cpu").glob("*.cpp")),
         depends=["setup.py", *sorted(str(path) for path in Path("csrc/cpu").rglob("*.h"))],
-        # Compiled for OpenMP but not linked to a runtime: vllm_antkv/ops/cpu.py brings PyTorch's.
-        extra_compile_args=["-std=c++17", "-O3", *architecture, "-fopenmp", *QUIET],
+        define_macros=[("ANTKV_SOURCES_DIGEST", f'"{SOURCES_DIGEST}"')],
+        # Compiled for OpenMP but not linked to a runtime: vllm_antkv/ops/cpu.py brings PyTorch's. What a debugger would
+        # read is stripped, and not made.
+        extra_compile_args=["-std=c++17", "-O3", "-g0", *architecture, "-fopenmp", *QUIET],
         extra_link_args=["-Wl,-s"],
         language="c++",
         optional=True,
@@ -40,11 +47,21 @@ def kernels(name: str, architecture: list[str]) -> Extension:
 class BuildKernels(build_ext):
     """Plain shared libraries: they have no Python in them, so no Python version in their name."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
+    def run(self):
+        if self.editable_mode:
+            # Where the last one was built, instead of a new folder: only what changed is compiled.
+            self.build_lib, self.build_temp = "build/editable", "build/objects"
+        super().run()
+
     def build_extension(self, ext):
-        # Both builds have the same sources: each needs a folder of its own for its objects.
-        parent, self.build_temp = self.build_temp, str(Path(self.build_temp, ext.name))
-        super().build_extension(ext)
-        self.build_temp = parent
+        # Builds have the same sources and run at the same time: each needs a folder of its own for its objects.
+        build = copy.copy(self)
+        build.build_temp = str(Path(self.build_temp, ext.name))
+        super(BuildKernels, build).build_extension(ext)
 
     def get_ext_filename(self, fullname):
         return str(Path(*fullname.split("."))) + ".so"

@@ -23,6 +23,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops import cpu
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
 from vllm_antkv.ops.step import Step
 from vllm_antkv.presets import PRESETS
@@ -133,7 +134,7 @@ class _Layer:
             last_query=last_query,
             config=config,
             num_heads=num_heads,
-            scale=HEAD_SIZE**-0.5,
+            rules=LogitRules(HEAD_SIZE**-0.5),
             counters=Counters(torch.device("cpu"), "benchmark"),
             counts_rows=False,
             max_num_reqs=len(lengths),

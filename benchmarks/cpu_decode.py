@@ -1,11 +1,12 @@
 """Decode and prefill of real vLLM on this CPU: an antkv cache against vLLM's own in bfloat16 (`auto`) and FP8 (`fp8`).
 
-All sides serve the same model with random weights, whose attention has the shape of Llama-3-8B's with fewer heads, in
-processes that take turns. A decode step is timed as an engine step: scheduling, the whole model and sampling included.
+All sides serve the same model with random weights, whose attention has the shape of Llama-3-8B's with fewer heads. A
+decode step is timed as an engine step: scheduling, the whole model and sampling included. The engines take turns every
+few steps, and a ratio is the median over turns: a machine that is slower for a second is so for all of them.
 
-    python benchmarks/cpu_decode.py                          # the table of docs/performance.md
-    python benchmarks/cpu_decode.py --contexts 1024 --batches 1 --rounds 1
-    python benchmarks/cpu_decode.py --kernels avx512         # insists on kernels, as the setting of that name
+    python -m benchmarks.cpu_decode                          # the table of docs/performance.md
+    python -m benchmarks.cpu_decode --contexts 1024 --batches 1 --rounds 1
+    python -m benchmarks.cpu_decode --kernels avx512         # insists on kernels, as the setting of that name
 """
 
 import argparse
@@ -14,46 +15,48 @@ import os
 import platform
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
+from benchmarks.cpu_engine import MAX_LEN, EngineProcess, Setting
+
 HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS = 128, 2, 4
-MAX_LEN = 33_000
-#: Decode steps timed per setting, after a few that are not.
-STEPS, WARM_UP = 24, 4
+#: Turns of each engine for a setting, and decode steps of a turn after those that only warm up.
+TURNS, STEPS, WARM_UP = 8, 6, 2
 SIDES = ("auto", "fp8", "antkv")
 
-
-@dataclass(frozen=True)
-class Setting:
-    """`batch` requests of `context` tokens."""
-
-    context: int
-    batch: int
+#: What was measured of a side: seconds of each prefill, and of the steps of each turn.
+Measured = dict[str, list[Any]]
 
 
 def main() -> None:
-    """Run both sides in turns, print the table, write the JSON."""
+    """Run all sides in turns, print the table, write the JSON."""
     arguments = _arguments()
-    if arguments.worker:
-        _work(arguments)
-        return
     with tempfile.TemporaryDirectory() as folder:
         model = _make_model(Path(folder), arguments.kv_cache_dtype, arguments.group)
         bandwidth = _memory_bandwidth()
-        rounds: dict[str, list[dict[str, Any]]] = {"auto": [], "fp8": [], arguments.kv_cache_dtype: []}
-        for number in range(arguments.rounds):
-            for dtype in rounds:
-                print(f"round {number + 1} of {arguments.rounds}: {dtype}", file=sys.stderr, flush=True)
-                rounds[dtype].append(_run_worker(model, dtype, arguments))
+        dtypes = ("auto", "fp8", arguments.kv_cache_dtype)
+        sides = {
+            side: EngineProcess(model, dtype, arguments.kernels, arguments.threads)
+            for side, dtype in zip(SIDES, dtypes, strict=True)
+        }
+        for engine in sides.values():
+            # Nobody is to pay for what happens once in a process.
+            engine.prefill(Setting(256, 1), STEPS)
+            engine.decode(STEPS)
+            engine.finish()
+        settings = [Setting(context, batch) for context in arguments.contexts for batch in arguments.batches]
+        rows = [
+            _row(setting, _measure(sides, setting, arguments.rounds), arguments, bandwidth)
+            for setting in tqdm(settings)
+        ]
     report = {"kv_cache_dtype": arguments.kv_cache_dtype, "group": arguments.group, "kernels": arguments.kernels}
-    report |= {"machine": processor() | {"cpus": os.cpu_count(), "bandwidth": bandwidth}}
-    report["rows"] = _rows(rounds, bandwidth, _settings(arguments), arguments.kv_cache_dtype)
+    report |= {"machine": processor() | {"cpus": os.cpu_count(), "bandwidth": bandwidth}, "rows": rows}
     print(_table(report))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=2))
@@ -66,16 +69,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--group", type=int, default=4, help="Query heads per KV head (Llama-3-8B has 4, 70B 8).")
-    parser.add_argument("--rounds", type=int, default=2, help="Processes per side.")
+    parser.add_argument("--rounds", type=int, default=2, help="Times that each setting is run from its prompts on.")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS of both sides.")
     parser.add_argument("--json", help="Write everything measured to this file.")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def _settings(arguments: argparse.Namespace) -> list[Setting]:
-    return [Setting(context, batch) for context in arguments.contexts for batch in arguments.batches]
 
 
 def _make_model(folder: Path, preset_name: str, group: int) -> Path:
@@ -121,74 +118,24 @@ def _make_model(folder: Path, preset_name: str, group: int) -> Path:
     return folder
 
 
-def _run_worker(model: Path, dtype: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    out = model / "worker.json"
-    command = [sys.executable, __file__, "--worker", str(out), "--model", str(model), "--kv-cache-dtype", dtype]
-    command += [
-        "--kernels",
-        arguments.kernels,
-        "--contexts",
-        *map(str, arguments.contexts),
-        "--batches",
-        *map(str, arguments.batches),
-    ]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(arguments.threads),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "3",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return json.loads(out.read_text())
+def _measure(sides: dict[str, EngineProcess], setting: Setting, rounds: int) -> dict[str, Measured]:
+    """A setting, `rounds` times from its prompts on; who is first changes from turn to turn."""
+    measured: dict[str, Measured] = {side: {"prefills": [], "turns": []} for side in sides}
+    names = list(sides)
+    for number in range(rounds):
+        for side in _from(names, number):
+            measured[side]["prefills"].append(sides[side].prefill(setting, TURNS * (STEPS + WARM_UP)))
+        for turn in range(TURNS):
+            for side in _from(names, turn):
+                measured[side]["turns"].append(sides[side].decode(STEPS + WARM_UP)[WARM_UP:])
+        for engine in sides.values():
+            engine.finish()
+    return measured
 
 
-def _work(arguments: argparse.Namespace) -> None:
-    """One side: an engine in this process, every setting once."""
-    from vllm import LLM
-
-    llm = LLM(
-        arguments.model,
-        skip_tokenizer_init=True,
-        kv_cache_dtype=arguments.kv_cache_dtype,
-        additional_config={"antkv": {"kernels": arguments.kernels}},
-        max_model_len=MAX_LEN,
-        max_num_batched_tokens=4096,
-        enable_prefix_caching=False,
-        enforce_eager=True,
-        seed=0,
-    )
-    results = {f"{setting.context}x{setting.batch}": _time(llm, setting) for setting in _settings(arguments)}
-    Path(arguments.worker).write_text(json.dumps(results))
-
-
-def _time(llm: Any, setting: Setting) -> dict[str, Any]:
-    """Seconds of the prefill of one prompt, and of each decode step of the batch."""
-    from vllm import SamplingParams
-
-    engine = llm.llm_engine
-    # The batch must be complete before anybody finishes: with chunked prefill, the first ones decode meanwhile.
-    waiting = setting.batch * (setting.context // 2048 + 2)
-    parameters = SamplingParams(max_tokens=waiting + STEPS + WARM_UP, ignore_eos=True, temperature=0, detokenize=False)
-    for index in range(setting.batch):
-        tokens = [(7 * position + 13 * index) % 4000 + 3 for position in range(setting.context)]
-        engine.add_request(f"{setting}-{index}", {"prompt_token_ids": tokens}, parameters)
-    scheduler = engine.engine_core.engine_core.scheduler
-    prefill = 0.0
-    while scheduler.waiting or any(request.num_output_tokens < 1 for request in scheduler.running):
-        start = time.perf_counter()
-        engine.step()
-        prefill += time.perf_counter() - start
-    steps = []
-    for _ in range(STEPS + WARM_UP):
-        start = time.perf_counter()
-        engine.step()
-        steps.append(time.perf_counter() - start)
-    engine.abort_request([f"{setting}-{index}" for index in range(setting.batch)])
-    while engine.has_unfinished_requests():
-        engine.step()
-    return {"prefill": prefill, "steps": steps[WARM_UP:]}
+def _from(names: list[str], first: int) -> list[str]:
+    first %= len(names)
+    return names[first:] + names[:first]
 
 
 def _memory_bandwidth() -> float:
@@ -240,29 +187,32 @@ def processor() -> dict[str, Any]:
     }
 
 
-def _rows(
-    rounds: dict[str, list[dict[str, Any]]], bandwidth: float, settings: list[Setting], dtype: str
-) -> list[dict[str, Any]]:
-    rows = []
-    for setting in settings:
-        row: dict[str, Any] = asdict(setting)
-        for side, name in (("auto", "auto"), ("fp8", "fp8"), (dtype, "antkv")):
-            results = [result[f"{setting.context}x{setting.batch}"] for result in rounds[side]]
-            step = statistics.median(value for result in results for value in result["steps"])
-            quartiles = statistics.quantiles([value for result in results for value in result["steps"]])
-            row[name] = {
-                "step_seconds": step,
-                "step_spread": quartiles[2] - quartiles[0],
-                "tokens_per_second": setting.batch / step,
-                "prefill_seconds": min(result["prefill"] for result in results),
-                "kv_bytes": _kv_bytes(side, setting),
-                "share_of_bandwidth": _kv_bytes(side, setting) / step / bandwidth,
-            }
-        for name in ("fp8", "antkv"):
-            row[name]["speedup"] = row["auto"]["step_seconds"] / row[name]["step_seconds"]
-            row[name]["prefill_ratio"] = row[name]["prefill_seconds"] / row["auto"]["prefill_seconds"]
-        rows.append(row)
-    return rows
+def _row(
+    setting: Setting, measured: dict[str, Measured], arguments: argparse.Namespace, bandwidth: float
+) -> dict[str, Any]:
+    row: dict[str, Any] = asdict(setting)
+    turns = {side: [statistics.median(steps) for steps in measured[side]["turns"]] for side in SIDES}
+    for side in SIDES:
+        step = statistics.median(turns[side])
+        quartiles = statistics.quantiles(turns[side])
+        kv_bytes = _kv_bytes(arguments.kv_cache_dtype if side == "antkv" else side, setting)
+        row[side] = {
+            "step_seconds": step,
+            "step_spread": quartiles[2] - quartiles[0],
+            "tokens_per_second": setting.batch / step,
+            "prefill_seconds": min(measured[side]["prefills"]),
+            "kv_bytes": kv_bytes,
+            "share_of_bandwidth": kv_bytes / step / bandwidth,
+        }
+    for side in SIDES[1:]:
+        ratios = [auto / other for auto, other in zip(turns["auto"], turns[side], strict=True)]
+        prefills = zip(measured[side]["prefills"], measured["auto"]["prefills"], strict=True)
+        row[side] |= {
+            "speedup": statistics.median(ratios),
+            "speedup_quartiles": statistics.quantiles(ratios)[::2],
+            "prefill_ratio": statistics.median(other / auto for other, auto in prefills),
+        }
+    return row
 
 
 def _table(report: dict[str, Any]) -> str:
@@ -281,13 +231,18 @@ def _table(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         sides = [row[name] for name in SIDES]
         steps = [f"{side['step_seconds'] * 1e3:.2f} ± {side['step_spread'] * 5e2:.2f}" for side in sides]
-        speedups = [f"{side['speedup']:.2f}" for side in sides[1:]]
+        speedups = [_with_quartiles(side) for side in sides[1:]]
         bytes_read = [f"{row[name]['kv_bytes'] / 1e6:.1f}" for name in ("auto", "antkv")]
         prefills = [f"{side['prefill_ratio']:.2f}" for side in sides[1:]]
         lines.append(
             f"| {' | '.join(map(str, [row['context'], row['batch'], *steps, *speedups, *bytes_read, *prefills]))} |"
         )
     return "\n".join([*lines, "", *_growth(report["rows"])])
+
+
+def _with_quartiles(side: dict[str, Any]) -> str:
+    first, third = side["speedup_quartiles"]
+    return f"{side['speedup']:.2f} ({first:.2f} to {third:.2f})"
 
 
 def _growth(rows: list[dict[str, Any]]) -> list[str]:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_antkv.evaluate.figures import style
 
@@ -38,14 +38,29 @@ LLAMA_3_8B = {
     "max_position_embeddings": 131072,
     "dtype": "bfloat16",
 }
+#: The shape of Gemma-3-27B's language model: windows of 1024 tokens in five of six layers.
+GEMMA_3_27B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "sliding_window": 1024,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
 
 
-def measure() -> dict[str, list[float]]:
-    """For each preset and each of LENGTHS, tokens held divided by those of `auto`."""
+def measure(shape: dict[str, Any]) -> dict[str, list[float]]:
+    """For each preset and each of LENGTHS, tokens held divided by those of `auto`, by a model of this config."""
     from vllm_antkv.presets import PRESETS
 
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(LLAMA_3_8B))
+        Path(folder, "config.json").write_text(json.dumps(shape))
         auto = [capacity(folder, None, length) for length in LENGTHS]
         return {
             name: [round(capacity(folder, name, length) / base, 2) for length, base in zip(LENGTHS, auto, strict=True)]
@@ -77,7 +92,7 @@ def engine_config(model: str, max_model_len: int) -> "VllmConfig":
 def cache_config(config: "VllmConfig", presets: "Sequence[Preset] | None") -> "KVCacheConfig":
     """How vLLM divides MEMORY among layers of these presets, or of `auto`."""
     from vllm.v1.attention.backends.utils import record_kv_cache_layout
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
     from vllm_antkv.cache.pages import page_layouts
     from vllm_antkv.cache.specs import recency_spec, vq_spec
@@ -86,19 +101,32 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset] | None") -> "K
 
     model_config, settings = config.model_config, AntKVConfig()
     num_kv_heads, head_size = model_config.get_num_kv_heads(config.parallel_config), model_config.get_head_size()
+    windows = layer_windows(config)
     specs: dict[str, KVCacheSpec] = {}
     if presets is None:
-        full = FullAttentionSpec(
-            block_size=128, num_kv_heads=num_kv_heads, head_size=head_size, dtype=model_config.dtype
-        )
-        specs = {f"layers.{layer}": full for layer in range(model_config.get_num_layers(config.parallel_config))}
+        page = {"block_size": 128, "num_kv_heads": num_kv_heads, "head_size": head_size, "dtype": model_config.dtype}
+        for layer, window in enumerate(windows):
+            kind = FullAttentionSpec(**page) if window is None else SlidingWindowSpec(**page, sliding_window=window)
+            specs[f"layers.{layer}"] = kind
     else:
-        for layer, layout in enumerate(page_layouts(settings, presets, head_size, model_config.dtype)):
-            specs[f"layers.{layer}"] = vq_spec(layout, num_kv_heads)
-            specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, num_kv_heads, settings, config)
+        layouts = page_layouts(settings, presets, head_size, model_config.dtype, all_slide=None not in windows)
+        for layer, (layout, window) in enumerate(zip(layouts, windows, strict=True)):
+            specs[f"layers.{layer}"] = vq_spec(layout, num_kv_heads, window)
+            specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, num_kv_heads, settings, config, window)
     record_kv_cache_layout(config.cache_config, "LBHNC" if presets is None else "BLHNC")
     planning = kv_cache_planning()
     return planning.get_kv_cache_config_from_groups(config, planning.get_kv_cache_groups(config, specs), MEMORY)
+
+
+def layer_windows(config: "VllmConfig") -> list[int | None]:
+    """The window of each layer; None where a query sees all tokens before it."""
+    text_config, num_layers = (
+        config.model_config.hf_text_config,
+        config.model_config.get_num_layers(config.parallel_config),
+    )
+    kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * num_layers
+    windows = [text_config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    return [None if window is None or window >= config.model_config.max_model_len else window for window in windows]
 
 
 def draw(ratios: dict[str, list[float]]) -> None:
@@ -121,8 +149,9 @@ def draw(ratios: dict[str, list[float]]) -> None:
 def main() -> None:
     """The command."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    ratios = measure()
-    NUMBERS.write_text(json.dumps({"lengths": LENGTHS, "relative to auto": ratios}, indent=1) + "\n")
+    ratios = measure(LLAMA_3_8B)
+    numbers = {"lengths": LENGTHS, "relative to auto": ratios, "Gemma-3-27B": measure(GEMMA_3_27B)}
+    NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n")
     draw(ratios)
 
 

@@ -35,6 +35,7 @@ from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.triton import TritonOperations
@@ -322,7 +323,7 @@ def _layer(case: Case, config: AntKVConfig) -> LayerState:
         last_query=last_query_table(config, MAX_LEN),
         config=config,
         num_heads=case.num_heads,
-        scale=case.head_size**-0.5,
+        rules=LogitRules(case.head_size**-0.5),
         counters=Counters(torch.device("cpu"), "compiled"),
         counts_rows=False,
         max_num_reqs=2,

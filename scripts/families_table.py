@@ -19,10 +19,10 @@ _OTHERS = (
     ("quantised weights (AWQ, GPTQ, FP8) of these", "untested", "untested", "refused: calibrate the original", "", ""),
     (
         "all others",
-        "refused",
-        "refused",
-        "run for 14 of them: where all layers hand K and V to transformers' attention interface",
-        "run for 10 of them: likewise, without soft caps, sink logits, and windows shorter than the text",
+        "served with a warning, if all layers are of the kinds above",
+        "untested",
+        "where all layers hand K and V to transformers' attention interface",
+        "likewise, without soft caps, sink logits, and windows shorter than the text",
         "experts, norms, RoPE of any kind or none, in some layers or all",
     ),
 )

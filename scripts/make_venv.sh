@@ -55,10 +55,11 @@ trap 'status=$?; [ $status = 0 ] || { tail -n 15 $log; echo "The installation fa
 
 engine=cpu
 ! has_gpu || engine=gpu
-# The C++ kernels are compiled while everything else is downloaded. Without a compiler there are none: `antkv doctor` says so.
+# This project with its C++ kernels, which are compiled while everything else is downloaded. Without a compiler there are
+# none: `antkv doctor` says so.
 pip_install "$(grep '^setuptools==' requirements/$engine.lock)"
-.venv/bin/python setup.py build_ext --inplace >.venv/kernels.log 2>&1 &
-kernels=$!
+pip_install --no-build-isolation --editable . &
+project=$!
 say "Installing requirements/$engine.lock (log: $log)"
 pip_install --requirement requirements/$engine.lock
 if [ $engine = cpu ]; then
@@ -82,7 +83,6 @@ if [ "$purpose" = serve ]; then
     say "Compiling the modules that a server imports"
     .venv/bin/python -c 'import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm_antkv.hooks' >>$log 2>&1
 fi
-if kill -0 $kernels 2>/dev/null; then say "Compiling the C++ kernels"; fi
-wait $kernels || true
-pip_install --no-build-isolation --editable .
+if kill -0 $project 2>/dev/null; then say "Compiling the C++ kernels"; fi
+wait $project
 say "Ready: .venv/bin/antkv, .venv/bin/vllm"

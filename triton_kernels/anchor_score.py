@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, ExactRows, Pages, Policy, Rows, Shape, Tables
+from .attention import capped
 from .choose import choose, key_error, store_keys, store_values, value_error
 from .common import LOG2E, exact_rows, find_request, first_tile, in_recency_page, load_exact, load_rows
 
@@ -269,12 +270,22 @@ def count_votes(
         tokens = (first_row + positions - start).to(tl.int64)
         query = load_rows(rows.query + tokens * rows.query_stride + heads * shape.head_size, real, channels, in_head)
         logits = tl.dot(query, tl.trans(key), input_precision="tf32x3") * (scale * LOG2E)
+        logits = capped(logits, shape)
         visible = real[:, None] & (keys[None, :] <= positions[:, None]) & (keys < stop)[None, :]
+        if shape.window > 0:
+            visible &= keys[None, :] > positions[:, None] - shape.window
         if policy.weighs_votes:
             logits = tl.where(visible, logits, float("-inf"))
             maximum = tl.max(logits, 1)
+            sink = maximum
+            if shape.has_sinks:
+                sink = tl.load(tables.sinks + heads, mask=real, other=0.0) * LOG2E
+                maximum = tl.maximum(maximum, sink)
             raw = tl.exp2(logits - tl.where(real, maximum, 0.0)[:, None])
-            probs = raw / tl.where(real, tl.sum(raw, 1), 1.0)[:, None]
+            total = tl.sum(raw, 1)
+            if shape.has_sinks:
+                total += tl.exp2(sink - maximum)
+            probs = raw / tl.where(real, total, 1.0)[:, None]
         else:
             statistics = tl.load(lse + tokens * num_heads + heads, mask=real, other=0.0)
             # A row that the query saw only through its code can come out above 1 here.

@@ -47,6 +47,7 @@ class Tables(NamedTuple):
         same. Rows in full precision have their channels as the model has them.
     cos, sin: (max_position, rotary_half) float32; not read without RoPE.
     last_query: (max_model_len,) int32, the last query position that sees each token exactly.
+    sinks: (num_heads,) float32, learned logits that take part in every softmax; not read where there are none.
     """
 
     k_centroids: torch.Tensor
@@ -57,6 +58,7 @@ class Tables(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
     last_query: torch.Tensor
+    sinks: torch.Tensor
 
 
 class Batch(NamedTuple):
@@ -135,6 +137,9 @@ class Shape(NamedTuple):
     reads_cache: queries see the tokens of their own step as they see older ones; else exactly.
     exact_prefix, exact_reach: a query sees tokens of closed blocks exactly only if they are among the first
         `exact_prefix` of the sequence, or at most `exact_reach` before it.
+    window: tokens that a query sees, itself included; 0 for all before it.
+    soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 where they stay.
+    has_sinks: of learned logits.
     """
 
     head_size: int
@@ -164,6 +169,9 @@ class Shape(NamedTuple):
     reads_cache: bool
     exact_prefix: int
     exact_reach: int
+    window: int
+    soft_cap: float
+    has_sinks: bool
 
 
 class Policy(NamedTuple):

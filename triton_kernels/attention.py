@@ -81,22 +81,27 @@ def attend_tile(
     seen_until = tl.load(tables.last_query + keys, mask=present, other=-1)
     if not shape.reads_cache:
         seen_until = tl.where(present & (keys >= start), ALWAYS, seen_until)
-    causal = keys[None, :] <= positions[:, None]
+    visible = keys[None, :] <= positions[:, None]
+    if shape.window > 0:
+        visible &= keys[None, :] > positions[:, None] - shape.window
     exact = seen_until[None, :] >= positions[:, None]
     # Both kinds of rows are skipped where no query of the tile sees one: most tiles have only coded rows.
     if tl.max((present & (seen_until < final_query)).to(tl.int32), 0) > 0:
         maximum, total, weighted = attend_coded(
-            query_first, query_second, causal & ~exact, keys, present, tile, first_query, request, head, scale,
+            query_first, query_second, visible & ~exact, keys, present, tile, first_query, request, head, scale,
             maximum, total, weighted, pages, tables, batch, shape,
         )  # fmt: skip
     kept = present & (seen_until >= first_query)
+    if shape.window > 0:
+        # Rows before the window of the first query may be gone.
+        kept &= keys > first_query - shape.window
     if tl.max(kept.to(tl.int32), 0) > 0:
         exact_first, exact_second = query_first, query_second
         if shape.ordered:
             # To have them at hand for every tile would fill the registers.
             exact_first, exact_second = load_halves(queries, positions >= 0, tables, False, shape)
         maximum, total, weighted = attend_exact(
-            exact_first, exact_second, causal & exact, keys, kept, start, first_row, request, head, scale,
+            exact_first, exact_second, visible & exact, keys, kept, start, first_row, request, head, scale,
             maximum, total, weighted, rows, pages, batch, shape,
         )  # fmt: skip
     return maximum, total, weighted
@@ -141,7 +146,7 @@ def attend_coded(
         key_first, key_second = correct_keys(key_first, key_second, offsets, block_id, head, pages, tables, shape)
     key_first = key_first.to(query_first.dtype)
     key_second = key_second.to(query_first.dtype)
-    logits = visible_logits(query_first, query_second, key_first, key_second, visible, scale)
+    logits = visible_logits(query_first, query_second, key_first, key_second, visible, scale, shape)
     probs, decay, maximum, total = softmax_step(logits, maximum, total)
 
     v_codes = in_vq_page(pages.v_codes, block_id, head, pages) + offsets * shape.code_bytes
@@ -250,7 +255,7 @@ def attend_exact(
     first_channels, second_channels = channels_of_pairs(pairs, shape)
     key_first = load_exact(k_rows, first_channels, pairs < shape.head_size // 2)
     key_second = load_exact(k_rows, second_channels, pairs < shape.head_size // 2)
-    logits = visible_logits(query_first, query_second, key_first, key_second, visible, scale)
+    logits = visible_logits(query_first, query_second, key_first, key_second, visible, scale, shape)
     probs, decay, maximum, total = softmax_step(logits, maximum, total)
     v_rows = exact_rows(
         pages.recent_v, rows.value, rows.value_stride, keys, kept, start, first_row, request, head, pages, batch, shape
@@ -268,11 +273,21 @@ def visible_logits(
     key_second: tl.tensor,
     visible: tl.tensor,
     scale: tl.tensor,
+    shape: tl.constexpr,
 ) -> tl.tensor:
     """(M, N) logits times log2(e), -inf where a query does not see the key."""
     logits = tl.dot(query_first, tl.trans(key_first), input_precision="tf32x3")
     logits = tl.dot(query_second, tl.trans(key_second), logits, input_precision="tf32x3")
-    return tl.where(visible, logits * (scale * LOG2E), float("-inf"))
+    return tl.where(visible, capped(logits * (scale * LOG2E), shape), float("-inf"))
+
+
+@triton.jit
+def capped(logits: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Logits times log2(e), within the soft cap of the layer if it has one."""
+    if shape.soft_cap > 0:
+        # tanh x = 1 - 2 / (e^2x + 1); an infinite power gives 1.
+        logits = shape.soft_cap * LOG2E * (1 - 2 / (tl.exp2(logits * (2 / shape.soft_cap)) + 1))
+    return logits
 
 
 @triton.jit

@@ -231,7 +231,10 @@ def rank_scores(
         if not policy.weighs_votes:
             weighted = weighted * error
         else:
-            weighted = weighted / (shape.block_size - offsets + policy.vote_prior).to(tl.float32)
+            num_votes = shape.block_size - offsets
+            if shape.window > 0:
+                num_votes = tl.minimum(num_votes, shape.window)
+            weighted = weighted / (num_votes + policy.vote_prior).to(tl.float32)
     else:
         weighted = tl.full((shape.block_size,), float("-inf"), tl.float32)
     ranked = tl.where(is_sink, float("inf"), weighted)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Tables
-from .attention import accumulate, softmax_step
+from .attention import accumulate, capped, softmax_step
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import LOG2E, from_e4m3, in_vq_page, load_halves, load_rows
 
@@ -119,7 +119,7 @@ def attend_past(
                     logits = tl.where(any_of(own & k_exact[:, None], 0)[None, :], 0.0, logits)
                     logits = tl.dot(k_rest.to(dtype), picked, logits, input_precision="tf32x3")
                 logits = tl.dot(k_logits.to(dtype), picked, logits, input_precision="tf32x3")
-            probs, decay, maximum, total = softmax_step(logits, maximum, total)
+            probs, decay, maximum, total = softmax_step(capped(logits, shape), maximum, total)
             if shape.anchor_rows > 0:
                 own = keys[:, None] == v_anchors[None, :]
                 v_weights = accumulate(probs, decay, own.to(dtype), v_weights)

@@ -12,7 +12,7 @@ import triton.language as tl
 from .arguments import Batch, Pages, Rows, Shape, Tables
 from .attention import attend_tile, nothing_seen, query_pointers
 from .coded_past import attend_past
-from .common import LN2, load_halves
+from .common import LN2, LOG2E, load_halves
 from .tuning import autotuned
 
 #: Splits that a merging program reads at a time.
@@ -55,6 +55,7 @@ def decode(
         partial_lse if lse is None else lse,
         partial_output,
         partial_lse,
+        tables.sinks,
         batch,
         num_splits,
         shape,
@@ -83,8 +84,11 @@ def _decode_kernel(
     if tl.load(batch.query_start_loc + request + 1) - token != 1:
         return
     position = tl.load(batch.seq_lens + request) - 1
-    blocks_per_split = tl.cdiv(tl.cdiv(position + 1, shape.block_size), num_splits)
-    begin = split * blocks_per_split * shape.block_size
+    first_block = 0
+    if shape.window > 0:
+        first_block = tl.maximum(position - shape.window + 1, 0) // shape.block_size
+    blocks_per_split = tl.cdiv(tl.cdiv(position + 1, shape.block_size) - first_block, num_splits)
+    begin = (first_block + split * blocks_per_split) * shape.block_size
     end = tl.minimum(begin + blocks_per_split * shape.block_size, position + 1)
 
     # A matrix instruction has 16 rows, whatever the size of the group.
@@ -128,6 +132,8 @@ def coded_past(
     closed = position // shape.block_size * shape.block_size
     past_end = tl.minimum(tl.minimum(position - shape.exact_reach, closed), end) // BLOCK_N * BLOCK_N
     past_begin = tl.maximum(tl.cdiv(shape.exact_prefix, BLOCK_N) * BLOCK_N, begin)
+    if shape.window > 0:
+        past_begin = tl.maximum(tl.cdiv(tl.maximum(position - shape.window + 1, 0), BLOCK_N) * BLOCK_N, past_begin)
     # Where there are none, all others begin at `begin`.
     return tl.where(past_begin < past_end, past_begin, begin), tl.where(past_begin < past_end, past_end, begin)
 
@@ -139,6 +145,7 @@ def _merge_kernel(
     lse: tl.tensor,
     partial_output: tl.tensor,
     partial_lse: tl.tensor,
+    sinks: tl.tensor,
     batch: Batch,
     num_splits: tl.tensor,
     shape: tl.constexpr,
@@ -154,6 +161,9 @@ def _merge_kernel(
     real = channels < shape.head_size
     maximum = float("-inf")
     total = 0.0
+    if shape.has_sinks:
+        maximum = tl.load(sinks + head) * LOG2E
+        total = 1.0
     merged = tl.full((shape.head_pad,), 0, tl.float32)
     # Not all at once: their number is compiled in nowhere, so that no step waits for a compiler.
     for first in range(0, num_splits, _MERGED_TOGETHER):

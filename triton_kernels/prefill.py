@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .arguments import Batch, Pages, Rows, Shape, Tables
 from .attention import attend_tile, nothing_seen, query_pointers
-from .common import LN2, find_request, first_tile, load_halves
+from .common import LN2, LOG2E, find_request, first_tile, load_halves
 from .tuning import autotuned
 
 _CONFIGS = [
@@ -105,7 +105,13 @@ def _prefill_kernel(
     positions = tl.where(real, positions, -1)
     query_first, query_second = load_halves(queries, real, tables, True, shape)
     maximum, total, weighted = nothing_seen(row, shape)
-    for tile in range(0, final_query + 1, BLOCK_N):
+    if shape.has_sinks:
+        maximum = tl.load(tables.sinks + heads, mask=real, other=float("-inf")) * LOG2E
+        total = tl.where(real, 1.0, 0.0)
+    first_key = 0
+    if shape.window > 0:
+        first_key = tl.maximum(tl.maximum(tile_begin, start) - shape.window + 1, 0) // BLOCK_N * BLOCK_N
+    for tile in range(first_key, final_query + 1, BLOCK_N):
         maximum, total, weighted = attend_tile(
             queries, query_first, query_second, positions, tl.maximum(tile_begin, start), final_query, tile, start,
             first_row, request, head, scale, maximum, total, weighted, rows, pages, tables, batch, shape, BLOCK_N,

@@ -101,6 +101,11 @@ class AntKVConfig(BaseModel):
         description="Recent tokens in full precision: sliding:W, log:W or none. Unless none, the tokens of the VQ "
         "block that is still being filled stay in full precision too.",
     )
+    windows: Literal["coded", "exact"] = Field(
+        default="coded",
+        description="Layers with a sliding window: coded, as all others are, or exact: what a query sees of its window "
+        "is in the dtype of the model.",
+    )
     prefill_reads_cache: bool = Field(
         default=True,
         description="Let every query see the past as decode will see it, so that chunking, prefix hits and preemption "

@@ -41,25 +41,44 @@ FAMILIES: dict[str, Family] = {
             trained="run: the embedded model (5 M parameters), the retrieval model (0.3 M) and, by hand, one of 3 M; "
             "larger ones untested",
         ),
-        Family("mistral", "MistralForCausalLM", "Mistral", special="with full attention only"),
+        Family("mistral", "MistralForCausalLM", "Mistral", special="with and without windows"),
         Family("qwen2", "Qwen2ForCausalLM", "Qwen2", special="K has biases, in Qwen2.5 of several hundred"),
         Family("qwen3", "Qwen3ForCausalLM", "Qwen3", special="K is coded after its norm"),
         Family(
             "phi3",
             "Phi3ForCausalLM",
             "Phi-3",
-            special="one projection for Q, K and V; partial RoPE too",
+            served="run: whole and partial RoPE, LongRoPE",
+            special="one projection for Q, K and V; of LongRoPE's tables vLLM uses one for all lengths",
         ),
+        Family("gemma", "GemmaForCausalLM", "Gemma"),
+        Family("mixtral", "MixtralForCausalLM", "Mixtral", special="experts"),
+        Family("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2-MoE", special="experts, one of them shared"),
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3-MoE", special="experts; K is coded after its norm"),
+        Family("olmoe", "OlmoeForCausalLM", "OLMoE", special="experts; norms over all heads"),
+        Family("granitemoe", "GraniteMoeForCausalLM", "Granite-MoE", special="experts; a scale of its own"),
+        Family("granite", "GraniteForCausalLM", "Granite", special="a scale of its own"),
+        Family("olmo2", "Olmo2ForCausalLM", "OLMo-2", special="norms over all heads, behind the layers"),
+        Family("starcoder2", "Starcoder2ForCausalLM", "StarCoder2", special="with and without windows"),
+        Family("glm", "GlmForCausalLM", "GLM-4 (first)", special="half of the channels turn, neighbours together"),
+        Family("glm4", "Glm4ForCausalLM", "GLM-4", special="half of the channels turn, neighbours together"),
+        Family("stablelm", "StableLmForCausalLM", "StableLM", special="a quarter of the channels turns"),
+        Family("phi", "PhiForCausalLM", "Phi-2", special="half of the channels turns"),
+        Family("gpt_neox", "GPTNeoXForCausalLM", "GPT-NeoX", special="a quarter of the channels turns"),
+        Family("cohere", "CohereForCausalLM", "Cohere", special="neighbours turn together"),
+        Family("cohere2", "Cohere2ForCausalLM", "Cohere-2", special="windows; no RoPE where it attends to everything"),
+        Family("exaone4", "Exaone4ForCausalLM", "EXAONE-4", special="windows; no RoPE where it attends to everything"),
+        Family("smollm3", "SmolLM3ForCausalLM", "SmolLM3", special="every fourth layer without RoPE"),
+        Family("gpt2", "GPT2LMHeadModel", "GPT-2", special="no RoPE: K is coded as it is"),
+        Family("opt", "OPTForCausalLM", "OPT", special="no RoPE: K is coded as it is"),
+        Family("gemma2", "Gemma2ForCausalLM", "Gemma-2", special="soft caps on logits, windows in every second layer"),
+        Family("gemma3_text", "Gemma3ForCausalLM", "Gemma-3", special="windows in five of six layers"),
+        Family("olmo3", "Olmo3ForCausalLM", "OLMo-3", special="windows in three of four layers"),
         Family(
-            "gemma2",
-            "Gemma2ForCausalLM",
-            "Gemma-2",
-            evaluated=False,
-            served="",
-            special="soft caps on logits, sliding windows",
+            "gpt_oss", "GptOssForCausalLM", "gpt-oss", special="experts, learned sinks, windows in every second layer"
         ),
     )
 }
 
-#: What the server and `antkv doctor` take.
+#: What is tested. Servers take others too, whose layers are of kinds that the cache has, and say so.
 SERVED_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values() if family.served)

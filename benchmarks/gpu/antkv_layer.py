@@ -13,6 +13,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.fp8_tables import served
 from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import correction
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
 from vllm_antkv.ops.step import Step
@@ -83,7 +84,7 @@ class Requests:
             last_query=last_query_table(config, length).to(device),
             config=config,
             num_heads=NUM_HEADS,
-            scale=SCALE,
+            rules=LogitRules(SCALE),
             counters=Counters(torch.device(device), "benchmark"),
             counts_rows=False,
             max_num_reqs=batch,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "gemm.h"
+#include "logit_rules.h"
 #include "memory.h"
 #include "codes.h"
 #include "row_tiles.h"
@@ -24,24 +25,27 @@ class Block {
         : sequence_(sequence), layer_(sequence.layer), query_(query), key_(key), value_(value),
           size_(sequence.layer.head_size), group_(num_queries_per_kv(sequence.layer)), block_(block),
           first_(block * kBlockSize), begin_(std::max(first_, sequence.start)),
-          end_(std::min(first_ + kBlockSize, sequence.end)), keys_(floats(kBlockSize * size_)) {}
+          end_(std::min(first_ + kBlockSize, sequence.end)), scale_(softmax_scale(sequence.layer)),
+          keys_(floats(kBlockSize * size_)) {}
 
     // Returns the anchor rows chosen.
     int run(const uint8_t* is_sink, const float* lse) {
         load_scores();
-        exact_rows(key_, false);
+        const bool closes = end_ - first_ == kBlockSize;
         // Whoever votes on these keys: the queries of the block, or all that follow them in the step.
         const int last = lse ? sequence_.end : end_;
         const bool in_tiles = layer_.dtype == ANTKV_BFLOAT16 && with_tiles(layer_, [&](auto tiles) {
             votes_in_tiles<decltype(tiles)>(last, lse);
         });
+        // Tiles take keys as they lie.
+        if (closes || !in_tiles) exact_rows(key_, false);
         for (int position = begin_; !in_tiles && position < last; ++position) vote(position, lse);
         if (is_sink) {
             for (int position = begin_; position < end_; ++position)
                 if (is_sink[sequence_.first + position - sequence_.start])
                     scores_[0][position - first_] = scores_[1][position - first_] = kInfinity;
         }
-        if (end_ - first_ < kBlockSize) {
+        if (!closes) {
             store_scores();
             return 0;
         }
@@ -123,6 +127,9 @@ class Block {
     // one query after the other, so that sums do not depend on which of them come in one step. Overwrites the logits.
     void vote(int position, int head, const float* query, float* logits, const float* lse) {
         const int count = num_keys(position), padded = (count + W - 1) / W * W;
+        const int hidden = std::min(std::max(sequence_.first_visible(position) - first_, 0), count);
+        cap_logits(layer_, layer_.scale, logits, padded);
+        std::fill_n(logits, hidden, -kInfinity);
         std::fill(logits + count, logits + padded, -kInfinity);
         Vec squares = {};
         for (int c = 0; c < size_; c += W) squares += load(query + c) * load(query + c);
@@ -135,9 +142,11 @@ class Block {
                 add(t, weight * of_key * of_key * norm * norm, weight * of_value * of_value);
             });
         } else {
-            Vec top = broadcast(-kInfinity);
-            for (int t = 0; t < padded; t += W) top = maximum(top, load(logits + t) * layer_.scale);
-            const float total = weigh(logits, padded, largest(top));
+            const float sink = layer_.sinks ? layer_.sinks[sequence_.head * group_ + head] : -kInfinity;
+            Vec top = broadcast(sink);
+            for (int t = 0; t < padded; t += W) top = maximum(top, load(logits + t) * scale_);
+            float total = weigh(logits, padded, largest(top));
+            if (layer_.sinks) total += std::exp(sink - largest(top));
             add_votes(logits, padded, 1 / total, [&](int t, Vec of_key, Vec of_value) { add(t, of_key * norm, of_value); });
         }
     }
@@ -145,7 +154,7 @@ class Block {
     float weigh(float* logits, int padded, float offset) const {
         Vec totals = {};
         for (int t = 0; t < padded; t += W) {
-            const Vec weight = exponential(load(logits + t) * layer_.scale - offset);
+            const Vec weight = exponential(load(logits + t) * scale_ - offset);
             totals += weight;
             store(logits + t, weight);
         }
@@ -231,7 +240,7 @@ class Block {
         if (first_ + offset < layer_.prefix) return -kInfinity;
         if (score == kInfinity) return kInfinity;
         if (!layer_.has_anchors) return -kInfinity;
-        return layer_.prompt_scope ? score * error * error : score * error / (kBlockSize - offset + kVotePrior);
+        return layer_.prompt_scope ? score * error * error : score * error / (std::min(kBlockSize - offset, layer_.window) + kVotePrior);
     }
 
     static constexpr int kTile = 32;
@@ -241,6 +250,7 @@ class Block {
     antkv_rows query_, key_, value_;
     const int size_, group_, block_;
     const int first_, begin_, end_;  // of the block; new tokens begin_ .. end_
+    const float scale_;
     Buffer keys_;
     alignas(64) float scores_[2][kBlockSize];
 };

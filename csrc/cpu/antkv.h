@@ -13,6 +13,9 @@ enum antkv_dtype : int32_t { ANTKV_FLOAT32 = 0, ANTKV_FLOAT16 = 1, ANTKV_BFLOAT1
 // What multiplies tiles of bfloat16 (tiles/tiles.h). A build has plain tiles or the two others or none.
 enum antkv_tiles : int32_t { ANTKV_NO_TILES = 0, ANTKV_PLAIN_TILES = 1, ANTKV_AVX512_BF16 = 2, ANTKV_AMX = 3 };
 
+// Longer than any sequence, and by so much less than 2^31 that it can be added to a position.
+constexpr int32_t ANTKV_NO_WINDOW = 1 << 30;
+
 // Everything about a layer that no step changes. Strides and section offsets are in bytes.
 struct antkv_layer {
     uint8_t* vq;  // VQ pages: K codes at 0, then the sections below
@@ -34,7 +37,9 @@ struct antkv_layer {
     const float *cos, *sin;  // (max_position, rotary_dim / 2); null without RoPE
     const int32_t* k_order;  // (head_size) channel of K at each place of a coded row; null where they are the same
     const int32_t* last_query;  // (max_model_len)
+    const float* sinks;  // (num_heads) learned logits that take part in every softmax; null without
     float scale;
+    float soft_cap;  // logits become soft_cap tanh(logit / soft_cap); 0 without
     float rotary_magnitude;  // of every entry, (cos^2 + sin^2)^1/2: 1 but for YaRN and LongRoPE
     int32_t dtype;
     int32_t num_heads, num_kv_heads, head_size;
@@ -46,6 +51,7 @@ struct antkv_layer {
     int32_t exact_anchors;  // all anchors are kept as they are, as sinks are: in two anchor rows each
     int32_t prompt_scope;
     int32_t prefill_reads_cache;
+    int32_t window;  // tokens that a query sees, itself included; ANTKV_NO_WINDOW where all
     int32_t tiles;  // antkv_tiles; float32 arithmetic without
 };
 
@@ -72,6 +78,9 @@ int64_t antkv_anchor_score(const antkv_layer*, const antkv_step*, antkv_rows que
 // prompts; null where only those of requests with several are.
 void antkv_attend(const antkv_layer*, const antkv_step*, antkv_rows query, antkv_rows key, antkv_rows value,
                   antkv_rows output, float* lse, const uint8_t* is_prefilling);
+
+// The digest of the sources of this build; see vllm_antkv/ops/cpu_sources.py.
+const char* antkv_sources();
 
 // Whether this build has these antkv_tiles and they multiply a matrix right on this processor.
 int32_t antkv_tiles_multiply_right(int32_t tiles);

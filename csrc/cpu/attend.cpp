@@ -49,7 +49,9 @@ static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_r
             if (!is_decode(step, request, is_prefilling)) continue;
             merges.push_back({request, head, 0});
             first_split.push_back(splits.size());
-            for (int i = 0; i < Decode::num_splits(step.seq_lens[request]); ++i) splits.push_back({request, head, i});
+            const Sequence sequence(layer, step, request, head);
+            for (int i = Decode::first_split(sequence); i < Decode::end_split(sequence); ++i)
+                splits.push_back({request, head, i});
         }
     }
     if (merges.empty()) return;

@@ -6,6 +6,7 @@
 
 #include "bins.h"
 #include "fixed_logits.h"
+#include "logit_rules.h"
 #include "tile_logits.h"
 #include "tile_values.h"
 
@@ -19,11 +20,14 @@ constexpr int kByCode = 256;  // tokens from which adding up weights per code is
 // One (request, KV head, split).
 class Split {
   public:
-    Split(const Sequence& sequence, antkv_rows key, antkv_rows value, int begin, int end, float* logits)
+    // Tokens begin .. end, from the first of a VQ block on; the first `hidden` are before the query's window.
+    Split(const Sequence& sequence, antkv_rows key, antkv_rows value, int begin, int end, int hidden, float* logits)
         : sequence_(sequence), layer_(sequence.layer), key_(key), value_(value),
           group_(num_queries_per_kv(sequence.layer)), size_(sequence.layer.head_size), begin_(begin),
-          count_(end - begin), own_block_((sequence.end - 1) / kBlockSize), logits_(logits) {
+          count_(end - begin), hidden_(hidden), own_block_((sequence.end - 1) / kBlockSize), logits_(logits) {
         sequence.seen_through_codes(sequence.end - 1, begin, count_, coded_);
+        // Their rows in full precision may be gone.
+        std::fill_n(coded_, hidden_, true);
         for (const bool* at = coded_; (at = (const bool*)std::memchr(at, 0, coded_ + count_ - at)); ++at)
             exact_[num_exact_++] = at - coded_;
     }
@@ -206,9 +210,11 @@ class Split {
 
     // Turn logits into weights.
     void softmax(float* max, float* total) {
-        const Vec scale = broadcast(layer_.scale);
+        const Vec scale = broadcast(softmax_scale(layer_));
         for (int h = 0; h < group_; ++h) {
             float* row = logits_ + h * kSplit;
+            cap_logits(layer_, layer_.scale, row, (count_ + W - 1) / W * W);
+            std::fill_n(row, hidden_, -kInfinity);
             std::fill(row + count_, row + (count_ + kTile - 1) / kTile * kTile, -kInfinity);
             Vec top = broadcast(-kInfinity);
             for (int t = 0; t < count_; t += W) top = maximum(top, load(row + t) * scale);
@@ -293,7 +299,7 @@ class Split {
     const Sequence& sequence_;
     const antkv_layer& layer_;
     antkv_rows key_, value_;
-    const int group_, size_, begin_, count_, own_block_;
+    const int group_, size_, begin_, count_, hidden_, own_block_;
     float* logits_;  // (group, kSplit), weights after `softmax`
     // Tokens of the split: whether the query sees them through their codes, and those it does not.
     bool coded_[kSplit];
@@ -310,18 +316,21 @@ void Decode::split(const Sequence& sequence, antkv_rows query, antkv_rows key, a
     for (int h = 0; h < group; ++h)
         widen(layer, row_of(layer, query, sequence.first, sequence.head * group + h), size, queries + h * size);
     float* max = partial + group * size;
-    const int begin = index * kSplit;
-    Split(sequence, key, value, begin, std::min(begin + kSplit, sequence.end), logits)
+    const int first = sequence.first_visible(sequence.end - 1);
+    const int begin = std::max(index * kSplit, first / kBlockSize * kBlockSize);
+    Split(sequence, key, value, begin, std::min((index + 1) * kSplit, sequence.end), std::max(first - begin, 0), logits)
         .run(queries, partial, max, max + group);
 }
 
 void Decode::merge(const Sequence& sequence, antkv_rows output, float* lse, const float* partials) {
     const antkv_layer& layer = sequence.layer;
     const int group = num_queries_per_kv(layer), size = layer.head_size;
-    const int stride = partial_size(layer), count = num_splits(sequence.end);
+    const int stride = partial_size(layer), count = end_split(sequence) - first_split(sequence);
     for (int h = 0; h < group; ++h) {
-        float max = -kInfinity, total = 0;
+        const int head = sequence.head * group + h;
+        float max = layer.sinks ? layer.sinks[head] : -kInfinity;
         for (int i = 0; i < count; ++i) max = std::max(max, partials[i * stride + group * size + h]);
+        float total = layer.sinks ? std::exp(layer.sinks[head] - max) : 0;
         alignas(64) float result[kMaxHead] = {};
         for (int i = 0; i < count; ++i) {
             const float* partial = partials + i * stride;
@@ -330,7 +339,6 @@ void Decode::merge(const Sequence& sequence, antkv_rows output, float* lse, cons
             for (int c = 0; c < size; ++c) result[c] += weight * partial[h * size + c];
         }
         for (int c = 0; c < size; ++c) result[c] /= total;
-        const int head = sequence.head * group + h;
         narrow(layer, result, size, row_of(layer, output, sequence.first, head));
         if (lse) lse[(int64_t)sequence.first * layer.num_heads + head] = max + std::log(total);
     }

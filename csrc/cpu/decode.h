@@ -9,7 +9,9 @@ constexpr int kSplit = 2048;   // tokens of a split, whatever the batch: results
 
 // Attention of a request's only new token. Splits are independent of each other; `merge` comes after all of them.
 struct Decode {
-    static int num_splits(int seq_len) { return (seq_len + kSplit - 1) / kSplit; }
+    // Splits are counted from the start of the sequence; those before the query's window are left out.
+    static int first_split(const Sequence& sequence) { return sequence.first_visible(sequence.end - 1) / kSplit; }
+    static int end_split(const Sequence& sequence) { return (sequence.end + kSplit - 1) / kSplit; }
     // Floats of a partial result: (group, head_size) output, (group) maximum, (group) sum.
     static int partial_size(const antkv_layer& layer) { return num_queries_per_kv(layer) * (layer.head_size + 2); }
 

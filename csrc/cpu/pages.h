@@ -99,15 +99,23 @@ struct Sequence {
         return recency_row(recency_page(position), of_values, position);
     }
 
-    // Whether the query at position `query` sees a token that is not behind it in full precision.
-    bool sees_exactly(int query, int position) const {
-        return layer.last_query[position] >= query || (!layer.prefill_reads_cache && position >= start);
-    }
-    // Its opposite for tokens begin .. begin + count.
+    // Position of the first token that the query at position `query` sees, and of the last query that sees a token.
+    int first_visible(int query) const { return std::max(query - layer.window + 1, 0); }
+    int last_that_sees(int position) const { return position + layer.window - 1; }
+    // Whether it sees a token that is not behind it in full precision, or through its code.
+    bool sees_exactly(int query, int position) const { return in_window(query, position) && exact_for(query, position); }
+    bool sees_code(int query, int position) const { return in_window(query, position) && !exact_for(query, position); }
+    // The latter for tokens begin .. begin + count of its window.
     void seen_through_codes(int query, int begin, int count, bool* coded) const {
         const int32_t* last_query = layer.last_query + begin;
         const int in_pages = layer.prefill_reads_cache ? count : start - begin;
         for (int t = 0; t < count; ++t) coded[t] = (last_query[t] < query) & (t < in_pages);
+    }
+
+  private:
+    bool in_window(int query, int position) const { return query - position < layer.window; }
+    bool exact_for(int query, int position) const {
+        return layer.last_query[position] >= query || (!layer.prefill_reads_cache && position >= start);
     }
 };
 

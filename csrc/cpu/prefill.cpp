@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "gemm.h"
+#include "logit_rules.h"
 #include "codes.h"
 
 namespace antkv {
@@ -27,8 +28,10 @@ void Prefill::run(const Sequence& sequence, int begin, int end, antkv_rows query
         }
     };
     std::fill_n(outputs_.get(), (int64_t)rows_ * size_, 0.0f);
-    std::fill_n(max_.get(), rows_, -kInfinity);
-    std::fill_n(total_.get(), rows_, 0.0f);
+    for (int row = 0; row < rows_; ++row) {
+        max_[row] = layer_.sinks ? layer_.sinks[head_of(row)] : -kInfinity;
+        total_[row] = layer_.sinks ? 1 : 0;
+    }
     load_queries(true);
     coded_tiles(sequence, begin, end);
     if (layer_.k_order) load_queries(false);
@@ -44,13 +47,14 @@ void Prefill::run(const Sequence& sequence, int begin, int end, antkv_rows query
 
 void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
     const int own = begin / kBlockSize;
-    for (int block = 0; block <= own; ++block) {
+    for (int block = sequence.first_visible(begin) / kBlockSize; block <= own; ++block) {
         const int first = block * kBlockSize, count = std::min(kBlockSize, end - first);
-        // The first query sees the fewest tokens exactly, the last one the most through their codes.
+        // A token is seen exactly first, then through its code, then not at all.
         bool any = false, all = block < own;
         for (int position = first; position < first + count; ++position) {
-            any |= !sequence.sees_exactly(end - 1, position);
-            all &= !sequence.sees_exactly(begin, position);
+            const int last = std::min(end - 1, sequence.last_that_sees(position));
+            any |= last >= begin && sequence.sees_code(last, position);
+            all &= sequence.sees_code(begin, position) && sequence.sees_code(end - 1, position);
         }
         if (!any) continue;
         const VQPage page = sequence.vq_page(block);
@@ -61,7 +65,7 @@ void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
             correct(page, row, true, values_.get());
         }
         add_tile(begin, count, all, [&](int query, int column) {
-            return first + column <= query && !sequence.sees_exactly(query, first + column);
+            return first + column <= query && sequence.sees_code(query, first + column);
         });
     }
 }
@@ -84,7 +88,7 @@ void Prefill::exact_tiles(const Sequence& sequence, int begin, int end, antkv_ro
     };
     // Tiles hold what the queries of the whole VQ block see, so that sums do not depend on where the run begins.
     const int block = begin / kBlockSize * kBlockSize;
-    for (int position = 0; position < end; ++position) {
+    for (int position = sequence.first_visible(block); position < end; ++position) {
         if (!seen_from(block, position)) continue;
         float *to_key = &keys_[(int64_t)count * size_], *to_value = &values_[(int64_t)count * size_];
         if (seen_from(begin, position)) {
@@ -106,6 +110,8 @@ void Prefill::add_tile(int begin, int count, bool all_visible, Visible visible) 
     const int padded = (count + W - 1) / W * W;
     transpose(count, size_, keys_.get(), columns_.get(), kBlockSize);
     gemm<false>(rows_, padded, size_, queries_.get(), size_, columns_.get(), kBlockSize, logits_.get(), kBlockSize);
+    // Queries have been scaled.
+    for (int row = 0; row < rows_; ++row) cap_logits(layer_, 1, &logits_[(int64_t)row * kBlockSize], padded);
     for (int row = 0; row < rows_; ++row) {
         float* logits = &logits_[(int64_t)row * kBlockSize];
         if (!all_visible) {

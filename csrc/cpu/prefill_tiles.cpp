@@ -9,6 +9,7 @@
 #include <cmath>
 #include <vector>
 
+#include "logit_rules.h"
 #include "prefill.h"
 #include "softmax_tiles.h"
 #include "tiles/tiles.h"
@@ -74,9 +75,12 @@ class TilePrefill {
         for (int index = 0; index < num_strips_of(end_); ++index) {
             const Strip to = strip(index);
             std::fill_n(to.outputs, kStrip * padded_, 0.0f);
-            std::fill_n(to.max, kStrip, -kInfinity);
-            std::fill_n(to.total, kStrip, 0.0f);
-            for (int lane = 0; lane < kStrip; ++lane) to.positions[lane] = begin_ + row_at(index, lane) / group_;
+            for (int lane = 0; lane < kStrip; ++lane) {
+                const float sink = layer_.sinks ? layer_.sinks[head_of(sequence, row_at(index, lane))] * kLog2E : -kInfinity;
+                to.max[lane] = std::ceil(sink);
+                to.total[lane] = layer_.sinks ? std::exp2(sink - to.max[lane]) : 0;
+                to.positions[lane] = begin_ + row_at(index, lane) / group_;
+            }
             for (int half = 0; half < kStrip; half += kTileRows) {
                 const auto row = [&](int lane) {
                     const int at = row_at(index, half + lane);
@@ -139,12 +143,13 @@ class TilePrefill {
         };
         multiply(0, [] {});
         if (count > 1) multiply(1, [] {});
-        Softmax softmax(strip, layer_.scale * kLog2E);
+        Softmax softmax(strip, softmax_scale(layer_) * kLog2E);
         constexpr int kPairs = kTokens / 2;
         const int pairs_meanwhile = (kPairs * kTileDepth + padded_ - 1) / padded_;
         int added = 0;
         for (int i = 0; i < count; ++i) {
             const float* logits = buffers[i % 3];
+            cap_logits(layer_, layer_.scale, buffers[i % 3], kTokens * kStrip);
             if (!tokens_.seen(seen[i]).by_all(strip.first, strip.last)) hide(strip, tokens_.seen(seen[i]), buffers[i % 3]);
             if (__builtin_expect(softmax.outgrown(logits), 0)) {
                 add_values(strip, seen, added, i);

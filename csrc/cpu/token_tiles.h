@@ -38,7 +38,7 @@ class TokenTiles {
     template <typename Use>
     void coded(const Sequence& sequence, int begin, int end, Use use) {
         begin_ = begin, end_ = end;
-        for (int first = 0; first < end; first += kBlockSize) {
+        for (int first = sequence.first_visible(begin) / kBlockSize * kBlockSize; first < end; first += kBlockSize) {
             // A query sees the anchors of the blocks before its own: its own is decoded a second time, without them.
             coded_block(sequence, first, false, use);
             coded_block(sequence, first, true, use);
@@ -52,7 +52,7 @@ class TokenTiles {
     void exact(const Sequence& sequence, int first, int begin, int end, antkv_rows key, antkv_rows value, Use use) {
         begin_ = std::max(begin, first), end_ = std::min(end, first + kBlockSize);
         int count = 0;
-        for (int position = 0; position < end_; ++position) {
+        for (int position = sequence.first_visible(first); position < end_; ++position) {
             const int last = last_query(sequence, position), from = std::max(first, position);
             if (last < from) continue;  // the same tokens for all queries of the block, wherever the run begins
             from_[count] = from;
@@ -81,8 +81,10 @@ class TokenTiles {
   private:
     BFloat* tiles(int index) const { return (BFloat*)tiles_.get() + (int64_t)index * 2 * kTokens * padded_; }
 
+    // The last query that sees a token in full precision.
     int last_query(const Sequence& sequence, int position) const {
-        return !layer_.prefill_reads_cache && position >= sequence.start ? INT32_MAX : layer_.last_query[position];
+        const bool in_hand = !layer_.prefill_reads_cache && position >= sequence.start;
+        return std::min(in_hand ? INT32_MAX : layer_.last_query[position], sequence.last_that_sees(position));
     }
 
     // The tokens of a block, for the queries in it or for those behind it.
@@ -94,9 +96,9 @@ class TokenTiles {
         bool any = false;
         for (int t = 0; t < count; ++t) {
             const int last = last_query(sequence, first + t);
-            from_[t] = last == INT32_MAX ? INT32_MAX : std::max({last + 1, first + t, begin});
-            until_[t] = end - 1;
-            any |= from_[t] < end;
+            from_[t] = std::max({last + 1, first + t, begin});
+            until_[t] = std::min(end - 1, sequence.last_that_sees(first + t));
+            any |= std::max(from_[t], begin_) <= until_[t];
         }
         if (!any) return;
         const VQPage page = sequence.vq_page(first / kBlockSize);

@@ -23,13 +23,14 @@ def numbers(figure):
     return json.loads(figure.NUMBERS.read_text())
 
 
-def test_the_numbers_are_those_of_vllm(figure, numbers, monkeypatch):
+@pytest.mark.parametrize(("key", "shape"), [("relative to auto", "LLAMA_3_8B"), ("Gemma-3-27B", "GEMMA_3_27B")])
+def test_the_numbers_are_those_of_vllm(figure, numbers, monkeypatch, key, shape):
     """At some of the lengths. Run `python scripts/capacity_figure.py` when they are not."""
     some = (512, 2048, 32768)
     monkeypatch.setattr(figure, "LENGTHS", some)
     places = [numbers["lengths"].index(length) for length in some]
-    recorded = {name: [ratios[place] for place in places] for name, ratios in numbers["relative to auto"].items()}
-    assert figure.measure() == recorded
+    recorded = {name: [ratios[place] for place in places] for name, ratios in numbers[key].items()}
+    assert figure.measure(getattr(figure, shape)) == recorded
 
 
 def test_the_table_has_the_numbers(numbers):
@@ -42,3 +43,9 @@ def test_the_table_has_the_numbers(numbers):
         place = numbers["lengths"].index(int(length))
         expected = [2.0, *(ratios[place] for ratios in numbers["relative to auto"].values())]
         assert [float(cell) for cell in cells.split(" | ")] == expected
+
+
+def test_the_page_says_what_windows_leave(numbers):
+    page = (ROOT / "docs" / "presets.md").read_text()
+    at_8k, at_128k = (numbers["Gemma-3-27B"]["antkv-1bit"][numbers["lengths"].index(n)] for n in (8192, 131072))
+    assert f"1 bit holds {at_8k} times as many tokens as `auto` at 8,192 and {at_128k} times at 131,072" in page

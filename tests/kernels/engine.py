@@ -21,6 +21,7 @@ from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.fp8_tables import served
 from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows, run
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable, reordered
 from vllm_antkv.ops.step import Step
 from vllm_antkv.presets import PRESETS
@@ -44,10 +45,18 @@ class Shape:
     magnitude: float = 1.0
     reorders: bool = False
     max_len: int = 400
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
 
     @property
     def scale(self) -> float:
         return 2 * self.head_size**-0.5
+
+    @property
+    def rules(self) -> LogitRules:
+        sinks = torch.linspace(-2, 4, self.num_heads) if self.has_sinks else None
+        return LogitRules(self.scale, self.window, self.soft_cap, sinks if sinks is None else guarded(sinks))
 
 
 def rotary(shape: Shape) -> RotaryTable | None:
@@ -102,6 +111,7 @@ class Sequence:
     """Rows of one request, and how far it has been computed.
 
     pages: what the block manager holds, 0 for a page that was freed; table: what the worker sees, who is never told.
+    freed_blocks: of `vq_blocks`, how many lie before the layer's window and are somebody else's by now.
     num_prompt_tokens: those before are of a prompt; with 0, single tokens are computed as an answer's.
     """
 
@@ -113,6 +123,7 @@ class Sequence:
     computed: int = 0
     num_prompt_tokens: int = 0
     vq_blocks: list[int] = field(default_factory=list)
+    freed_blocks: int = 0
     pages: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
 
@@ -159,7 +170,7 @@ class Engine:
         self.layout = PageLayout.of(config, PRESETS[shape.preset], shape.head_size, shape.dtype)
         self.codebook = codebook(shape)
         self.config, self.shape = config, shape
-        self.retention = page_retention(config, shape.max_len, self.layout.recency_block_size, 0)
+        self.retention = page_retention(config, shape.max_len, self.layout.recency_block_size, 0, shape.window)
         self.free = list(range(1, NUM_BLOCKS))
         workspace = Workspace()
         table, order = rotary(shape), k_order(shape)
@@ -173,10 +184,10 @@ class Engine:
             preset=PRESETS[shape.preset],
             k_order=None if order is None else guarded(torch.tensor(order, dtype=torch.int32)),
             rotary=table if table is None or order is None else reordered(table, order),
-            last_query=guarded(last_query_table(config, shape.max_len)),
+            last_query=guarded(last_query_table(config, shape.max_len, shape.window)),
             config=config,
             num_heads=shape.num_heads,
-            scale=shape.scale,
+            rules=shape.rules,
             counters=Counters(torch.device("cpu"), "test"),
             counts_rows=True,
             max_num_reqs=64,
@@ -217,7 +228,7 @@ class Engine:
 
     def finish(self, sequence: Sequence) -> None:
         """Give everything back, dirty."""
-        self.free += [*sequence.vq_blocks, *(page for page in sequence.pages if page)]
+        self.free += [*sequence.vq_blocks[sequence.freed_blocks :], *(page for page in sequence.pages if page)]
 
     def _allocate(self, sequence: Sequence, num_tokens: int) -> None:
         while len(sequence.vq_blocks) * VQ_BLOCK_SIZE < num_tokens:
@@ -227,6 +238,11 @@ class Engine:
             sequence.table.append(sequence.pages[-1])
 
     def _release(self, sequence: Sequence) -> None:
+        first_block = self.shape.rules.first_visible(sequence.computed) // VQ_BLOCK_SIZE
+        for block in sequence.vq_blocks[sequence.freed_blocks : first_block]:
+            self.raw[block] = 0xFF
+            self.free.append(block)
+        sequence.freed_blocks = first_block
         keep = self.retention.needed_after(np.arange(len(sequence.pages)), sequence.computed)
         for index, page in enumerate(sequence.pages):
             if page and not keep[index]:
@@ -248,5 +264,5 @@ class Engine:
         rows = [tensor[None].double() for tensor in (sequence.query, sequence.key, sequence.value)]
         is_sink = sequence.is_sink[None] if self.config.sinks else None
         unturned = RotaryTable(torch.ones(self.shape.max_len, 1), torch.zeros(self.shape.max_len, 1))
-        window = LayerWindow(0, *rows, self.shape.scale, rotary(self.shape) or unturned)
+        window = LayerWindow(0, *rows, self.shape.rules, rotary(self.shape) or unturned)
         return attend_window(window, method, is_sink)[0]

@@ -15,6 +15,10 @@ SHAPES = [
     Shape("antkv-4bit", 8),
     Shape("antkv-0.75bit", 32, rotary_dim=16, reorders=True),
     Shape("antkv-0.375bit", 32, neox=False, reorders=True),
+    Shape(window=150),
+    Shape(window=40, soft_cap=2.0),
+    Shape(window=20, has_sinks=True),
+    Shape("antkv-4bit", 8, soft_cap=1.0, has_sinks=True),
 ]
 
 CONFIGS = st.builds(
@@ -24,6 +28,7 @@ CONFIGS = st.builds(
     sinks=st.booleans(),
     prefix=st.sampled_from([0, 1, 8, 150]),
     recency=st.sampled_from(["none", "sliding:1", "sliding:32", "sliding:200", "log:4", "log:42"]),
+    windows=st.sampled_from(["coded", "exact"]),
 )
 
 

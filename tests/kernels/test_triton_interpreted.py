@@ -262,12 +262,15 @@ def test_default_tiles_of_encoding(monkeypatch):
     assert_offline(engine, serve(engine, [(20, 3), (1, 1)]))
 
 
-@pytest.mark.parametrize("reads_cache", [True, False])
-def test_votes_of_the_whole_prompt(reads_cache):
+@pytest.mark.parametrize(
+    ("reads_cache", "rules"),
+    [(True, {}), (False, {}), (False, {"window": 160, "soft_cap": 2.0, "has_sinks": True})],
+    ids=str,
+)
+def test_votes_of_the_whole_prompt(reads_cache, rules):
     config = AntKVConfig(anchor_scope="prompt", recency="none", prefix=0, prefill_reads_cache=reads_cache)
-    engines = [
-        Engine(config, Shape(num_heads=2, num_kv_heads=1), build) for build in (TritonOperations, ReferenceOperations)
-    ]
+    shape = Shape(num_heads=2, num_kv_heads=1, **rules)
+    engines = [Engine(config, shape, build) for build in (TritonOperations, ReferenceOperations)]
     ours, theirs = (serve(engine, [(150, 1), (1, 1), (1, 127)]) for engine in engines)
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.output, reference.output, rtol=1e-3, atol=1e-4)
@@ -275,9 +278,10 @@ def test_votes_of_the_whole_prompt(reads_cache):
     assert torch.equal(*(engine.state.vq.anchor_offsets[first_block] for engine in engines))
 
 
-def test_splits_are_merged(monkeypatch):
+@pytest.mark.parametrize("rules", [{}, {"window": 150, "has_sinks": True}], ids=str)
+def test_splits_are_merged(monkeypatch, rules):
     monkeypatch.setattr(triton_operations, "_MIN_SPLIT", 16)
-    engine = Engine(AntKVConfig(recency="sliding:4"), ONE_HEAD, TritonOperations)
+    engine = Engine(AntKVConfig(recency="sliding:4"), replace(ONE_HEAD, **rules), TritonOperations)
     assert_offline(engine, serve(engine, [(260, 1), (1, 1), (1, 1)]))
 
 

@@ -6,12 +6,13 @@ vLLM's in-process mode starts an engine in seconds. One engine is alive at a tim
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from vllm_antkv.doctor.verify import Completion, complete
 
 ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -23,24 +24,6 @@ ENGINE_ENVIRONMENT = {
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "models" / "embedded"
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a request got: tokens, the log-probabilities of its five best candidates per step, and its prefix hit."""
-
-    tokens: tuple[int, ...]
-    top_logprobs: tuple[dict[int, float], ...]
-    num_cached_tokens: int
-
-    def assert_same(self, other: "Completion", tolerance: float = 1e-3) -> None:
-        """Same tokens and, where both list a candidate, the same log-probability."""
-        assert self.tokens == other.tokens
-        for mine, theirs in zip(self.top_logprobs, other.top_logprobs, strict=True):
-            common = mine.keys() & theirs.keys()
-            assert len(common) >= 4, "at most the fifth candidate may change places with the sixth"
-            for token in common:
-                assert mine[token] == pytest.approx(theirs[token], abs=tolerance)
 
 
 class Engine:
@@ -71,22 +54,19 @@ class Engine:
 
     def complete(self, prompts: list[list[int]], max_tokens: int = 12, together: bool = True) -> list[Completion]:
         """Greedy completions, in one batch or one after the other."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=5, ignore_eos=True)
-        batches = [prompts] if together else [[prompt] for prompt in prompts]
-        outputs = [
-            output
-            for batch in batches
-            for output in self.llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
-        ]
-        return [_completion(output) for output in outputs]
+        return complete(self.llm, prompts, max_tokens, together)
 
 
-def _completion(output: Any) -> Completion:
-    best = output.outputs[0]
-    logprobs = tuple({token: entry.logprob for token, entry in step.items()} for step in best.logprobs)
-    return Completion(tuple(best.token_ids), logprobs, output.num_cached_tokens)
+def assert_same(mine: Completion, theirs: Completion, tolerance: float = 1e-3) -> None:
+    """The same tokens, and log-probabilities that differ by `tolerance` at most."""
+    assert mine.tokens == theirs.tokens
+    assert mine.difference(theirs) <= tolerance
+
+
+def assert_all_same(left: list[Completion], right: list[Completion]) -> None:
+    """Request by request."""
+    for mine, theirs in zip(left, right, strict=True):
+        assert_same(mine, theirs)
 
 
 @contextmanager
@@ -97,6 +77,8 @@ def running_engine(
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    # What is there by now stays: vLLM collects garbage several times for each engine, mostly in vain over torch.
+    gc.freeze()
     defaults: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
     additional = {} if settings is None else {"antkv": settings}
     llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **{**defaults, **options})
@@ -105,7 +87,6 @@ def running_engine(
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
-        gc.collect()
         cleanup_dist_env_and_memory()
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
@@ -55,12 +57,31 @@ def tiny_model(folder: Path) -> tuple[Path, Path]:
     """
     model = folder / "model"
     shutil.copytree(EMBEDDED, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    from transformers import AutoConfig
-
     identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
     path = codebook_path(folder / "codebooks", PRESET)
     random_codebook(identity, sinks=SinkRule(layer=0, channels=(0,), threshold=1e-30)).save(path)
     return model, path
+
+
+def make_odd_model(folder: Path, context: int) -> Path:
+    """Random weights of a shape that nobody ships codebooks for, with the embedded model's tokenizer."""
+    shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
+    shutil.copy(EMBEDDED / "tokenizer_config.json", folder)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=200,
+        intermediate_size=320,
+        num_hidden_layers=3,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=context,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def vllm_environment() -> dict[str, str]:
@@ -130,6 +151,13 @@ def serving(model: Path, log: Path, **options: str) -> Iterator[str]:
             yield url
         finally:
             _stop(process)
+
+
+def answer(url: str) -> str:
+    """What a server completes."""
+    body = {"model": MODEL_NAME, "prompt": "The river", "max_tokens": 8, "ignore_eos": True}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
+    return str(response.raise_for_status().json()["choices"][0]["finish_reason"])
 
 
 def _authorisation(key: str | None) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.capacity_figure import LLAMA_3_8B, MEMORY, cache_config, capacity, engine_config
+from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_config, capacity, engine_config
 from tests.serving.conftest import EMBEDDED
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
@@ -31,6 +31,25 @@ def model_folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: py
 def test_one_bit_holds_twelve_times_as_many_tokens_as_auto(model_folder: Path) -> None:
     tokens, of_auto = (capacity(str(model_folder), preset, MAX_MODEL_LEN) for preset in ("antkv-1bit", None))
     assert tokens >= 12 * of_auto
+
+
+@pytest.mark.parametrize(("longest", "least"), [(8192, 6), (131072, 11)])
+def test_one_bit_with_windows_in_five_of_six_layers(tmp_path: Path, longest: int, least: int) -> None:
+    """`auto` frees what is past a window too."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_27B))
+    tokens, of_auto = (capacity(str(tmp_path), preset, longest) for preset in ("antkv-1bit", None))
+    assert tokens >= least * of_auto
+
+
+@pytest.mark.parametrize("num_layers", [2, 8, 9])
+def test_layers_with_windows_alone_share_one_block_table_for_either_class_of_pages(
+    tmp_path: Path, num_layers: int
+) -> None:
+    kinds = ["sliding_attention"] * num_layers
+    sizes = {"num_hidden_layers": num_layers, "layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_27B | sizes))
+    found = cache_config(engine_config(str(tmp_path), 8192), [PRESETS["antkv-1bit"]] * num_layers)
+    assert [len(group.layer_names) for group in found.kv_cache_groups] == [num_layers, num_layers]
 
 
 def test_every_preset_holds_more_than_the_one_with_more_bits(model_folder: Path) -> None:

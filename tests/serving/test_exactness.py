@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
 
 pytestmark = pytest.mark.serving
 
@@ -30,12 +30,6 @@ ORDINARY = {
     "many anchors": {"anchor_share": 0.1, "anchor_dtype": "model", "recency": "sliding:100", "prefix": 20},
     "codes alone": {"anchor_share": 0.0, "sinks": False, "recency": "none", "prefix": 0},
 }
-
-
-def assert_all_same(left: list[Completion], right: list[Completion]) -> None:
-    """Request by request, tokens and log-probabilities."""
-    for mine, theirs in zip(left, right, strict=True):
-        mine.assert_same(theirs)
 
 
 @pytest.fixture(scope="module")

@@ -1,104 +1,46 @@
-"""Every supported family, head size, RoPE and dtype serves in real vLLM what the offline evaluator computes.
+"""Every tested family serves in real vLLM what the offline evaluator computes, and what `auto` does where all is exact.
 
 Random tiny models; what cannot be served is in test_refusals.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.serving.conftest import EMBEDDED
-from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
+from tests.serving.conftest import Completion, Engine, assert_all_same
+from tests.serving.tiny import FAMILY, KIND, config_of, make_codebook, make_model
+from vllm_antkv.codebook import KeyTurn, ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.doctor.verify import EXACT, LENGTHS, MAX_MODEL_LEN, STEP_TOKENS, TOLERANCE
+from vllm_antkv.errors import CodebookError
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.families import FAMILIES
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
-from vllm_antkv.presets import PRESETS
 
 pytestmark = pytest.mark.serving
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 4096,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
+Start = Callable[..., Any]
+PROMPTS = [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate(LENGTHS)]
+OPTIONS: dict[str, Any] = {
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_batched_tokens": STEP_TOKENS,
+    "kv_cache_memory_bytes": 64 << 20,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "rope_theta": 10000.0,
-}
-LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-
-#: model type, its config, dtype of the engine, preset.
-SUPPORTED: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "llama head 32": ("llama", {"head_dim": 32}, "float32", "antkv-1bit"),
-    "llama head 64 MHA": ("llama", {"head_dim": 64, "num_key_value_heads": 4}, "bfloat16", "antkv-2bit"),
-    "llama head 80": ("llama", {"head_dim": 80}, "float16", "antkv-0.75bit"),
-    "llama head 96": ("llama", {"head_dim": 96}, "bfloat16", "antkv-0.375bit"),
-    "llama head 128": ("llama", {"head_dim": 128}, "bfloat16", "antkv-0.375bit"),
-    "llama head 256 MQA": ("llama", {"head_dim": 256, "num_key_value_heads": 1}, "bfloat16", "antkv-0.75bit"),
-    "llama 3 rope": ("llama", {"head_dim": 64, "rope_parameters": LLAMA3}, "float32", "antkv-1bit"),
-    "llama yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}, "float32", "antkv-1bit"),
-    "llama linear rope": ("llama", {"head_dim": 64, "rope_parameters": LINEAR}, "float32", "antkv-4bit"),
-    "mistral": ("mistral", {"head_dim": 64, "sliding_window": None}, "float32", "antkv-1bit"),
-    "qwen2": ("qwen2", {"hidden_size": 256}, "float32", "antkv-4bit"),
-    "qwen3": ("qwen3", {"head_dim": 64}, "float32", "antkv-1bit"),
-    "phi3 partial rope": ("phi3", {"hidden_size": 256, "partial_rotary_factor": 0.5}, "float32", "antkv-1bit"),
-}
-
-
-def make_model(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
-    """A random model with the embedded model's tokenizer."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
-    return folder
-
-
-def make_codebook(folder: Path, model: Path, preset: str, sinks: SinkRule | None = None) -> None:
-    """A codebook of random centroids."""
-    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
-    kind = PRESETS[preset]
-    shape = (
-        identity.num_layers,
-        identity.num_kv_heads,
-        kind.num_sub_vectors(identity.head_size),
-        kind.num_centroids,
-        kind.sub_vector_size,
-    )
-    generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(shape, generator=generator).half() for _ in "kv")
-    header = CodebookHeader(
-        format_version=FORMAT_VERSION, preset=preset, model=identity, sinks=sinks, calibration={"text": "random"}
-    )
-    Codebook(header, tuple(k), tuple(v)).save(codebook_path(folder, preset))
+#: Requests that fit together when they are short, and preempt each other as they grow.
+SHORT = [prompt[:60] for prompt in 4 * PROMPTS[1:]]
+#: Finds many sinks in random models.
+SINKS = SinkRule(layer=0, channels=(3,), threshold=0.05)
 
 
 def test_every_served_family_is_among_them() -> None:
-    assert {model_type for model_type, *_ in SUPPORTED.values()} == {
+    assert {model_type for model_type, _ in FAMILY.values()} == {
         family.model_type for family in FAMILIES.values() if family.served
     }
-
-
-PROMPTS = [[0, *range(3 + i, 3 + i + length)] for i, length in enumerate((5, 126, 127, 200, 300))]
 
 
 def expected_logprobs(model: Path, preset: str) -> list[torch.Tensor]:
@@ -106,26 +48,82 @@ def expected_logprobs(model: Path, preset: str) -> list[torch.Tensor]:
     identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
     method = build_method(preset, MethodRequest(str(model), identity, None, AntKVConfig()))
     hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.inference_mode(), quantised_past(hf_model, method, 512):
+    with torch.inference_mode(), quantised_past(hf_model, method, MAX_MODEL_LEN):
         return [hf_model(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1) for ids in PROMPTS]
 
 
-@pytest.mark.parametrize(("model_type", "changes", "dtype", "preset"), SUPPORTED.values(), ids=SUPPORTED.keys())
-def test_supported(
-    start_engine: Callable[..., Any],
-    tmp_path: Path,
-    model_type: str,
-    changes: dict[str, Any],
-    dtype: str,
-    preset: str,
+def assert_as_expected(completions: list[Completion], expected: list[torch.Tensor], tolerance: float) -> None:
+    """After the prompts."""
+    for completion, logprobs in zip(completions, expected, strict=True):
+        for token, logprob in completion.top_logprobs[0].items():
+            assert logprob == pytest.approx(float(logprobs[token]), abs=tolerance)
+
+
+@pytest.fixture
+def given_back(model_type: str, changes: dict[str, Any]) -> Iterator[None]:
+    """What vLLM serves through transformers, it makes a class of its own for good: other tests want it as it was."""
+    with torch.device("meta"):
+        served = type(AutoModelForCausalLM.from_config(config_of(model_type, changes)).get_decoder())
+    bases, attributes = served.__bases__, dict(vars(served))
+    yield
+    served.__bases__ = bases
+    for name in vars(served).keys() - attributes.keys():
+        delattr(served, name)
+    for name, value in attributes.items():
+        if vars(served)[name] is not value:
+            setattr(served, name, value)
+
+
+@pytest.mark.usefixtures("given_back")
+@pytest.mark.parametrize(("model_type", "changes"), FAMILY.values(), ids=FAMILY.keys())
+def test_family(start_engine: Start, tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
+    preset = "antkv-1bit"
+    model = make_model(tmp_path / "model", model_type, changes)
+    make_codebook(tmp_path / "model" / "antkv", model, preset, SINKS)
+    expected = expected_logprobs(model, preset)
+    # Enough for one long request: layers with and without windows have pages of their own.
+    num_blocks = 180 if len(set(getattr(config_of(model_type, changes), "layer_types", None) or ())) > 1 else 80
+    with start_engine(model, preset, num_gpu_blocks_override=num_blocks, disable_log_stats=False, **OPTIONS) as engine:
+        batched = engine.complete(PROMPTS, max_tokens=8)
+        assert_as_expected(batched, expected, TOLERANCE["float32"])
+        alone = engine.complete(PROMPTS, max_tokens=8, together=False)
+        assert any(completion.num_cached_tokens for completion in alone)
+        assert_all_same(batched, alone)
+        growing = engine.complete(SHORT, max_tokens=16, together=False)
+        assert _num_preemptions(engine) == 0
+        assert_all_same(engine.complete(SHORT, max_tokens=16), growing)
+        assert _num_preemptions(engine) > 0
+        engine.assert_all_blocks_free()
+    with start_engine(model, "auto", **OPTIONS) as engine:
+        auto = engine.complete(PROMPTS, max_tokens=8)
+    with start_engine(model, preset, EXACT, **OPTIONS) as engine:
+        assert_all_same(engine.complete(PROMPTS, max_tokens=8), auto)
+
+
+def _num_preemptions(engine: Engine) -> int:
+    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+@pytest.mark.parametrize(("model_type", "changes", "dtype", "preset"), KIND.values(), ids=KIND.keys())
+def test_kind(
+    start_engine: Start, tmp_path: Path, model_type: str, changes: dict[str, Any], dtype: str, preset: str
 ) -> None:
     model = make_model(tmp_path / "model", model_type, changes)
-    make_codebook(tmp_path / "model" / "antkv", model, preset, SinkRule(layer=0, channels=(3,), threshold=0.05))
-    expected = expected_logprobs(model, preset)
+    make_codebook(tmp_path / "model" / "antkv", model, preset, SINKS)
     # In 16 bits some rows lie nearer to another centroid than in 32.
     tolerance = 1e-3 if dtype == "float32" else 0.1
-    with start_engine(model, preset, dtype=dtype, max_model_len=512, max_num_batched_tokens=256) as engine:
-        for completion, logprobs in zip(engine.complete(PROMPTS, max_tokens=3), expected, strict=True):
-            for token, logprob in completion.top_logprobs[0].items():
-                assert logprob == pytest.approx(float(logprobs[token]), abs=tolerance)
+    expected = expected_logprobs(model, preset)
+    with start_engine(model, preset, dtype=dtype, **OPTIONS) as engine:
+        assert_as_expected(engine.complete(PROMPTS, max_tokens=3), expected, tolerance)
         engine.assert_all_blocks_free()
+
+
+def test_a_codebook_that_was_learned_from_keys_turned_otherwise_is_refused(
+    start_engine: Start, tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    model = make_model(tmp_path / "model", "llama", {})
+    turns = (KeyTurn(rotary_dim=32), KeyTurn())
+    make_codebook(tmp_path / "model" / "antkv", model, "antkv-1bit", turns=turns)
+    with pytest.raises(CodebookError) as caught, start_engine(model, "antkv-1bit", **OPTIONS):
+        pass
+    assert "layer 1 does not turn K, but that of the served model turns 32 channels" in reads_well(caught.value)

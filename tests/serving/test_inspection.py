@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.conftest import EMBEDDED, Engine
+from tests.serving.conftest import EMBEDDED, Engine, assert_same
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 
 pytestmark = pytest.mark.serving
@@ -133,7 +133,7 @@ def test_asking_changes_no_answer_and_leaves_nothing_behind(engine: Engine, prom
     assert engine.llm.reset_prefix_cache()
     asked = engine.complete(batch, max_tokens=6)
     for mine, theirs in zip(asked, silent, strict=True):
-        mine.assert_same(theirs, tolerance=0)
+        assert_same(mine, theirs, tolerance=0)
     context = engine.core.vllm_config.compilation_config.static_forward_context
     assert not any("forward" in vars(layer.impl) for layer in context.values() if hasattr(layer, "impl"))
     report = engine.core.antkv_status()["workers"][0]

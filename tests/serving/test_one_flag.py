@@ -1,18 +1,15 @@
 """`vllm serve MODEL --kv-cache-dtype antkv-1bit` and nothing else, for a model that was never calibrated."""
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from tests.patience import PATIENCE
-from tests.serving.conftest import EMBEDDED
-from tests.serving.server import MODEL_NAME, PRESET, run_vllm, serving
+from tests.serving.server import PRESET, answer, make_odd_model, serving
 from vllm_antkv.codebook import Codebook, ModelIdentity
 
 pytestmark = pytest.mark.serving
@@ -21,40 +18,9 @@ pytestmark = pytest.mark.serving
 CONTEXT = 128
 
 
-@pytest.fixture(scope="module")
-def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights of a shape that nobody ships codebooks for, with the embedded model's tokenizer."""
-    folder = tmp_path_factory.mktemp("odd") / "model"
-    shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
-    shutil.copy(EMBEDDED / "tokenizer_config.json", folder)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=200,
-        intermediate_size=320,
-        num_hidden_layers=3,
-        num_attention_heads=5,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-def answer(url: str) -> str:
-    """What a server completes."""
-    body = {"model": MODEL_NAME, "prompt": "The river", "max_tokens": 8, "ignore_eos": True}
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
-    return str(response.raise_for_status().json()["choices"][0]["finish_reason"])
-
-
-def test_two_servers_that_start_together_learn_one_codebook(
-    odd_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_servers_that_start_together_learn_one_codebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    odd_model = make_odd_model(tmp_path / "model", CONTEXT)
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         options = {"--max-model-len": str(CONTEXT)}
@@ -68,19 +34,3 @@ def test_two_servers_that_start_together_learn_one_codebook(
     texts = [log.read_text() for log in logs]
     assert sorted(f"Calibration: {PRESET} is learned." in text for text in texts) == [False, True]
     assert all(str(path) in text for text in texts)
-
-
-def test_a_calibration_that_fails_ends_the_server_with_a_sentence(
-    odd_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    text = tmp_path / "text.txt"
-    text.write_text("Too short.")
-    ended = run_vllm(
-        str(odd_model), "--kv-cache-dtype", PRESET, "--additional-config.antkv.calibration_text", str(text)
-    )
-    assert ended.returncode != 0
-    last_line = ended.stdout.strip().splitlines()[-1]
-    assert f"There is no {PRESET} codebook for {odd_model}, and learning one failed" in last_line
-    assert "fewer than one window of 128" in last_line
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))

@@ -4,21 +4,25 @@ Tiny configs in real vLLM, without weights: the refusal comes before they would 
 """
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from tests.serving.conftest import EMBEDDED
-from tests.serving.test_families import LINEAR, LLAMA3, SIZES, YARN
-from vllm_antkv.attention.refusals import SUPPORTED_ROPE_TYPES
-from vllm_antkv.attention.rope import rotary_table
-from vllm_antkv.errors import AntKVError, CodebookError, UnsupportedModelError
+from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, YARN
+from vllm_antkv.attention.rope import rotary_tables
+from vllm_antkv.codebook import NoCodebookError
+from vllm_antkv.errors import AntKVError, UnsupportedModelError
+from vllm_antkv.ops.rope import rotate
 
 pytestmark = pytest.mark.serving
 
@@ -45,17 +49,10 @@ WHISPER: dict[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {**ROPE, "mrope_section": [8, 12, 12]}
 FOPE = {**ROPE, "use_fope": True, "num_inv_freq": 16, "fope_sep_head": True, "fope_init_factor": 0.1}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 32,
-    "long_factor": [1.0] * 32,
-    "original_max_position_embeddings": 256,
-}
+GEMMA_3N = {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 1}
 DUAL_CHUNK = {"chunk_size": 128, "local_size": 32, "original_max_position_embeddings": 256}
 DRAFT = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-FULL_ATTENTION = ["full_attention"] * SIZES["num_hidden_layers"]
 NEEDS_TORCHVISION = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None, reason="vLLM needs torchvision to look at this model"
 )
@@ -75,22 +72,25 @@ MODELS = {
         "dual chunk attention",
     ),
     "FoPE": ("llama", "LlamaForCausalLM", {"head_dim": 64, "rope_parameters": FOPE}, "(FoPE)"),
-    "LongRoPE": ("phi3", "Phi3ForCausalLM", {"hidden_size": 256, "rope_parameters": LONGROPE}, "type longrope"),
+    "LongRoPE by length": (
+        "glm",
+        "GlmForCausalLM",
+        {"head_dim": 32, "rope_parameters": LONGROPE},
+        "RoPE of type longrope in models that vLLM serves through transformers",
+    ),
     "Bloom": ("bloom", "BloomForCausalLM", {"n_head": 2, "n_layer": 2}, "ALiBi"),
     "Falcon with ALiBi": ("falcon", "FalconForCausalLM", {"alibi": True}, "ALiBi"),
-    "Falcon": ("falcon", "FalconForCausalLM", {}, "architecture FalconForCausalLM"),
-    "Gemma-2": ("gemma2", "Gemma2ForCausalLM", {"head_dim": 64}, "sliding-window attention"),
-    "soft cap alone": ("gemma2", "Gemma2ForCausalLM", {"head_dim": 64, "layer_types": FULL_ATTENTION}, "soft cap"),
-    "sliding window": (
-        "mistral",
-        "MistralForCausalLM",
-        {"head_dim": 64, "sliding_window": 128},
-        "sliding-window attention",
-    ),
     "not causal": ("llama", "LlamaForCausalLM", {"head_dim": 64, "is_causal": False}, "not causal"),
     "head size": ("llama", "LlamaForCausalLM", {"head_dim": 48}, "head size 48"),
-    "unknown family": ("gpt_neox", "GPTNeoXForCausalLM", {}, "architecture GPTNeoXForCausalLM"),
-    "state space": ("mamba", "MambaForCausalLM", {}, "architecture MambaForCausalLM"),
+    "state space": ("mamba", "MambaForCausalLM", {}, "models without attention"),
+    "hybrid": ("bamba", "BambaForCausalLM", {"attn_layer_indices": [1]}, "state-space or linear-attention layers"),
+    "chunked attention": (
+        "llama4_text",
+        "Llama4ForCausalLM",
+        {**EXPERTS, "head_dim": 32, "intermediate_size_mlp": 192},
+        "chunked attention",
+    ),
+    "shared KV": ("gemma3n_text", "Gemma3nForCausalLM", GEMMA_3N, "layers that share a KV cache"),
 }
 #: Models that vLLM cannot look at without torchvision, which is not there on CPUs: as above.
 VISION_MODELS = {
@@ -184,20 +184,45 @@ def test_a_starting_engine_is_refused_with_the_same_sentence(llama: Path, start_
         pass
 
 
-def test_what_a_refusal_advises_is_not_refused(tmp_path: Path, llama: Path) -> None:
-    """What is then missing is a codebook."""
-    windowed = {"head_dim": 64, "sliding_window": 128}
-    mistral = make_config(tmp_path / "mistral", "mistral", "MistralForCausalLM", windowed)
-    assert isinstance(refusal(mistral, hf_overrides={"sliding_window": None}), CodebookError)
-    assert isinstance(refusal(llama, attention_backend="ANTKV"), CodebookError)
+def test_what_a_refusal_advises_is_not_refused(llama: Path) -> None:
+    """What is then missing is a codebook, which is not to be learned here."""
+    never = {"antkv": {"calibrate": "never"}}
+    assert isinstance(refusal(llama, attention_backend="ANTKV", additional_config=never), NoCodebookError)
 
 
 def test_auto_is_not_refused(llama: Path) -> None:
     EngineArgs(model=str(llama), kv_cache_dtype="auto", enable_lora=True).create_engine_config()
 
 
-@pytest.mark.parametrize("rope_type", SUPPORTED_ROPE_TYPES)
-def test_what_is_not_refused_can_be_undone(rope_type: str) -> None:
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What the plugin logs."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    return caplog
+
+
+def test_an_architecture_that_is_not_tested_is_served_with_one_warning(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    arcee = make_config(tmp_path, "arcee", "ArceeForCausalLM", {"head_dim": 32})
+    assert isinstance(refusal(arcee, additional_config={"antkv": {"calibrate": "never"}}), NoCodebookError)
+    (warning,) = [record.getMessage() for record in warnings.records if "not among the models" in record.msg]
+    assert "ArceeForCausalLM" in warning
+    assert f"`antkv doctor {arcee} --verify`" in warning
+
+
+def test_a_tested_architecture_is_served_without_a_warning(llama: Path, warnings: pytest.LogCaptureFixture) -> None:
+    refusal(llama, additional_config={"antkv": {"calibrate": "never"}})
+    assert not [record for record in warnings.records if "not among the models" in record.msg]
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "ntk", "llama3", "yarn"])
+def test_the_table_of_every_kind_of_rope_is_the_one_that_turns(rope_type: str) -> None:
     scaled = {"llama3": LLAMA3, "yarn": YARN}.get(rope_type, {**LINEAR, "rope_type": rope_type})
     with set_current_vllm_config(VllmConfig()):
-        rotary_table(get_rope(64, 512, rope_parameters=scaled), "layer")
+        module = get_rope(32, 512, rope_parameters=scaled, dtype=torch.float32)
+    (table,) = rotary_tables(nn.ModuleList([module]), (), 512)
+    positions = torch.tensor([0, 1, 77, 511])
+    query, key = torch.randn(2, 4, 32).unbind()
+    _, turned = module(positions, query.clone(), key.clone())
+    torch.testing.assert_close(rotate(key[:, None], positions, table)[:, 0], turned, atol=1e-5, rtol=1e-5)

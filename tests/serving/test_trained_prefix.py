@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm.config import CUDAGraphMode
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_same
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
@@ -135,7 +135,7 @@ def test_the_same_where_blocks_are_found_in_the_cache(engine, asked, plain, alon
         again = engine.complete(prompts, together=False)
         assert sum(completion.num_cached_tokens >= 128 for completion in again) >= 2
         for mine, theirs in zip(again, expected, strict=True):
-            mine.assert_same(theirs)
+            assert_same(mine, theirs)
 
 
 def test_the_same_when_batched_and_cut_within_the_prefix(engine, asked, plain, alone, monkeypatch) -> None:
@@ -155,7 +155,7 @@ def test_the_same_when_batched_and_cut_within_the_prefix(engine, asked, plain, a
         filler = [7] * first
         served = engine.complete([filler, asked.trained[3], asked.untouched[1], *asked.trained])[1:]
         for mine, theirs in zip(served, [alone[3], plain["untouched"][1], *alone], strict=True):
-            mine.assert_same(theirs)
+            assert_same(mine, theirs)
         assert 310 - first in first_positions
     engine.assert_all_blocks_free()
 

@@ -112,6 +112,11 @@ TABLE: dict[str, tuple[Spoil, str]] = {
     "another version of vllm-antkv": (header_field(antkv_version="9.9"), "checksum does not match"),
     "calibration is a list": (header_field(calibration=[]), "'calibration'"),
     "calibration is another": (header_field(calibration={"samples": 2}), "checksum does not match"),
+    # How K turns.
+    "turns are a number": (header_field(turns=5), "'turns"),
+    "a turn of no layer": (header_field(turns=[{"rotary_dim": 2}] * 9), "turns are not one for each"),
+    "turns wider than a head": (header_field(turns=2 * [{"rotary_dim": 1 << 40}]), "turns are not one for each"),
+    "a turn of half a channel": (header_field(turns=[{"rotary_dim": 0.5}]), "'turns"),
     # Its preset.
     "an unknown preset": (header_field(preset="antkv-3bit"), "'antkv-3bit', which is none of"),
     "no preset": (header_field(preset=""), "'', which is none of"),

@@ -114,6 +114,11 @@ TABLE: list[tuple[str, str, str]] = [
     ('{"recency": null}', "recency", "valid string"),
     ('{"recency": false}', "recency", "valid string"),
     ('{"recency": {"kind": "sliding", "window": 32}}', "recency", "valid string"),
+    # windows: coded or exact.
+    ('{"windows": "auto"}', "windows", "'coded'"),
+    ('{"windows": true}', "windows", "'coded'"),
+    ('{"windows": 1024}', "windows", "'coded'"),
+    ('{"windows": null}', "windows", "'coded'"),
     # prefill_reads_cache: true or false.
     ('{"prefill_reads_cache": "true"}', "prefill_reads_cache", "valid boolean"),
     ('{"prefill_reads_cache": 1}', "prefill_reads_cache", "valid boolean"),

@@ -1,6 +1,7 @@
 """Which kernels run: the fastest that can, the one insisted on, or a loud warning."""
 
 import logging
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,8 +13,10 @@ from tests.kernels.cuda_emulation.backend import EmulatedBackend
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.ops import cpu, cuda, dispatch
+from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.dispatch import KERNELS, choose
 from vllm_antkv.ops.layer import LayerKind
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.presets import PRESETS
 
 CPU = torch.device("cpu")
@@ -84,6 +87,23 @@ def test_a_gpu_runs_the_cuda_kernels_where_they_have_code_for_every_layer(monkey
         choose("cuda", gpu, [replace(llama, head_size=96)])
 
 
+def test_layers_whose_logits_are_no_mere_products_are_tritons(monkeypatch):
+    built = []
+    monkeypatch.setattr(cuda, "missing", lambda device, layers: None)
+    monkeypatch.setattr(cuda, "CudaOperations", lambda layer: built.append("cuda"))
+    monkeypatch.setattr(dispatch, "_triton", lambda layer: built.append("triton"))
+    plain = LayerKind(PRESETS["antkv-1bit"], 128, 4, torch.bfloat16, None)
+    sliding, gpu = replace(plain, plain_logits=False), torch.device("cuda")
+    kernels = choose("auto", gpu, [plain, sliding])
+    assert kernels.name == "cuda"
+    for rules in (LogitRules(1.0), LogitRules(1.0, window=1024), LogitRules(1.0, soft_cap=50.0)):
+        kernels.build(SimpleNamespace(rules=rules))
+    assert built == ["cuda", "triton", "triton"]
+    assert choose("auto", gpu, [sliding, sliding]).name == "triton"
+    with pytest.raises(SettingsError, match="no code for sliding windows, soft caps and learned sinks"):
+        choose("cuda", gpu, [sliding])
+
+
 def test_a_damaged_library_is_named(monkeypatch, tmp_path):
     damaged = tmp_path / "damaged.so"
     damaged.write_bytes(b"not a library")
@@ -94,11 +114,29 @@ def test_a_damaged_library_is_named(monkeypatch, tmp_path):
     assert "cannot be loaded" in (cpu.missing() or "")
 
 
+def test_the_libraries_here_are_of_the_sources_here():
+    """Else every test of the kernels would be skipped, or would test others."""
+    for variant in cpu.VARIANTS:
+        assert "other sources" not in (variant.missing() or "")
+
+
+@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+def test_a_library_of_other_sources_does_not_run(monkeypatch, tmp_path):
+    shutil.copytree(cpu._CSRC / "cpu", tmp_path / "cpu")
+    monkeypatch.setattr(cpu, "_CSRC", tmp_path)
+    assert cpu.missing() is None
+    with (tmp_path / "cpu" / "decode.cpp").open("a") as source:
+        source.write("\n")
+    assert "built from other sources" in (cpu.missing() or "")
+
+
 @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 def test_the_fastest_variant_that_the_processor_has_is_taken(monkeypatch):
     has = {feature: True for variant in cpu.VARIANTS for feature in variant.features}
     permitted, wrong = [True], []
-    library = SimpleNamespace(antkv_tiles_multiply_right=lambda tiles: tiles not in wrong)
+    library = SimpleNamespace(
+        antkv_sources=lambda: digest(cpu._CSRC).encode(), antkv_tiles_multiply_right=lambda tiles: tiles not in wrong
+    )
     monkeypatch.setattr(cpu, "_library", lambda variant: library)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: permitted[0])

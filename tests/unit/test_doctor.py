@@ -4,10 +4,11 @@ import sys
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig
+from transformers import ArceeConfig, BloomConfig, LlamaConfig
 
 from vllm_antkv import cli, doctor
 from vllm_antkv.codebook import Codebook, CodebookHeader, ModelIdentity, codebook_path
+from vllm_antkv.doctor.verify import Completion
 from vllm_antkv.ops import cpu
 from vllm_antkv.presets import PRESETS, get_preset
 
@@ -221,6 +222,48 @@ def test_a_model_that_is_none_is_a_problem(tmp_path):
     assert finding.remedy
 
 
-def test_an_unsupported_architecture_is_a_problem(tmp_path, user_cache):
-    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
-    assert by_name(doctor.check_model(str(tmp_path), None))["architecture"].state == "problem"
+def test_a_model_that_cannot_be_served_is_a_problem(tmp_path, user_cache):
+    BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(tmp_path)
+    finding = by_name(doctor.check_model(str(tmp_path), None))["architecture"]
+    assert finding.state == "problem"
+    assert "ALiBi" in finding.detail
+
+
+def test_an_architecture_that_nobody_has_tested_is_to_be_verified(tmp_path, user_cache):
+    ArceeConfig(architectures=["ArceeForCausalLM"]).save_pretrained(tmp_path)
+    finding = by_name(doctor.check_model(str(tmp_path), None))["architecture"]
+    assert finding.state == "note"
+    assert f"antkv doctor {tmp_path} --verify" in finding.remedy
+
+
+def test_answers_of_no_model_cannot_be_verified(capsys):
+    assert cli.run(["doctor", "--verify"]) == 2
+    assert "--verify needs a model" in capsys.readouterr().err
+
+
+def completion(tokens, *steps):
+    return Completion(tokens, steps, 0)
+
+
+SURE = {1: -0.1, 2: -3.0, 3: -4.0, 4: -5.0, 5: -6.0}
+
+
+@pytest.mark.parametrize(
+    ("step", "token", "difference"),
+    [
+        (SURE, 1, 0.0),
+        ({**SURE, 2: -3.25}, 1, 0.25),
+        # The last candidate may be another.
+        ({token: SURE[token] for token in (1, 2, 3, 4)} | {6: -6.1}, 1, 0.0),
+        ({1: -0.1, 2: -3.0, 7: -4.0, 8: -5.0}, 1, float("inf")),
+        # Another token: by how much it was preferred.
+        (SURE | {1: -3.0, 2: -0.1}, 2, 2.9),
+        ({1: -0.1, 2: -3.0, 3: -4.0, 4: -5.0, 9: -0.05}, 9, float("inf")),
+    ],
+    ids=str,
+)
+def test_the_difference_of_two_completions(step, token, difference):
+    """What follows a token that differs is not compared."""
+    mine, theirs = completion((1, 1), SURE, SURE), completion((token, 1), step, SURE)
+    assert mine.difference(theirs) == pytest.approx(difference)
+    assert theirs.difference(mine) == pytest.approx(difference)

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import (
     SeenRows,
     anchor_score,
@@ -92,6 +93,7 @@ def test_centroids_are_coded_as_themselves(seed):
 
 SEGMENTS, QUERIES, HEADS, KV_HEADS, HEAD_SIZE, CODED, EXACT = 2, 5, 6, 2, 16, 7, 9
 SCALE = HEAD_SIZE**-0.5
+RULES = LogitRules(SCALE)
 
 
 def draw_attention(seed):
@@ -120,7 +122,7 @@ def naive_attention(query, key, value, mask):
 @given(seeds)
 def test_mixed_attention_is_softmax_attention_over_both_kinds_of_rows(seed):
     query, coded, coded_mask, exact, exact_mask = draw_attention(seed)
-    output, lse = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), SCALE)
+    output, lse = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), RULES)
     key, value = torch.cat((coded[0], exact[0]), 1), torch.cat((coded[1], exact[1]), 1)
     expected, probs = naive_attention(query, key, value, torch.cat((coded_mask, exact_mask), -1))
     torch.testing.assert_close(output, expected)
@@ -133,31 +135,31 @@ def test_mixed_attention_is_softmax_attention_over_both_kinds_of_rows(seed):
 def test_which_kind_a_row_is_of_does_not_matter_when_codes_are_exact(seed):
     query, _, _, rows, mask = draw_attention(seed)
     as_codes = torch.rand(SEGMENTS, 1, EXACT, generator=generator(seed)) < 0.5
-    split = mixed_attention(query, SeenRows(*rows, mask & as_codes), SeenRows(*rows, mask & ~as_codes), SCALE)
-    whole = mixed_attention(query, SeenRows(*rows, torch.zeros_like(mask)), SeenRows(*rows, mask), SCALE)
+    split = mixed_attention(query, SeenRows(*rows, mask & as_codes), SeenRows(*rows, mask & ~as_codes), RULES)
+    whole = mixed_attention(query, SeenRows(*rows, torch.zeros_like(mask)), SeenRows(*rows, mask), RULES)
     torch.testing.assert_close(split, whole)
 
 
 def test_a_query_that_sees_nothing_gives_zeros_not_nan():
     query, coded, coded_mask, exact, exact_mask = draw_attention(0)
     coded_mask[0, 2], exact_mask[0, 2] = False, False
-    output, lse = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), SCALE)
+    output, lse = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), RULES)
     assert (output[0, 2] == 0).all()
     assert (lse[0, 2] == -torch.inf).all()
     assert output.isfinite().all()
-    score = anchor_score(query, exact[0], lse, torch.ones_like(exact_mask), SCALE, 1)
+    score = anchor_score(query, exact[0], lse, torch.ones_like(exact_mask), RULES, 1)
     assert all(part.isfinite().all() for part in score)
 
 
 def test_what_is_masked_cannot_be_felt():
     query, coded, coded_mask, exact, exact_mask = draw_attention(0)
     coded_mask[..., 3], exact_mask[..., 4] = False, False
-    before = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), SCALE)
+    before = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), RULES)
     for rows in coded:
         rows[:, 3] = 1e3
     for rows in exact:
         rows[:, 4] = -1e3
-    after = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), SCALE)
+    after = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), RULES)
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])
 
@@ -171,8 +173,8 @@ def test_anchor_score_sums_the_terms_of_equation_5_or_their_squares(seed, power)
     weight = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * mask
     nothing = torch.zeros(SEGMENTS, QUERIES, 0, dtype=torch.bool)
     no_rows = torch.zeros(SEGMENTS, 0, KV_HEADS, HEAD_SIZE, dtype=torch.float64)
-    _, lse = mixed_attention(query, SeenRows(no_rows, no_rows, nothing), SeenRows(*exact, mask), SCALE)
-    key_score, value_score = anchor_score(query, exact[0], lse, weight, SCALE, power)
+    _, lse = mixed_attention(query, SeenRows(no_rows, no_rows, nothing), SeenRows(*exact, mask), RULES)
+    key_score, value_score = anchor_score(query, exact[0], lse, weight, RULES, power)
     _, probs = naive_attention(query, *exact, mask)
     for s in range(SEGMENTS):
         for kv_head in range(KV_HEADS):
@@ -191,18 +193,18 @@ def test_anchor_score_sums_the_terms_of_equation_5_or_their_squares(seed, power)
 def test_queries_that_do_not_vote_do_not_count():
     query, _, _, exact, mask = draw_attention(0)
     _, lse = mixed_attention(
-        query, SeenRows(*exact, torch.zeros_like(mask)), SeenRows(*exact, torch.ones_like(mask)), SCALE
+        query, SeenRows(*exact, torch.zeros_like(mask)), SeenRows(*exact, torch.ones_like(mask)), RULES
     )
     votes = torch.zeros_like(mask)
     votes[:, 3] = True
-    alone = anchor_score(query[:, 3:4], exact[0], lse[:, 3:4], votes[:, 3:4], SCALE, 1)
-    torch.testing.assert_close(anchor_score(query, exact[0], lse, votes, SCALE, 1), alone)
+    alone = anchor_score(query[:, 3:4], exact[0], lse[:, 3:4], votes[:, 3:4], RULES, 1)
+    torch.testing.assert_close(anchor_score(query, exact[0], lse, votes, RULES, 1), alone)
 
 
 def test_scores_stay_in_bounds_when_the_row_was_seen_only_through_its_code():
     query, _, _, exact, mask = draw_attention(0)
     lse = torch.full((SEGMENTS, QUERIES, HEADS), -50.0, dtype=torch.float64)
-    key_score, value_score = anchor_score(query, exact[0], lse, torch.ones_like(mask), SCALE, 1)
+    key_score, value_score = anchor_score(query, exact[0], lse, torch.ones_like(mask), RULES, 1)
     assert (key_score >= 0).all()
     assert (value_score <= QUERIES * HEADS / KV_HEADS).all()
 

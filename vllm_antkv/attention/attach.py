@@ -4,33 +4,34 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_antkv.attention.flash_attention import flash_attention
 from vllm_antkv.attention.impl import AntKVImpl, Attachment
 from vllm_antkv.attention.layer import RecencyLayer, recency_layer_name
-from vllm_antkv.attention.rope import rotary_table
+from vllm_antkv.attention.model_layers import attention_layers, decoder_layer
+from vllm_antkv.attention.probe import probe
 from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
 from vllm_antkv.attention.startup import resolved_codebook
 from vllm_antkv.attention.trained_prefix import LayerPrefix, PrefixTokens, set_prefix_tokens
 from vllm_antkv.attention.worker import Worker, set_worker, workspace
 from vllm_antkv.cache.pages import PageLayout, page_layouts
 from vllm_antkv.cache.specs import vq_spec
-from vllm_antkv.codebook import Codebook
+from vllm_antkv.codebook import Codebook, KeyTurn
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CodebookError, UnsupportedModelError
+from vllm_antkv.errors import CodebookError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels, choose
 from vllm_antkv.ops.fp8_tables import served
 from vllm_antkv.ops.layer import LayerKind
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable, reordered
 from vllm_antkv.select.recency import last_query_table
 
@@ -51,24 +52,34 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
     codebook = Codebook.load(Path(resolved.path))
     if codebook.identity != resolved.identity:
         raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
-    context = vllm_config.compilation_config.static_forward_context
-    flags = _watch_sinks(model, codebook, settings, vllm_config, device, context)
-    layers = _attention_layers(model)
-    rotaries = _rotaries(layers, codebook, device)
+    layers = attention_layers(model, codebook.header.model)
+    decoder_layers = {index: decoder_layer(model, layer) for index, layer in layers.items()}
+    probed = probe(model, layers, decoder_layers[max(layers)], vllm_config, device)
+    rotaries = _in_code_order(probed.rotaries, codebook)
+    flags = _watch_sinks(decoder_layers, probed.adds_residual, codebook, settings, vllm_config, device)
     dtype = vllm_config.model_config.dtype
     presets = codebook.header.layer_presets
+    rules = {index: _logit_rules(layer, vllm_config) for index, layer in layers.items()}
     kinds = [
-        LayerKind(presets[index], layer.head_size, layer.num_heads // layer.num_kv_heads, dtype, rotaries[index])
-        for index, (layer, _) in layers.items()
+        LayerKind(
+            presets[index],
+            layer.head_size,
+            layer.num_heads // layer.num_kv_heads,
+            dtype,
+            rotaries[index],
+            rules[index].are_plain,
+        )
+        for index, layer in layers.items()
     ]
     shared = _Shared.of(settings, codebook, vllm_config, device, choose(settings.kernels, device, kinds), max(layers))
     if shared.prefix_tokens is not None:
-        set_prefix_tokens(context, shared.prefix_tokens)
-    layouts = page_layouts(settings, presets, codebook.header.model.head_size, dtype)
-    for index, (layer, _) in layers.items():
+        set_prefix_tokens(vllm_config.compilation_config.static_forward_context, shared.prefix_tokens)
+    all_slide = all(each.window is not None for each in rules.values())
+    layouts = page_layouts(settings, presets, codebook.header.model.head_size, dtype, all_slide)
+    for index, layer in layers.items():
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
-        _attach_layer(layer, index, layouts[index], rotaries[index], sinks, shared)
-    set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[shared.last_layer][0].layer_name))
+        _attach_layer(layer, index, _Own(layouts[index], rotaries[index], rules[index], sinks), shared)
+    set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[shared.last_layer].layer_name))
     return shared.counters
 
 
@@ -86,7 +97,7 @@ class _Shared:
     device: torch.device
     kernels: Kernels
     counters: Counters
-    last_query: torch.Tensor
+    last_queries: "_LastQueries"
     prefix_tokens: PrefixTokens | None
     last_layer: int
 
@@ -102,24 +113,46 @@ class _Shared:
     ) -> "_Shared":
         """Make what is shared, and say which kernels run."""
         logger.info("antkv kernels: %s", kernels.title)
-        last_query = last_query_table(settings, vllm_config.model_config.max_model_len).to(device)
+        last_queries = _LastQueries(settings, vllm_config.model_config.max_model_len, device)
         ids = codebook.header.prefix
         prefix_tokens = None if ids is None else PrefixTokens(ids, device)
         counters = Counters(device, kernels.name)
-        return cls(settings, codebook, vllm_config, device, kernels, counters, last_query, prefix_tokens, last_layer)
+        return cls(settings, codebook, vllm_config, device, kernels, counters, last_queries, prefix_tokens, last_layer)
 
 
-def _attach_layer(
-    layer: Attention,
-    index: int,
-    layout: PageLayout,
-    rotary: RotaryTable,
-    sinks: SinkFlags | None,
-    shared: _Shared,
-) -> None:
+class _LastQueries:
+    """Tables of what is seen exactly, shared by the layers that have the same."""
+
+    def __init__(self, settings: AntKVConfig, max_len: int, device: torch.device) -> None:
+        self._settings, self._max_len, self._device = settings, max_len, device
+        self._tables: dict[int | None, torch.Tensor] = {}
+
+    def of(self, window: int | None) -> torch.Tensor:
+        """See `select.recency.last_query_table`."""
+        known = window if self._settings.windows == "exact" else None
+        if known not in self._tables:
+            self._tables[known] = last_query_table(self._settings, self._max_len, known).to(self._device)
+        return self._tables[known]
+
+
+class _Own(NamedTuple):
+    """What a layer does not share with the others; fields as in `Attachment`."""
+
+    layout: PageLayout
+    rotary: RotaryTable | None
+    rules: LogitRules
+    sinks: SinkFlags | None
+
+
+def _logit_rules(layer: Attention, vllm_config: VllmConfig) -> LogitRules:
+    assert isinstance(layer.impl, AntKVImpl)
+    return layer.impl.logit_rules(vllm_config.model_config.max_model_len)
+
+
+def _attach_layer(layer: Attention, index: int, own: _Own, shared: _Shared) -> None:
     settings, device, dtype = shared.settings, shared.device, shared.vllm_config.model_config.dtype
     codebook = shared.codebook
-    companion = RecencyLayer(layout, layer.num_kv_heads, dtype, settings)
+    companion = RecencyLayer(own.layout, layer.num_kv_heads, dtype, settings, own.rules.window)
     name = recency_layer_name(layer.layer_name)
     shared.vllm_config.compilation_config.static_forward_context[name] = companion
     heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
@@ -129,26 +162,27 @@ def _attach_layer(
     max_num_tokens = shared.vllm_config.scheduler_config.max_num_batched_tokens
     layer.impl.attachment = Attachment(
         settings=settings,
-        layout=layout,
+        layout=own.layout,
         dtype=dtype,
         k_centroids=served(codebook.k[index][heads].to(device, held_in)),
         v_centroids=served(codebook.v[index][heads].to(device, held_in)),
         k_order=_k_order(codebook, index, device),
-        rotary=rotary,
-        sinks=sinks,
+        rotary=own.rotary,
+        rules=own.rules,
+        sinks=own.sinks,
         prefix=_layer_prefix(codebook, index, heads, shared),
         recency_name=name,
         recency=companion,
         counters=shared.counters,
         # It counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
         counts_rows=index == shared.last_layer,
-        last_query=shared.last_query,
+        last_query=shared.last_queries.of(own.rules.window),
         kernels=shared.kernels,
         max_num_reqs=shared.vllm_config.scheduler_config.max_num_seqs,
         scratch=workspace,
         varlen=flash_attention(layer.head_size, dtype, max_num_tokens) if shared.kernels.on_gpu else None,
     )
-    spec = vq_spec(layout, layer.num_kv_heads)
+    spec = vq_spec(own.layout, layer.num_kv_heads, own.rules.window)
 
     def get_kv_cache_spec(self: Attention, vllm_config: VllmConfig) -> KVCacheSpec:
         return spec
@@ -171,68 +205,58 @@ def _layer_prefix(codebook: Codebook, index: int, heads: slice, shared: _Shared)
     return LayerPrefix(tokens, k, v)
 
 
-def _rotaries(
-    layers: dict[int, tuple[Attention, nn.Module]], codebook: Codebook, device: torch.device
-) -> dict[int, RotaryTable]:
-    """For each layer; those with the same rotary module and order of channels share one."""
-    tables: dict[tuple[int, tuple[int, ...] | None], RotaryTable] = {}
+def _in_code_order(rotaries: dict[int, RotaryTable | None], codebook: Codebook) -> dict[int, RotaryTable | None]:
+    """Tables for rows whose channels stand in the order that codes have; layers that had one table still share one.
+
+    Raises:
+        CodebookError: the codebook was learned from a model whose layers turn K otherwise.
+    """
+    made: dict[tuple[int, tuple[int, ...] | None], RotaryTable | None] = {}
     found = {}
-    for index, (layer, module) in layers.items():
-        key = id(module), codebook.header.k_order(index)
-        if key not in tables:
-            tables[key] = _rotary(module, layer.layer_name, key[1]).to(device)
-        found[index] = tables[key]
+    for index, table in rotaries.items():
+        learned, order = codebook.header.turn(index), codebook.header.k_order(index)
+        served = _turn(table)
+        if learned not in (None, served):
+            raise CodebookError(
+                f"The codebook was learned from a model whose layer {index} {learned}, but that of the served model "
+                f"{served}: run `antkv calibrate` on this model."
+            )
+        key = id(table), order
+        if key not in made:
+            made[key] = table if table is None or order is None else _reordered(table, order, index)
+        found[index] = made[key]
     return found
 
 
-def _rotary(module: nn.Module, layer_name: str, order: tuple[int, ...] | None) -> RotaryTable:
-    """For rows in the order of channels that codes have."""
-    table = rotary_table(module, layer_name)
+def _turn(table: RotaryTable | None) -> KeyTurn:
+    return KeyTurn() if table is None else KeyTurn(rotary_dim=table.rotary_dim, neighbours=not table.is_neox_style)
+
+
+def _reordered(table: RotaryTable, order: tuple[int, ...], index: int) -> RotaryTable:
     try:
-        return table if order is None else reordered(table, order)
+        return reordered(table, order)
     except ValueError as error:
         raise CodebookError(
-            f"The codebook does not fit the RoPE of {layer_name} ({error}): run `antkv calibrate` on this model."
+            f"The codebook does not fit the RoPE of layer {index} ({error}): run `antkv calibrate` on this model."
         ) from None
 
 
-def _attention_layers(model: nn.Module) -> dict[int, tuple[Attention, nn.Module]]:
-    """Every attention layer with the rotary module beside it, by its index."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Attention):
-            parent = model.get_submodule(name.rpartition(".")[0])
-            rotary = getattr(parent, "rotary_emb", None)
-            if rotary is None:
-                raise UnsupportedModelError(
-                    f"{module.layer_name} has no rotary_emb beside it, and an antkv cache needs to know its RoPE."
-                )
-            found[extract_layer_index(module.layer_name)] = (module, rotary)
-    return found
-
-
 def _watch_sinks(
-    model: nn.Module,
+    decoder_layers: dict[int, nn.Module],
+    adds_residual: bool,
     codebook: Codebook,
     settings: AntKVConfig,
     vllm_config: VllmConfig,
     device: torch.device,
-    context: dict[str, Any],
 ) -> SinkFlags | None:
     rule = codebook.header.sinks
     if rule is None or not settings.sinks:
         return None
     register_op()
     flags = SinkFlags(rule, vllm_config.scheduler_config.max_num_batched_tokens, device)
-    watch(_decoder_layer(model, rule.layer), flags, context)
+    context = vllm_config.compilation_config.static_forward_context
+    watch(decoder_layers[rule.layer], flags, adds_residual, context)
     return flags
-
-
-def _decoder_layer(model: nn.Module, index: int) -> nn.Module:
-    for name, module in model.named_modules():
-        if name.endswith(f"layers.{index}"):
-            return module
-    raise UnsupportedModelError(f"The model has no decoder layer {index}, where the codebook says sinks emerge.")
 
 
 def _sink_layer(codebook: Codebook) -> int:

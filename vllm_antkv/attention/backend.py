@@ -60,6 +60,16 @@ class AntKVBackend(AttentionBackend):
         return (KVCacheLayout.BLHNC,)
 
     @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Pages past the window are freed."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Learned logits that take part in every softmax."""
+        return True
+
+    @classmethod
     def supports_kv_connector(cls) -> bool:
         """Connectors save the attention layer's own pages and would miss the recency pages."""
         return False

@@ -16,6 +16,7 @@ from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels
 from vllm_antkv.ops.layer import LayerOperations, LayerState, Scratch, StepRows, run
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.ops.warm_up import warm_up
@@ -27,7 +28,7 @@ class Attachment:
 
     k_centroids, v_centroids: of this rank's KV heads, (num_kv_heads, num_sub_vectors, num_centroids,
         sub_vector_size); dtype and the others as in `ops.layer.LayerState`.
-    k_order, rotary: see `ops.layer.LayerState`.
+    k_order, rotary, rules: see `ops.layer.LayerState`.
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
     prefix: rows of the codebook's trained prefix, if it has one.
     recency_name: name of the companion layer, for its metadata.
@@ -48,6 +49,7 @@ class Attachment:
     v_centroids: torch.Tensor
     k_order: torch.Tensor | None
     rotary: RotaryTable | None
+    rules: LogitRules
     sinks: SinkFlags | None
     prefix: LayerPrefix | None
     recency_name: str
@@ -80,11 +82,8 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
     ) -> None:
         refused = {
             "ALiBi": alibi_slopes is not None,
-            "a sliding window": sliding_window is not None,
-            "a logits soft cap": bool(logits_soft_cap),
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             "attention layers that share a KV cache": kv_sharing_target_layer_name is not None,
-            "learned attention sinks": sinks is not None,
         }
         for feature, present in refused.items():
             if present:
@@ -92,12 +91,19 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
+        self._window, self._soft_cap, self._sinks = sliding_window, logits_soft_cap or None, sinks
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.attachment: Attachment | None = None
         self._pages: torch.Tensor | None = None
         self._layer: LayerState | None = None
         self._operations: LayerOperations | None = None
+
+    def logit_rules(self, max_model_len: int) -> LogitRules:
+        """How the layer's logits come about, once the weights are loaded. A window that no request outgrows is none."""
+        window = None if self._window is None or self._window >= max_model_len else self._window
+        sinks = None if self._sinks is None else self._sinks.detach().float()
+        return LogitRules(self.scale, window, self._soft_cap, sinks)
 
     def forward(
         self,
@@ -166,7 +172,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             last_query=attachment.last_query,
             config=attachment.settings,
             num_heads=self.num_heads,
-            scale=self.scale,
+            rules=attachment.rules,
             counters=attachment.counters,
             counts_rows=attachment.counts_rows,
             max_num_reqs=attachment.max_num_reqs,

@@ -12,7 +12,7 @@ from vllm.forward_context import get_forward_context
 
 from vllm_antkv.attention.impl import AntKVImpl
 from vllm_antkv.attention.metadata import VQMetadata
-from vllm_antkv.cache.pages import VQPages
+from vllm_antkv.cache.pages import NO_ANCHOR, VQPages
 from vllm_antkv.ops.attention_shares import attention_shares
 from vllm_antkv.ops.counters import Counters, Report
 from vllm_antkv.select.anchors import EXACT_ANCHOR
@@ -25,6 +25,7 @@ class Inspector:
         context = vllm_config.compilation_config.static_forward_context
         self._layers = [each for each in context.values() if isinstance(getattr(each, "impl", None), AntKVImpl)]
         self._counters = counters
+        self._all_slide = all(layer.impl.attachment.rules.window is not None for layer in self._layers)
         num_kv_heads = self._layers[0].impl.num_kv_heads
         self._turns = cycle(product(range(num_kv_heads), (layer.impl for layer in self._layers)))
         self._sample_is_due = False
@@ -39,6 +40,8 @@ class Inspector:
     def anchor_offsets(self, block_ids: list[int]) -> list[list[list[list[list[int]]]]]:
         """Offsets in their blocks of the anchors of some VQ pages, NO_ANCHOR where a row is unused or another's.
 
+        The pages are those of layers without a window, if there are any: then nothing is said of the others.
+
         Returns:
             [layer][block][KV head of this worker][K, V][row].
         """
@@ -47,8 +50,12 @@ class Inspector:
     def _anchor_offsets_of(self, layer: Any, block_ids: list[int]) -> list[list[list[list[int]]]]:
         attachment = layer.impl.attachment
         pages = VQPages.view(layer.kv_cache, attachment.layout)
-        offsets = pages.anchor_offsets[torch.tensor(block_ids, device=layer.kv_cache.device)]
-        return torch.where(offsets >= EXACT_ANCHOR, offsets - EXACT_ANCHOR, offsets).tolist()
+        ids = torch.tensor(block_ids, device=layer.kv_cache.device)
+        offsets = pages.anchor_offsets[ids]
+        offsets = torch.where(offsets >= EXACT_ANCHOR, offsets - EXACT_ANCHOR, offsets)
+        # Block 0 is the null block: what was there lies before the window.
+        is_there = (ids > 0) & (attachment.rules.window is None or self._all_slide)
+        return torch.where(is_there[:, None, None, None], offsets, NO_ANCHOR).tolist()
 
     def _sample(self, kv_head: int, impl: AntKVImpl) -> None:
         """Measure in the next step that only decodes, after its attention."""

@@ -21,11 +21,14 @@ def recency_layer_name(layer_name: str) -> str:
 class RecencyLayer(AttentionLayerBase):
     """Owns the recency pages of one attention layer. Not a module: it has no weights and no forward."""
 
-    def __init__(self, layout: PageLayout, num_kv_heads: int, dtype: torch.dtype, settings: AntKVConfig) -> None:
+    def __init__(
+        self, layout: PageLayout, num_kv_heads: int, dtype: torch.dtype, settings: AntKVConfig, window: int | None
+    ) -> None:
         self._layout = layout
         self._num_kv_heads = num_kv_heads
         self._dtype = dtype
         self._settings = settings
+        self._window = window
         self.kv_cache: torch.Tensor = torch.tensor([])
         self.pages: RecencyPages | None = None
 
@@ -40,4 +43,4 @@ class RecencyLayer(AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> RecencySpec:
         """How the pages are allocated."""
-        return recency_spec(self._layout, self._num_kv_heads, self._settings, vllm_config)
+        return recency_spec(self._layout, self._num_kv_heads, self._settings, vllm_config, self._window)

@@ -1,6 +1,6 @@
 """Attention metadata: what a step computes, and its block tables; built once per step and shared by all layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from vllm.config import VllmConfig
@@ -44,12 +44,16 @@ class VQMetadata(AttentionMetadata):
     is_prefilling: torch.Tensor | None
     query_start_loc_cpu: torch.Tensor
     seq_lens_cpu: torch.Tensor | None
-    _step: Step | None = None
+    _steps: list[Step] = field(default_factory=list)
 
     def step(self, recency: RecencyMetadata) -> Step:
-        """The step with the block tables of both page classes; made for the first layer, shared by the others."""
-        if self._step is None or self._step.recency_block_table is not recency.block_table:
-            self._step = Step(
+        """The step with the block tables of both page classes; made for the first layer, shared by the others.
+
+        Layers whose VQ pages share a block table may have several for their recency pages.
+        """
+        step = next((each for each in self._steps if each.recency_block_table is recency.block_table), None)
+        if step is None:
+            step = Step(
                 query_start_loc=self.query_start_loc,
                 seq_lens=self.seq_lens,
                 vq_block_table=self.block_table,
@@ -60,7 +64,8 @@ class VQMetadata(AttentionMetadata):
                 query_start_loc_cpu=self.query_start_loc_cpu,
                 seq_lens_cpu=self.seq_lens_cpu,
             )
-        return self._step
+            self._steps.append(step)
+        return step
 
 
 def _cudagraph_support(vllm_config: VllmConfig) -> AttentionCGSupport:

@@ -1,8 +1,10 @@
 """What cannot be served with an antkv cache, and the sentence that says so when the server starts.
 
 The first entry of a table that a server has is the one it is told: what names a feature best stands first. Nothing here
-knows of codebooks.
+knows of codebooks. What only the loaded layers tell is refused by themselves (`attention.impl`, `attention.probe`).
 """
+
+import logging
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -11,9 +13,12 @@ from vllm.platforms import current_platform
 from vllm_antkv.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.families import SERVED_ARCHITECTURES
+from vllm_antkv.features import rope_types, unserved_feature
 
-#: Kinds of RoPE, as in `rope_parameters`, whose turn depends on the position alone; `attention.rope` reads the tables.
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "ntk", "llama3", "yarn")
+logger = logging.getLogger("vllm.antkv")
+
+#: Kinds of RoPE of which transformers has another table for long requests, and vLLM's own modules one for all.
+_BY_LENGTH = {"dynamic", "longrope"}
 
 _OF_A_MODEL = "serve this model with --kv-cache-dtype auto"
 _OF_AN_OPTION = "leave it out, or use --kv-cache-dtype auto"
@@ -41,6 +46,14 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
     cache_dtype = vllm_config.cache_config.cache_dtype
     _refuse(_model_features(vllm_config), cache_dtype, _OF_A_MODEL)
     _refuse(_options(vllm_config), cache_dtype, _OF_AN_OPTION)
+    model_config = vllm_config.model_config
+    if model_config.architecture not in SERVED_ARCHITECTURES:
+        logger.warning(
+            "%s is not among the models that are tested with an antkv cache: `antkv doctor %s --verify` compares its "
+            "answers with those of --kv-cache-dtype auto.",
+            model_config.architecture,
+            model_config.model,
+        )
 
 
 def _refuse(features: dict[str, bool], cache_dtype: str, remedy: str) -> None:
@@ -50,39 +63,30 @@ def _refuse(features: dict[str, bool], cache_dtype: str, remedy: str) -> None:
 
 
 def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
-    """Features of models that are refused, and whether this one has them."""
+    """Features of models that are refused, and whether this one has them: what vLLM knows, and what the config says."""
     model_config = vllm_config.model_config
     text_config = model_config.hf_text_config
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    return {
+    by_length = _BY_LENGTH & rope_types(text_config)
+    features = {
         "multi-head latent attention (MLA)": model_config.use_mla,
         "encoder-decoder models": model_config.is_encoder_decoder,
         "pooling models": model_config.runner_type != "generate",
         "multimodal models": model_config.is_multimodal_model,
+        "models without attention": model_config.is_attention_free,
+        "state-space or linear-attention layers": model_config.is_hybrid,
         "M-RoPE": model_config.uses_mrope,
         "ALiBi": bool(model_config.uses_alibi),
-        "dual chunk attention": bool(getattr(text_config, "dual_chunk_attention_config", None)),
-        "attention that is not causal": not getattr(text_config, "is_causal", True),
-        "sliding-window attention (for Mistral-style models, --hf-overrides '{\"sliding_window\": null}' serves them "
-        "with full attention)": _has_sliding_window(vllm_config),
-        "attention with a logits soft cap": bool(getattr(text_config, "attn_logit_softcapping", None)),
-        f"the architecture {model_config.architecture} (supported: {', '.join(SERVED_ARCHITECTURES)})": (
-            model_config.architecture not in SERVED_ARCHITECTURES
-        ),
+    }
+    if feature := unserved_feature(text_config):
+        features[feature] = True
+    return features | {
         f"head size {model_config.get_head_size()} (supported: {', '.join(map(str, SUPPORTED_HEAD_SIZES))})": (
             model_config.get_head_size() not in SUPPORTED_HEAD_SIZES
         ),
-        "Fourier position embeddings (FoPE)": bool(rope.get("use_fope")),
-        f"RoPE of type {rope_type} (supported: {', '.join(SUPPORTED_ROPE_TYPES)})": (
-            rope_type not in SUPPORTED_ROPE_TYPES
+        f"RoPE of type {', '.join(by_length)} in models that vLLM serves through transformers": (
+            bool(by_length) and model_config.using_transformers_backend()
         ),
     }
-
-
-def _has_sliding_window(vllm_config: VllmConfig) -> bool:
-    layer_types = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
-    return vllm_config.cache_config.sliding_window is not None or "sliding_attention" in layer_types
 
 
 def _options(vllm_config: VllmConfig) -> dict[str, bool]:

@@ -1,43 +1,59 @@
-"""The rotary table of a layer, read from vLLM's rotary module."""
+"""The rotary tables of a loaded model: what its layers may turn K by.
 
-from typing import cast
+Which layer turns K by which of them, if any, is found by `attention.probe`: some layers have such a module and do not
+use it.
+"""
 
+from collections.abc import Iterator
+
+import torch
 from torch import nn
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope import DynamicNTKAlphaRotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope import DynamicNTKScalingRotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.ntk_scaling_rope import NTKScalingRotaryEmbedding
-from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 
-from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.rope import RotaryTable
-
-#: Modules whose turn depends on the position alone, through one table of cosines and sines.
-SUPPORTED = (
-    RotaryEmbedding,
-    LinearScalingRotaryEmbedding,
-    DynamicNTKAlphaRotaryEmbedding,
-    DynamicNTKScalingRotaryEmbedding,
-    NTKScalingRotaryEmbedding,
-    Llama3RotaryEmbedding,
-    YaRNScalingRotaryEmbedding,
-)
+from vllm_antkv.ops.turns import transformers_tables
 
 
-def rotary_table(module: nn.Module, layer_name: str) -> RotaryTable:
-    """The table that this rotary module applies, in float32 and not rounded to the model dtype.
+def rotary_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module that turns something, whatever it is called, by its name in the model."""
+    return [(name, module) for name, module in model.named_modules() if "rotaryemb" in type(module).__name__.lower()]
 
-    Raises UnsupportedModelError for kinds of RoPE that cannot be undone from a position (M-RoPE, LongRoPE, dual
-    chunk, FoPE and others).
+
+def rotary_tables(model: nn.Module, layer_types: tuple[str, ...], num_positions: int) -> list[RotaryTable]:
+    """Every table of cosines and sines in this model, in float32 and not rounded to the model dtype.
+
+    Args:
+        model: as vLLM has loaded it, with modules of its own or, through its Transformers backend, of transformers.
+        layer_types: kinds of layers, for modules of transformers that have a table for each.
+        num_positions: how many positions are needed; vLLM's own modules say how many they have.
     """
-    if type(module) not in SUPPORTED:
-        known = ", ".join(cls.__name__ for cls in SUPPORTED)
-        raise UnsupportedModelError(
-            f"{layer_name} uses {type(module).__name__}, which an antkv cache cannot undo (it can undo {known})."
-        )
-    # Computed again, since the module's own copy is rounded to the model dtype: angles of exact tables add up, so that
-    # kernels may turn by a tile's position first and by the offset in the tile after it.
-    cos, sin = cast(RotaryEmbedding, module)._compute_cos_sin_cache().float().chunk(2, dim=-1)
-    return RotaryTable(cos.contiguous(), sin.contiguous(), bool(module.is_neox_style))
+    return [table for _, module in rotary_modules(model) for table in _tables(module, layer_types, num_positions)]
+
+
+def _tables(module: nn.Module, layer_types: tuple[str, ...], num_positions: int) -> Iterator[RotaryTable]:
+    if isinstance(module, Phi3LongRoPEScaledRotaryEmbedding):
+        yield _halves(_long_rope(module), True)
+    elif isinstance(module, RotaryEmbeddingBase):
+        # Computed again, since the module's own copy is rounded to the model dtype: angles of exact tables add up, so
+        # that kernels may turn by a tile's position first and by the offset in the tile after it.
+        cache = module._compute_cos_sin_cache()
+        if cache.shape == (len(cache), module.rotary_dim):
+            yield _halves(cache, bool(module.is_neox_style))
+    elif type(module).__module__.startswith("transformers"):
+        yield from transformers_tables(module, num_positions, layer_types, next(module.buffers()).device)
+
+
+def _long_rope(module: Phi3LongRoPEScaledRotaryEmbedding) -> torch.Tensor:
+    """The one table of the two that vLLM uses for all lengths: the long one where requests may become that long."""
+    if module.use_long_rope:
+        return module._compute_cos_sin_cache(module.max_position_embeddings, module.long_factor, module.long_mscale)
+    return module._compute_cos_sin_cache(
+        module.original_max_position_embeddings, module.short_factor, module.short_mscale
+    )
+
+
+def _halves(cache: torch.Tensor, is_neox_style: bool) -> RotaryTable:
+    """From rows of all cosines and then all sines."""
+    cos, sin = cache.float().chunk(2, dim=-1)
+    return RotaryTable(cos.contiguous(), sin.contiguous(), is_neox_style)

@@ -40,23 +40,26 @@ class SinkFlags:
 _CONTEXT_NAME = "antkv.sinks"
 
 
-def watch(layer: nn.Module, flags: SinkFlags, static_forward_context: dict[str, Any]) -> None:
-    """Fill `flags` whenever this decoder layer has run."""
+def watch(layer: nn.Module, flags: SinkFlags, adds_residual: bool, static_forward_context: dict[str, Any]) -> None:
+    """Fill `flags` whenever this decoder layer has run.
+
+    Args:
+        adds_residual: whether the hidden state is the sum of the two tensors that decoder layers hand on, or the first.
+    """
     static_forward_context[_CONTEXT_NAME] = flags
-    layer.register_forward_hook(_after_layer)
 
+    def after(layer: nn.Module, args: Any, output: Any) -> None:
+        hidden, residual = (*output, None)[:2] if isinstance(output, tuple) else (output, None)
+        torch.ops.vllm.antkv_mark_sinks(hidden, residual if adds_residual else None)
 
-def _after_layer(layer: nn.Module, args: Any, output: Any) -> None:
-    """Decoder layers return (hidden, residual), whose sum is the hidden state, or the hidden state."""
-    if isinstance(output, tuple):
-        torch.ops.vllm.antkv_mark_sinks(*output[:2])
-    else:
-        torch.ops.vllm.antkv_mark_sinks(output, None)
+    layer.register_forward_hook(after)
 
 
 def _mark_sinks(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
     flags: SinkFlags = get_forward_context().no_compile_layers[_CONTEXT_NAME]
-    flags.update(hidden if residual is None else hidden.float() + residual.float())
+    hidden = hidden if residual is None else hidden.float() + residual.float()
+    # Layers of transformers have one more dimension, of a batch of one.
+    flags.update(hidden.view(-1, hidden.shape[-1]))
 
 
 def _mark_sinks_fake(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:

@@ -77,6 +77,8 @@ def complete(vllm_config: VllmConfig) -> None:
         _SETTINGS_KEY: settings.model_dump(),
         _RESOLVED_KEY: asdict(resolved),
     }
+    if _brings_cache_scales(model_config.hf_config):
+        logger.info("Scales for an FP8 KV cache in the checkpoint are not used: codes need none.")
     if prefix:
         logger.info("Prompts that start with the codebook's trained prefix use it (%d tokens).", len(prefix))
     if settings.sinks and codebook.header.sinks is None:
@@ -86,6 +88,12 @@ def complete(vllm_config: VllmConfig) -> None:
         logger.info("Bits by layer: %s", codebook.header.mix)
     for line in describe(vllm_config, settings, resolved.presets):
         logger.info(line)
+
+
+def _brings_cache_scales(hf_config: Any) -> bool:
+    """Whether the checkpoint was made for an FP8 cache too (compressed-tensors, ModelOpt)."""
+    given = getattr(hf_config, "quantization_config", None)
+    return isinstance(given, dict) and any(given.get(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
 
 
 def resolved_codebook(vllm_config: VllmConfig) -> ResolvedCodebook:

@@ -50,6 +50,7 @@ class PageLayout:
     anchor_rows: rows for anchors of K, and as many of V, per block (`AntKVConfig.anchor_rows`).
     recency_block_size: tokens per recency page, the same for all layers.
     padding: bytes at the end of a VQ page.
+    tail: bytes at the end of a page of either class.
     """
 
     preset: Preset
@@ -58,6 +59,7 @@ class PageLayout:
     anchor_rows: int
     recency_block_size: int
     padding: int
+    tail: int = 0
 
     @classmethod
     def of(cls, config: AntKVConfig, preset: Preset, head_size: int, dtype: torch.dtype) -> "PageLayout":
@@ -93,16 +95,16 @@ class PageLayout:
     def vq_page_bytes(self) -> int:
         """Bytes of a VQ page of one KV head."""
         sections = 2 * self.code_section_bytes + 2 * self.anchor_section_bytes + self.offset_section_bytes
-        return sections + self.padding
+        return sections + self.padding + self.tail
 
     @property
     def recency_page_bytes(self) -> int:
         """Bytes of a recency page of one KV head."""
-        return _align(self.recency_block_size * (2 * self.row_bytes + 2 * 4))
+        return _align(self.recency_block_size * (2 * self.row_bytes + 2 * 4)) + self.tail
 
 
 def page_layouts(
-    config: AntKVConfig, presets: Sequence[Preset], head_size: int, dtype: torch.dtype
+    config: AntKVConfig, presets: Sequence[Preset], head_size: int, dtype: torch.dtype, all_slide: bool = False
 ) -> list[PageLayout]:
     """The layouts of a model's layers, whose pages of a class lie side by side in a block of vLLM's pool.
 
@@ -113,6 +115,7 @@ def page_layouts(
         presets: of every layer.
         head_size: channels.
         dtype: of the model.
+        all_slide: every layer has a sliding window.
 
     Raises:
         SettingsError: a preset does not divide the head size.
@@ -131,7 +134,7 @@ def page_layouts(
     missing = needed(block_size) - content
     padding = _align(-(-missing // len(layers))) if 0 < missing <= limit - content else 0
     layers = [replace(layer, recency_block_size=block_size, padding=padding) for layer in layers]
-    return _unbalanced(layers)
+    return _patterned(layers) if all_slide else _unbalanced(layers)
 
 
 def pool_block_bytes(layers: Sequence[PageLayout]) -> int:
@@ -153,6 +156,18 @@ def _unbalanced(layers: list[PageLayout]) -> list[PageLayout]:
     growth = next_size - smallest if counts[smallest] == 1 else ALIGNMENT
     grown = min(range(len(layers)), key=lambda index: layers[index].vq_page_bytes)
     return [replace(layer, padding=layer.padding + growth * (index == grown)) for index, layer in enumerate(layers)]
+
+
+def _patterned(layers: list[PageLayout]) -> list[PageLayout]:
+    """With pages of several sizes, each as often as the others, where there was one.
+
+    vLLM takes that for a pattern of layers, which it keeps together. Pages of layers with windows alone it would tear
+    apart, down to a block table for each layer, so that they fit beside larger ones.
+    """
+    if len(layers) < 2 or len({layer.vq_page_bytes for layer in layers}) > 1:
+        return layers
+    num_sizes = next(size for size in range(2, len(layers) + 1) if len(layers) % size == 0)
+    return [replace(layer, tail=index % num_sizes * ALIGNMENT) for index, layer in enumerate(layers)]
 
 
 @dataclass(frozen=True)

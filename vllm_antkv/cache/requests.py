@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from vllm_antkv.cache.managers import RecencyManager
@@ -62,14 +62,16 @@ def tokens_in_use(scheduler: Scheduler) -> int:
     """Tokens whose codes requests hold now; what requests share counts once."""
     blocks = _vq_manager(scheduler.kv_cache_manager).req_to_blocks
     num_held = sum(len(held) for held in blocks.values())
-    num_distinct = len({block.block_id for held in blocks.values() for block in held})
+    num_distinct = len({block.block_id for held in blocks.values() for block in held if not block.is_null})
     computed = sum(scheduler.requests[request_id].num_computed_tokens for request_id, held in blocks.items() if held)
-    # Only full blocks are shared.
+    # Only full blocks are shared; null is what lies before a window.
     return computed - VQ_BLOCK_SIZE * (num_held - num_distinct)
 
 
 def _vq_manager(manager: KVCacheManager) -> SingleTypeKVCacheManager:
-    return next(m for m in manager.coordinator.single_type_managers if not isinstance(m, RecencyManager))
+    """Of the layers without a window, which hold all tokens; where every layer has one, of the first."""
+    managers = [m for m in manager.coordinator.single_type_managers if not isinstance(m, RecencyManager)]
+    return next((m for m in managers if isinstance(m, FullAttentionManager)), managers[0])
 
 
 def _held(request: Request, manager: KVCacheManager) -> list[int]:

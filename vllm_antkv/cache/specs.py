@@ -21,6 +21,7 @@ class RecencySpec(SlidingWindowSpec):
     nothing is ever below it.
 
     settings: the user's settings, which decide the retention.
+    window: tokens that a query sees in these layers, itself included; None: all before it.
     max_len: longest sequence served.
     interval: tokens between prefix-cache boundaries that stay reachable.
     max_steps: engine steps in flight at once, 2 with async scheduling.
@@ -30,6 +31,7 @@ class RecencySpec(SlidingWindowSpec):
     max_len: int
     interval: int
     max_steps: int
+    window: int | None = None
 
     sliding_window: int = field(init=False)
 
@@ -48,34 +50,44 @@ class RecencySpec(SlidingWindowSpec):
     @property
     def retention(self) -> PageRetention:
         """When pages live and die."""
-        return page_retention(self.settings, self.max_len, self.block_size, self.interval)
+        return page_retention(self.settings, self.max_len, self.block_size, self.interval, self.window)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Most pages a request holds at once; vLLM admits requests and sizes the pool by it."""
         return self.retention.max_pages(max_model_len, max_in_flight_tokens, self.max_steps)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        """Recency pages of all layers share a block table, but never one with other pages."""
-        return all(isinstance(spec, RecencySpec) for spec in kv_cache_specs.values())
+        """Recency pages of all layers with one window share a block table, but never one with other pages."""
+        specs = kv_cache_specs.values()
+        return all(isinstance(spec, RecencySpec) and spec.window == self.window for spec in specs)
 
 
-def vq_spec(layout: PageLayout, num_kv_heads: int) -> FullAttentionSpec:
+def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) -> FullAttentionSpec | SlidingWindowSpec:
     """The spec of VQ pages: one opaque state of `vq_page_bytes` per block and KV head.
+
+    Those of layers with a window are freed as vLLM frees its own: once no later query sees a token of the block.
 
     uint8 with `state_content_bytes`, so that vLLM does not zero new blocks: we reset what needs resetting.
     """
-    return FullAttentionSpec(
-        block_size=VQ_BLOCK_SIZE,
-        num_kv_heads=num_kv_heads,
-        head_size=layout.head_size,
-        dtype=torch.uint8,
-        state_content_bytes=layout.vq_page_bytes,
-        tokens_per_state=VQ_BLOCK_SIZE,
-    )
+    page = {
+        "block_size": VQ_BLOCK_SIZE,
+        "num_kv_heads": num_kv_heads,
+        "head_size": layout.head_size,
+        "dtype": torch.uint8,
+        "state_content_bytes": layout.vq_page_bytes,
+        "tokens_per_state": VQ_BLOCK_SIZE,
+    }
+    return FullAttentionSpec(**page) if window is None else SlidingWindowSpec(**page, sliding_window=window)
 
 
-def recency_spec(layout: PageLayout, num_kv_heads: int, settings: AntKVConfig, vllm_config: VllmConfig) -> RecencySpec:
-    """The spec of recency pages."""
+def recency_spec(
+    layout: PageLayout,
+    num_kv_heads: int,
+    settings: AntKVConfig,
+    vllm_config: VllmConfig,
+    window: int | None = None,
+) -> RecencySpec:
+    """The spec of recency pages of a layer; window: as in `RecencySpec`."""
     interval = vllm_config.cache_config.prefix_cache_retention_interval
     return RecencySpec(
         block_size=layout.recency_block_size,
@@ -89,5 +101,6 @@ def recency_spec(layout: PageLayout, num_kv_heads: int, settings: AntKVConfig, v
         max_len=vllm_config.model_config.max_model_len,
         # vLLM's None means dense: every boundary a hit can end at.
         interval=VQ_BLOCK_SIZE if interval is None else interval,
+        window=window,
         max_steps=max(vllm_config.max_in_flight_tokens // vllm_config.scheduler_config.max_num_batched_tokens, 1),
     )

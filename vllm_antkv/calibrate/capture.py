@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,10 @@ class CaptureFiles:
         return self._open(f"rows-{layer:03d}", np.float16, self._per_layer + (self.shape.head_size,))
 
     def norms(self, layer: int) -> np.memmap:
-        """Norms of dL/dK (index 0) and dL/dV (1): (2, num_windows, seq_len, num_kv_heads) float32."""
+        """What rows of K (index 0) and V (1) weigh: (2, num_windows, seq_len, num_kv_heads) float32.
+
+        Norms of dL/dK and dL/dV or, where no gradient flows, what stands for them (`engine`).
+        """
         return self._open(f"norms-{layer:03d}", np.float32, self._per_layer)
 
     def sink_values(self) -> np.memmap:
@@ -153,14 +157,33 @@ class Capture:
     """What is taken of every window, and where it goes.
 
     rotaries: what turns the K of each layer.
-    with_gradients: gradient norms too.
+    weighted: what tokens weigh, too.
     sinks: the channels that show sinks; None where there are none.
     """
 
     rotaries: Sequence[RotaryTable]
     files: CaptureFiles
-    with_gradients: bool = True
+    weighted: bool = True
     sinks: SinkChannels | None = None
+
+    def write_rows(self, index: int, layer: int, kind: int, rows: torch.Tensor) -> None:
+        """Rows of K (kind 0, before RoPE) or V (1) of window `index`, (seq_len, num_kv_heads, head_size).
+
+        Raises CalibrationError when a value does not fit float16.
+        """
+        half = rows.to(torch.float16)
+        _check_finite(half, layer, "its K or V does not fit float16")
+        self.files.rows(layer)[kind, index] = half.cpu().numpy()
+
+    def write_norms(self, index: int, layer: int, kind: int, norms: torch.Tensor) -> None:
+        """What these rows weigh, (seq_len, num_kv_heads) float32; CalibrationError when one is not finite."""
+        _check_finite(norms, layer, "its gradient is not finite")
+        self.files.norms(layer)[kind, index] = norms.cpu().numpy()
+
+    def write_sinks(self, index: int, hidden: torch.Tensor) -> None:
+        """The channels that show sinks, of hidden states (seq_len, hidden_size) after the layer where they do."""
+        assert self.sinks is not None
+        self.files.sink_values()[index] = hidden[:, list(self.sinks.channels)].float().abs().cpu().numpy()
 
 
 def capture_window(model: PreTrainedModel, window: torch.Tensor, index: int, capture: Capture) -> None:
@@ -173,29 +196,14 @@ def capture_window(model: PreTrainedModel, window: torch.Tensor, index: int, cap
     Raises:
         CalibrationError: a K or V value does not fit float16, or a gradient is not finite.
     """
-    files, sinks = capture.files, capture.sinks
-
-    def write_rows(layer: int, kind: int, rows: torch.Tensor) -> None:
-        half = rows.to(torch.float16)
-        _check_finite(half, layer, "its K or V does not fit float16")
-        files.rows(layer)[kind, index] = half.cpu().numpy()
-
-    def write_norms(layer: int, kind: int, norms: torch.Tensor) -> None:
-        _check_finite(norms, layer, "its gradient is not finite")
-        files.norms(layer)[kind, index] = norms.cpu().numpy()
-
-    def write_sinks(hidden: torch.Tensor) -> None:
-        files.sink_values()[index] = hidden[:, channels].float().abs().cpu().numpy()
-
-    channels = list(sinks.channels) if sinks else []
-    sink_layers = [decoder_layers(model)[sinks.layer]] if sinks else []
+    sink_layers = [decoder_layers(model)[capture.sinks.layer]] if capture.sinks else []
     with (
-        captured(model, capture.rotaries, write_rows, write_norms),
-        captured_hidden(sink_layers, write_sinks),
-        torch.set_grad_enabled(capture.with_gradients),
+        captured(model, capture.rotaries, partial(capture.write_rows, index), partial(capture.write_norms, index)),
+        captured_hidden(sink_layers, partial(capture.write_sinks, index)),
+        torch.set_grad_enabled(capture.weighted),
     ):
         loss = loss_of(model, window)
-        if capture.with_gradients:
+        if capture.weighted:
             loss.backward()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.mix import can_be_mixed, parts_of_mix
-from vllm_antkv.calibrate.models import compute_dtype, load_config, load_model
+from vllm_antkv.calibrate.models import compute_dtype, load_model
 from vllm_antkv.calibrate.own_text import NAME as OWN_TEXT
 from vllm_antkv.calibrate.resources import check_memory, needs_checkpointing, pick_device
 from vllm_antkv.calibrate.settings import CalibrationSettings
@@ -20,9 +20,8 @@ from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.codebook.header import MAX_PREFIX
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.errors import CalibrationError
-from vllm_antkv.offline.attention import check_config
-from vllm_antkv.offline.pretrained import check_token_ids, read_tokenizer
+from vllm_antkv.errors import CalibrationError, UnsupportedModelError
+from vllm_antkv.offline.pretrained import check_token_ids, is_quantised, read_config, read_tokenizer
 from vllm_antkv.presets import Preset
 
 logger = logging.getLogger(__name__)
@@ -55,6 +54,11 @@ class Job:
         return self.settings.weights == "grad"
 
     @property
+    def quantised(self) -> bool:
+        """Whether vLLM has to run the model, because no gradient flows through its weights."""
+        return is_quantised(self.config)
+
+    @property
     def writes_text(self) -> bool:
         """Whether the model writes the windows itself."""
         return not self.settings.texts
@@ -85,11 +89,15 @@ def prepare(settings: CalibrationSettings) -> Job:
     """
     presets, model = settings.chosen(), settings.model
     device = pick_device(settings.device)
-    config = load_config(model)
+    config = read_config(model, CalibrationError)
+    quantised = is_quantised(config)
+    if quantised:
+        _refuse_training(settings)
     identity = ModelIdentity.from_hf_config(config)
     for preset in presets:
         preset.num_sub_vectors(identity.head_size)
-    seq_len = _clip(settings.seq_len, config.get_text_config().max_position_embeddings)
+    # Of a prompt, vLLM wants to predict one token more.
+    seq_len = _clip(settings.seq_len, config.get_text_config().max_position_embeddings - quantised)
     tokenizer = read_tokenizer(model, CalibrationError)
     windows, record = _read_windows(settings, tokenizer, seq_len, identity)
     prefix = prefix_ids(tokenizer, settings.prefix_text) if settings.train_prefix else ()
@@ -100,16 +108,19 @@ def prepare(settings: CalibrationSettings) -> Job:
     parts = parts_of_mix(presets, identity.head_size, num_tokens) if settings.bits == "mixed" else []
     trained = {"--bits mixed": bool(parts), "--refine": settings.refine > 0, "--train-prefix": bool(prefix)}
     for option in (option for option, asked in trained.items() if asked):
-        _check_trainable(option, config, windows, len(prefix) if option == "--train-prefix" else 0)
+        _check_trainable(option, windows, len(prefix) if option == "--train-prefix" else 0)
     for preset in presets:
         if settings.bits == "mixed" and not can_be_mixed(preset, parts):
             logger.warning(
                 "%s is not mixed: no cheaper, or no dearer, preset fits this model and has tokens enough.", preset.name
             )
-    check_memory(config, seq_len, device)
+    if not quantised:  # vLLM itself says whether it has room for a model that it runs
+        check_memory(config, seq_len, device)
     # Last, since it makes the folder.
     check_writable(settings.out)
     record |= {"samples": len(windows), "seq_len": seq_len, **settings.recorded()}
+    if quantised and settings.weights == "grad":
+        record["weights"] = "votes"
     return Job(settings, config, identity, presets, parts, windows, prefix, device, record)
 
 
@@ -135,16 +146,29 @@ def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> No
         )
 
 
+def _refuse_training(settings: CalibrationSettings) -> None:
+    """UnsupportedModelError when a model that only vLLM runs is to be trained or measured."""
+    asked = {
+        "--bits mixed": settings.bits == "mixed",
+        "--refine": settings.refine > 0,
+        "--train-prefix": settings.train_prefix,
+    }
+    for option in (option for option, is_asked in asked.items() if is_asked):
+        raise UnsupportedModelError(
+            f"{settings.model} has quantised weights, through which {option} cannot train or measure: calibrate the "
+            "unquantised model, whose codebooks fit both."
+        )
+
+
 def _clip(seq_len: int, context: int) -> int:
     if seq_len > context:
         logger.warning("--seq-len %d is longer than the model's context: using %d.", seq_len, context)
     return min(seq_len, context)
 
 
-def _check_trainable(option: str, config: Any, windows: torch.Tensor, prefix_len: int) -> None:
-    """CalibrationError or UnsupportedModelError when nothing can be trained through codes."""
+def _check_trainable(option: str, windows: torch.Tensor, prefix_len: int) -> None:
+    """CalibrationError when nothing can be trained through codes."""
     num_windows, seq_len = windows.shape
-    check_config(config.get_text_config(), seq_len)
     least = prefix_len + 2 * VQ_BLOCK_SIZE
     if prefix_len > MAX_PREFIX:
         raise CalibrationError(f"--prefix-text has {prefix_len} tokens with BOS: at most {MAX_PREFIX} can be trained.")

@@ -5,25 +5,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from vllm_antkv.errors import CalibrationError, UnsupportedModelError
-from vllm_antkv.offline.pretrained import load_weights, read_config
+from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.pretrained import load_weights
 from vllm_antkv.offline.traits import layer_traits
-
-
-def load_config(model: str) -> Any:
-    """The Hugging Face config of a model that can be calibrated, as far as a config tells.
-
-    Raises:
-        CalibrationError: there is no such model, or its config cannot be read.
-        UnsupportedModelError: its weights are quantised.
-    """
-    config = read_config(model, CalibrationError)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(
-            f"{model} has quantised weights, through which no gradient flows: calibrate the unquantised model, "
-            "its codebooks fit both."
-        )
-    return config
 
 
 def load_model(model: str, config: Any, device: torch.device) -> PreTrainedModel:
@@ -38,9 +22,7 @@ def load_model(model: str, config: Any, device: torch.device) -> PreTrainedModel
     """
     loaded = load_weights(model, CalibrationError, config=config, dtype=compute_dtype(config, device))
     loaded = loaded.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
-    if any(layer.soft_cap is not None for layer in layer_traits(loaded)):
-        # transformers' other implementations leave the soft cap out.
-        loaded.set_attn_implementation("eager")
+    layer_traits(loaded)
     return loaded
 
 

@@ -8,13 +8,14 @@ import argparse
 import math
 import signal
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from huggingface_hub import snapshot_download
 from transformers.utils.logging import disable_progress_bar
 
-from vllm_antkv.calibrate.original import unquantised
+from vllm_antkv.calibrate.original import original_of
 from vllm_antkv.calibrate.progress import say
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
@@ -51,23 +52,34 @@ def main() -> int:
 
 
 def _calibrate_once(model: str, revision: str | None, preset: str, texts: list[str], out: Path) -> None:
-    check_writable(out)
-    lock = FileLock(out / f".{preset}.lock")
-    try:
-        held = lock.acquire(blocking=False)
-    except Timeout:
-        say("Another server is learning it: waiting for that.")
-        held = lock.acquire()
-    with held:
+    with _held(out, preset):
         if not codebook_path(out, preset).exists():
-            folder = unquantised(_local_folder(model, revision))
-            calibrate(CalibrationSettings(folder, [preset], texts, out, samples=_samples(folder, preset)))
+            folder = original_of(_local_folder(model, revision))
+            context = read_config(folder, CalibrationError).get_text_config().max_position_embeddings
+            calibrate(CalibrationSettings(folder, [preset], texts, out, samples=num_samples(context, preset)))
             say(f"{preset} is learned.")
 
 
-def _samples(folder: str, preset: str) -> int:
-    """Windows enough for all points that k-means takes, and no more than the command's default: a server waits."""
-    context = read_config(folder, CalibrationError).get_text_config().max_position_embeddings
+def _held(out: Path, preset: str) -> AbstractContextManager[object]:
+    """The lock on one preset in this folder, waited for while another server has it."""
+    try:
+        check_writable(out)
+        lock = FileLock(out / f".{preset}.lock")
+        try:
+            return lock.acquire(blocking=False)
+        except Timeout:
+            say("Another server is learning it: waiting for that.")
+            return lock.acquire()
+        except OSError as error:
+            raise CalibrationError(f"{out} is in a file system without locks: {error.strerror}.") from None
+    except CalibrationError as error:
+        raise CalibrationError(
+            f"{str(error).rstrip('.')}; XDG_CACHE_HOME in the server's environment puts it elsewhere."
+        ) from None
+
+
+def num_samples(context: int, preset: str) -> int:
+    """Windows of a model with this context that a server takes: a server waits, so no more than k-means can use."""
     points = MAX_POINTS * get_preset(preset).num_centroids
     return min(CalibrationSettings.samples, math.ceil(points / min(CalibrationSettings.seq_len, context)))
 

@@ -9,17 +9,16 @@ from transformers import PretrainedConfig
 from vllm_antkv.calibrate.progress import say
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import AntKVError, UnsupportedModelError
-from vllm_antkv.offline.pretrained import read_config
+from vllm_antkv.offline.pretrained import is_quantised, read_config
 
 
-def unquantised(folder: str) -> str:
-    """The model to calibrate for the one in `folder`: itself or, where its weights are quantised, its original.
+def original_of(folder: str) -> str:
+    """The model to learn from for the one in `folder`: itself or, where its weights are quantised, its original.
 
-    Raises:
-        UnsupportedModelError: they are, and nothing names an original of the same sizes that can be read here.
+    An original that is not named, is not at hand, or has other sizes is none: then it is the model itself again.
     """
     config = read_config(folder, UnsupportedModelError)
-    if getattr(config, "quantization_config", None) is None:
+    if not is_quantised(config):
         return folder
     identity = ModelIdentity.from_hf_config(config)
     named = list(dict.fromkeys(_named(Path(folder))))
@@ -27,11 +26,9 @@ def unquantised(folder: str) -> str:
         if _is_original(name, identity):
             say(f"Its weights are quantised: learning from its original, {name}.")
             return name
-    shown = f"its original ({' or '.join(named)}) is not at hand" if named else "it does not say what its original is"
-    raise UnsupportedModelError(
-        f"The weights of {folder} are quantised, so that no gradient flows through them, and {shown}: run `antkv "
-        "calibrate` on the original, whose codebooks fit both, and name their folder in the setting codebooks."
-    )
+    shown = f"is not at hand ({' or '.join(named)})" if named else "is not named in its config or card"
+    say(f"Its weights are quantised, and its original {shown}.")
+    return folder
 
 
 def _named(folder: Path) -> Iterator[str]:
@@ -52,4 +49,4 @@ def _is_original(name: str, identity: ModelIdentity) -> bool:
         same = ModelIdentity.from_hf_config(config) == identity
     except AntKVError:
         return False
-    return same and getattr(config, "quantization_config", None) is None
+    return same and not is_quantised(config)

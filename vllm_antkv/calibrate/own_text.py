@@ -42,7 +42,7 @@ SEEDS = (
     "На",
     "我",
 )
-#: In `_first_tokens`: the model chooses.
+#: The model chooses.
 _FREE = -1
 
 
@@ -66,12 +66,34 @@ def write_windows(
     num_windows, seq_len = shape
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    first = _first_tokens(tokenizer, num_windows, seq_len).to(device)
+    first = torch.full((num_windows, seq_len), _FREE, device=device)
+    for row, tokens in zip(first, beginnings(tokenizer, num_windows, seq_len), strict=True):
+        row[: len(tokens)] = torch.tensor(tokens)
     ends = _ends_of_documents(model, device)
     bos = _FREE if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     with torch.inference_mode():
         batches = [_write(model, batch, ends, bos, generator, advance) for batch in first.split(BATCH)]
     return torch.cat(batches).cpu()
+
+
+def beginnings(tokenizer: Any, num_windows: int, seq_len: int) -> list[list[int]]:
+    """How each window begins, in token ids; at most `seq_len` of them.
+
+    With BOS, every other window has no seed: it is what the model takes for a text.
+
+    Raises CalibrationError when nothing says how documents begin.
+    """
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    seeds = [tokenizer(seed, add_special_tokens=False)["input_ids"] for seed in SEEDS]
+    seeds = [seed for seed in seeds if seed]
+    if not seeds and not bos:
+        raise CalibrationError("The model cannot write text to calibrate on: its tokenizer has no token to begin with.")
+    first = []
+    for index in range(num_windows):
+        seeded = seeds and (not bos or index % 2)
+        tokens = [*bos, *(seeds[(index // 2 if bos else index) % len(seeds)] if seeded else [])]
+        first.append(tokens[:seq_len])
+    return first
 
 
 def _write(
@@ -104,25 +126,6 @@ def _draw(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if not torch.isfinite(chances).all():
         raise CalibrationError("The model cannot write text to calibrate on: its predictions are not finite.")
     return torch.multinomial(chances, 1, generator=generator)[:, 0]
-
-
-def _first_tokens(tokenizer: Any, num_windows: int, seq_len: int) -> torch.Tensor:
-    """(num_windows, seq_len) int64: how each window begins, and _FREE behind that.
-
-    With BOS, every other window has no seed: it is what the model takes for a text.
-    """
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    seeds = [tokenizer(seed, add_special_tokens=False)["input_ids"] for seed in SEEDS]
-    seeds = [seed for seed in seeds if seed]
-    if not seeds and not bos:
-        raise CalibrationError("The model cannot write text to calibrate on: its tokenizer has no token to begin with.")
-    first = torch.full((num_windows, seq_len), _FREE)
-    for index, row in enumerate(first):
-        tokens = list(bos)
-        if seeds and (not bos or index % 2):
-            tokens += seeds[(index // 2 if bos else index) % len(seeds)]
-        row[: len(tokens)] = torch.tensor(tokens[:seq_len])
-    return first
 
 
 def _ends_of_documents(model: nn.Module, device: torch.device) -> torch.Tensor:

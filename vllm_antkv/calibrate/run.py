@@ -1,31 +1,27 @@
 """`antkv calibrate`: from a model and text to codebook files (AnTKV sections 4.1 and 4.2, KVSink appendix G)."""
 
 import hashlib
-import math
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from vllm_antkv import __version__
-from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape, capture_window, checkpointed
+from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.finish import finish, with_layers_mixed
 from vllm_antkv.calibrate.job import Job, check_enough, prepare
 from vllm_antkv.calibrate.learn import Captured, learn_preset
-from vllm_antkv.calibrate.models import load_model
-from vllm_antkv.calibrate.own_text import BATCH, write_windows
 from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.resources import check_disk
 from vllm_antkv.calibrate.settings import CalibrationSettings
+from vllm_antkv.calibrate.source import Source, open_source
 from vllm_antkv.calibrate.training import num_held_out
 from vllm_antkv.calibrate.workspace import Workspace, open_workspace
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.kmeans import pick_backend
-from vllm_antkv.offline.models import fingerprint
-from vllm_antkv.offline.pretrained import read_tokenizer
-from vllm_antkv.offline.sinks import PROBE_WINDOWS, SinkChannels, find_channels, find_rule, peak_ratios, sink_mask
-from vllm_antkv.offline.traits import rotary_tables
+from vllm_antkv.offline.sinks import PROBE_WINDOWS, SinkChannels, find_channels, find_rule, sink_mask
 from vllm_antkv.ops.rope import RotaryTable
 
 #: Windows between two points from which a killed run goes on.
@@ -58,30 +54,12 @@ def calibrate(settings: CalibrationSettings) -> list[Path]:
 
 def _run(job: Job) -> list[Path]:
     backend = pick_backend(job.device)
-    model = load_model(job.settings.model, job.config, job.device)
-    work_of = {
-        **job.record,
-        "presets": sorted(preset.name for preset in job.presets),
-        "model": fingerprint(model),
-        # What the model writes follows from the rest.
-        "windows": "" if job.writes_text else hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
-        "prefix": job.prefix,
-        "device": job.device.type,
-        "backend": backend.name,
-        "version": __version__,
-    }
-    with open_workspace(job.settings.out, work_of) as work:
-        if job.writes_text:
-            job = job.with_windows(_write_text(job, model, work))
-        found = _find_sink_channels(model, job.windows.to(job.device))
-        files = _capture(job, model, work, found)
-        rotaries = rotary_tables(model, 1)
-        del model
+    with ExitStack() as held:
+        job, work, captured = _take(job, backend.name, held)
         if job.device.type == "cuda":
-            torch.cuda.empty_cache()  # for cuML
-        captured = _captured(job, files, found, rotaries)
+            torch.cuda.empty_cache()  # the model is gone; cuML does not share PyTorch's memory
         num_tokens = int(captured.kept.sum())
-        check_enough(job.presets, num_tokens, files.shape.seq_len)
+        check_enough(job.presets, num_tokens, captured.files.shape.seq_len)
         needed = [preset for preset in dict.fromkeys((*job.presets, *job.parts)) if preset.num_centroids <= num_tokens]
         learned = {preset.name: learn_preset(job, preset, captured, work, backend) for preset in needed}
         paths = [finish(job, codebook, work) for codebook in with_layers_mixed(job, learned, work)]
@@ -89,29 +67,53 @@ def _run(job: Job) -> list[Path]:
     return paths
 
 
-def _write_text(job: Job, model: nn.Module, work: Workspace) -> torch.Tensor:
+def _take(job: Job, backend: str, held: ExitStack) -> tuple[Job, Workspace, Captured]:
+    """Everything that the model is needed for: its text, its sinks, its K and V. `held` keeps the work folder open."""
+    with open_source(job) as source:
+        work = held.enter_context(open_workspace(job.settings.out, _identity_of_work(job, source.fingerprint, backend)))
+        if job.writes_text:
+            job = job.with_windows(_write_text(job, source, work))
+        found = _find_sink_channels(source, job.windows)
+        files = _capture(job, source, work, found)
+        return job, work, _captured(job, files, found, source.rotary_tables(1))
+
+
+def _identity_of_work(job: Job, model: str, backend: str) -> dict[str, Any]:
+    """What another calibration would have to share to go on where this one stopped."""
+    return {
+        **job.record,
+        "presets": sorted(preset.name for preset in job.presets),
+        "model": model,
+        # What the model writes follows from the rest.
+        "windows": "" if job.writes_text else hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
+        "prefix": job.prefix,
+        "device": job.device.type,
+        "backend": backend,
+        "version": __version__,
+    }
+
+
+def _write_text(job: Job, source: Source, work: Workspace) -> torch.Tensor:
     """The windows that the model writes, or has written before it was killed."""
     windows = work.text()
     if windows is None:
         num_windows, seq_len = job.windows.shape
-        tokenizer = read_tokenizer(job.settings.model, CalibrationError)
-        with progress_bar("Writing text", math.ceil(num_windows / BATCH) * (seq_len - 1)) as progress:
-            windows = write_windows(model, tokenizer, (num_windows, seq_len), job.settings.seed, progress.update)
+        windows = source.write_windows((num_windows, seq_len), job.settings.seed)
         work.save_text(windows)
     return windows
 
 
-def _find_sink_channels(model: nn.Module, windows: torch.Tensor) -> SinkChannels | None:
+def _find_sink_channels(source: Source, windows: torch.Tensor) -> SinkChannels | None:
     probed = windows[:PROBE_WINDOWS]
     ratios = []
     with progress_bar("Looking for sinks", len(probed)) as progress:
         for window in probed:
-            ratios.append(peak_ratios(model, window))
+            ratios.append(source.peak_ratios(window))
             progress.update()
     return find_channels(np.stack(ratios))
 
 
-def _capture(job: Job, model: nn.Module, work: Workspace, found: SinkChannels | None) -> CaptureFiles:
+def _capture(job: Job, source: Source, work: Workspace, found: SinkChannels | None) -> CaptureFiles:
     """Run the model over all windows that are not captured yet."""
     num_windows, seq_len = job.windows.shape
     identity = job.identity
@@ -125,12 +127,11 @@ def _capture(job: Job, model: nn.Module, work: Workspace, found: SinkChannels | 
     )
     files = CaptureFiles(work.folder, shape)
     check_disk(work.folder, shape.num_bytes - files.num_bytes_taken())
-    capture = Capture(rotary_tables(model, seq_len), files, job.weighted, found)
+    capture = Capture(source.rotary_tables(seq_len), files, job.weighted, found)
     done = work.windows_done()
-    recompute = job.weighted and job.recomputes
-    with checkpointed(model, recompute), progress_bar("Capturing K and V", num_windows, done) as progress:
+    with source.capturing(capture) as capture_window, progress_bar("Capturing K and V", num_windows, done) as progress:
         for index in range(done, num_windows):
-            capture_window(model, job.windows[index].to(job.device), index, capture)
+            capture_window(job.windows[index], index)
             if (index + 1) % _WINDOWS_PER_SAVE == 0 or index + 1 == num_windows:
                 files.flush()
                 work.set_windows_done(index + 1)

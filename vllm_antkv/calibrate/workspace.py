@@ -1,6 +1,5 @@
 """The work folder of one calibration: what is finished survives a kill, and is found again by the same command."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -115,16 +115,14 @@ def open_workspace(out: Path, settings: Mapping[str, Any]) -> Iterator[Workspace
     folder = out / f".work-{name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        held = FileLock(folder / "lock").acquire(blocking=False)
+    except Timeout:
+        raise CalibrationError(
+            f"The same calibration is already running in {folder}: wait for it, or end it."
+        ) from None
     except OSError as error:
         raise CalibrationError(f"{out} cannot be written: {error.strerror}.") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise CalibrationError(
-                f"The same calibration is already running in {folder}: wait for it, or end it."
-            ) from None
+    with held:
         yield Workspace(folder)
 
 

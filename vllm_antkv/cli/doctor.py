@@ -9,6 +9,7 @@ from rich.text import Text
 
 from vllm_antkv import __version__
 from vllm_antkv.cli.tables import JsonInstead, deliver, wrapped
+from vllm_antkv.errors import SettingsError
 
 if TYPE_CHECKING:
     from vllm_antkv.doctor.finding import Finding
@@ -21,6 +22,13 @@ _WHAT = 19
 def doctor(
     model: Annotated[str | None, typer.Argument(help="Folder or Hugging Face name of a model to check.")] = None,
     codebooks: Annotated[str | None, typer.Option(help="Folder with codebooks to check.")] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Start vLLM with auto and with an antkv cache that keeps every row as it is, and compare the answers.",
+        ),
+    ] = False,
     json: JsonInstead = None,
 ) -> None:
     """Say what is installed, what works here, and what to do about what does not.
@@ -29,9 +37,12 @@ def doctor(
     """
     from vllm_antkv.doctor import examine
 
+    if verify and model is None:
+        raise SettingsError("--verify needs a model: antkv doctor MODEL --verify.")
+
     progress = Console(stderr=True)
     report: dict[str, list[Finding]] = {}
-    for title, check in examine(model, codebooks):
+    for title, check in examine(model, codebooks, verify):
         with progress.status(f"Checking: {title} ..."):
             report[title] = list(check())
     problems = sum(finding.state == "problem" for findings in report.values() for finding in findings)

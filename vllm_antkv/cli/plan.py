@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_antkv.cli.options import DEFAULTS, Anchors, Model, Prefix, RecentTokens, grouped
+from vllm_antkv.cli.options import DEFAULTS, Anchors, AnchorsAs, Model, Prefix, RecentTokens, grouped
 from vllm_antkv.cli.tables import JsonInstead, deliver, paragraph, print_table, table
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.gpus import GPUS
@@ -15,10 +15,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class LoadOptions:
+    """What is asked of the GPUs."""
+
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a request, prompt and answer.")] = 8192
+    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 64
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs over which the model is cut.")] = 1
+
+
+@dataclass(frozen=True)
 class KeptOptions:
     """What an antkv cache keeps in full precision."""
 
     anchors: Anchors = DEFAULTS.anchor_share
+    anchor_dtype: AnchorsAs = DEFAULTS.anchor_dtype
     prefix: Prefix = DEFAULTS.prefix
     recency: RecentTokens = DEFAULTS.recency
 
@@ -27,8 +37,7 @@ class KeptOptions:
 def plan(
     model: Model,
     gpu: Annotated[str, typer.Option(help=f"One of {', '.join(GPUS)}.", autocompletion=lambda: list(GPUS))],
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a request, prompt and answer.")] = 8192,
-    batch: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 64,
+    load: LoadOptions = LoadOptions(),
     json: JsonInstead = None,
     kept: KeptOptions = KeptOptions(),
 ) -> None:
@@ -40,13 +49,16 @@ def plan(
     """
     from vllm_antkv.evaluate.plan import make_plan
 
-    settings = AntKVConfig(anchor_share=kept.anchors, prefix=kept.prefix, recency=kept.recency)
-    made = make_plan(model, gpu, context, batch, settings)
+    settings = AntKVConfig(
+        anchor_share=kept.anchors, anchor_dtype=kept.anchor_dtype, prefix=kept.prefix, recency=kept.recency
+    )
+    made = make_plan(model, gpu, load.context, load.batch, settings, load.tensor_parallel_size)
     deliver(made.model_dump(), json, lambda: _show(made))
 
 
 def _show(plan: "Plan") -> None:
-    print(f"{plan.model}: {plan.batch:,} requests of {plan.context:,} tokens on {plan.gpu}\n")
+    gpus = plan.gpu if plan.tensor_parallel_size == 1 else f"{plan.tensor_parallel_size} x {plan.gpu}"
+    print(f"{plan.model}: {plan.batch:,} requests of {plan.context:,} tokens on {gpus}\n")
     titles = ("bits", "tokens", "requests\nat once", "in a\nstep", "GB read\na step", "ms a step\nat least")
     shown = table("cache", *titles, "tokens/s\nat most")
     for cache in plan.caches:
@@ -56,9 +68,11 @@ def _show(plan: "Plan") -> None:
     print()
     paragraph(plan.reason)
     print()
+    each, talk = ("", "") if plan.tensor_parallel_size == 1 else (" on each GPU", ", all-reduces")
     paragraph(
-        f"Computed from sizes: weights of {plan.weight_bytes / 1e9:.1f} GB in 16 bits, 92% of the memory, 2 GB for all "
-        "that is neither weights nor cache. Times are bounds; sampling, launches and the scheduler come on top."
+        f"Computed from sizes: weights of {plan.weight_bytes / 1e9:.1f} GB{each} in 16 bits, 92% of the memory, 2 GB "
+        "for all that is neither weights nor cache. Times are bounds; sampling, launches"
+        f"{talk} and the scheduler come on top."
     )
 
 

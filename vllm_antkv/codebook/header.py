@@ -30,6 +30,24 @@ class SinkRule(BaseModel):
     threshold: float = Field(gt=0, allow_inf_nan=False)
 
 
+class KeyTurn(BaseModel):
+    """How the model turns K of a layer by the position: the first `rotary_dim` channels; 0: not at all.
+
+    neighbours: True when a channel turns with its neighbour (GPT-J), False when with the one half of them away (Llama).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rotary_dim: int = Field(default=0, ge=0)
+    neighbours: bool = False
+
+    def __str__(self) -> str:
+        """What such a layer does."""
+        if not self.rotary_dim:
+            return "does not turn K"
+        return f"turns {self.rotary_dim} channels of K, {'neighbours' if self.neighbours else 'halves'} together"
+
+
 class CodebookHeader(BaseModel):
     """The JSON header of a codebook file."""
 
@@ -44,6 +62,8 @@ class CodebookHeader(BaseModel):
     # By preset, channels of K in the order in which its sub-vectors take them (`ops.rope.interleaved`); where there is
     # none, as the model has them.
     k_orders: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = Field(default_factory=dict)
+    # How every layer of the model turns K; None: not recorded, as in older files.
+    turns: Annotated[tuple[KeyTurn, ...], Field(max_length=MAX_LAYERS)] | None = None
     # Token ids of the trained intact prefix (`codebook.prefix`); None: there is none.
     prefix: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, max_length=MAX_PREFIX)] | None = None
     calibration: dict[str, Any]
@@ -63,6 +83,10 @@ class CodebookHeader(BaseModel):
         for index, preset in enumerate(self.layer_presets):
             layers.setdefault(preset.name, []).append(str(index))
         return "; ".join(f"{name} in layers {', '.join(layers[name])}" for name in PRESETS if name in layers)
+
+    def turn(self, layer: int) -> KeyTurn | None:
+        """How the model turns K of a layer; None: not recorded."""
+        return None if self.turns is None else self.turns[layer]
 
     def k_order(self, layer: int) -> tuple[int, ...] | None:
         """The order of K's channels in a layer; None: as the model has them."""
@@ -106,6 +130,10 @@ def check_header(header: CodebookHeader, path: Path) -> None:
                 f"{path} is damaged: its k_orders have for {reprlib.repr(name)} no order of the {model.head_size} "
                 "channels of a head."
             )
+    if header.turns is not None:
+        widest = max((turn.rotary_dim for turn in header.turns), default=0)
+        if len(header.turns) != model.num_layers or widest > model.head_size:
+            raise CodebookError(f"{path} is damaged: its turns are not one for each of the model's layers.")
     if header.prefix is not None and max(header.prefix) >= model.vocab_size:
         raise CodebookError(
             f"{path} is damaged: its prefix has the token {max(header.prefix)}, beyond its {model.vocab_size} tokens."

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from vllm_antkv.doctor.finding import Finding
 from vllm_antkv.doctor.model import check_codebooks, check_model
+from vllm_antkv.doctor.verify import check_answers
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.releases import LOCKED, minor_release, supported_releases
 
@@ -28,12 +29,13 @@ _PLUGIN_NAME = "antkv"
 Section = tuple[str, Callable[[], Iterator[Finding]]]
 
 
-def examine(model: str | None, codebooks: str | None) -> list[Section]:
+def examine(model: str | None, codebooks: str | None, answers: bool = False) -> list[Section]:
     """What is to be checked.
 
     Args:
         model: folder or Hugging Face name of a model to check, or None.
         codebooks: folder with codebooks to check, or None for the places that are always searched.
+        answers: whether vLLM is to be started to compare what the model answers.
     """
     sections: list[Section] = [
         ("Installation", check_installation),
@@ -42,6 +44,8 @@ def examine(model: str | None, codebooks: str | None) -> list[Section]:
     ]
     if model is not None:
         sections.append(("Model", lambda: check_model(model, codebooks)))
+        if answers:
+            sections.append(("Answers", lambda: check_answers(model, codebooks)))
     elif codebooks is not None:
         sections.append(("Codebooks", lambda: check_codebooks(Path(codebooks))))
     return sections

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from vllm_antkv.codebook import Codebook, ModelIdentity, find_codebook
 from vllm_antkv.doctor.finding import Finding
 from vllm_antkv.errors import AntKVError, SettingsError
 from vllm_antkv.families import SERVED_ARCHITECTURES
+from vllm_antkv.features import unserved_feature
 from vllm_antkv.presets import PRESETS
 
 
@@ -22,7 +24,7 @@ def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
         remedy = "Give the folder of a Hugging Face causal language model, or its name on the hub."
         yield Finding("config", "problem", str(error), remedy)
         return
-    yield _architecture(identity)
+    yield _architecture(identity, model, config)
     findings = [_codebook(model, identity, preset, codebooks) for preset in PRESETS]
     yield from findings
     states = {finding.state for finding in findings}
@@ -34,14 +36,17 @@ def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
             yield Finding("codebooks", "problem", "no preset can be served", remedy)
 
 
-def _architecture(identity: ModelIdentity) -> Finding:
+def _architecture(identity: ModelIdentity, model: str, config: Any) -> Finding:
     detail = (
         f"{identity.architecture}: {identity.num_layers} layers, {identity.num_kv_heads} KV heads, "
         f"head size {identity.head_size}"
     )
+    if feature := unserved_feature(config.get_text_config()):
+        return Finding("architecture", "problem", f"{detail}; {feature}", "Serve it with --kv-cache-dtype auto.")
     if identity.architecture in SERVED_ARCHITECTURES:
         return Finding("architecture", "ok", detail)
-    return Finding("architecture", "problem", detail, f"Supported are {', '.join(SERVED_ARCHITECTURES)}.")
+    remedy = f"antkv doctor {model} --verify compares what it answers with --kv-cache-dtype auto."
+    return Finding("architecture", "note", f"{detail}; not among the tested ones", remedy)
 
 
 def _codebook(model: str, identity: ModelIdentity, preset: str, codebooks: str | None) -> Finding:

@@ -4,7 +4,7 @@ A pool is what is left of GPU_SHARE of the memory after weights, codebooks and W
 bits, as vLLM serves them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ _ELEMENT_BYTES = {"auto": 2, "fp8": 1}
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What a decode step of a dense model in 16 bits multiplies and keeps.
+    """What a decode step of a dense model in 16 bits multiplies and keeps, on one GPU.
 
     matrix_weights: numbers in its matrices, the output layer included; embeddings are looked up.
     weights: all numbers.
@@ -48,6 +48,15 @@ class DecodeShape:
         matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
         total = sum(parameter.numel() for parameter in model.parameters())
         return cls(identity.num_layers, identity.num_kv_heads, identity.head_size, matrices, total)
+
+    def of_rank(self, tensor_parallel_size: int) -> "DecodeShape":
+        """What one of so many GPUs has of it, as vLLM cuts it: with more GPUs than KV heads, several hold the same."""
+        return replace(
+            self,
+            num_kv_heads=max(1, self.num_kv_heads // tensor_parallel_size),
+            matrix_weights=-(-self.matrix_weights // tensor_parallel_size),
+            weights=-(-self.weights // tensor_parallel_size),
+        )
 
     @property
     def heads(self) -> int:

@@ -1,8 +1,10 @@
 """The GPUs that a cache can be planned for, by name: the one table of their sizes.
 
-Memory, bandwidth, multiprocessors and boost clocks are NVIDIA's, from the data sheets of these GPUs (A100, H100 and
-H200 as SXM) and the Ada architecture's white paper for the RTX 4090. Memory is as sold; cards report a few percent
-more. What large products sustain stands in no data sheet: it is assumed to be 70 to 77% of the dense peak.
+From NVIDIA's data sheets of the A10, L4, L40S, A100 (SXM), H100 (SXM) and H200 (SXM), and the white paper of the Ada
+architecture for the RTX 4090. Memory is as sold; cards report a few percent more. Data sheets print 16-bit peaks with
+sparsity for most of these GPUs: `dense_flops` is what is left without, in products of bfloat16 that are added in
+float32. What large products sustain stands in no data sheet: `flops` assumes 70 to 77% of the peak. The
+clock of H100 and H200 is assumed too: 1.755 GHz, where the peak is stated for 1.83.
 """
 
 from dataclasses import dataclass
@@ -14,24 +16,26 @@ class Gpu:
 
     device: as CUDA calls it.
     memory in bytes, bandwidth in bytes/s, clock in Hz.
+    dense_flops: 16-bit operations/s at most.
     flops: 16-bit operations/s that large products sustain.
     """
 
     device: str
     memory: float
     bandwidth: float
+    dense_flops: float
     flops: float
     multiprocessors: int
     clock: float
 
 
 GPUS = {
-    "a10-24": Gpu("NVIDIA A10", 24e9, 0.6e12, 87e12, 72, 1.695e9),
-    "l4-24": Gpu("NVIDIA L4", 24e9, 0.3e12, 85e12, 58, 2.04e9),
-    "rtx4090-24": Gpu("NVIDIA GeForce RTX 4090", 24e9, 1.008e12, 116e12, 128, 2.52e9),
-    "l40s-48": Gpu("NVIDIA L40S", 48e9, 0.864e12, 253e12, 142, 2.52e9),
-    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 40e9, 1.555e12, 240e12, 108, 1.41e9),
-    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 80e9, 2.04e12, 240e12, 108, 1.41e9),
-    "h100-80": Gpu("NVIDIA H100 80GB HBM3", 80e9, 3.35e12, 700e12, 132, 1.755e9),
-    "h200-141": Gpu("NVIDIA H200", 141e9, 4.8e12, 700e12, 132, 1.755e9),
+    "a10-24": Gpu("NVIDIA A10", 24e9, 0.6e12, 125e12, 87e12, 72, 1.695e9),
+    "l4-24": Gpu("NVIDIA L4", 24e9, 0.3e12, 121e12, 85e12, 58, 2.04e9),
+    "rtx4090-24": Gpu("NVIDIA GeForce RTX 4090", 24e9, 1.008e12, 165.2e12, 116e12, 128, 2.52e9),
+    "l40s-48": Gpu("NVIDIA L40S", 48e9, 0.864e12, 362e12, 253e12, 142, 2.52e9),
+    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 40e9, 1.555e12, 312e12, 240e12, 108, 1.41e9),
+    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 80e9, 2.039e12, 312e12, 240e12, 108, 1.41e9),
+    "h100-80": Gpu("NVIDIA H100 80GB HBM3", 80e9, 3.35e12, 989.4e12, 700e12, 132, 1.755e9),
+    "h200-141": Gpu("NVIDIA H200", 141e9, 4.8e12, 989.4e12, 700e12, 132, 1.755e9),
 }

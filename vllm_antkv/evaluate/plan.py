@@ -8,7 +8,7 @@ from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.evaluate.capacity import DecodeShape, codebooks_of, largest_batch, pool_bytes, sequence_bytes
 from vllm_antkv.evaluate.gpus import GPUS
 from vllm_antkv.evaluate.step_bound import step_bound
-from vllm_antkv.families import SERVED_ARCHITECTURES
+from vllm_antkv.features import unserved_feature
 from vllm_antkv.offline.pretrained import read_config
 
 #: A preset takes the place of fp8 where neither holds all requests only if it gets so much more done.
@@ -21,7 +21,7 @@ class Step(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     batch: int = Field(description="Requests in it: those asked for, or as many as the cache holds.")
-    read_bytes: float = Field(description="Weights, and everything in the cache.")
+    read_bytes: float = Field(description="By one GPU: weights, and everything in the cache.")
     seconds: float = Field(description="At least; see `vllm_antkv.evaluate.step_bound`.")
     tokens_per_second: float = Field(description="At most, of all its requests.")
 
@@ -33,7 +33,7 @@ class CachePlan(BaseModel):
 
     kv_cache_dtype: str
     bits: float = Field(description="Per K or V element of a sequence, everything counted.")
-    codebook_bytes: int
+    codebook_bytes: int = Field(description="Of one GPU.")
     tokens: int = Field(description="That the cache holds, in sequences of the context asked for.")
     requests: int = Field(description="Such sequences at once.")
     step: Step | None = Field(description="Null where not even one request fits.")
@@ -48,14 +48,17 @@ class Plan(BaseModel):
     gpu: str
     context: int
     batch: int
-    weight_bytes: int
+    tensor_parallel_size: int
+    weight_bytes: int = Field(description="Of one GPU.")
     settings: AntKVConfig
     caches: list[CachePlan] = Field(description="By bits, the most first.")
     recommended: str | None = Field(description="A `kv_cache_dtype`, or null where the model does not fit.")
     reason: str
 
 
-def make_plan(model: str, gpu: str, context: int, batch: int, settings: AntKVConfig) -> Plan:
+def make_plan(
+    model: str, gpu: str, context: int, batch: int, settings: AntKVConfig, tensor_parallel_size: int = 1
+) -> Plan:
     """Plan for `batch` requests of `context` tokens each.
 
     Args:
@@ -64,25 +67,27 @@ def make_plan(model: str, gpu: str, context: int, batch: int, settings: AntKVCon
         context: tokens of a request, prompt and answer.
         batch: requests at once.
         settings: the antkv settings.
+        tensor_parallel_size: GPUs over which the model is cut; what they tell each other takes no time here.
 
     Raises:
-        SettingsError: no such GPU, or no model that can be read.
+        SettingsError: no such GPU, no model that can be read, or one that cannot be cut so.
         UnsupportedModelError: a model that has no antkv cache.
     """
     if gpu not in GPUS:
         raise SettingsError(f"--gpu is '{gpu}', but must be one of {', '.join(GPUS)}.")
     config = read_config(model, SettingsError)
-    architecture = ModelIdentity.from_hf_config(config).architecture
-    if architecture not in SERVED_ARCHITECTURES:
+    identity = ModelIdentity.from_hf_config(config)
+    _check_cut(identity, tensor_parallel_size)
+    if feature := unserved_feature(config.get_text_config()):
         raise UnsupportedModelError(
-            f"{architecture} has no antkv cache ({', '.join(SERVED_ARCHITECTURES)} have): use auto or fp8."
+            f"{identity.architecture} has no antkv cache (it does not support {feature}): use auto or fp8."
         )
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
             f"The weights of '{model}' are quantised, and a config does not say how many bytes they take: plan for the "
             "original, whose weights take more."
         )
-    shape = DecodeShape.of(config)
+    shape = DecodeShape.of(config).of_rank(tensor_parallel_size)
     caches = [_cache_plan(shape, gpu, cache, (context, batch), settings) for cache in shape.caches]
     recommended, reason = recommend(caches, batch)
     return Plan(
@@ -90,12 +95,21 @@ def make_plan(model: str, gpu: str, context: int, batch: int, settings: AntKVCon
         gpu=gpu,
         context=context,
         batch=batch,
+        tensor_parallel_size=tensor_parallel_size,
         weight_bytes=2 * shape.weights,
         settings=settings,
         caches=caches,
         recommended=recommended,
         reason=reason,
     )
+
+
+def _check_cut(identity: ModelIdentity, size: int) -> None:
+    heads, kv_heads = identity.num_attention_heads, identity.num_kv_heads
+    if heads % size or max(kv_heads, size) % min(kv_heads, size):
+        raise SettingsError(
+            f"--tensor-parallel-size is {size}, but {heads} attention heads and {kv_heads} KV heads cannot be cut so."
+        )
 
 
 def recommend(caches: list[CachePlan], batch: int) -> tuple[str | None, str]:

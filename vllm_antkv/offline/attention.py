@@ -11,6 +11,8 @@ and blocks that close in a step serve nothing within it. The figures of that sco
 
 In windows that start with the method's trained prefix, K and V of those tokens are the trained rows, in every layer.
 
+A layer's sliding window, soft cap and learned sink logits are what the model hands over with its rows (`LogitRules`).
+
 This file knows methods only by their interface, and nothing of perplexity or of files.
 """
 
@@ -22,7 +24,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
@@ -30,7 +32,8 @@ from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.retained import attend_retained
 from vllm_antkv.offline.sinks import strongest_so_far
 from vllm_antkv.offline.taps import replaced
-from vllm_antkv.offline.traits import LayerTraits, layer_traits, rotary_tables
+from vllm_antkv.offline.traits import layer_traits, rotary_tables
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import SeenRows, anchor_score, causal_lse, corrected, correction, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
@@ -44,14 +47,18 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
     The model must be called on whole windows of at most `num_tokens` tokens, without padding and without a KV cache.
 
     Raises:
-        UnsupportedModelError: its attention cannot be computed here: a logits soft cap, learned sink logits, a sliding
-            window shorter than the windows, or K that cannot be turned back.
+        UnsupportedModelError: its attention cannot be computed here: K that cannot be turned back; or, by a method that
+            evicts rows, a sliding window shorter than the windows, a soft cap or learned sink logits.
     """
     if method.quantiser is None and method.eviction is None:
         yield
         return
     for layer, traits in enumerate(layer_traits(model)):
-        _check_traits(layer, traits, num_tokens)
+        if method.eviction is not None and not traits.is_plain(num_tokens):
+            raise UnsupportedModelError(
+                f"Layer {layer} of this model has a sliding window, a logits soft cap or learned sink logits, and "
+                f"{method.name} evicts by plain attention: evaluate it with another method."
+            )
     run = _Run(method, rotary_tables(model, num_tokens))
     hooks = _watch(model, run)
     try:
@@ -98,7 +105,8 @@ class _Run:
         is_sink = self.is_sink if rule is not None and layer > rule.layer else None
         of_literature = self.method.retention is not None or self.method.eviction is not None
         attend = attend_retained if of_literature else attend_window
-        window = LayerWindow(layer, q, k, v, scaling, self.rotaries[layer])
+        rules = LogitRules(scaling, kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
+        window = LayerWindow(layer, q, k, v, rules, self.rotaries[layer])
         return attend(window, self.method, is_sink).to(query.dtype), None
 
     def _put_in(self, rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
@@ -144,113 +152,93 @@ def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | N
         (num_windows, num_tokens, num_heads, head_size).
     """
     assert method.quantiser is not None
-    query, key, value, scale = window.query, window.key, window.value, window.scale
+    query, key, value, rules = window.query, window.key, window.value, window.rules
     num_tokens, config = key.shape[1], method.config
     positions = torch.arange(num_tokens, device=key.device)
-    last_query = last_query_table(config, num_tokens).to(key.device)
+    last_query = last_query_table(config, num_tokens, rules.window).to(key.device)
     # What queries of later blocks see: decoded rows, of which the anchors of closed blocks are corrected.
     seen_key, seen_value = method.quantiser.read_back(window.layer, key, value, window.rotary)
-    prompt_scores = _prompt_scores(window, last_query) if config.anchor_scope == "prompt" else None
+    of_prompt = prompt_scores(window, last_query) if config.anchor_scope == "prompt" else None
     outputs = []
     for start in range(0, num_tokens, VQ_BLOCK_SIZE):
         block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
         past = slice(0, block.stop)
-        causal = positions[past] <= positions[block, None]
-        exact = causal & (positions[block, None] <= last_query[past])
+        visible = rules.visible(positions[block, None], positions[past])
+        exact = visible & (positions[block, None] <= last_query[past])
         columns = exact.any(0).nonzero().flatten()
         output, _ = mixed_attention(
             query[:, block],
-            SeenRows(seen_key[:, past], seen_value[:, past], (causal & ~exact)[None]),
+            SeenRows(seen_key[:, past], seen_value[:, past], (visible & ~exact)[None]),
             SeenRows(key[:, columns], value[:, columns], exact[None, :, columns]),
-            scale,
+            rules,
         )
         outputs.append(output)
         # A block that never closes, or that no later query can see, has no anchors.
         if config.anchor_rows == 0 or block.stop - start < VQ_BLOCK_SIZE or block.stop == num_tokens:
             continue
-        if prompt_scores is None:
-            own = causal[None, :, block]
-            own_lse = causal_lse(query[:, block], key[:, block], own, scale)
-            weight = vote_weights(positions[block, None], positions[block], last_query, "block")
-            scores = anchor_score(query[:, block], key[:, block], own_lse, weight[None], scale, VOTE_POWER["block"])
+        if of_prompt is None:
+            own = visible[None, :, block]
+            own_lse = causal_lse(query[:, block], key[:, block], own, rules)
+            weight = vote_weights(positions[block, None], positions[block], last_query, "block", rules.window)
+            scores = anchor_score(query[:, block], key[:, block], own_lse, weight[None], rules, VOTE_POWER["block"])
         else:
-            scores = (prompt_scores[0][..., block], prompt_scores[1][..., block])
+            scores = (of_prompt[0][..., block], of_prompt[1][..., block])
         for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
             if is_sink is not None:
                 score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
-            _correct_anchors(seen[:, block], full[:, block], score, positions[block] < config.prefix, config)
+            offsets = block_anchors(
+                score, full[:, block], seen[:, block], positions[block] < config.prefix, config, rules.window
+            )
+            _correct_anchors(seen[:, block], full[:, block], offsets)
     return torch.cat(outputs, dim=1)
 
 
-def _prompt_scores(window: LayerWindow, last_query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def prompt_scores(window: LayerWindow, last_query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Anchor Scores summed over all later queries of the window, from full-precision attention, as in the paper.
 
-    Returns scores of K and of V, each (num_windows, num_kv_heads, num_tokens).
+    Args:
+        window: rows in full precision.
+        last_query: (max_model_len,) int32, the last query that sees a position exactly (`select.recency`).
+
+    Returns:
+        scores of K and of V, each (num_windows, num_kv_heads, num_tokens).
     """
-    query, key, value, scale = window.query, window.key, window.value, window.scale
+    query, key, value, rules = window.query, window.key, window.value, window.rules
     num_windows, num_tokens, num_kv_heads, _ = key.shape
     positions = torch.arange(num_tokens, device=key.device)
     key_score, value_score = key.new_zeros(2, num_windows, num_kv_heads, num_tokens)
     for start in range(0, num_tokens, VQ_BLOCK_SIZE):
         block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
         past = slice(0, block.stop)
-        causal = (positions[past] <= positions[block, None])[None]
+        visible = rules.visible(positions[block, None], positions[past])[None]
         nothing = key[:, :0]
         _, lse = mixed_attention(
             query[:, block],
-            SeenRows(nothing, nothing, causal[..., :0]),
-            SeenRows(key[:, past], value[:, past], causal),
-            scale,
+            SeenRows(nothing, nothing, visible[..., :0]),
+            SeenRows(key[:, past], value[:, past], visible),
+            rules,
         )
-        weight = vote_weights(positions[block, None], positions[past], last_query, "prompt")
-        of_key, of_value = anchor_score(query[:, block], key[:, past], lse, weight[None], scale, VOTE_POWER["prompt"])
+        weight = vote_weights(positions[block, None], positions[past], last_query, "prompt", rules.window)
+        of_key, of_value = anchor_score(query[:, block], key[:, past], lse, weight[None], rules, VOTE_POWER["prompt"])
         key_score[..., past] += of_key
         value_score[..., past] += of_value
     return key_score, value_score
 
 
-def _correct_anchors(
-    seen: torch.Tensor, full: torch.Tensor, score: torch.Tensor, already_exact: torch.Tensor, config: AntKVConfig
-) -> None:
-    """Choose the anchors of one block and correct their decoded rows as the cache would.
+def _correct_anchors(seen: torch.Tensor, full: torch.Tensor, rows: torch.Tensor) -> None:
+    """Correct the decoded rows of the anchors of one block as the cache would.
 
     Args:
         seen: (num_windows, block_size, num_kv_heads, head_size) decoded rows, written.
         full: the same rows in full precision.
-        score: (num_windows, num_kv_heads, block_size) sums over queries, SINK_SCORE for sinks.
-        already_exact: (block_size,) bool, tokens of the intact prefix.
-        config: how many rows, and how they are ranked.
+        rows: (num_windows, num_kv_heads, anchor_rows) offsets of the anchors, from `block_anchors`.
     """
-    rows = block_anchors(score, full, seen, already_exact, config)
     offsets = torch.arange(seen.shape[1], device=seen.device)
     # An unused row is -1 and matches no offset.
     in_fp8, exact = (
         (rows[..., None] == first + offsets).any(-2).transpose(1, 2)[..., None] for first in (0, EXACT_ANCHOR)
     )
     seen.copy_(torch.where(exact, full, torch.where(in_fp8, corrected(seen, correction(full, seen)), seen)))
-
-
-def check_config(config: Any, num_tokens: int) -> None:
-    """UnsupportedModelError where a config tells already that `quantised_past` cannot compute a model's attention.
-
-    Args:
-        config: the text config of a Hugging Face model.
-        num_tokens: length of the windows.
-    """
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    window = getattr(config, "sliding_window", None) if slides else None
-    _check_traits(0, LayerTraits(0, window, getattr(config, "attn_logit_softcapping", None), False), num_tokens)
-
-
-def _check_traits(layer: int, traits: LayerTraits, num_tokens: int) -> None:
-    if traits.soft_cap is not None or traits.has_sink_logits:
-        feature = "a logits soft cap" if traits.soft_cap is not None else "learned sink logits"
-        raise UnsupportedModelError(f"Layer {layer} of this model has {feature}: it cannot be evaluated offline.")
-    if traits.window is not None and traits.window < num_tokens:
-        raise UnsupportedModelError(
-            f"This model has attention layers with a sliding window of {traits.window} tokens: evaluate it with "
-            f"--context {traits.window} or less."
-        )
 
 
 def _watch(model: PreTrainedModel, run: _Run) -> list[torch.utils.hooks.RemovableHandle]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
 
 
@@ -14,7 +15,7 @@ class LayerWindow:
     layer: its index.
     query: (num_windows, num_tokens, num_heads, head_size), after RoPE.
     key, value: (num_windows, num_tokens, num_kv_heads, head_size), keys after RoPE.
-    scale: multiplies the logits.
+    rules: how logits come about.
     rotary: the table that rotated `key`.
     """
 
@@ -22,5 +23,5 @@ class LayerWindow:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    scale: float
+    rules: LogitRules
     rotary: RotaryTable

@@ -33,6 +33,11 @@ def read_config(model: str, error: type[AntKVError]) -> PretrainedConfig:
         raise error(f"No model can be read from '{model}' ({reason(problem)}).") from None
 
 
+def is_quantised(config: PretrainedConfig) -> bool:
+    """Whether the weights are, so that no gradient flows through them."""
+    return getattr(config, "quantization_config", None) is not None
+
+
 def read_tokenizer(model: str, error: type[AntKVError]) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; `error` when it has none that can be read."""
     try:
@@ -64,6 +69,9 @@ def load_weights(model: str, error: type[AntKVError], **options: Any) -> PreTrai
             f"The weights of '{model}' do not fit its config: {unusable[0]} is missing or of another shape "
             f"({len(unusable)} such tensors)."
         )
+    if getattr(loaded.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        # transformers' other implementations leave the soft cap out.
+        loaded.set_attn_implementation("eager")
     return loaded  # type: ignore[no-any-return]
 
 

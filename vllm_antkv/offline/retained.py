@@ -24,17 +24,17 @@ def attend_retained(window: LayerWindow, method: Method, sink_until: torch.Tenso
     Returns:
         (num_windows, num_tokens, num_heads, head_size).
     """
-    query, key, value, scale = window.query, window.key, window.value, window.scale
+    query, key, value, rules = window.query, window.key, window.value, window.rules
     num_tokens, groups = key.shape[1], query.shape[2] // key.shape[2]
     positions = torch.arange(num_tokens, device=key.device)
     if method.eviction is not None:
-        visible = method.eviction.visible(query, key, scale)
+        visible = method.eviction.visible(query, key, rules.scale)
         key_until = value_until = torch.full_like(positions, num_tokens)[None]
         seen_key, seen_value = key, value
     else:
         assert method.quantiser is not None
         assert method.retention is not None
-        visible = (positions <= positions[:, None])[None, None]
+        visible = rules.visible(positions[:, None], positions)[None, None]
         tables = (table.to(key.device)[None] for table in method.retention.tables(num_tokens))
         key_until, value_until = (t if sink_until is None else torch.maximum(t, sink_until) for t in tables)
         seen_key, seen_value = method.quantiser.read_back(window.layer, key, value, window.rotary)
@@ -47,8 +47,8 @@ def attend_retained(window: LayerWindow, method: Method, sink_until: torch.Tenso
         block, past = slice(int(queries[0]), int(queries[-1]) + 1), slice(0, int(queries[-1]) + 1)
         exact_key, exact_value = (until[:, None, None, past] >= queries[:, None] for until in (key_until, value_until))
         exact, coded = (torch.einsum("wqhd,wthd->whqt", query[:, block], rows[:, past]) for rows in (key, seen_key))
-        logits = torch.where(exact_key, exact, coded) * scale
-        weights = logits.masked_fill(~visible[..., block, past], -torch.inf).softmax(-1)
+        logits = rules.logits(torch.where(exact_key, exact, coded)).masked_fill(~visible[..., block, past], -torch.inf)
+        weights = torch.exp(logits - rules.lse(logits)[..., None])
         outputs.append(
             torch.einsum("whqt,wthd->wqhd", weights * exact_value, value[:, past])
             + torch.einsum("whqt,wthd->wqhd", weights * ~exact_value, seen_value[:, past])

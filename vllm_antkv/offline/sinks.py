@@ -46,9 +46,6 @@ class SinkChannels:
 def peak_ratios(model: nn.Module, window: torch.Tensor) -> np.ndarray:
     """How far each channel's largest value stands out, after every decoder layer, in one window.
 
-    The typical value is the median magnitude over tokens of the channel itself or, where that is larger, of all
-    channels: a channel that is large everywhere is no outlier, nor is one that is merely sparse.
-
     Args:
         window: (seq_len,) int64 on the model's device.
 
@@ -56,15 +53,26 @@ def peak_ratios(model: nn.Module, window: torch.Tensor) -> np.ndarray:
         (num_layers, hidden_size) float32.
     """
     ratios: list[torch.Tensor] = []
-
-    def add(hidden: torch.Tensor) -> None:
-        magnitude = hidden.float().abs()
-        typical = torch.maximum(magnitude.median(dim=0).values, magnitude.median())
-        ratios.append(magnitude.amax(0) / typical.clamp(min=torch.finfo(torch.float32).tiny))
-
-    with torch.no_grad(), captured_hidden(decoder_layers(model), add):
+    with (
+        torch.no_grad(),
+        captured_hidden(decoder_layers(model), lambda hidden: ratios.append(peak_ratio(hidden))),
+    ):
         loss_of(model, window)
     return torch.stack(ratios).cpu().numpy()
+
+
+def peak_ratio(hidden: torch.Tensor) -> torch.Tensor:
+    """The largest value of each channel over the typical one, (hidden_size,) float32, of one layer's hidden states.
+
+    The typical value is the median magnitude over tokens of the channel itself or, where that is larger, of all
+    channels: a channel that is large everywhere is no outlier, nor is one that is merely sparse.
+
+    Args:
+        hidden: (seq_len, hidden_size).
+    """
+    magnitude = hidden.float().abs()
+    typical = torch.maximum(magnitude.median(dim=0).values, magnitude.median())
+    return magnitude.amax(0) / typical.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def find_channels(ratios: np.ndarray) -> SinkChannels | None:

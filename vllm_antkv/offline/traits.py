@@ -1,11 +1,8 @@
 """What the attention layers of a loaded Hugging Face model are: found by running them, not by the model's name.
 
-The probe is a window of one token over and over, with attention that passes values on. Its hidden states are then the
-same at all positions, in every layer, and so are keys before RoPE. How a layer turns its keys is the way of turning
-back after which they are equal again.
+How a layer turns its keys is found with the probe of `ops.turns`.
 """
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +15,11 @@ from transformers import PreTrainedModel
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.taps import replaced
-from vllm_antkv.ops.rope import RotaryTable, unrotate
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.turns import transformers_tables, turn_of
 
 #: Tokens of the probe.
 _PROBE_TOKENS = 64
-#: Keys that are turned back differ by rounding alone, relative to their length.
-_EQUAL = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
@@ -40,6 +36,11 @@ class LayerTraits:
     window: int | None
     soft_cap: float | None
     has_sink_logits: bool
+
+    def is_plain(self, num_tokens: int) -> bool:
+        """Whether every query of so many tokens sees all before it, by logits that are products, and nothing else."""
+        sees_all = self.window is None or self.window >= num_tokens
+        return sees_all and self.soft_cap is None and not self.has_sink_logits
 
 
 _known: WeakKeyDictionary[PreTrainedModel, list[LayerTraits]] = WeakKeyDictionary()
@@ -104,24 +105,14 @@ def _probe(model: PreTrainedModel) -> list[LayerTraits]:
 
 
 def _turn_of(model: PreTrainedModel, layer: int, keys: torch.Tensor, tables: list[RotaryTable]) -> int:
-    """Which table turns keys of the probe, (num_tokens, num_kv_heads, head_size), back to equal rows; -1: they are."""
-    positions = torch.arange(len(keys), device=keys.device)
-    spreads = {-1: _spread(keys)}
-    for turn, table in enumerate(tables):
-        if table.rotary_dim <= keys.shape[-1]:
-            spreads[turn] = _spread(unrotate(keys, positions, table))
-    best = min(spreads, key=spreads.__getitem__)
-    if spreads[best] > _EQUAL[model.dtype]:
+    """See `ops.turns.turn_of`; keys (num_tokens, num_kv_heads, head_size)."""
+    turn = turn_of(keys, torch.arange(len(keys), device=keys.device), tables, model.dtype)
+    if turn is None:
         raise UnsupportedModelError(
             f"Layer {layer} of {type(model).__name__} turns K otherwise than by its table of cosines and sines, "
             "or not by the position alone: it cannot be calibrated or evaluated offline."
         )
-    return best
-
-
-def _spread(rows: torch.Tensor) -> float:
-    """How much rows differ from their mean over tokens, relative to their length."""
-    return float((rows - rows.mean(0)).norm() / rows.norm().clamp(min=torch.finfo(rows.dtype).tiny))
+    return turn
 
 
 def _no_turn(model: PreTrainedModel, num_positions: int) -> RotaryTable:
@@ -133,35 +124,5 @@ def _candidates(model: PreTrainedModel, num_positions: int) -> Iterator[RotaryTa
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
     if rotary is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no rotary position embedding that can be read.")
-    for cos, sin in _turns(model, rotary, num_positions):
-        for is_neox_style in (True, False):
-            yield RotaryTable(cos.contiguous(), sin.contiguous(), is_neox_style)
-
-
-def _turns(
-    model: PreTrainedModel, rotary: nn.Module, num_positions: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Cosines and sines, a column for each pair of channels, of every kind of layer that the module knows.
-
-    The positions go in as one sequence, so that tables which depend on the length (dynamic NTK, LongRoPE) are those the
-    model uses for a window of that length.
-    """
-    positions = torch.arange(num_positions, device=model.device)[None]
-    # The module answers in the dtype of its first argument; rounded to bfloat16 the inverse would lose 3 digits of K.
-    like = torch.zeros(1, dtype=torch.float32, device=model.device)
-    kinds = {}
-    if "layer_type" in inspect.signature(rotary.forward).parameters:
-        kinds = dict.fromkeys(model.config.get_text_config().layer_types)
-    for found in [rotary(like, positions, kind) for kind in kinds] or [rotary(like, positions)]:
-        if torch.is_tensor(found):
-            # Complex turns, as in Llama 4.
-            yield found[0].real.float(), found[0].imag.float()
-            continue
-        cos, sin = (table[0].float() for table in found)
-        half = cos.shape[-1] // 2
-        if torch.equal(cos[:, :half], cos[:, half:]):
-            yield cos[:, :half], sin[:, :half]
-        elif torch.equal(cos[:, 0::2], cos[:, 1::2]):
-            yield cos[:, 0::2], sin[:, 0::2]
-        else:
-            yield cos, sin
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    yield from transformers_tables(rotary, num_positions, kinds, model.device)

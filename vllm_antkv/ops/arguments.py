@@ -41,7 +41,7 @@ def layer_fields(layer: LayerState, tables: dict[str, torch.Tensor]) -> dict[str
         "recency_block_stride": _stride(recency.k, 0),
         "recency_head_stride": _stride(recency.k, 1),
         "recency_v": section_offset(recency.k, recency.v),
-        "scale": layer.scale,
+        "scale": layer.rules.scale,
         "rotary_magnitude": 1.0 if rotary is None else float(rotary.cos[0, 0]),
         "num_kv_heads": layer.k_centroids.shape[0],
         "rotary_dim": 0 if rotary is None else rotary.rotary_dim,
@@ -95,8 +95,9 @@ def rows_argument(rows: torch.Tensor) -> RowsArgument:
 def check_heads(rows: torch.Tensor) -> None:
     """(num_tokens, heads, head_size): kernels take the heads of a token to lie side by side; ValueError where not."""
     _, num_heads, head_size = rows.shape
-    if rows.stride(2) != 1 or (num_heads > 1 and rows.stride(1) != head_size):
-        raise ValueError(f"The heads of a token must be contiguous, not of strides {rows.stride()}.")
+    strides = rows.stride()
+    if strides[2] != 1 or (num_heads > 1 and strides[1] != head_size):
+        raise ValueError(f"The heads of a token must be contiguous, not of strides {strides}.")
 
 
 def _stride(pages: torch.Tensor, dim: int) -> int:

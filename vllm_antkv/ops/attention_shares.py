@@ -24,7 +24,8 @@ def attention_shares(
     """Shares of the attention of a step's last query, the mean over the heads that share a KV head.
 
     `recent` are the rows that positions keep exact: recency, intact prefix, open block, the query's own token. A token
-    may be an anchor for K, for V or for both: `anchors` is the mean of the attention to the one and to the other.
+    may be an anchor for K, for V or for both: `anchors` is the mean of the attention to the one and to the other. What
+    learned sinks take is left out.
 
     Args:
         layer: pages after the step.
@@ -60,12 +61,13 @@ def _chunk(
     closed = torch.arange(blocks.start, blocks.stop, device=query.device) < position // VQ_BLOCK_SIZE
     coded, anchors = _coded_rows(layer, positions, block_ids, closed, kv_head)
     known = positions.clamp(max=len(layer.last_query) - 1)
-    recent = (layer.last_query[known] >= position) & (positions <= position)
+    seen = layer.rules.visible(position, positions)
+    recent = (layer.last_query[known] >= position) & seen
     stored = _recency_rows(layer, positions, step, kv_head)
     exact = torch.where((positions == position)[:, None], own_key, stored).to(coded.dtype)
     rows = torch.where(recent[:, None], exact, coded)
-    logits = query.to(rows.dtype) @ rows.T * layer.scale
-    return logits.masked_fill(positions > position, -torch.inf), recent, anchors * ~recent
+    logits = layer.rules.logits(query.to(rows.dtype) @ rows.T)
+    return logits.masked_fill(~seen, -torch.inf), recent, anchors * ~recent
 
 
 def _coded_rows(

@@ -6,6 +6,7 @@ PyTorch's, whose threads vLLM has bound to cores. A second set of threads would 
 """
 
 import ctypes
+import importlib.resources
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,14 +24,18 @@ from vllm_antkv.ops.arguments import (
     section_offset,
     step_argument,
 )
+from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.fixed_point import fixed_tables
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_CSRC = Path(str(importlib.resources.files("vllm_antkv.csrc")))
 #: Query heads per KV head that the kernels have room for.
 MAX_GROUP = 64
+#: ANTKV_NO_WINDOW of csrc/cpu/antkv.h.
+_NO_WINDOW = 1 << 30
 #: Vectors of the widest instruction set.
 _HEAD_SIZE_MULTIPLE = 16
 
@@ -75,8 +80,10 @@ class Variant:
             return "the kernel of this system permits no tile registers"
         try:
             library = _library(self)
-        except OSError as error:
+        except (OSError, AttributeError) as error:
             return f"the C++ kernels ({self.name}) cannot be loaded ({error})"
+        if library.antkv_sources().decode() != digest(_CSRC):
+            return f"the C++ kernels ({self.name}) were built from other sources than those installed"
         if self.tiles and not library.antkv_tiles_multiply_right(self.tiles):
             return f"products of the C++ kernels ({self.name}) are wrong on this processor"
         return None
@@ -118,21 +125,22 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "v_bfloat16")),
         *((name, ctypes.c_void_p) for name in ("k_fixed", "fixed_angles", "k_units", "k_columns", "v_columns")),
         *((name, ctypes.c_void_p) for name in ("k_half_norms", "v_half_norms", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("k_order", "last_query")),
-        *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
+        *((name, ctypes.c_void_p) for name in ("k_order", "last_query", "sinks")),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap", "rotary_magnitude")),
         *((name, ctypes.c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "head_size")),
         *((name, ctypes.c_int32) for name in ("rotary_dim", "is_neox_style")),
         *((name, ctypes.c_int32) for name in ("sub_vector_size", "num_centroids", "code_bytes")),
         *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "prefix")),
         *((name, ctypes.c_int32) for name in ("has_anchors", "exact_anchors", "prompt_scope")),
-        *((name, ctypes.c_int32) for name in ("prefill_reads_cache", "tiles")),
+        *((name, ctypes.c_int32) for name in ("prefill_reads_cache", "window", "tiles")),
     ]
 
 
 @cache
 def _library(variant: Variant) -> ctypes.CDLL:
-    """The kernels. OSError when they do not load."""
+    """The kernels. OSError or, for lack of a function, AttributeError when they do not load."""
     library = ctypes.CDLL(str(variant.path))
+    library.antkv_sources.restype = ctypes.c_char_p
     pointer, layer, step = ctypes.c_void_p, ctypes.POINTER(_Layer), ctypes.POINTER(StepArgument)
     library.antkv_encode_store.argtypes = [layer, step, RowsArgument, RowsArgument]
     library.antkv_encode_store.restype = None
@@ -235,6 +243,8 @@ def _check(layer: LayerState) -> None:
 def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
     """What the kernels read beside the pages, in their layouts."""
     tables = plain_tables(layer)
+    if layer.rules.sinks is not None:
+        tables["sinks"] = layer.rules.sinks.float()
     for name, centroids in (("k", layer.k_centroids), ("v", layer.v_centroids)):
         # Codebooks are float16: nothing is lost, and twice as much fits into a core's cache.
         tables[f"{name}_centroids"] = centroids.half()
@@ -266,6 +276,8 @@ def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant)
         exact_anchors=config.anchor_dtype == "model",
         prompt_scope=config.anchor_scope == "prompt",
         prefill_reads_cache=config.prefill_reads_cache,
+        soft_cap=layer.rules.soft_cap or 0.0,
+        window=_NO_WINDOW if layer.rules.window is None else layer.rules.window,
         tiles=variant.tiles,
     )
 

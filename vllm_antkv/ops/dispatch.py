@@ -53,6 +53,18 @@ def _triton_missing(device: torch.device, layers: Sequence[LayerKind]) -> str | 
     return None if importlib.util.find_spec("triton") else "triton is not installed"
 
 
+def _cuda_missing(device: torch.device, layers: Sequence[LayerKind]) -> str | None:
+    plain = [layer for layer in layers if layer.plain_logits]
+    if layers and not plain:
+        return "the CUDA kernels have no code for sliding windows, soft caps and learned sinks, which all layers have"
+    return cuda.missing(device, plain)
+
+
+def _cuda(layer: LayerState) -> LayerOperations:
+    """Triton's kernels take the layers whose logits are no mere products."""
+    return cuda.CudaOperations(layer) if layer.rules.are_plain else _triton(layer)
+
+
 def _triton(layer: LayerState) -> LayerOperations:
     # Triton is imported only where it runs.
     from vllm_antkv.ops.triton import TritonOperations
@@ -66,7 +78,7 @@ REFERENCE = Kernels(
 #: In the order in which `auto` takes them.
 KERNELS = (
     *map(_cpu, cpu.VARIANTS),
-    Kernels("cuda", "cuda", "CUDA", cuda.missing, cuda.CudaOperations, on_gpu=True),
+    Kernels("cuda", "cuda", "CUDA", _cuda_missing, _cuda, on_gpu=True),
     Kernels("triton", "triton", "Triton", _triton_missing, _triton, on_gpu=True),
     REFERENCE,
 )

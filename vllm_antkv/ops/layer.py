@@ -10,6 +10,7 @@ import torch
 from vllm_antkv.cache.pages import RecencyPages, VQPages
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.counters import Counters
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.varlen_call import Varlen
@@ -26,6 +27,7 @@ class LayerKind:
 
     group: query heads per KV head.
     rotary: None for a layer without RoPE.
+    plain_logits: `LogitRules.are_plain`.
     """
 
     preset: Preset
@@ -33,6 +35,7 @@ class LayerKind:
     group: int
     dtype: torch.dtype
     rotary: RotaryTable | None
+    plain_logits: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class LayerState:
     rotary: for rows in `k_order`; None for a layer without RoPE.
     last_query: (max_model_len,) int32, the last query that sees each token exactly (`select.recency`).
     num_heads: query heads.
-    scale: multiplies the logits.
+    rules: how its logits come about.
     counters: of this worker.
     counts_rows: this layer's anchors are the ones that are counted.
     max_num_reqs: the most requests of a step.
@@ -65,7 +68,7 @@ class LayerState:
     last_query: torch.Tensor
     config: AntKVConfig
     num_heads: int
-    scale: float
+    rules: LogitRules
     counters: Counters
     counts_rows: bool
     max_num_reqs: int
@@ -77,7 +80,8 @@ class LayerState:
         """What decides which kernels have code for this layer."""
         num_kv_heads, num_sub_vectors, _, size = self.k_centroids.shape
         group = self.num_heads // num_kv_heads
-        return LayerKind(self.preset, num_sub_vectors * size, group, self.recency.k.dtype, self.rotary)
+        head_size, dtype = num_sub_vectors * size, self.recency.k.dtype
+        return LayerKind(self.preset, head_size, group, dtype, self.rotary, self.rules.are_plain)
 
     @cached_property
     def half_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,7 +154,7 @@ class LayerOperations(Protocol):
             query: (num_tokens, num_heads, head_size) model dtype.
             key, value: as stored.
             output: (num_tokens, num_heads, head_size), written.
-            lse: (num_tokens, num_heads) float32, log-sum-exp of the scaled logits, written; or None.
+            lse: (num_tokens, num_heads) float32, log-sum-exp of the logits, sinks included, written; or None.
             step: what is computed.
         """
         ...

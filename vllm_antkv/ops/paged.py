@@ -107,6 +107,7 @@ class ReferenceOperations:
         requests: list[_Request],
     ) -> None:
         query, key, value = rows
+        rules = self._layer.rules
         for request in requests:
             for block, begin, end in request.segments():
                 positions = torch.arange(block * VQ_BLOCK_SIZE, end, device=key.device)
@@ -115,16 +116,16 @@ class ReferenceOperations:
                 # Whoever votes on these keys: the queries of the block, or all that follow them in the step.
                 voters = request.rows(begin, end if lse is None else request.end)
                 queries = torch.arange(begin, begin + voters.stop - voters.start, device=key.device)
-                causal = queries[:, None] >= positions
+                seen = rules.visible(queries[:, None], positions)
                 wave_query = query[None, voters].to(self._dtype)
                 if lse is None:
-                    statistics = causal_lse(wave_query, exact_key[None], causal[None], self._layer.scale)
+                    statistics = causal_lse(wave_query, exact_key[None], seen[None], rules)
                 else:
                     statistics = lse[None, voters].to(self._dtype)
                 scope = self._layer.config.anchor_scope
-                weight = vote_weights(queries[:, None], positions, self._layer.last_query, scope)
+                weight = vote_weights(queries[:, None], positions, self._layer.last_query, scope, rules.window)
                 power = VOTE_POWER[scope]
-                votes = anchor_score(wave_query, exact_key[None], statistics, weight[None], self._layer.scale, power)
+                votes = anchor_score(wave_query, exact_key[None], statistics, weight[None], rules, power)
                 scores += torch.cat(votes)
                 if is_sink is not None:
                     scores[:, :, begin - positions[0] :].masked_fill_(is_sink[request.rows(begin, end)], SINK_SCORE)
@@ -144,30 +145,35 @@ class ReferenceOperations:
         step: Step,
     ) -> None:
         """See `LayerOperations`."""
+        rules = self._layer.rules
         for request in _requests(step):
             num_blocks = -(-request.end // VQ_BLOCK_SIZE)
-            block_ids = step.vq_block_table[request.row, :num_blocks].long()
-            coded_key, coded_value = self._decoded(block_ids, 0)
+            # Blocks that no query of the step sees are gone.
+            first_block = rules.first_visible(request.start) // VQ_BLOCK_SIZE
+            origin = first_block * VQ_BLOCK_SIZE
+            block_ids = step.vq_block_table[request.row, first_block:num_blocks].long()
+            coded_key, coded_value = self._decoded(block_ids, origin)
             num_corrected = 0
             for block, begin, end in request.segments():
                 # A query sees the anchors of the blocks before its own.
-                self._correct_anchors(coded_key, coded_value, block_ids, num_corrected, block)
-                num_corrected = block
-                past = torch.arange(end, device=key.device)
+                self._correct_anchors(coded_key, coded_value, block_ids, num_corrected, block - first_block)
+                num_corrected = block - first_block
+                past = torch.arange(origin, end, device=key.device)
                 queries = torch.arange(begin, end, device=key.device)[:, None]
-                causal = past <= queries
-                exact = causal & self._seen_exactly(past, queries, request)
+                seen = rules.visible(queries, past)
+                exact = seen & self._seen_exactly(past, queries, request)
                 columns = exact.any(0).nonzero().flatten()
+                num_past = end - origin
                 rows = request.rows(begin, end)
                 result, statistics = mixed_attention(
                     query[None, rows].to(self._dtype),
-                    SeenRows(coded_key[None, :end], coded_value[None, :end], (causal & ~exact)[None]),
+                    SeenRows(coded_key[None, :num_past], coded_value[None, :num_past], (seen & ~exact)[None]),
                     SeenRows(
-                        self._exact_rows(key, self._layer.recency.k, columns, step, request)[None],
-                        self._exact_rows(value, self._layer.recency.v, columns, step, request)[None],
+                        self._exact_rows(key, self._layer.recency.k, past[columns], step, request)[None],
+                        self._exact_rows(value, self._layer.recency.v, past[columns], step, request)[None],
                         exact[None, :, columns],
                     ),
-                    self._layer.scale,
+                    rules,
                 )
                 output[rows] = result[0].to(output.dtype)
                 if lse is not None:
@@ -238,7 +244,7 @@ class ReferenceOperations:
     def _correct_anchors(
         self, key: torch.Tensor, value: torch.Tensor, block_ids: torch.Tensor, first: int, last: int
     ) -> None:
-        """Correct the decoded rows that are anchors of blocks `first .. last`."""
+        """Correct the decoded rows that are anchors of blocks `first .. last` of those decoded."""
         vq = self._layer.vq
         ids = block_ids[first:last]
         for kind, (rows, anchors) in enumerate(((key, vq.k_anchors), (value, vq.v_anchors))):
@@ -284,6 +290,7 @@ class ReferenceOperations:
                 coded[kind],
                 positions[None] < config.prefix,
                 config,
+                layer.rules.window,
             )
             layer.vq.anchor_offsets[block_id, :, kind] = offsets.to(torch.int16)
             if layer.counts_rows:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.presets import Preset
 
 #: Largest e4m3 number.
@@ -93,27 +94,27 @@ def mixed_attention(
     query: torch.Tensor,
     coded: SeenRows,
     exact: SeenRows,
-    scale: float,
+    rules: LogitRules,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One softmax over two kinds of rows: those decoded from codes (anchors corrected) and those kept exactly.
 
     Args:
         query: (S, num_queries, num_heads, head_size).
         coded, exact: rows of each kind, see `SeenRows`.
-        scale: multiplies the logits.
+        rules: of the layer; the masks say already what its window hides.
 
     Returns:
-        output (S, num_queries, num_heads, head_size) and the log-sum-exp of the scaled logits
-        (S, num_queries, num_heads): the row statistics from which `anchor_score` rebuilds the attention matrix.
+        output (S, num_queries, num_heads, head_size) and the log-sum-exp of the logits, sinks included (S, num_queries,
+        num_heads): the row statistics from which `anchor_score` rebuilds the attention matrix.
     """
     logits = torch.cat(
         (
-            _logits(query, coded.key, scale).masked_fill(~coded.mask[:, None], -torch.inf),
-            _logits(query, exact.key, scale).masked_fill(~exact.mask[:, None], -torch.inf),
+            _logits(query, coded.key, rules).masked_fill(~coded.mask[:, None], -torch.inf),
+            _logits(query, exact.key, rules).masked_fill(~exact.mask[:, None], -torch.inf),
         ),
         dim=-1,
     )
-    lse = logits.logsumexp(-1)
+    lse = rules.lse(logits)
     # A padded query sees nothing: its LSE is -inf and its row of A is 0, not NaN.
     probs = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0)[..., None])
     split = coded.key.shape[1]
@@ -121,23 +122,23 @@ def mixed_attention(
     return output, lse.transpose(1, 2)
 
 
-def causal_lse(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_lse(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, rules: LogitRules) -> torch.Tensor:
     """Log-sum-exp of the logits of these keys alone: with it, Anchor Scores need nothing but the rows of a block.
 
     Args:
         query: (S, num_queries, num_heads, head_size).
         key: (S, E, num_kv_heads, head_size).
         mask: (S, num_queries, E) bool, True where the query sees the key.
-        scale: multiplies the logits.
+        rules: of the layer; its sinks take part.
 
     Returns:
         (S, num_queries, num_heads).
     """
-    return _logits(query, key, scale).masked_fill(~mask[:, None], -torch.inf).logsumexp(-1).transpose(1, 2)
+    return rules.lse(_logits(query, key, rules).masked_fill(~mask[:, None], -torch.inf)).transpose(1, 2)
 
 
 def anchor_votes(
-    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, rules: LogitRules
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How far a unit error of a key or a value moves the output of each query (the terms of AnTKV's equation 5).
 
@@ -150,25 +151,26 @@ def anchor_votes(
         query: (S, num_queries, num_heads, head_size).
         key: (S, E, num_kv_heads, head_size), exact rows.
         lse: (S, num_queries, num_heads), from `mixed_attention` or `causal_lse`.
+        rules: of the layer.
 
     Returns:
-        votes on K and on V, each (S, num_heads, num_queries, E); those of queries before the key mean nothing.
+        votes on K and on V, each (S, num_heads, num_queries, E); those of queries that do not see the key mean nothing.
     """
     finite_lse = lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2)
     # A row that the query saw only through its code can come out above 1 here.
-    probs = torch.exp(_logits(query, key, scale) - finite_lse[..., None]).clamp(max=1.0)
+    probs = torch.exp(_logits(query, key, rules) - finite_lse[..., None]).clamp(max=1.0)
     norms = query.norm(dim=-1).transpose(1, 2)
     return probs * (1 - probs) * norms[..., None], probs
 
 
 def anchor_score(
-    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, weight: torch.Tensor, scale: float, power: int
+    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, weight: torch.Tensor, rules: LogitRules, power: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Anchor Score of every key and value: votes summed over the queries and heads of its group.
 
     Args:
-        query, key, lse, scale: as in `anchor_votes`.
-        weight: (S, num_queries, E), what query i's vote on key j counts; 0 where j comes after it.
+        query, key, lse, rules: as in `anchor_votes`.
+        weight: (S, num_queries, E), what query i's vote on key j counts; 0 where it does not see it.
         power: 1 adds votes (AnTKV, equation 5), 2 their squares.
 
     Returns:
@@ -177,7 +179,7 @@ def anchor_score(
     num_kv_heads = key.shape[2]
     of_key, of_value = (
         (votes**power * weight[:, None]).sum(2).unflatten(1, (num_kv_heads, -1)).sum(2)
-        for votes in anchor_votes(query, key, lse, scale)
+        for votes in anchor_votes(query, key, lse, rules)
     )
     return of_key, of_value
 
@@ -204,10 +206,10 @@ def corrected(coded_rows: torch.Tensor, corrections: torch.Tensor) -> torch.Tens
     return coded_rows + corrections.view(torch.float8_e4m3fn).to(coded_rows.dtype)
 
 
-def _logits(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+def _logits(query: torch.Tensor, key: torch.Tensor, rules: LogitRules) -> torch.Tensor:
     """(S, num_heads, num_queries, T)."""
     grouped = query.unflatten(2, (key.shape[2], -1))
-    return torch.einsum("sqhgd,sthd->shgqt", grouped, key).flatten(1, 2) * scale
+    return rules.logits(torch.einsum("sqhgd,sthd->shgqt", grouped, key).flatten(1, 2))
 
 
 def _weighted_sum(probs: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,7 @@ class TritonOperations:
             _batch(step),
             self._shape,
             self._policy,
-            self._layer.scale,
+            self._layer.rules.scale,
             singles,
         )
 
@@ -126,7 +126,7 @@ class TritonOperations:
         step: Step,
     ) -> None:
         """See `LayerOperations`."""
-        rows, batch, scale = _rows(query, key, value), _batch(step), self._layer.scale
+        rows, batch, scale = _rows(query, key, value), _batch(step), self._layer.rules.scale
         check_heads(output)
         if step.max_query_len > 1 and self._varlen is not None and step.seq_lens_cpu is not None:
             self._varlen.attend(query, key, value, output, lse, step)
@@ -201,6 +201,9 @@ def _shape(layer: LayerState) -> Shape:
         reads_cache=layer.config.prefill_reads_cache,
         exact_prefix=exact_prefix,
         exact_reach=exact_reach,
+        window=layer.rules.window or 0,
+        soft_cap=layer.rules.soft_cap or 0.0,
+        has_sinks=layer.rules.sinks is not None,
     )
 
 
@@ -246,6 +249,7 @@ def _tables(layer: LayerState) -> Tables:
         cos=no_angles if layer.rotary is None else layer.rotary.cos.contiguous(),
         sin=no_angles if layer.rotary is None else layer.rotary.sin.contiguous(),
         last_query=layer.last_query,
+        sinks=no_angles if layer.rules.sinks is None else layer.rules.sinks.float().contiguous(),
     )
 
 

@@ -62,7 +62,8 @@ def suits(layer: LayerState) -> bool:
     policy = layer.config.recency_policy
     sliding = policy.kind == "sliding" and policy.window <= VQ_BLOCK_SIZE
     fills = layer.kind.group >= MIN_GROUP
-    return layer.varlen is not None and fills and sliding and layer.config.prefill_reads_cache
+    ordinary = layer.rules.are_plain and layer.config.prefill_reads_cache
+    return layer.varlen is not None and fills and sliding and ordinary
 
 
 class VarlenPrefill:
@@ -94,7 +95,9 @@ class VarlenPrefill:
             for index, call in enumerate(current.calls):
                 is_first = current.is_first and index == 0
                 result = output[rows] if is_first else other[: current.num_rows]
-                statistics = self._varlen.attend(query[rows], key_pages, value_pages, result, call, self._layer.scale)
+                statistics = self._varlen.attend(
+                    query[rows], key_pages, value_pages, result, call, self._layer.rules.scale
+                )
                 if is_first:
                     total[:, rows] = statistics
                 else:

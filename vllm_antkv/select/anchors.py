@@ -3,6 +3,7 @@
 import torch
 
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.select.recency import visible
 
 #: Added to the offset of an anchor whose row is kept as it is, in two anchor rows; the offset of the other is -1.
 EXACT_ANCHOR = 128
@@ -18,7 +19,9 @@ VOTE_POWER = {"block": 1, "prompt": 2}
 RECENT_VOTE = 1 / 1024
 
 
-def vote_weights(queries: torch.Tensor, keys: torch.Tensor, last_query: torch.Tensor, scope: str) -> torch.Tensor:
+def vote_weights(
+    queries: torch.Tensor, keys: torch.Tensor, last_query: torch.Tensor, scope: str, window: int | None = None
+) -> torch.Tensor:
     """What each query's vote on each key counts.
 
     Args:
@@ -26,11 +29,12 @@ def vote_weights(queries: torch.Tensor, keys: torch.Tensor, last_query: torch.Te
         keys: (num_keys,) int64 positions.
         last_query: (max_model_len,) int32, what is seen exactly (`select.recency`).
         scope: `block` or `prompt`, as in the settings. In a block, all see all rows exactly, or none but their own.
+        window: of the layer, see `select.recency.visible`.
 
     Returns:
-        (num_queries, num_keys) float32, 0 where the key comes after the query.
+        (num_queries, num_keys) float32, 0 where the query does not see the key.
     """
-    votes = (keys <= queries).float()
+    votes = visible(queries, keys, window).float()
     if scope == "block":
         return votes
     return votes * torch.where(queries <= last_query[keys], RECENT_VOTE, 1.0)
@@ -42,6 +46,7 @@ def block_anchors(
     coded_rows: torch.Tensor,
     already_exact: torch.Tensor,
     config: AntKVConfig,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Choose the rows of one block of which queries past its end see more than the codes.
 
@@ -56,6 +61,7 @@ def block_anchors(
         exact_rows, coded_rows: (..., block_size, num_kv_heads, head_size), the rows and what their codes stand for.
         already_exact: (..., 1, block_size) bool, tokens of the intact prefix.
         config: how many rows there are, what they keep, and who competes for them.
+        window: of the layer: no row has more votes than that.
 
     Returns:
         (..., num_kv_heads, anchor_rows) int64 offsets in the block, -1 for an unused row; see `EXACT_ANCHOR`.
@@ -66,7 +72,8 @@ def block_anchors(
         weighted = scores * error ** VOTE_POWER[scope]
         if scope == "block":
             block_size = scores.shape[-1]
-            weighted = weighted / (torch.arange(block_size, 0, -1, device=scores.device) + VOTE_PRIOR)
+            num_votes = torch.arange(block_size, 0, -1, device=scores.device).clamp(max=window or block_size)
+            weighted = weighted / (num_votes + VOTE_PRIOR)
     else:
         weighted = torch.full_like(scores, -torch.inf)
     ranked = weighted.masked_fill(is_sink, SINK_SCORE).masked_fill(already_exact, -torch.inf)

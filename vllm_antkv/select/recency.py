@@ -13,8 +13,22 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig, Recency
 ALWAYS = 2**31 - 1
 
 
-def last_query_table(config: AntKVConfig, max_len: int) -> torch.Tensor:
-    """The last query position that sees each token in full precision.
+def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which keys queries see at all, exactly or through their codes, bool.
+
+    Args:
+        queries, keys: positions, whose shapes broadcast.
+        window: tokens that a query sees, itself included; None: all before it.
+    """
+    causal = keys <= queries
+    return causal if window is None else causal & (keys > queries - window)
+
+
+def last_query_table(config: AntKVConfig, max_len: int, window: int | None = None) -> torch.Tensor:
+    """The last query position that would see each token in full precision, if it saw it at all (`visible`).
+
+    Args:
+        window: of the layer; None: every query sees all tokens before it.
 
     Returns:
         (max_len,) int32; entry `j` is at least `j`, since a token always sees itself exactly.
@@ -24,18 +38,24 @@ def last_query_table(config: AntKVConfig, max_len: int) -> torch.Tensor:
     table = _retention(policy, positions)
     if policy.kind != "none":
         table = torch.maximum(table, _block_end(positions))
+    if window is not None and config.windows == "exact":
+        table = torch.maximum(table, positions + (window - 1))
     table[: config.prefix] = ALWAYS
     return table
 
 
-def last_use_table(config: AntKVConfig, max_len: int) -> torch.Tensor:
+def last_use_table(config: AntKVConfig, max_len: int, window: int | None = None) -> torch.Tensor:
     """The last position at whose step the full-precision row of each token is read, for attention or for anchors.
 
     Anchors are picked from the rows of a block when it closes, so rows live until then. (max_len,) int32.
+
+    window: of the layer, as in `last_query_table`.
     """
-    table = last_query_table(config, max_len)
+    table, positions = last_query_table(config, max_len, window), torch.arange(max_len, dtype=torch.int32)
+    if window is not None:
+        table = torch.minimum(table, positions + (window - 1))
     if config.anchor_rows:
-        table = torch.maximum(table, _block_end(torch.arange(max_len, dtype=torch.int32)))
+        table = torch.maximum(table, _block_end(positions))
     return table
 
 

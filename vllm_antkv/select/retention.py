@@ -92,8 +92,10 @@ class PageRetention:
 
 
 @cache
-def page_retention(config: AntKVConfig, max_len: int, block_size: int, interval: int) -> PageRetention:
-    """The retention of recency pages for these settings and sequences of up to `max_len` tokens."""
+def page_retention(
+    config: AntKVConfig, max_len: int, block_size: int, interval: int, window: int | None = None
+) -> PageRetention:
+    """The retention of recency pages for these settings, sequences of up to `max_len` tokens and layers of a window."""
     num_pages = -(-max_len // block_size)
-    table = last_use_table(config, num_pages * block_size).numpy().astype(np.int64)
+    table = last_use_table(config, num_pages * block_size, window).numpy().astype(np.int64)
     return PageRetention(block_size, interval, table.reshape(num_pages, block_size).max(axis=1))

@@ -20,6 +20,8 @@ _BACKENDS = (
     _override("AttentionBackend.get_supported_head_sizes", "cls", "backend: the tested ones"),
     _override("AttentionBackend.supported_kv_cache_layouts", "cls", "backend: block outermost"),
     _override("AttentionBackend.supports_kv_connector", "cls", "backend: never"),
+    _override("AttentionBackend.supports_sink", "cls", "backend: learned logits are in every set of kernels"),
+    _override("AttentionBackend.supports_sliding_window", "cls", "backend: pages past a window are freed"),
     Reliance(
         f"{_BACKEND}:AttentionBackend",
         How.FIELDS,
@@ -115,7 +117,7 @@ _LAYERS = (
         "vllm.model_executor.layers.attention:Attention.forward",
         How.BEHAVIOUR,
         "",
-        "impl: query, key and value come as the impl expects, and unquantised",
+        "impl, rows: query, key and value come as the impl expects, in this order, and unquantised",
     ),
     Reliance(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
@@ -179,47 +181,41 @@ _LAYERS = (
 )
 
 _ROTARY = (
+    Reliance(f"{_ROPE}:get_rope", How.NAME, "", "tests: makes the rotary modules whose tables are read"),
     Reliance(
-        f"{_ROPE}.base:RotaryEmbedding._compute_cos_sin_cache", How.CALL, "-", "rope: cosines and sines in float32"
+        f"{_ROPE}.base:RotaryEmbeddingBase._compute_cos_sin_cache", How.CALL, "-", "rope: cosines and sines in float32"
     ),
-    Reliance(f"{_ROPE}.base:RotaryEmbedding", How.FIELDS, "is_neox_style", "rope: which channels are a pair"),
+    Reliance(f"{_ROPE}.base:RotaryEmbeddingBase", How.FIELDS, "is_neox_style rotary_dim", "rope: which channels pair"),
     Reliance(
-        f"{_ROPE}.base:RotaryEmbedding.forward_native",
+        f"{_ROPE}.phi3_long_rope_scaled_rope:Phi3LongRoPEScaledRotaryEmbedding._compute_cos_sin_cache",
+        How.CALL,
+        "max_position_embeddings, rescale_factors, mscale",
+        "rope: one of LongRoPE's two tables, in float32",
+    ),
+    Reliance(
+        f"{_ROPE}.phi3_long_rope_scaled_rope:Phi3LongRoPEScaledRotaryEmbedding",
+        How.FIELDS,
+        "long_factor long_mscale max_position_embeddings original_max_position_embeddings short_factor short_mscale "
+        "use_long_rope",
+        "rope: which of the two, for all lengths",
+    ),
+    Reliance(
+        f"{_ROPE}.phi3_long_rope_scaled_rope:Phi3LongRoPEScaledRotaryEmbedding.forward",
         How.BEHAVIOUR,
         "",
-        "rope: the turn depends on the position alone, through the table",
+        "rope: the table does not change with the length of a request",
     ),
-    *(
-        Reliance(f"{_ROPE}.{module}:{name}._compute_cos_sin_cache", How.CALL, "-", "rope: its own table")
-        for module, name in (
-            ("dynamic_ntk_alpha_rope", "DynamicNTKAlphaRotaryEmbedding"),
-            ("dynamic_ntk_scaling_rope", "DynamicNTKScalingRotaryEmbedding"),
-            ("linear_scaling_rope", "LinearScalingRotaryEmbedding"),
-            ("llama3_rope", "Llama3RotaryEmbedding"),
-            ("ntk_scaling_rope", "NTKScalingRotaryEmbedding"),
-            ("yarn_scaling_rope", "YaRNScalingRotaryEmbedding"),
-        )
+    Reliance(
+        "vllm.forward_context:set_forward_context",
+        How.CALL,
+        "attn_metadata, vllm_config, num_tokens=, skip_compiled=",
+        "probe: a run before there is a cache, and without compiling",
     ),
-    Reliance(f"{_ROPE}:get_rope", How.NAME, "", "tests: makes the rotary modules that are refused"),
-    *(
-        Reliance(
-            f"vllm.model_executor.models.{module}:{name}",
-            How.BEHAVIOUR,
-            "",
-            "attach, sinks: `rotary_emb` stands beside the attention layer, K comes after RoPE; decoder layers return "
-            "(hidden, residual)",
-        )
-        for module, name in (
-            ("llama", "LlamaAttention"),
-            ("llama", "LlamaDecoderLayer"),
-            ("qwen2", "Qwen2Attention"),
-            ("qwen2", "Qwen2DecoderLayer"),
-            ("qwen3", "Qwen3Attention"),
-            ("qwen3", "Qwen3DecoderLayer"),
-            ("phi3", "Phi3ForCausalLM"),
-            ("mistral", "MistralAttention"),
-            ("mistral", "MistralDecoderLayer"),
-        )
+    Reliance(
+        "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
+        How.BEHAVIOUR,
+        "",
+        "probe: calls the impl's forward with `output` by its name",
     ),
 )
 

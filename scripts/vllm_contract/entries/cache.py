@@ -140,6 +140,28 @@ _MANAGERS = (
     ),
 )
 
+_MANAGER_OF_WINDOWS = "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager"
+_WINDOWS = (
+    Reliance(
+        f"{_MANAGER_OF_WINDOWS}.get_num_skipped_tokens",
+        How.BEHAVIOUR,
+        "",
+        "specs: frees the VQ pages that no later query sees",
+    ),
+    Reliance(
+        f"{_MANAGER_OF_WINDOWS}.find_longest_cache_hit",
+        How.BEHAVIOUR,
+        "",
+        "specs: a hit needs the VQ pages of the window before it",
+    ),
+    Reliance(
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager",
+        How.NAME,
+        "",
+        "requests: which pages hold all tokens",
+    ),
+)
+
 _BLOCKS = (
     Reliance(f"{_POOL}.free_blocks", How.CALL, "ordered_blocks", "managers: dead pages; the tail is evicted first"),
     Reliance(f"{_POOL}.get_cached_block", How.CALL, "block_hash, kv_cache_group_ids", "managers, requests: by hash"),
@@ -187,7 +209,7 @@ _PLANS = (
         f"{_PLANNING}:_get_packed_kv_cache_groups",
         How.BEHAVIOUR,
         "",
-        "specs: pages of two sizes become two groups of one pool",
+        "specs, pages: pages of two sizes become two groups of one pool; patterns of sizes stay whole",
     ),
     Reliance(
         "vllm.v1.attention.backends.utils:record_kv_cache_layout",
@@ -212,4 +234,4 @@ _V2 = (
     Reliance("vllm.v1.worker.block_table:BlockTable", How.BEHAVIOUR, "", "specs: runner V1's tables"),
 )
 
-ENTRIES = (*_PAGES, *_MANAGERS, *_BLOCKS, *_PLANS, *_V2)
+ENTRIES = (*_PAGES, *_MANAGERS, *_WINDOWS, *_BLOCKS, *_PLANS, *_V2)

@@ -9,11 +9,13 @@ ENTRIES = (
     Reliance(
         "vllm:LLM.__init__",
         How.CALL,
-        "model, dtype=, kv_cache_memory_bytes=, max_model_len=",
-        "served evaluation, tests: an engine in this process",
+        "model, dtype=, enable_prefix_caching=, enforce_eager=, kv_cache_memory_bytes=, max_model_len=, "
+        "max_num_batched_tokens=, max_num_seqs=, use_tqdm_on_load=",
+        "served evaluation, calibration, tests: an engine in this process",
     ),
     Reliance("vllm:LLM.generate", How.CALL, "prompts, sampling_params, use_tqdm=", "served evaluation, tests"),
-    Reliance("vllm:LLM", How.FIELDS, "generate llm_engine", "served evaluation, tests: the engine below"),
+    Reliance("vllm:LLM.apply_model", How.CALL, "func", "calibration: the model itself, in this process"),
+    Reliance("vllm:LLM", How.FIELDS, "apply_model generate llm_engine", "served evaluation, tests: the engine below"),
     Reliance("vllm.v1.engine.llm_engine:LLMEngine", How.FIELDS, "engine_core", "served evaluation: is shut down"),
     Reliance(
         "vllm:SamplingParams",
@@ -25,7 +27,7 @@ ENTRIES = (
         "vllm:RequestOutput", How.FIELDS, "num_cached_tokens outputs prompt_logprobs prompt_token_ids", "likewise"
     ),
     Reliance("vllm.inputs:TokensPrompt", How.FIELDS, "prompt_token_ids", "served evaluation: prompts as token ids"),
-    Reliance("vllm.distributed:cleanup_dist_env_and_memory", How.CALL, "-", "tests: one engine after another"),
+    Reliance("vllm.distributed:cleanup_dist_env_and_memory", How.CALL, "-", "calibration, tests: an engine ends"),
     Reliance("vllm.engine.arg_utils:AsyncEngineArgs.from_cli_args", How.CALL, "args", "tests: what `vllm serve` does"),
     Reliance("vllm.engine.arg_utils:AsyncEngineArgs", How.FIELDS, "from_cli_args create_engine_config", "likewise"),
     Reliance("vllm.engine.arg_utils:EngineArgs.add_cli_args", How.CALL, "parser", "tests: what is a value"),

@@ -14,11 +14,12 @@ from transformers.masking_utils import eager_mask
 
 from tests.unit.calibrate.conftest import FAMILY_SETTINGS
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape, capture_window, checkpointed
-from vllm_antkv.calibrate.models import load_config, load_model
+from vllm_antkv.calibrate.models import load_model
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.hidden import captured_hidden, loss_of
 from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.offline.sinks import SinkChannels
 from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.ops.rope import rotate
@@ -28,7 +29,7 @@ SEQ_LEN = 24
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, ModelIdentity]:
-    config = load_config(str(folder))
+    config = read_config(str(folder), CalibrationError)
     return load_model(str(folder), config, CPU), ModelIdentity.from_hf_config(config)
 
 
@@ -105,11 +106,11 @@ def test_checkpointing_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None
 def test_without_gradients_rows_are_the_same_and_no_norms_are_written(tiny_llama: Path, tmp_path: Path) -> None:
     model, identity = load(tiny_llama)
     rows = []
-    for with_gradients in (True, False):
-        folder = tmp_path / str(with_gradients)
+    for weighted in (True, False):
+        folder = tmp_path / str(weighted)
         folder.mkdir()
         files = CaptureFiles(folder, shape_for(identity))
-        capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, with_gradients, None))
+        capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, weighted, None))
         rows.append(np.array(files.rows(1)))
     np.testing.assert_array_equal(*rows)
     assert not list((tmp_path / "False").glob("norms*"))

@@ -1,5 +1,7 @@
 """A codebook that nobody has made is made when a server asks for it, once, in a process of its own."""
 
+import errno
+import fcntl
 import json
 import logging
 import shutil
@@ -13,10 +15,11 @@ from filelock import FileLock
 from transformers import AutoConfig
 
 from vllm_antkv.calibrate.once import main
+from vllm_antkv.calibrate.original import original_of
 from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, codebook_path, own_folder
 from vllm_antkv.codebook.automatic import Wanted, find_or_make
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CodebookError, SettingsError, UnsupportedModelError
+from vllm_antkv.errors import CodebookError, SettingsError
 
 PRESET = "antkv-1bit"
 
@@ -89,6 +92,30 @@ def test_a_calibration_that_fails_is_one_sentence(
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
+def test_a_cache_that_cannot_be_written_is_one_sentence_that_names_the_variable(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, reads_well: Callable[[BaseException], str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    with pytest.raises(CodebookError) as refused:
+        find_or_make(wanted(tiny_llama), AntKVConfig())
+    assert "XDG_CACHE_HOME in the server's environment puts it elsewhere" in reads_well(refused.value)
+    assert "/proc/vllm-antkv/" in str(refused.value)
+
+
+def test_a_file_system_without_locks_is_one_sentence_too(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_locks(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(sys, "argv", ["once", str(tiny_llama), PRESET, str(tmp_path / "out")])
+    assert main() == 1
+    said = capsys.readouterr().err.strip()
+    assert "is in a file system without locks: No locks available; XDG_CACHE_HOME in the server's environment" in said
+    assert not codebook_path(tmp_path / "out", PRESET).exists()
+
+
 def test_other_weights_and_other_texts_have_folders_of_their_own(tiny_llama: Path, tmp_path: Path) -> None:
     identity = wanted(tiny_llama).identity
     same, trained = tmp_path / "same", tmp_path / "trained"
@@ -132,20 +159,15 @@ def test_for_quantised_weights_the_original_is_taken(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "does not say what its original is"),
-        ({"base_model": "nobody/nowhere"}, "its original (nobody/nowhere) is not at hand"),
+        ({}, "its original is not named in its config or card"),
+        ({"base_model": "nobody/nowhere"}, "its original is not at hand (nobody/nowhere)"),
     ],
     ids=["unnamed", "far away"],
 )
-def test_quantised_weights_without_their_original_are_refused(
-    tiny_llama: Path,
-    tmp_path: Path,
-    changes: dict[str, str],
-    says: str,
-    reads_well: Callable[[BaseException], str],
+def test_quantised_weights_without_their_original_are_learned_from_themselves(
+    tiny_llama: Path, tmp_path: Path, changes: dict[str, str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vllm_antkv.calibrate.original import unquantised
-
-    with pytest.raises(UnsupportedModelError) as refused:
-        unquantised(str(quantised(tiny_llama, tmp_path / "awq", **changes)))
-    assert says in reads_well(refused.value)
+    """How, is tested with a real engine: `tests/serving/test_quantised_calibration.py`."""
+    model = str(quantised(tiny_llama, tmp_path / "awq", **changes))
+    assert original_of(model) == model
+    assert says in capsys.readouterr().err

@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_antkv.calibrate import learn, resources, run
+from vllm_antkv.calibrate import learn, resources, source
 from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.layers import Clustering
-from vllm_antkv.calibrate.models import load_config, load_model
+from vllm_antkv.calibrate.models import load_model
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import read_text, token_windows
-from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
+from vllm_antkv.codebook import Codebook, KeyTurn, ModelIdentity, codebook_path
 from vllm_antkv.errors import CalibrationError, SettingsError, UnsupportedModelError
-from vllm_antkv.offline.pretrained import read_tokenizer
+from vllm_antkv.offline.pretrained import read_config, read_tokenizer
 from vllm_antkv.ops.reference import decode, encode
 from vllm_antkv.presets import PRESETS, get_preset
 
@@ -48,10 +48,11 @@ def learned(tiny_llama: Path, text_file: Path, tmp_path_factory: pytest.TempPath
 
 
 def test_writes_codebooks_that_fit_the_model(learned: Path, tiny_llama: Path) -> None:
-    identity = ModelIdentity.from_hf_config(load_config(str(tiny_llama)))
+    identity = ModelIdentity.from_hf_config(read_config(str(tiny_llama), CalibrationError))
     for name in ("antkv-4bit", "antkv-1bit"):
         book = Codebook.load(codebook_path(learned, name), preset=name, model=identity)
         assert book.header.sinks is None
+        assert book.header.turns == (KeyTurn(rotary_dim=16),) * 2
     assert sorted(path.name for path in learned.iterdir()) == ["antkv-1bit.safetensors", "antkv-4bit.safetensors"]
 
 
@@ -70,7 +71,7 @@ def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama:
     """Layers, K and V, heads, sub-vectors, channels: any other place's centroids would fit far worse."""
     book = Codebook.load(codebook_path(learned, "antkv-4bit"))
     folder = str(tiny_llama)
-    config = load_config(folder)
+    config = read_config(folder, CalibrationError)
     model = load_model(folder, config, torch.device("cpu"))
     text = [read_text(str(text_file))]
     window = token_windows(text, read_tokenizer(folder, CalibrationError), 8, 64, 0)[0]
@@ -126,7 +127,7 @@ _KILLS = """
 import json, os, signal, sys
 from pathlib import Path
 import torch
-from vllm_antkv.calibrate import learn, run
+from vllm_antkv.calibrate import learn, run, source
 from vllm_antkv.calibrate.settings import CalibrationSettings
 
 model, text, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
@@ -136,7 +137,7 @@ def child(out, log, kill_at_window=None, kill_at_layer=None):
         return os.wait()[1]
     torch.set_num_threads(1)
     worked = []
-    capture_window, learn_layer = run.capture_window, learn.learn_layer
+    capture_window, learn_layer = source.capture_window, learn.learn_layer
     def note(what):
         worked.append(what)
         (folder / log).write_text(json.dumps(worked))
@@ -151,7 +152,7 @@ def child(out, log, kill_at_window=None, kill_at_layer=None):
         if layer == kill_at_layer:
             os.kill(os.getpid(), signal.SIGKILL)
         return learned
-    run.capture_window, learn.learn_layer = capture, learned_layer
+    source.capture_window, learn.learn_layer = capture, learned_layer
     run.calibrate(
         CalibrationSettings(model, ["antkv-1bit"], [text], folder / out, samples=12, seq_len=64, device="cpu")
     )
@@ -274,21 +275,33 @@ def test_bad_input_is_refused_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unsupported_models_are_refused(
+def test_a_model_without_weights_is_refused(
     tiny_llama: Path, text_file: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
 ) -> None:
-    for name, changes in (
-        ("quantised", {"quantization_config": {"quant_method": "awq", "bits": 4}}),
-        ("no weights", {}),
-    ):
-        folder = tmp_path / name
-        shutil.copytree(tiny_llama, folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-        (folder / "model.safetensors").write_bytes(b"not a tensor")
-        with pytest.raises(CalibrationError if not changes else UnsupportedModelError) as refused:
-            calibrate_small(folder, text_file, tmp_path / "out")
-        assert name in reads_well(refused.value)
+    folder = tmp_path / "no weights"
+    shutil.copytree(tiny_llama, folder)
+    (folder / "model.safetensors").write_bytes(b"not a tensor")
+    with pytest.raises(CalibrationError) as refused:
+        calibrate_small(folder, text_file, tmp_path / "out")
+    assert "no weights" in reads_well(refused.value)
+
+
+@pytest.mark.parametrize("changes", [{"bits": "mixed"}, {"refine": 1}, {"train_prefix": True}], ids=str)
+def test_nothing_is_trained_through_quantised_weights(
+    tiny_llama: Path,
+    text_file: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    reads_well: Callable[[BaseException], str],
+) -> None:
+    folder = tmp_path / "quantised"
+    shutil.copytree(tiny_llama, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError) as refused:
+        calibrate_small(folder, text_file, tmp_path / "out", **changes)
+    assert "calibrate the unquantised model" in reads_well(refused.value)
 
 
 def test_models_that_hide_their_keys_are_refused(
@@ -333,7 +346,7 @@ def test_too_little_memory_or_disk_is_refused(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "capture_window", exhaust)
+        patch.setattr(source, "capture_window", exhaust)
         with pytest.raises(CalibrationError) as refused:
             calibrate_small(tiny_llama, text_file, tmp_path)
     assert "ran out" in reads_well(refused.value)
@@ -376,7 +389,7 @@ def test_runs_for_other_presets_work_side_by_side_and_each_goes_on_after_a_kill(
     monkeypatch.setattr(learn, "learn_layer", other_run_then_kill)
     with pytest.raises(KeyboardInterrupt):
         calibrate_small(tiny_llama, text_file, tmp_path, "antkv-1bit")
-    monkeypatch.setattr(run, "capture_window", capture_nothing)
+    monkeypatch.setattr(source, "capture_window", capture_nothing)
     calibrate_small(tiny_llama, text_file, tmp_path, "antkv-1bit")
     for preset in ("antkv-1bit", "antkv-4bit"):
         assert codebook_path(tmp_path, preset).read_bytes() == codebook_path(learned, preset).read_bytes()

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm_antkv.calibrate.models import load_config, load_model
+from vllm_antkv.calibrate.models import load_model
+from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.offline.sinks import SinkChannels, find_channels, find_rule, peak_ratios, sink_mask
 
 WINDOWS, LAYERS, HIDDEN, TOKENS = 10, 6, 32, 400
@@ -99,7 +101,7 @@ def test_finds_what_is_planted_in_a_model_and_nothing_without(make_model: Callab
     found = []
     for edit in (plant, None):
         folder = str(make_model("llama", edit=edit))
-        model = load_model(folder, load_config(folder), torch.device("cpu"))
+        model = load_model(folder, read_config(folder, CalibrationError), torch.device("cpu"))
         found.append(find_channels(np.stack([peak_ratios(model, window) for window in windows])))
     assert found[0] == SinkChannels(0, (11,))
     assert found[1] is None

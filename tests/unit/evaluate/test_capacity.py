@@ -1,5 +1,7 @@
 """Computed capacity follows from bytes: fewer bits, more tokens, in exact proportion."""
 
+import math
+
 import pytest
 from transformers import PreTrainedModel
 
@@ -60,3 +62,13 @@ def test_a_model_that_is_too_large_has_no_pool() -> None:
 
 def test_presets_that_do_not_divide_the_heads_are_left_out() -> None:
     assert DecodeShape(1, 1, 16, 1, 1).caches == ["auto", "fp8", *list(PRESETS)[:4]]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_gpus_figures_agree_with_each_other(name: str) -> None:
+    """A multiprocessor does a power of two of 16-bit operations in a cycle: a typo in peak, count or clock shows."""
+    gpu = GPUS[name]
+    per_cycle = gpu.dense_flops / (gpu.multiprocessors * gpu.clock)
+    assert per_cycle == pytest.approx(2 ** round(math.log2(per_cycle)), rel=0.05)
+    assert 0.7 <= round(gpu.flops / gpu.dense_flops, 2) <= 0.77
+    assert name.endswith(f"-{gpu.memory / 1e9:.0f}")

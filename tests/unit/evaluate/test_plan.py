@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import BloomConfig, LlamaConfig
 
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
@@ -59,6 +59,38 @@ def test_the_figures_of_a_cache_belong_together(llama: str) -> None:
     assert plan.weight_bytes == 2 * 8_030_261_248
 
 
+def test_two_gpus_hold_more_than_twice_as_much_as_one_and_read_half_each(llama: str) -> None:
+    one, two = (make_plan(llama, "l40s-48", 8192, 64, AntKVConfig(), size) for size in (1, 2))
+    assert two.weight_bytes == one.weight_bytes / 2
+    for alone, together in zip(one.caches, two.caches, strict=True):
+        assert together.bits == alone.bits
+        assert together.codebook_bytes == alone.codebook_bytes / 2
+        # Weights and codebooks are there once, what is left of two GPUs is for the cache.
+        assert together.requests > 2 * alone.requests
+        assert alone.step is not None
+        assert together.step is not None
+        per_request = [
+            (step.read_bytes - 2 * 7_504_658_432 / n) / step.batch for step, n in ((alone.step, 1), (together.step, 2))
+        ]
+        assert per_request[1] == pytest.approx(per_request[0] / 2)
+
+
+def test_with_more_gpus_than_kv_heads_several_hold_the_same(llama: str) -> None:
+    eight, sixteen = (make_plan(llama, "l4-24", 8192, 64, AntKVConfig(), size) for size in (8, 16))
+    assert [cache.codebook_bytes for cache in sixteen.caches] == [cache.codebook_bytes for cache in eight.caches]
+    assert sixteen.weight_bytes == eight.weight_bytes / 2
+
+
+def test_anchors_as_they_are_take_more_and_leave_less(llama: str) -> None:
+    command = ["plan", llama, "--gpu", "h100-80", "--json", "-"]
+    fp8, model = (
+        make_plan(llama, "h100-80", 8192, 64, AntKVConfig(anchor_dtype=dtype)).caches for dtype in ("fp8", "model")
+    )
+    for small, large in zip(fp8, model, strict=True):
+        assert (large.bits > small.bits) == (large.tokens < small.tokens) == small.kv_cache_dtype.startswith("antkv")
+    assert cli.run([*command, "--anchor-dtype", "model"]) == 0
+
+
 def test_that_fp8_is_faster_is_said_where_it_is_much(llama: str) -> None:
     long, short = (make_plan(llama, "h100-80", context, 4, AntKVConfig()) for context in (65536, 256))
     assert long.recommended == short.recommended == "auto"
@@ -97,16 +129,17 @@ def test_json_is_written_or_takes_the_place_of_the_table(
 
 
 def test_what_cannot_be_planned_is_refused(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gpt2, quantised = tmp_path / "gpt2", tmp_path / "quantised"
-    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(gpt2)
+    bloom, quantised = tmp_path / "bloom", tmp_path / "quantised"
+    BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(bloom)
     LLAMA_3_8B.save_pretrained(quantised)
     config = quantised / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
     for model, gpu, code, words in [
         (llama, "h100", 2, f"but must be one of {', '.join(GPUS)}."),
         (tmp_path / "none", "h100-80", 2, "there is no such folder"),
-        (gpt2, "h100-80", 1, "GPT2LMHeadModel has no antkv cache"),
+        (bloom, "h100-80", 1, "BloomForCausalLM has no antkv cache (it does not support ALiBi)"),
         (quantised, "h100-80", 1, "plan for the original"),
+        (llama, "h100-80 --tensor-parallel-size 3", 2, "32 attention heads and 8 KV heads cannot be cut so"),
     ]:
-        assert cli.run(["plan", str(model), "--gpu", gpu]) == code
+        assert cli.run(["plan", str(model), "--gpu", *gpu.split()]) == code
         assert words in capsys.readouterr().err

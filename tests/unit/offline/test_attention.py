@@ -2,6 +2,7 @@
 
 import gc
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable, unrotate
 from vllm_antkv.select.anchors import VOTE_PRIOR
 
@@ -56,7 +58,8 @@ def codebook(identity: ModelIdentity) -> Codebook:
 class Naive:
     """One window of one layer in float64, a query and a key at a time; nothing shared with the code under test."""
 
-    def __init__(self, num_tokens: int, codebook: Codebook, seed: int = 0) -> None:
+    def __init__(self, num_tokens: int, codebook: Codebook, seed: int = 0, **rules: Any) -> None:
+        self.rules = LogitRules(1 / math.sqrt(HEAD_SIZE), **rules)
         generator = torch.Generator().manual_seed(seed)
         draw = lambda *shape: torch.randn(*shape, HEAD_SIZE, generator=generator, dtype=torch.float64)  # noqa: E731
         self.query, self.key, self.value = draw(num_tokens, 4), draw(num_tokens, 2), draw(num_tokens, 2)
@@ -65,7 +68,7 @@ class Naive:
         )
         self.rotary = RotaryTable(angles.cos(), angles.sin())
         self.turns = torch.polar(torch.ones_like(angles), angles)
-        self.codebook, self.scale = codebook, 1 / math.sqrt(HEAD_SIZE)
+        self.codebook = codebook
 
     def coded_key(self, token: int, head: int) -> torch.Tensor:
         half = HEAD_SIZE // 2
@@ -84,6 +87,17 @@ class Naive:
             parts.append(candidates[(candidates - part).square().sum(-1).argmin()])
         return torch.cat(parts)
 
+    def first_key(self, query: int) -> int:
+        return 0 if self.rules.window is None else max(query - self.rules.window + 1, 0)
+
+    def logit(self, query: torch.Tensor, key: torch.Tensor) -> float:
+        logit, cap = float(key @ query) * self.rules.scale, self.rules.soft_cap
+        return logit if cap is None else cap * math.tanh(logit / cap)
+
+    def sink(self, head: int) -> float:
+        """What the head's learned sink adds to the sum of e to the logits."""
+        return 0.0 if self.rules.sinks is None else math.exp(self.rules.sinks[head])
+
     def attend(
         self, sees_exactly, sinks: frozenset[int] = frozenset(), rows: int = 0, prefix: int = 0, whole: bool = False
     ) -> torch.Tensor:
@@ -99,18 +113,19 @@ class Naive:
                 for head in range(4):
                     kv_head = head // 2
                     keys, values = [], []
-                    for j in range(i + 1):
+                    for j in range(self.first_key(i), i + 1):
                         exact = sees_exactly(i, j)
                         keys.append(self.key[j, kv_head] if exact else coded_key[j][kv_head])
                         values.append(self.value[j, kv_head] if exact else coded_value[j][kv_head])
-                    weights = (torch.stack(keys) @ self.query[i, head] * self.scale).exp()
-                    output[i, head] = weights / weights.sum() @ torch.stack(values)
+                    weights = torch.tensor([self.logit(self.query[i, head], key) for key in keys]).double().exp()
+                    output[i, head] = weights / (weights.sum() + self.sink(head)) @ torch.stack(values)
                     self._vote(scores, i, head, inside)
+            num_votes = lambda j: min(inside.stop - j, self.rules.window or VQ_BLOCK_SIZE)  # noqa: B023, E731
             if rows and len(inside) == VQ_BLOCK_SIZE:
                 for kind, coded, full in (("k", coded_key, self.key), ("v", coded_value, self.value)):
                     for h in range(2):
                         cost = {
-                            j: scores[kind, h, j] * (full[j, h] - coded[j][h]).norm() / (inside.stop - j + VOTE_PRIOR)
+                            j: scores[kind, h, j] * (full[j, h] - coded[j][h]).norm() / (num_votes(j) + VOTE_PRIOR)
                             for j in inside
                         }
                         free = [j for j in inside if j >= prefix]
@@ -124,9 +139,10 @@ class Naive:
     def _vote(self, scores: dict, i: int, head: int, inside: range) -> None:
         """Equation 5, with the softmax over the exact rows of the block that the query sees."""
         norm = float(self.query[i, head].norm())
-        logits = (self.key[inside[0] : i + 1, head // 2] @ self.query[i, head] * self.scale).tolist()
-        total = sum(map(math.exp, logits))
-        for j, logit in enumerate(logits, start=inside[0]):
+        first = max(inside[0], self.first_key(i))
+        logits = [self.logit(self.query[i, head], key) for key in self.key[first : i + 1, head // 2]]
+        total = sum(map(math.exp, logits)) + self.sink(head)
+        for j, logit in enumerate(logits, start=first):
             a = math.exp(logit) / total
             scores["v", head // 2, j] += a
             scores["k", head // 2, j] += a * (1 - a) * norm
@@ -134,7 +150,7 @@ class Naive:
 
 def run(naive: Naive, method: Method, is_sink: torch.Tensor | None = None) -> torch.Tensor:
     rows = [tensor[None] for tensor in (naive.query, naive.key, naive.value)]
-    return attend_window(LayerWindow(0, *rows, naive.scale, naive.rotary), method, is_sink)[0]
+    return attend_window(LayerWindow(0, *rows, naive.rules, naive.rotary), method, is_sink)[0]
 
 
 def test_cq_is_attention_over_nearest_centroids(codebook: Codebook) -> None:
@@ -160,6 +176,34 @@ def test_anchors_of_closed_blocks_are_corrected_or_exact_as_sinks_and_the_prefix
     rows, whole = method.config.anchor_rows, anchor_dtype == "model"
     expected = naive.attend(lambda i, j: i == j or j < 3, frozenset({77}), rows=rows, prefix=3, whole=whole)
     torch.testing.assert_close(run(naive, method, is_sink), expected)
+
+
+RULES = {
+    "a window shorter than a block": {"window": 40},
+    "a window": {"window": 130},
+    "a soft cap": {"soft_cap": 1.5},
+    "learned sinks": {"sinks": torch.tensor([-1.0, 0.5, 2.0, 5.0])},
+    "all of them": {"window": 50, "soft_cap": 1.5, "sinks": torch.tensor([-1.0, 0.5, 2.0, 5.0])},
+}
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_windows_soft_caps_and_learned_sinks_count_in_attention_and_in_votes(codebook: Codebook, rules: dict) -> None:
+    naive = Naive(150, codebook, **rules)
+    method = vq_method(codebook, anchor_share=0.03, prefix=3, recency="sliding:8")
+    same_block = lambda i, j: j // VQ_BLOCK_SIZE == i // VQ_BLOCK_SIZE  # noqa: E731
+    expected = naive.attend(
+        lambda i, j: i - j < 8 or j < 3 or same_block(i, j), rows=method.config.anchor_rows, prefix=3
+    )
+    torch.testing.assert_close(run(naive, method), expected)
+    assert not torch.allclose(run(Naive(150, codebook), method), expected), "the rule makes a difference"
+
+
+def test_a_window_that_is_exact_loses_nothing(codebook: Codebook) -> None:
+    naive = Naive(150, codebook, window=70)
+    expected = naive.attend(lambda i, j: True)
+    torch.testing.assert_close(run(naive, vq_method(codebook, windows="exact")), expected)
+    torch.testing.assert_close(run(naive, vq_method(codebook, recency="sliding:70")), expected)
 
 
 # --- where nothing is lost -------------------------------------------------------------------------------------------
@@ -292,6 +336,7 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 70}
 MODELS = {
     "llama": ("llama", {}),
     "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
@@ -301,13 +346,16 @@ MODELS = {
     "qwen3": ("qwen3", {}),
     "phi3": ("phi3", {"hidden_size": 4 * HEAD_SIZE}),
     "phi3 partial rope": ("phi3", {"hidden_size": 4 * HEAD_SIZE, "rope_parameters": PARTIAL}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3_text", GEMMA),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 70}),
 }
 
 
-def test_every_evaluated_family_is_among_them() -> None:
-    assert {model_type for model_type, _ in MODELS.values()} == {
-        family.model_type for family in FAMILIES.values() if family.evaluated
-    }
+def test_these_are_families_that_are_evaluated() -> None:
+    """The others of the table are in `tests/serving/test_families.py`."""
+    evaluated = {family.model_type for family in FAMILIES.values() if family.evaluated}
+    assert {model_type for model_type, _ in {**MODELS, **OTHERS}.values()} <= evaluated
 
 
 class Recording:
@@ -334,6 +382,7 @@ OTHERS: dict[str, tuple[str, dict]] = {
     "a layer does not turn": ("smollm3", {"no_rope_layers": [1, 0, 1][:LAYERS]}),
     "norms over heads": ("olmo2", {}),
     "a scale of its own": ("granite", {"attention_multiplier": 0.1}),
+    "windows": ("mistral", {"sliding_window": 70}),
     "no RoPE": ("gpt2", {"hidden_size": 4 * HEAD_SIZE, "num_key_value_heads": 4}),
     "no RoPE, positions from 2 on": ("opt", {"hidden_size": 4 * HEAD_SIZE, "num_key_value_heads": 4}),
 }
@@ -343,6 +392,9 @@ OTHERS: dict[str, tuple[str, dict]] = {
 def test_a_method_that_loses_nothing_gives_the_models_own_logits(name: str) -> None:
     family, changes = (MODELS | OTHERS)[name]
     model = tiny_model(family, **changes)
+    if family == "gemma2":
+        # transformers' other implementations leave the soft cap out.
+        model.set_attn_implementation("eager")
     windows = random_windows(2, 200)
     method = Method("lossless", 16.0, AntKVConfig(**NOTHING_EXACT), Recording())
     torch.testing.assert_close(logits_of(model, windows, method), logits_of(model, windows), rtol=1e-3, atol=1e-3)
@@ -353,7 +405,7 @@ def test_keys_are_unrotated_with_the_models_own_table(name: str) -> None:
     family, changes = MODELS[name]
     model = tiny_model(family, **changes)
     attention_module = model.get_decoder().layers[1].self_attn
-    source = {"qwen3": "k_norm", "phi3": "qkv_proj"}.get(family, "k_proj")
+    source = {"qwen3": "k_norm", "gemma3_text": "k_norm", "phi3": "qkv_proj"}.get(family, "k_proj")
     projected = []
     getattr(attention_module, source).register_forward_hook(lambda module, args, output: projected.append(output))
     recording = Recording()
@@ -363,6 +415,9 @@ def test_keys_are_unrotated_with_the_models_own_table(name: str) -> None:
     keys = projected[-1]
     if family == "phi3":
         keys = keys[..., 4 * HEAD_SIZE : 6 * HEAD_SIZE]
+    if family == "gemma3_text":
+        # Its norm comes after heads and tokens have changed places.
+        keys = keys.transpose(1, 2)
     torch.testing.assert_close(recording.keys[1], keys.reshape(1, 200, 2, HEAD_SIZE), rtol=1e-3, atol=1e-4)
 
 
@@ -411,19 +466,26 @@ def test_the_models_own_attention_comes_back(model: PreTrainedModel, codebook: C
     assert torch.equal(logits_of(model, windows), before)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "words"),
-    [
-        ("bloom", {}, "attention interface"),
-        ("gemma2", {"query_pre_attn_scalar": 16}, "soft cap"),
-        ("gpt_oss", EXPERTS, "sink logits"),
-        ("mistral", {"sliding_window": 64}, "--context 64"),
-    ],
-)
-def test_models_that_would_be_evaluated_wrongly_are_refused(
-    codebook: Codebook, reads_well, family: str, changes: dict, words: str
-) -> None:
-    model = tiny_model(family, **changes)
+class Evicting:
+    """Keeps everything."""
+
+    def visible(self, query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+        return torch.ones(key.shape[1], key.shape[1], dtype=torch.bool).tril()[None, None]
+
+    def kept(self, num_tokens: int) -> int:
+        return num_tokens
+
+
+def test_a_model_that_hands_over_nothing_is_refused(codebook: Codebook, reads_well) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
-        logits_of(model, random_windows(1, 100), vq_method(codebook))
-    assert words in reads_well(caught.value)
+        logits_of(tiny_model("bloom"), random_windows(1, 100), vq_method(codebook))
+    assert "attention interface" in reads_well(caught.value)
+
+
+@pytest.mark.parametrize("name", ["windows", "gemma2", "gpt-oss"])
+def test_eviction_by_plain_attention_is_refused_where_attention_is_not_plain(name: str, reads_well) -> None:
+    family, changes = (MODELS | OTHERS)[name]
+    method = Method("h2o", 16.0, AntKVConfig(), eviction=Evicting())
+    with pytest.raises(UnsupportedModelError) as caught:
+        logits_of(tiny_model(family, **changes), random_windows(1, 100), method)
+    assert "h2o evicts by plain attention" in reads_well(caught.value)

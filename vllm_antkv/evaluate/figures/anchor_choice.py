@@ -22,6 +22,7 @@ from vllm_antkv.evaluate.figures.style import canvas, label, legend_beside, line
 from vllm_antkv.evaluate.report import perplexity_of
 from vllm_antkv.offline.method import Method, Quantiser
 from vllm_antkv.offline.score import Scores, score
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import anchor_score, anchor_votes, causal_lse
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.anchors import VOTE_POWER, block_anchors, top_rows, vote_weights
@@ -55,7 +56,9 @@ def equation_5(rows: LayerRows) -> RowScores:
     votes = causal(len(rows.key), rows.key.device)
     scores = []
     for query, key, lse in _heads(rows, votes):
-        scores.append(torch.cat([(vote * votes).sum((1, 2)) for vote in anchor_votes(query, key, lse, rows.scale)]))
+        scores.append(
+            torch.cat([(vote * votes).sum((1, 2)) for vote in anchor_votes(query, key, lse, LogitRules(rows.scale))])
+        )
     of_key, of_value = torch.stack(scores, dim=1)
     return RowScores(of_key, of_value)
 
@@ -77,7 +80,7 @@ def served_scores(rows: LayerRows, config: AntKVConfig, scope: str) -> RowScores
     weight = vote_weights(positions[:, None], positions, last_query, scope) * votes
     scores = []
     for query, key, lse in _heads(rows, votes):
-        scores.append(torch.cat(anchor_score(query, key, lse, weight[None], rows.scale, VOTE_POWER[scope])))
+        scores.append(torch.cat(anchor_score(query, key, lse, weight[None], LogitRules(rows.scale), VOTE_POWER[scope])))
     of_key, of_value = torch.cat(scores, dim=1)
     return RowScores(of_key, of_value)
 
@@ -86,7 +89,7 @@ def _heads(rows: LayerRows, votes: torch.Tensor) -> Iterator[tuple[torch.Tensor,
     """Queries, key and log-sum-exp over the keys that each query votes on, for each KV head: a batch of one."""
     for head in range(rows.key.shape[1]):
         query, key = rows.queries_of(head)[None], rows.key[None, :, head : head + 1]
-        yield query, key, causal_lse(query, key, votes[None], rows.scale)
+        yield query, key, causal_lse(query, key, votes[None], LogitRules(rows.scale))
 
 
 def seen_through_code(config: AntKVConfig, num_tokens: int, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Eviction, Method, Quantiser
 from vllm_antkv.offline.retained import attend_retained
 from vllm_antkv.offline.retention import Retention, Table, sliding
+from vllm_antkv.ops.logits import LogitRules
 
 #: W of LogQuant and the tokens that all policies keep exactly, at most.
 WINDOW, TOKENS = 42, 126
@@ -67,7 +68,12 @@ def numbers(scene: Scene) -> dict[str, Any]:
         exact = full_attention(rows)
         norm += float(exact.abs().mean())
         window = LayerWindow(
-            rows.layer, rows.query[None], rows.key[None], rows.value[None], rows.scale, scene.rotaries[rows.layer]
+            rows.layer,
+            rows.query[None],
+            rows.key[None],
+            rows.value[None],
+            LogitRules(rows.scale),
+            scene.rotaries[rows.layer],
         )
         for name, of_name in methods.items():
             for treatment, method in of_name.items():

@@ -1,4 +1,5 @@
-// Whether a processor's tiles multiply as they should: asked once before they serve anybody.
+// What is asked once before the kernels serve anybody: what they were built from, and whether the processor's tiles
+// multiply as they should.
 #include <algorithm>
 
 #include "tiles/tiles.h"
@@ -48,6 +49,8 @@ bool multiply_right() {
 
 }  // namespace
 }  // namespace antkv
+
+extern "C" const char* antkv_sources() { return ANTKV_SOURCES_DIGEST; }
 
 extern "C" int32_t antkv_tiles_multiply_right(int32_t tiles) {
     antkv_layer layer = {};

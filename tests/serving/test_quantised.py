@@ -1,0 +1,65 @@
+"""Models with quantised weights are served with the codebook of the original."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.conftest import assert_all_same
+from tests.serving.quantised import SCHEMES, quantise
+from tests.serving.test_families import OPTIONS, PROMPTS, SINKS
+from tests.serving.tiny import make_codebook, make_model
+from vllm_antkv.doctor.verify import EXACT, TOLERANCE, largest_difference
+
+pytestmark = pytest.mark.serving
+
+PRESET = "antkv-1bit"
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    """An unquantised model with a codebook."""
+    model = make_model(tmp_path / "original", "llama", {})
+    make_codebook(model / "antkv", model, PRESET, SINKS)
+    return model
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_are_quantised_and_the_cache_is_the_same(
+    start_engine: Callable[..., Any], original: Path, tmp_path: Path, scheme: str
+) -> None:
+    model = quantise(original, tmp_path / "model", scheme)
+    settings = {"codebooks": str(original / "antkv")}
+    # vLLM's kernels for such weights compute in 16 bits.
+    options = {**OPTIONS, "dtype": "bfloat16"}
+    with start_engine(model, "auto", **options) as engine:
+        auto = engine.complete(PROMPTS, max_tokens=4)
+    with start_engine(model, PRESET, settings | EXACT, **options) as engine:
+        exact = engine.complete(PROMPTS, max_tokens=4)
+    assert largest_difference(exact, auto) <= TOLERANCE["bfloat16"]
+    with start_engine(model, PRESET, settings, **options) as engine:
+        assert_all_same(engine.complete(PROMPTS, max_tokens=4), engine.complete(PROMPTS, max_tokens=4, together=False))
+
+
+def test_scales_of_an_fp8_cache_are_left_alone(
+    start_engine: Callable[..., Any],
+    original: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.antkv")
+    plain = quantise(original, tmp_path / "plain", "W8A8")
+    scaled = quantise(original, tmp_path / "scaled", "W8A8", kv_scales=True)
+    settings = {"codebooks": str(original / "antkv")}
+    found, said = [], []
+    for model in (plain, scaled):
+        caplog.clear()
+        with start_engine(model, PRESET, settings, **OPTIONS) as engine:
+            found.append(engine.complete(PROMPTS, max_tokens=4))
+        said.append("Scales for an FP8 KV cache in the checkpoint are not used" in caplog.text)
+    assert_all_same(*found)
+    assert said == [False, True]

@@ -1,0 +1,154 @@
+"""Codebooks of models with quantised weights, whose K and V only vLLM can compute."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from tests.patience import PATIENCE
+from tests.quantised import quantised
+from tests.serving.conftest import EMBEDDED
+from tests.serving.server import PRESET, answer, make_odd_model, serving, vllm_environment
+from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
+from vllm_antkv.calibrate.job import Job, prepare
+from vllm_antkv.calibrate.settings import CalibrationSettings
+from vllm_antkv.calibrate.source import Source, TransformersModel
+from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
+from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.pretrained import read_config, read_tokenizer
+from vllm_antkv.offline.sinks import SinkChannels
+
+pytestmark = pytest.mark.serving
+
+CONTEXT = 128
+WINDOWS, SEQ_LEN = 3, 300
+
+
+@pytest.fixture(scope="module")
+def w8a8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in 8 bits that has no codebook anywhere, and no word on where it comes from."""
+    folder = tmp_path_factory.mktemp("quantised")
+    return quantised(make_odd_model(folder / "original", CONTEXT), folder / "w8a8")
+
+
+def test_one_flag_serves_a_quantised_model_without_its_original(
+    w8a8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    log = tmp_path / "server.log"
+    with serving(w8a8, log, **{"--max-model-len": str(CONTEXT)}) as url:
+        assert answer(url) == "length"
+        status = httpx.get(f"{url}/antkv/status", timeout=PATIENCE).json()
+    (path,) = (tmp_path / "cache" / "vllm-antkv").rglob("*.safetensors")
+    codebook = Codebook.load(path, PRESET, ModelIdentity.from_hf_config(read_config(str(w8a8), CalibrationError)))
+    assert codebook.identity in str(status)
+    record = codebook.header.calibration
+    assert (record["weights"], record["texts"], record["seq_len"]) == ("votes", ["the model's own"], CONTEXT - 1)
+    said = log.read_text()
+    assert "its original is not named in its config or card" in said
+    assert "K and V are taken from vLLM's own forward pass" in said
+
+
+def test_weights_that_vllm_cannot_run_end_with_a_sentence(tmp_path: Path) -> None:
+    broken = quantised(EMBEDDED, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"not a tensor")
+    command = [sys.executable, "-m", "vllm_antkv.calibrate.once", str(broken), PRESET, str(tmp_path / "out")]
+    ended = subprocess.run(
+        command, env=vllm_environment(), capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert ended.returncode == 1
+    last_line = ended.stderr.strip().splitlines()[-1]
+    assert last_line.startswith(f"The weights of {broken} are quantised, and vLLM, which would have to run them,")
+    assert last_line.endswith("run `antkv calibrate` on the original, whose codebooks fit both.")
+    assert not codebook_path(tmp_path / "out", PRESET).exists()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Of the embedded model itself, which both can run."""
+    out = tmp_path_factory.mktemp("job")
+    text = out / "text.txt"
+    text.write_text((EMBEDDED.parents[1] / "LICENSE").read_text())
+    return prepare(CalibrationSettings(str(EMBEDDED), [PRESET], [str(text)], out, WINDOWS, SEQ_LEN))
+
+
+@pytest.fixture(scope="module")
+def engine(job: Job, engine_environment: None) -> Iterator[Source]:
+    from vllm_antkv.calibrate.engine import open_engine
+
+    with open_engine(job) as source:
+        yield source
+
+
+def captured(source: Source, job: Job, folder: Path) -> CaptureFiles:
+    identity, sinks = job.identity, SinkChannels(2, (7, 3))
+    shape = CaptureShape(identity.num_layers, WINDOWS, SEQ_LEN, identity.num_kv_heads, identity.head_size, 2)
+    folder.mkdir()
+    files = CaptureFiles(folder, shape)
+    with source.capturing(Capture(source.rotary_tables(SEQ_LEN), files, True, sinks)) as capture_window:
+        for index, window in enumerate(job.windows):
+            capture_window(window, index)
+    return files
+
+
+def test_vllm_hands_over_what_transformers_does(engine: Source, job: Job, tmp_path: Path) -> None:
+    """Rows of K before RoPE, of V, and the channels of sinks; the served dtype, bfloat16, has 3 digits."""
+    other = TransformersModel(job)
+    found, expected = captured(engine, job, tmp_path / "vllm"), captured(other, job, tmp_path / "transformers")
+
+    def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+    for layer in range(job.identity.num_layers):
+        for ours, theirs in zip(found.rows(layer), expected.rows(layer), strict=True):
+            assert error(torch.tensor(ours), torch.tensor(theirs)) < 0.03
+    assert error(torch.tensor(found.sink_values()), torch.tensor(expected.sink_values())) < 0.03
+    for window in job.windows:
+        ours, theirs = (torch.tensor(source.peak_ratios(window)) for source in (engine, other))
+        assert ours.shape == theirs.shape
+        assert error(ours, theirs) < 0.1
+
+
+def test_rows_that_get_attention_weigh_more(engine: Source, job: Job, tmp_path: Path) -> None:
+    """Votes are no gradients, but of one mind with them: BOS apart, ranks of tokens agree in every layer."""
+    found = captured(engine, job, tmp_path / "vllm")
+    expected = captured(TransformersModel(job), job, tmp_path / "transformers")
+    for layer in range(job.identity.num_layers):
+        ours, theirs = (
+            torch.tensor(files.norms(layer)[:, :, 1:-64]).flatten(1, 2).transpose(1, 2) for files in (found, expected)
+        )
+        ranks = torch.stack([rows.argsort(-1).argsort(-1).float() for rows in (ours, theirs)])
+        for kind in range(2):
+            for head in range(job.identity.num_kv_heads):
+                assert float(torch.corrcoef(ranks[:, kind, head])[0, 1]) > 0.2
+
+
+def test_vllm_writes_windows_as_transformers_does(engine: Source, job: Job) -> None:
+    tokenizer = read_tokenizer(str(EMBEDDED), CalibrationError)
+    bos = tokenizer.bos_token_id
+    ends = torch.tensor(GenerationConfig.from_pretrained(EMBEDDED).eos_token_id)
+    windows = engine.write_windows((6, 200), 0)
+    assert windows.shape == (6, 200)
+    assert torch.equal(windows, engine.write_windows((6, 200), 0))
+    assert not torch.equal(windows, engine.write_windows((6, 200), 1))
+    assert len(windows.unique(dim=0)) == 6
+    assert bool((windows[:, 0] == bos).all())
+    # Where a document ends, the next begins with BOS, and nowhere else.
+    assert torch.equal(torch.isin(windows[:, :-1], ends), windows[:, 1:] == bos)
+
+
+def test_the_record_says_how_tokens_counted(w8a8: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((EMBEDDED.parents[1] / "LICENSE").read_text())
+    records = [
+        prepare(CalibrationSettings(str(w8a8), [PRESET], [str(text)], tmp_path, weights=weights)).record
+        for weights in ("grad", "none")
+    ]
+    assert [record["weights"] for record in records] == ["votes", "none"]
+    assert json.dumps(records[0])

@@ -1,0 +1,35 @@
+"""`antkv doctor MODEL --verify` on a trained model: real engines, and an exit code that says what they answered."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.serving.conftest import EMBEDDED
+from vllm_antkv import cli
+from vllm_antkv.doctor import verify
+
+pytestmark = pytest.mark.serving
+
+
+def answers(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code, and the findings about answers."""
+    code = cli.run(["doctor", str(EMBEDDED), "--verify", "--json", "-"])
+    return code, json.loads(capsys.readouterr().out)["sections"]["Answers"]
+
+
+def test_a_model_that_answers_the_same_is_said_to(engine_environment: None, capsys: pytest.CaptureFixture[str]) -> None:
+    code, findings = answers(capsys)
+    assert code == 0
+    assert [finding["what"] for finding in findings] == ["in a batch, chunked", "alone, prefix hits"]
+    assert all("the same answers" in finding["detail"] for finding in findings)
+
+
+def test_a_model_that_answers_otherwise_is_a_problem(
+    engine_environment: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose rows are not what they should be: here they are left to their codes."""
+    monkeypatch.setattr(verify, "EXACT", {"recency": "none", "prefix": 0, "anchor_share": 0.0, "sinks": False})
+    code, findings = answers(capsys)
+    assert code == 1
+    assert all("other answers" in finding["detail"] and finding["state"] == "problem" for finding in findings)

@@ -1,0 +1,186 @@
+"""Models with sliding windows, soft caps and learned sinks, in real vLLM with random weights.
+
+Windows of a few blocks, so that prompts and answers outgrow them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.serving.conftest import Completion, Engine
+from tests.serving.tiny import EXPERTS, make_codebook, make_model
+from vllm_antkv.codebook import ModelIdentity, SinkRule
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
+
+pytestmark = pytest.mark.serving
+
+PRESET = "antkv-1bit"
+Start = Callable[..., Any]
+#: Two blocks and a bit.
+WINDOW = 300
+MAX_LEN = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model.
+
+    changes: to the sizes of `tiny`.
+    """
+
+    model_type: str
+    changes: dict[str, Any]
+
+
+#: With weights that are large enough for logits to reach a soft cap.
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "initializer_range": 0.2, "tie_word_embeddings": True}
+CASES = {
+    "windows alone": Case("mistral", {"head_dim": 32}),
+    "windows in every second layer, soft caps": Case("gemma2", GEMMA | {"attn_logit_softcapping": 1.0}),
+    "windows in every second layer, learned sinks": Case(
+        "gpt_oss", EXPERTS | {"head_dim": 64, "initializer_range": 0.1}
+    ),
+    "windows in five of six layers, two bases": Case(
+        "gemma3_text",
+        GEMMA | {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    case: Case = request.param
+    sizes = case.changes | {"max_position_embeddings": MAX_LEN, "sliding_window": WINDOW}
+    make_model(folder, case.model_type, sizes)
+    make_codebook(folder / "antkv", folder, PRESET, SinkRule(layer=0, channels=(3,), threshold=0.05))
+    return folder
+
+
+@pytest.fixture
+def start(start_engine: Start, model: Path) -> Start:
+    """An engine on the model."""
+
+    def started(cache: str = PRESET, settings: dict[str, Any] | None = None, **options: Any) -> Any:
+        return start_engine(model, cache, settings, max_model_len=MAX_LEN, **options)
+
+    return started
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    return [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate((5, 127, 128, 300, 431, 700))]
+
+
+def assert_all_same(left: list[Completion], right: list[Completion]) -> None:
+    for mine, theirs in zip(left, right, strict=True):
+        mine.assert_same(theirs)
+
+
+@pytest.mark.parametrize("settings", [{"recency": "sliding:1024"}, {"prefix": 1024}], ids=str)
+def test_equals_auto_where_every_token_is_exact(start: Start, texts: list[list[int]], settings: dict[str, Any]) -> None:
+    with start("auto") as engine:
+        auto = engine.complete(texts)
+    with start(settings=settings, max_num_batched_tokens=300) as engine:
+        assert_all_same(engine.complete(texts), auto)
+
+
+def test_a_layer_whose_windows_are_exact_equals_auto(start: Start, model: Path, texts: list[list[int]]) -> None:
+    """Where other layers are coded, they make the difference."""
+    with start("auto") as engine:
+        auto = engine.complete(texts)
+    with start(settings={"windows": "exact"}, max_num_batched_tokens=300) as engine:
+        served = engine.complete(texts)
+    if AutoConfig.from_pretrained(model).model_type == "mistral":
+        assert_all_same(served, auto)
+    else:
+        with pytest.raises(AssertionError):
+            assert_all_same(served, auto)
+
+
+@pytest.mark.parametrize("windows", ["coded", "exact"])
+def test_serves_what_the_evaluator_computes(start: Start, model: Path, texts: list[list[int]], windows: str) -> None:
+    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
+    config = AntKVConfig(windows=windows)
+    method = build_method(PRESET, MethodRequest(str(model), identity, None, config))
+    evaluated = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.inference_mode(), quantised_past(evaluated, method, MAX_LEN):
+        expected = [evaluated(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1) for ids in texts]
+    with start(settings={"windows": windows}, max_num_batched_tokens=256) as engine:
+        for completion, logprobs in zip(engine.complete(texts, max_tokens=2), expected, strict=True):
+            for token, logprob in completion.top_logprobs[0].items():
+                assert logprob == pytest.approx(float(logprobs[token]), abs=1e-3)
+        engine.assert_all_blocks_free()
+
+
+def test_same_however_a_prompt_is_chunked_batched_or_cached(start: Start, texts: list[list[int]]) -> None:
+    with start(max_num_batched_tokens=1024, prefix_cache_retention_interval=256) as engine:
+        alone = engine.complete(texts, together=False)
+        assert all(completion.num_cached_tokens == 0 for completion in alone)
+        batched = engine.complete(texts)
+        assert any(completion.num_cached_tokens >= 512 for completion in batched)
+        assert_all_same(alone, batched)
+        shared = [[*text[:300], *text[:200]] for text in texts if len(text) > 300]
+        hits = engine.complete(shared)
+        assert all(completion.num_cached_tokens == 256 for completion in hits)
+        engine.assert_all_blocks_free()
+    for chunk in (130, 200):
+        with start(max_num_batched_tokens=chunk, enable_prefix_caching=False) as engine:
+            # Whoever reads what is no longer there reads NaN.
+            for pages in engine.kv_tensors():
+                pages.view(torch.uint8).fill_(0xFF)
+            assert_all_same(engine.complete(texts), alone)
+            assert_all_same(engine.complete(shared), hits)
+
+
+def blocks_of_windows(engine: Engine) -> int:
+    """Blocks that requests hold for layers with windows, of VQ pages and of recency pages."""
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    from vllm_antkv.cache.managers import RecencyManager
+
+    held = 0
+    for manager in engine.core.scheduler.kv_cache_manager.coordinator.single_type_managers:
+        of_windows = isinstance(manager, RecencyManager) and manager.kv_cache_spec.window is not None
+        if of_windows or isinstance(manager, SlidingWindowManager):
+            held += sum(not block.is_null for blocks in manager.req_to_blocks.values() for block in blocks)
+    return held
+
+
+@pytest.mark.parametrize("name", ["windows alone", "windows in every second layer, soft caps"])
+def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
+    start_engine: Start, tmp_path: Path, name: str
+) -> None:
+    from vllm import SamplingParams
+
+    case, window = CASES[name], 128
+    length = 17 * window + 100
+    make_model(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
+    make_codebook(tmp_path / "antkv", tmp_path, PRESET)
+    with start_engine(tmp_path, PRESET, max_model_len=length) as engine:
+        params = SamplingParams(temperature=0, max_tokens=16 * window, ignore_eos=True)
+        engine.llm.llm_engine.add_request("0", {"prompt_token_ids": [0, *range(3, 3 + window)]}, params)
+        held = []
+        while engine.llm.llm_engine.has_unfinished_requests():
+            engine.llm.llm_engine.step()
+            held.append(blocks_of_windows(engine))
+        assert len(held) >= 16 * window
+        assert 0 < max(held[4 * window :]) <= max(held[: 4 * window])
+        engine.assert_all_blocks_free()
+
+
+def test_layers_with_windows_alone_have_one_block_table_for_either_class_of_pages(start: Start, model: Path) -> None:
+    with start() as engine:
+        groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
+        num_layers = AutoConfig.from_pretrained(model).num_hidden_layers
+        if AutoConfig.from_pretrained(model).model_type == "mistral":
+            assert [len(group.layer_names) for group in groups] == [num_layers, num_layers]
+        assert sum(len(group.layer_names) for group in groups) == 2 * num_layers

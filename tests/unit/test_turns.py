@@ -1,0 +1,60 @@
+"""How a layer turns K is told from keys of one token at many positions."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_antkv.ops.rope import RotaryTable, rotate
+from vllm_antkv.ops.turns import turn_of
+
+HEAD_SIZE = 32
+
+
+def table(base: float, rotary_dim: int, is_neox_style: bool) -> RotaryTable:
+    frequencies = base ** -(torch.arange(0, rotary_dim, 2) / rotary_dim)
+    angles = torch.arange(4096)[:, None] * frequencies
+    return RotaryTable(angles.cos(), angles.sin(), is_neox_style)
+
+
+TABLES = [
+    table(base, rotary_dim, is_neox_style)
+    for base in (1e4, 1e6)
+    for rotary_dim in (8, HEAD_SIZE)
+    for is_neox_style in (True, False)
+]
+
+
+def keys(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Of one token, (1, num_kv_heads, head_size)."""
+    return torch.randn(1, 2, HEAD_SIZE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    turn=st.integers(0, len(TABLES) - 1),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    last=st.integers(200, 4095),
+)
+def test_the_table_that_turns_is_found(seed: int, turn: int, dtype: torch.dtype, last: int) -> None:
+    positions = torch.linspace(0, last, 64).long()
+    turned = rotate(keys(dtype, seed).expand(64, 2, HEAD_SIZE), positions, TABLES[turn])
+    assert turn_of(turned.float(), positions, TABLES, dtype) == turn
+
+
+@given(seed=st.integers(0, 2**32))
+def test_keys_that_are_equal_are_not_turned(seed: int) -> None:
+    assert turn_of(keys(torch.float32, seed).expand(64, 2, HEAD_SIZE), torch.arange(64), TABLES, torch.float32) == -1
+
+
+def test_what_no_table_turns_is_told_apart() -> None:
+    rows = keys(torch.float32, 0).expand(64, 2, HEAD_SIZE)
+    turned = rotate(rows, torch.arange(64) ** 2, TABLES[0])
+    assert turn_of(turned, torch.arange(64), TABLES, torch.float32) is None
+    assert turn_of(torch.randn(64, 2, HEAD_SIZE), torch.arange(64), TABLES, torch.float32) is None
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+def test_a_table_that_is_wider_than_a_head_is_left_alone(is_neox_style: bool) -> None:
+    wide = table(1e4, 2 * HEAD_SIZE, is_neox_style)
+    assert turn_of(torch.randn(64, 2, HEAD_SIZE), torch.arange(64), [wide], torch.float32) is None

@@ -1,0 +1,108 @@
+"""What a model that vLLM has loaded hands to its attention layers, for those who learn from it.
+
+It is what an antkv cache is handed by the same model: K after RoPE and norms, and V, in the model's dtype. Knows
+nothing of codebooks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_antkv.attention.probe import probe
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.ops.logits import LogitRules
+from vllm_antkv.ops.rope import RotaryTable
+
+
+@dataclass(frozen=True)
+class HandedRows:
+    """The rows of one layer in one step.
+
+    query: (num_tokens, num_heads, head_size), after RoPE.
+    key, value: (num_tokens, num_kv_heads, head_size), keys after RoPE.
+    rules: how logits come about.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    rules: LogitRules
+
+
+@contextmanager
+def watched(
+    model: nn.Module,
+    on_rows: Callable[[int, HandedRows], None],
+    on_hidden: Callable[[int, torch.Tensor], None] = lambda layer, hidden: None,
+) -> Iterator[None]:
+    """While open, every step of an eager model hands over what goes into its layers and what comes out.
+
+    Args:
+        on_rows: receives the index of each attention layer, and its rows.
+        on_hidden: receives the index of each decoder layer, and the hidden states after it, (num_tokens, hidden_size).
+    """
+
+    def before_attention(layer: Attention, args: tuple[torch.Tensor, ...]) -> None:
+        query, key, value = (rows.unflatten(-1, (-1, layer.head_size)) for rows in args[:3])
+        on_rows(extract_layer_index(layer.layer_name), HandedRows(query, key, value, _rules(layer)))
+
+    def after_decoder(index: int) -> Callable[..., None]:
+        def hand_over(module: nn.Module, args: Any, output: Any) -> None:
+            # (hidden, residual), whose sum is the hidden state, or the hidden state.
+            hidden, residual = output[:2] if isinstance(output, tuple) else (output, None)
+            on_hidden(index, hidden if residual is None else hidden.float() + residual.float())
+
+        return hand_over
+
+    with ExitStack() as stack:
+        for index, (attention, decoder) in _layers(model).items():
+            stack.callback(attention.register_forward_pre_hook(before_attention).remove)
+            stack.callback(decoder.register_forward_hook(after_decoder(index)).remove)
+        yield
+
+
+def rotary_tables(model: nn.Module, vllm_config: VllmConfig) -> list[RotaryTable]:
+    """What turns K, layer by layer; a table without channels where nothing does.
+
+    Raises:
+        UnsupportedModelError: that cannot be told.
+    """
+    layers = _layers(model)
+    attention = {index: layer for index, (layer, _) in layers.items()}
+    device = next(model.parameters()).device
+    found = probe(model, attention, layers[max(layers)][1], vllm_config, device).rotaries
+    nothing = torch.zeros(2, vllm_config.model_config.max_model_len, 0, device=device)
+    return [found[index] or RotaryTable(*nothing) for index in layers]
+
+
+def _rules(layer: Any) -> LogitRules:
+    """As vLLM's own attention has them."""
+    sinks = layer.impl.sinks
+    return LogitRules(
+        layer.impl.scale,
+        layer.sliding_window,
+        layer.impl.logits_soft_cap or None,
+        None if sinks is None else sinks.detach().float(),
+    )
+
+
+def _layers(model: nn.Module) -> dict[int, tuple[Attention, nn.Module]]:
+    """Every attention layer with the decoder layer it is in, by its index."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Attention):
+            index = extract_layer_index(module.layer_name)
+            block, _, inner = name.partition(f"layers.{index}.")
+            if not inner:
+                raise UnsupportedModelError(
+                    f"{module.layer_name} is in no list of decoder layers: K and V cannot be taken."
+                )
+            found[index] = (module, model.get_submodule(f"{block}layers.{index}"))
+    return dict(sorted(found.items()))

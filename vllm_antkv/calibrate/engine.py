@@ -1,0 +1,185 @@
+"""A model that vLLM runs, as calibration sees it: quantised weights, through which no gradient flows.
+
+vLLM runs it in this process, and K and V are taken where its attention is handed them. In the place of its gradient's
+norm a row counts by the votes for it (AnTKV, equation 5): how far a unit error of it would move what attention gives to
+the queries that read it from its code. They are squared and added, as errors that are independent add up, and the root
+of that is the weight.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm_antkv.calibrate.capture import Capture
+from vllm_antkv.calibrate.job import Job
+from vllm_antkv.calibrate.own_text import BATCH, beginnings
+from vllm_antkv.calibrate.progress import progress_bar, say
+from vllm_antkv.calibrate.source import CaptureWindow
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import CalibrationError, UnsupportedModelError
+from vllm_antkv.offline.attention import prompt_scores
+from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.offline.models import fingerprint
+from vllm_antkv.offline.pretrained import read_tokenizer
+from vllm_antkv.offline.sinks import peak_ratio
+from vllm_antkv.ops.rope import RotaryTable, unrotate
+from vllm_antkv.select.recency import last_query_table
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from vllm_antkv.attention.rows import HandedRows
+
+#: Of this process alone: the model must be at hand, and its log is the server's.
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+_LEAST_CACHE_BYTES = 64 << 20
+#: Characters kept of what vLLM says when it does not start.
+_MAX_REASON = 400
+
+
+@contextmanager
+def open_engine(job: Job) -> "Iterator[EngineModel]":
+    """The model in an engine of vLLM.
+
+    Raises:
+        UnsupportedModelError: vLLM is missing, does not start with this model, or K cannot be turned back.
+    """
+    counted = " Tokens count by the attention that they get." if job.weighted else ""
+    say(f"K and V are taken from vLLM's own forward pass, as no gradient flows through quantised weights.{counted}")
+    os.environ.update(_ENVIRONMENT)
+    with ExitStack() as held:
+        try:
+            from vllm import LLM
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            held.callback(cleanup_dist_env_and_memory)
+            engine = LLM(**_engine_options(job))
+        except Exception as error:  # vLLM raises anything from ImportError to pydantic's errors when it cannot start
+            gist = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
+            raise UnsupportedModelError(
+                f"The weights of {job.settings.model} are quantised, and vLLM, which would have to run them, does not "
+                f"start ({gist}): run `antkv calibrate` on the original, whose codebooks fit both."
+            ) from error
+        held.callback(engine.llm_engine.engine_core.shutdown)
+        yield EngineModel(job, engine)
+
+
+class EngineModel:
+    """A `source.Source` whose weights are quantised."""
+
+    def __init__(self, job: Job, engine: "LLM") -> None:
+        self._job = job
+        self._engine = engine
+        (self._model,) = engine.apply_model(lambda model: model)
+        self.fingerprint = fingerprint(self._model)
+
+    def write_windows(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
+        """As `Source` says: a document that ends is followed by BOS and the next, as in `own_text`."""
+        num_windows, seq_len = shape
+        tokenizer = read_tokenizer(self._job.settings.model, CalibrationError)
+        bos = tokenizer.bos_token_id
+        written = beginnings(tokenizer, num_windows, seq_len)
+        # Of all draws in this process: vLLM cannot give requests seeds of their own where it cuts prompts on a CPU.
+        torch.manual_seed(seed)
+        with progress_bar("Writing text", num_windows * seq_len) as progress:
+            while unfinished := [tokens for tokens in written if len(tokens) < seq_len]:
+                for tokens, more in zip(unfinished, self._go_on(unfinished, seq_len, bos is not None), strict=True):
+                    ended = len(tokens) + len(more) < seq_len
+                    tokens += [*more, bos] if ended and more[-1] != bos else more
+                progress.update(sum(map(len, written)) - progress.n)
+        return torch.tensor(written)
+
+    def peak_ratios(self, window: torch.Tensor) -> np.ndarray:
+        """As `Source` says."""
+        from vllm_antkv.attention.rows import watched
+
+        ratios: dict[int, torch.Tensor] = {}
+
+        def keep(layer: int, hidden: torch.Tensor) -> None:
+            ratios[layer] = peak_ratio(hidden)
+
+        with watched(self._model, lambda layer, rows: None, keep):
+            self._read(window)
+        return torch.stack([ratios[layer] for layer in sorted(ratios)]).cpu().numpy()
+
+    def rotary_tables(self, num_positions: int) -> list[RotaryTable]:
+        """As `Source` says; they have all positions of the model."""
+        from vllm_antkv.attention.rows import rotary_tables
+
+        return rotary_tables(self._model, self._engine.llm_engine.vllm_config)
+
+    @contextmanager
+    def capturing(self, capture: Capture) -> Iterator[CaptureWindow]:
+        """As `Source` says."""
+        from vllm_antkv.attention.rows import watched
+
+        def capture_one(window: torch.Tensor, index: int) -> None:
+            with watched(self._model, partial(_write, capture, index), partial(_write_sinks, capture, index)):
+                self._read(window)
+
+        yield capture_one
+
+    def _read(self, window: torch.Tensor) -> None:
+        """Run a window, in one step; the token that comes after it is of no use to anyone."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        self._engine.generate([TokensPrompt(prompt_token_ids=window.tolist())], params, use_tqdm=False)
+
+    def _go_on(self, begun: list[list[int]], seq_len: int, ends: bool) -> list[list[int]]:
+        """What the model says after each of these tokens, up to `seq_len` in all.
+
+        ends: only to the end of the document, which the last token says.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in begun]
+        params = [
+            SamplingParams(temperature=1, max_tokens=seq_len - len(tokens), ignore_eos=not ends, detokenize=False)
+            for tokens in begun
+        ]
+        outputs = self._engine.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _write(capture: Capture, index: int, layer: int, rows: "HandedRows") -> None:
+    rotary = capture.rotaries[layer].to(rows.key.device)
+    query, key, value = rows.query.float(), rows.key.float(), rows.value.float()
+    capture.write_rows(index, layer, 0, unrotate(key, torch.arange(len(key), device=key.device), rotary))
+    capture.write_rows(index, layer, 1, value)
+    if capture.weighted:
+        window = LayerWindow(layer, query[None], key[None], value[None], rows.rules, rotary)
+        scores = prompt_scores(window, last_query_table(AntKVConfig(), len(key), rows.rules.window).to(key.device))
+        for kind, score in enumerate(scores):
+            capture.write_norms(index, layer, kind, score[0].T.sqrt())
+
+
+def _write_sinks(capture: Capture, index: int, layer: int, hidden: torch.Tensor) -> None:
+    if capture.sinks is not None and layer == capture.sinks.layer:
+        capture.write_sinks(index, hidden)
+
+
+def _engine_options(job: Job) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM`: every window in one step, and a cache for as many as are written side by side."""
+    # One more than a window: a prompt needs room for an answer.
+    context = job.windows.shape[1] + 1
+    identity = job.identity
+    # Where a checkpoint is in float32, vLLM computes in 16 bits.
+    token_bytes = 2 * identity.num_layers * identity.num_kv_heads * identity.head_size * 2
+    return {
+        "model": job.settings.model,
+        "max_model_len": context,
+        "max_num_seqs": BATCH,
+        "max_num_batched_tokens": max(context, BATCH),
+        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, BATCH * context * token_bytes),
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "use_tqdm_on_load": False,
+    }

@@ -1,0 +1,95 @@
+"""What calibration asks of a model, and the answers of one that transformers runs; `engine` has those of vLLM."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from vllm_antkv.calibrate.capture import Capture, capture_window, checkpointed
+from vllm_antkv.calibrate.job import Job
+from vllm_antkv.calibrate.models import load_model
+from vllm_antkv.calibrate.own_text import BATCH, write_windows
+from vllm_antkv.calibrate.progress import progress_bar
+from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.models import fingerprint
+from vllm_antkv.offline.pretrained import read_tokenizer
+from vllm_antkv.offline.sinks import peak_ratios
+from vllm_antkv.offline.traits import rotary_tables
+from vllm_antkv.ops.rope import RotaryTable
+
+#: Captures a window, (seq_len,) int64 on the CPU, as the one of this index.
+CaptureWindow = Callable[[torch.Tensor, int], None]
+
+
+class Source(Protocol):
+    """A loaded model that text, K and V are taken from.
+
+    fingerprint: tells its weights from others.
+    """
+
+    fingerprint: str
+
+    def write_windows(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
+        """Text of the model's own, (num_windows, seq_len) int64 on the CPU; see `own_text`."""
+
+    def peak_ratios(self, window: torch.Tensor) -> np.ndarray:
+        """As `offline.sinks.peak_ratios`, of a window on the CPU."""
+
+    def rotary_tables(self, num_positions: int) -> list[RotaryTable]:
+        """What turns K, layer by layer."""
+
+    def capturing(self, capture: Capture) -> AbstractContextManager[CaptureWindow]:
+        """While open, what it gives writes a window's rows, and what its tokens weigh, to the files of `capture`."""
+
+
+@contextmanager
+def open_source(job: Job) -> Iterator[Source]:
+    """The model, loaded; its memory is free once nothing refers to it any more.
+
+    Raises:
+        CalibrationError, UnsupportedModelError: it cannot be loaded, or cannot be calibrated.
+    """
+    if job.quantised:
+        from vllm_antkv.calibrate.engine import open_engine
+
+        with open_engine(job) as source:
+            yield source
+    else:
+        yield TransformersModel(job)
+
+
+class TransformersModel:
+    """A model that gradients flow through."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._model: PreTrainedModel = load_model(job.settings.model, job.config, job.device)
+        self.fingerprint = fingerprint(self._model)
+
+    def write_windows(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
+        """As `Source` says."""
+        tokenizer = read_tokenizer(self._job.settings.model, CalibrationError)
+        with progress_bar("Writing text", math.ceil(shape[0] / BATCH) * (shape[1] - 1)) as progress:
+            return write_windows(self._model, tokenizer, shape, seed, progress.update)
+
+    def peak_ratios(self, window: torch.Tensor) -> np.ndarray:
+        """As `Source` says."""
+        return peak_ratios(self._model, window.to(self._job.device))
+
+    def rotary_tables(self, num_positions: int) -> list[RotaryTable]:
+        """As `Source` says."""
+        return rotary_tables(self._model, num_positions)
+
+    @contextmanager
+    def capturing(self, capture: Capture) -> Iterator[CaptureWindow]:
+        """As `Source` says; tokens weigh the norms of their gradients."""
+
+        def capture_one(window: torch.Tensor, index: int) -> None:
+            capture_window(self._model, window.to(self._job.device), index, capture)
+
+        with checkpointed(self._model, capture.weighted and self._job.recomputes):
+            yield capture_one

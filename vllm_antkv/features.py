@@ -1,0 +1,49 @@
+"""What an antkv cache cannot serve of a model, as far as its Hugging Face config tells.
+
+Servers refuse it before weights are read; `antkv doctor` and `antkv plan` say it without vLLM. Pure Python.
+"""
+
+from typing import Any
+
+
+def unserved_feature(config: Any) -> str | None:
+    """The first feature that an antkv cache cannot serve, as a refusal names it; None: nothing is against the model.
+
+    Args:
+        config: the config of the text model.
+    """
+    return next((feature for feature, present in _features(config).items() if present), None)
+
+
+def _features(config: Any) -> dict[str, bool]:
+    """What names a model best stands first."""
+    ropes = _rope_parameters(config)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return {
+        "multi-head latent attention (MLA)": bool(getattr(config, "kv_lora_rank", None)),
+        "encoder-decoder models": bool(getattr(config, "is_encoder_decoder", False)),
+        "M-RoPE": any("mrope_section" in rope for rope in ropes),
+        "ALiBi": _has_alibi(config),
+        "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
+        "attention that is not causal": not getattr(config, "is_causal", True),
+        "state-space or linear-attention layers": bool(kinds & {"linear_attention", "mamba", "conv"}),
+        "layers that share a KV cache": bool(getattr(config, "num_kv_shared_layers", None)),
+        "chunked attention": "chunked_attention" in kinds and bool(getattr(config, "attention_chunk_size", None)),
+        "Fourier position embeddings (FoPE)": any(rope.get("use_fope") for rope in ropes),
+    }
+
+
+def rope_types(config: Any) -> set[str]:
+    """Kinds of RoPE, of all kinds of layers."""
+    return {str(rope.get("rope_type", "default")) for rope in _rope_parameters(config)}
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """One for each kind of layers, where they differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in rope.values() if isinstance(each, dict)]
+    return nested or [rope]
+
+
+def _has_alibi(config: Any) -> bool:
+    return bool(getattr(config, "alibi", False)) or getattr(config, "model_type", "") in ("bloom", "mpt")
