@@ -11,6 +11,7 @@ from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
+from vllm_antkv.ops.fp8_tables import served
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import correction
@@ -152,7 +153,7 @@ def _scratch(device: str, *shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype
 def _centroids(preset: str, device: str) -> torch.Tensor:
     kind = get_preset(preset)
     shape = (NUM_KV_HEADS, kind.num_sub_vectors(HEAD_SIZE), kind.num_centroids, kind.sub_vector_size)
-    return torch.randn(shape, device=device).half().float()
+    return served(torch.randn(shape, device=device).half()).float()
 
 
 def _rotary(length: int, device: str) -> RotaryTable:

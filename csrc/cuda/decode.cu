@@ -35,9 +35,13 @@ ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exac
 }
 
 ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, Sums& sums) {
+    static_assert(kTiles == 2, "the halves of a tile are named");
+    const Keys first_keys = fetch_keys(tile, 0);
     const Anchors anchors = find_anchors(tile, 0);
-#pragma unroll
-    for (int half = 0; half < kTiles; ++half) coded_logits(tile, rotation, half);
+    coded_logits(tile, rotation, 0, first_keys);
+    const Keys second_keys = fetch_keys(tile, 1);
+    coded_logits(tile, rotation, 1, second_keys);
+    const Values first_values = fetch_values(tile, 0);
     ExactRow own = {};
     if (exact) own = find_row(tile, exact);
     u32 keys_kept = exact, values_kept = exact;
@@ -54,9 +58,10 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
     sync_warp();
     write_weights(tile, values_kept, sums);
     sync_warp();
+    const Values second_values = fetch_values(tile, 1);
     if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
-#pragma unroll
-    for (int half = 0; half < kTiles; ++half) coded_values(tile, half, sums);
+    coded_values(tile, 0, first_values, sums);
+    coded_values(tile, 1, second_values, sums);
     if (values_kept) {
         for (int half = 0; half < kTiles; ++half)
             if (values_kept >> half * 16 & 0xffff) exact_values(tile, own.value, half, sums);
@@ -123,6 +128,7 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
                 total += weight * shared.statistics[w][q].y;
                 result += weight * output[w][column][channel];
             }
+            result *= Tables::value_scale(in.layer, in.head);
             if (!partial) {
                 write_output(in.layer, in.results, work.hand, in.head, q, channel, result, maximum, total);
                 continue;

@@ -79,20 +79,22 @@ ANTKV_DEVICE u32 neg_f16x2(u32 a) {
     asm("neg.f16x2 %0, %1;" : "=r"(word) : "r"(a));
     return word;
 }
-// Two e4m3 numbers in float16, of `kFp8Unit` times less.
+// Four e4m3 numbers in float16, of `kFp8Unit` times less.
 #if __CUDA_ARCH__ >= 890
 constexpr float kFp8Unit = 1;
-ANTKV_DEVICE u32 widen_e4m3x2(u32 word) {
-    u32 pair;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)word));
-    return pair;
+ANTKV_DEVICE void widen_e4m3x4(u32 word, u32& low, u32& high) {
+    asm("{\n.reg .b16 first, second;\nmov.b32 {first, second}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, first;\ncvt.rn.f16x2.e4m3x2 %1, second;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(word));
 }
 #else
 constexpr float kFp8Unit = 256;
 // The exponent is moved, not rebiased.
-ANTKV_DEVICE u32 widen_e4m3x2(u32 word) {
-    const u32 pair = __byte_perm(word, 0, 0x1404);
-    return (pair & 0x80008000u) | (pair & 0x7f007f00u) >> 1;
+ANTKV_DEVICE void widen_e4m3x4(u32 word, u32& low, u32& high) {
+    const u32 first = __byte_perm(word, 0, 0x1404), second = __byte_perm(word, 0, 0x3424);
+    low = (first & 0x80008000u) | (first & 0x7f007f00u) >> 1;
+    high = (second & 0x80008000u) | (second & 0x7f007f00u) >> 1;
 }
 #endif
 ANTKV_DEVICE float exp2_fast(float x) {
@@ -131,6 +133,13 @@ ANTKV_DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 template <typename T>
 ANTKV_DEVICE T load_constant(const T* at) {
     return __ldg(at);
+}
+
+// `count` times `size` bytes behind `at`, in one instruction.
+ANTKV_DEVICE const u8* behind(const u8* at, u32 count, u32 size) {
+    const u8* place;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(place) : "r"(count), "r"(size), "l"(at));
+    return place;
 }
 
 ANTKV_DEVICE u32 shared_address(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }

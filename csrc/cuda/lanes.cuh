@@ -21,4 +21,20 @@ struct Quad {
 };
 
 // Four e4m3 numbers, of `kFp8Unit` times less.
-ANTKV_DEVICE Quad widen_e4m3(u32 word) { return {widen_e4m3x2(word), widen_e4m3x2(word >> 16)}; }
+ANTKV_DEVICE Quad widen_e4m3(u32 word) {
+    Quad quad;
+    widen_e4m3x4(word, quad.low, quad.high);
+    return quad;
+}
+
+// Four channels of four tokens as V^T, in registers of mma's A: of the first two channels and of the others.
+ANTKV_DEVICE void transpose(const Quad (&tokens)[4], u32 (&a)[2][4]) {
+    for (int half = 0; half < 2; ++half) {
+        for (int pair = 0; pair < 2; ++pair) {
+            const u32 first = half ? tokens[2 * pair].high : tokens[2 * pair].low;
+            const u32 second = half ? tokens[2 * pair + 1].high : tokens[2 * pair + 1].low;
+            a[half][2 * pair] = permute_bytes(first, second, 0x5410);
+            a[half][2 * pair + 1] = permute_bytes(first, second, 0x7632);
+        }
+    }
+}

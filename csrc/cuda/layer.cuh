@@ -27,7 +27,7 @@ struct Layer {
     i64 recency_block_stride, recency_head_stride, recency_v, recency_scores;
     const u16 *k_centroids, *v_centroids;       // (num_kv_heads, sub_vectors, centroids, sub_vector_size) float16
     const float *k_half_norms, *v_half_norms;   // (num_kv_heads, sub_vectors, centroids)
-    const u8* tables;                           // `StagedTables`: (num_kv_heads, bytes), staged as they are
+    const u8* tables;                           // (num_kv_heads, bytes): of `StagedTables` or `CachedTables`
     const float *k_scales, *v_scales;           // of FP8 tables: (num_kv_heads, sub_vectors)
     const float *cos, *sin;                     // (rotary_rows, rotary_dim / 2); null without RoPE
     const i32* k_order;                         // (head_size) channel of K at each place of decoded rows; null: the same

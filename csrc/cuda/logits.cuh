@@ -22,32 +22,41 @@ ANTKV_DEVICE void add_key_quads(const Quad (&rows)[2], const uint2 (*query)[kQua
     }
 }
 
-// half: of the tile, 16 tokens.
-ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation, int half) {
+// Of a half of the tile, 16 tokens: what the tables fetch ahead for the lane's two rows.
+struct Keys {
+    Tables::KeyRow rows[2];
+};
+ANTKV_DEVICE Keys fetch_keys(const Tile& tile, int half) {
+    Keys keys;
+    for (int row = 0; row < 2; ++row)
+        keys.rows[row] = tile.tables.fetch_key(tile.codes() + (half * 16 + row * 8 + tile.lane.row) * kCodeBytes);
+    return keys;
+}
+
+ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation, int half, const Keys& keys) {
     const Lane lane = tile.lane;
     const Tables& tables = tile.tables;
-    const u8* codes = tile.codes() + half * 16 * kCodeBytes;
     const uint2(*query)[kQuads] = tile.span.query[half];
-    Tables::KeyCodes words[2];
-    for (int row = 0; row < 2; ++row) words[row] = tables.key_codes(codes + (row * 8 + lane.row) * kCodeBytes);
-    float logits[kKeyGroups][4] = {};
+    // An mma waits for the one before it in its sum: where there is one group alone, it has two sums.
+    constexpr int kLast = kKeyGroups == 1;
+    float logits[kLast + 1][kKeyGroups][4] = {};
     const int order = lane.row % Tables::kOrders;
 #pragma unroll
     for (int j = 0; j < kPairs; j += Tables::kKeysAtOnce) {
         Tables::KeyLoad first[2], second[2];
         for (int row = 0; row < 2; ++row) {
-            first[row] = tables.load_keys(words[row], j, false);
-            second[row] = tables.load_keys(words[row], j, true);
+            first[row] = tables.load_keys(keys.rows[row], j, false);
+            second[row] = tables.load_keys(keys.rows[row], j, true);
         }
         for (int i = 0; i < Tables::kKeysAtOnce; ++i) {
             Quad low[2], high[2];
             for (int row = 0; row < 2; ++row) {
-                low[row] = first[row].quads[i], high[row] = second[row].quads[i];
+                low[row] = Tables::key_operand(first[row], i), high[row] = Tables::key_operand(second[row], i);
                 turn(low[row], high[row], rotation.cosine[row][j + i], rotation.sine[row][j + i]);
             }
             // A column of B needs the channels that the rows of its order have at this step.
-            add_key_quads(low, query, Tables::key_quad(lane.column, order, j + i, false), lane, logits);
-            add_key_quads(high, query, Tables::key_quad(lane.column, order, j + i, true), lane, logits);
+            add_key_quads(low, query, Tables::key_quad(lane.column, order, j + i, false), lane, logits[0]);
+            add_key_quads(high, query, Tables::key_quad(lane.column, order, j + i, true), lane, logits[kLast]);
         }
     }
     // Of the columns of a query, one has the order of the row.
@@ -57,8 +66,11 @@ ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation, int h
         for (int group = 0; group < kKeyGroups; ++group) {
             const int q = group * kKeyColumns + column / Tables::kOrders;
             if (q >= kGroup) continue;
-            for (int row = 0; row < 2; ++row)
-                tile.logits()[q][half * 16 + row * 8 + lane.row] = logits[group][row * 2 + i];
+            for (int row = 0; row < 2; ++row) {
+                float logit = logits[0][group][row * 2 + i];
+                if (kLast) logit += logits[kLast][group][row * 2 + i];
+                tile.logits()[q][half * 16 + row * 8 + lane.row] = logit;
+            }
         }
     }
 }

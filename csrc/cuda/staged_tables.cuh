@@ -37,7 +37,7 @@ struct StagedTables {
 
     const u8* data;
     u32 key_column[kPairs][2], key_selector[kPairs];
-    u32 value_column[kSets], value_selector[kSets], value_scale[kSets];
+    u32 value_column[kSets], value_selector[kSets], value_factor[kSets];
     int key_code[2], value_code;  // where the lane's codes start in a row of codes
 
     ANTKV_DEVICE StagedTables(const Layer& layer, int head, Lane lane, u8* shared) : data(shared) {
@@ -60,7 +60,7 @@ struct StagedTables {
             value_selector[i] = code_selector(set * 4 / kSubVector);
             if constexpr (kFp8) {
                 const float scale = layer.v_scales[head * kSubVectors + quad * 4 / kSubVector] * kFp8Unit;
-                value_scale[i] = pack_f16(scale, scale);
+                value_factor[i] = pack_f16(scale, scale);
             }
         }
         value_code = lane.row * kValueCodes;
@@ -83,22 +83,25 @@ struct StagedTables {
     ANTKV_DEVICE static float key_scale(const Layer& layer, int head, int quad) {
         return kFp8 ? layer.k_scales[head * kSubVectors + quad * 4 / kSubVector] * kFp8Unit : 1;
     }
+    // Their scales are on values when they are loaded.
+    static constexpr float value_unit = 1;
+    ANTKV_DEVICE static float value_scale(const Layer&, int) { return 1; }
 
-    struct KeyCodes {
+    struct KeyRow {
         u32 words[2];
     };
-    using ValueCodes = u32;
+    using ValueRow = u32;
     struct KeyLoad {
         Quad quads[kKeysAtOnce];
     };
     struct ValueLoad {
         Quad quads[kValuesAtOnce];
     };
-    ANTKV_DEVICE KeyCodes key_codes(const u8* row) const {
+    ANTKV_DEVICE KeyRow fetch_key(const u8* row) const {
         return {load_codes<kKeyCodes>(row + key_code[0]), load_codes<kKeyCodes>(row + key_code[1])};
     }
-    ANTKV_DEVICE ValueCodes value_codes(const u8* row) const { return load_codes<kValueCodes>(row + value_code); }
-    ANTKV_DEVICE KeyLoad load_keys(KeyCodes codes, int j, bool second) const {
+    ANTKV_DEVICE ValueRow fetch_value(const u8* row) const { return load_codes<kValueCodes>(row + value_code); }
+    ANTKV_DEVICE KeyLoad load_keys(KeyRow codes, int j, bool second) const {
         if constexpr (kWide) {
             const u32 at = permute_bytes(codes.words[second], key_column[j][second], key_selector[j]);
             const uint4 words = *(const uint4*)(data + at);
@@ -110,13 +113,18 @@ struct StagedTables {
             return {load_quad(data, codes.words[second], key_column[j][second], key_selector[j])};
         }
     }
-    ANTKV_DEVICE ValueLoad load_values(ValueCodes codes, int turn) const {
+    ANTKV_DEVICE ValueLoad load_values(ValueRow codes, int turn) const {
         Quad quad = load_quad(data + kValueTable, codes, value_column[turn], value_selector[turn]);
         if constexpr (kFp8) {
-            quad.low = mul_f16x2(quad.low, value_scale[turn]);
-            quad.high = mul_f16x2(quad.high, value_scale[turn]);
+            quad.low = mul_f16x2(quad.low, value_factor[turn]);
+            quad.high = mul_f16x2(quad.high, value_factor[turn]);
         }
         return {quad};
+    }
+
+    ANTKV_DEVICE static Quad key_operand(const KeyLoad& load, int i) { return load.quads[i]; }
+    ANTKV_DEVICE static void value_operand(const ValueLoad (&loads)[4], int i, u32 (&a)[2][4]) {
+        transpose({loads[0].quads[i], loads[1].quads[i], loads[2].quads[i], loads[3].quads[i]}, a);
     }
 
     ANTKV_DEVICE static Quad load_quad(const u8* table, u32 codes, u32 column, u32 selector) {

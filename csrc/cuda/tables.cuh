@@ -12,8 +12,10 @@
 //   key_quad(column, order, j, second)    quad of K that a lane has first (or second, its rotary partner) in pair `j`
 //   value_set(column, turn), value_quad(row, set)    the set that a lane reads in its turn, the quad of V that it is
 //   key_scale(layer, head, quad)          of what load_keys brings; partners share it
-//   key_codes(row), value_codes(row)      what the loads need of a token's row of codes
-//   load_keys(codes, j, second), load_values(codes, turn)
+//   value_scale(layer, head), value_unit  of what load_values brings, and of the sums of V with it; its inverse
+//   fetch_key(row), fetch_value(row)      of a token's row of codes, what the loads take: codes, or what they stand for
+//   load_keys(fetched, j, second), load_values(fetched, turn)
+//   key_operand(load, i), value_operand(loads, i, a)    quad `i` of a load; of the loads of four tokens, transposed
 template <int>
 struct TablesOf;
 template <>

@@ -50,24 +50,14 @@ ANTKV_DEVICE void write_weights(const Tile& tile, u32 exact, Sums& sums) {
         const float weight = exp2_fast(logits[q] - sums.maximum[q]);
         sums.total[q] += weight;
         tile.weights(0)[q][at] = (u16)pack_f16(own_exact ? 0 : weight, 0);
-        if (exact) tile.weights(1)[q][at] = (u16)pack(own_exact ? weight : 0, 0);
+        if (exact) tile.weights(1)[q][at] = (u16)pack(own_exact ? weight * tile.tables.value_unit : 0, 0);
     }
 }
 
-// Adds the values of a set of channels of 16 tokens. `tokens` are c, c + 4, c + 8, c + 12 of the lane; `set` is the one
-// that its columns of A hold.
+// Adds the values of a set of channels of 16 tokens: A is those of the lane's tokens c, c + 4, c + 8, c + 12, of the set
+// that its columns hold.
 template <bool kBrain>
-ANTKV_DEVICE void add_values(const Quad (&tokens)[4], const uint2 (&weights)[kValueGroups], int set, Lane lane,
-                             Sums& sums) {
-    u32 a[2][4];
-    for (int half = 0; half < 2; ++half) {
-        for (int pair = 0; pair < 2; ++pair) {
-            const u32 first = half ? tokens[2 * pair].high : tokens[2 * pair].low;
-            const u32 second = half ? tokens[2 * pair + 1].high : tokens[2 * pair + 1].low;
-            a[half][2 * pair] = permute_bytes(first, second, 0x5410);
-            a[half][2 * pair + 1] = permute_bytes(first, second, 0x7632);
-        }
-    }
+ANTKV_DEVICE void add_values(const u32 (&a)[2][4], const uint2 (&weights)[kValueGroups], int set, Lane lane, Sums& sums) {
     // Columns of B are (query, part): a lane's weights count where its column is of the part that its tokens have in A.
     const bool counts = lane.row % Tables::kSetColumns == set / kOwnSets;
     const int own = set % kOwnSets;
@@ -86,21 +76,30 @@ ANTKV_DEVICE void load_weights(const Tile& tile, int kind, int half, uint2 (&wei
     }
 }
 
-ANTKV_DEVICE void coded_values(const Tile& tile, int half, Sums& sums) {
-    const Lane lane = tile.lane;
+// Of a half of the tile: what the tables fetch ahead for the lane's four tokens.
+struct Values {
+    Tables::ValueRow tokens[4];
+};
+ANTKV_DEVICE Values fetch_values(const Tile& tile, int half) {
     const u8* codes = tile.codes() + kCodeSection;
+    Values values;
+    for (int i = 0; i < 4; ++i)
+        values.tokens[i] = tile.tables.fetch_value(codes + (half * 16 + tile.lane.column + 4 * i) * kCodeBytes);
+    return values;
+}
+
+ANTKV_DEVICE void coded_values(const Tile& tile, int half, const Values& values, Sums& sums) {
+    const Lane lane = tile.lane;
     uint2 weights[kValueGroups];
     load_weights(tile, 0, half, weights);
-    Tables::ValueCodes words[4];
-    for (int i = 0; i < 4; ++i)
-        words[i] = tile.tables.value_codes(codes + (half * 16 + lane.column + 4 * i) * kCodeBytes);
 #pragma unroll
     for (int turn = 0; turn < kSets; turn += Tables::kValuesAtOnce) {
         Tables::ValueLoad loads[4];
-        for (int i = 0; i < 4; ++i) loads[i] = tile.tables.load_values(words[i], turn);
+        for (int i = 0; i < 4; ++i) loads[i] = tile.tables.load_values(values.tokens[i], turn);
         for (int j = 0; j < Tables::kValuesAtOnce; ++j) {
-            const Quad tokens[4] = {loads[0].quads[j], loads[1].quads[j], loads[2].quads[j], loads[3].quads[j]};
-            add_values<false>(tokens, weights, Tables::value_set(lane.column, turn + j), lane, sums);
+            u32 a[2][4];
+            Tables::value_operand(loads, j, a);
+            add_values<false>(a, weights, Tables::value_set(lane.column, turn + j), lane, sums);
         }
     }
 }
@@ -120,8 +119,10 @@ ANTKV_DEVICE void exact_values(const Tile& tile, const u8* own_row, int half, Su
             first[i] = {words.x, words.y};
             second[i] = {words.z, words.w};
         }
-        add_values<kBFloat16>(first, weights, set, lane, sums);
-        add_values<kBFloat16>(second, weights, set + 1, lane, sums);
+        u32 a[2][2][4];
+        transpose(first, a[0]);
+        transpose(second, a[1]);
+        for (int i = 0; i < 2; ++i) add_values<kBFloat16>(a[i], weights, set + i, lane, sums);
     }
 }
 
@@ -140,7 +141,7 @@ ANTKV_DEVICE void correct_values(const Tile& tile, const u8* row, int token, Sum
     for (int group = 0; group < kValueGroups; ++group) {
         const int q = group * kValueColumns + lane.column * 2 / Tables::kSetColumns;
         const u16 weight = tile.weights(0)[kGroup % kValueColumns && q >= kGroup ? kGroup - 1 : q][place];
-        weights[group] = f16_to_float(weight) * kFp8Unit;
+        weights[group] = f16_to_float(weight) * (kFp8Unit * tile.tables.value_unit);
     }
     // Two neighbouring quads at a time: a set of each column, or both sets of one.
     static_assert(kOwnSets <= 2 && Tables::kSetColumns % 2 == 0, "lanes have four quads at most");

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scripts.sm_model.cache import Hierarchy, sectors, shared_wavefronts
+from scripts.sm_model.cache import SECTOR, Hierarchy, sectors, shared_wavefronts
 from scripts.sm_model.constants import Constants
 from scripts.sm_model.machine import Cta, Effect, Machine
 from scripts.sm_model.memory import is_shared
@@ -28,6 +28,9 @@ _QUEUE = 8
 class Report:
     """cycles of the CTA; instructions issued by kind, wavefronts of shared memory, sectors that passed L1, and how the
     schedulers spent their cycles (shares).
+
+    By source line, from the addresses of every access: `conflicts`, wavefronts of shared memory beyond those that so
+    many bytes need; `asked` and `fetched`, bytes that lanes load from global memory, and bytes of their sectors.
     """
 
     cycles: float = 0
@@ -36,6 +39,9 @@ class Report:
     sectors: int = 0
     shares: dict[str, float] = field(default_factory=dict)
     waits: Counter[tuple[str, tuple[str, int]]] = field(default_factory=Counter)
+    conflicts: Counter[tuple[str, int]] = field(default_factory=Counter)
+    asked: Counter[tuple[str, int]] = field(default_factory=Counter)
+    fetched: Counter[tuple[str, int]] = field(default_factory=Counter)
 
 
 @dataclass(eq=False)
@@ -230,6 +236,7 @@ class Multiprocessor:
             wavefronts = 1
         elif in_shared:
             wavefronts = shared_wavefronts(addresses, width)
+            self.report.conflicts[i.source] += wavefronts - -(-len(addresses) * max(width, 4) // 128)
         else:
             wavefronts = max(len(np.unique(addresses // np.uint64(128))), -(-len(addresses) * width // 128))
         start = max(self._lsu_free, self._time + 4)
@@ -248,7 +255,10 @@ class Multiprocessor:
             return self._lsu_free + c.shared_latency - 1
         if i.name in ("STG", "ST"):
             return self._lsu_free
-        ready = self._memory.access(start, sectors(addresses, width), past_l1=i.name == "LDGSTS")
+        touched = sectors(addresses, width)
+        self.report.asked[i.source] += len(np.unique(addresses)) * width
+        self.report.fetched[i.source] += len(touched) * SECTOR
+        ready = self._memory.access(start, touched, past_l1=i.name == "LDGSTS")
         if i.name == "LDGSTS":
             slot.last_copy = max(slot.last_copy, ready)
             return self._lsu_free

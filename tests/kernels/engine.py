@@ -19,6 +19,7 @@ from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.counters import Counters
+from vllm_antkv.ops.fp8_tables import served
 from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows, run
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable, reordered
@@ -83,14 +84,8 @@ def k_order(shape: Shape) -> list[int] | None:
 def codebook(shape: Shape) -> Codebook:
     kind = PRESETS[shape.preset]
     generator = torch.Generator().manual_seed(1)
-    tables = (
-        1,
-        shape.num_kv_heads,
-        kind.num_sub_vectors(shape.head_size),
-        kind.num_centroids,
-        kind.sub_vector_size,
-    )
-    k, v = (torch.randn(tables, generator=generator).half() for _ in "kv")
+    table = (shape.num_kv_heads, kind.num_sub_vectors(shape.head_size), kind.num_centroids, kind.sub_vector_size)
+    k, v = (served(torch.randn(table, generator=generator).half()) for _ in "kv")
     identity = ModelIdentity(
         architecture="X",
         num_layers=1,
@@ -108,7 +103,7 @@ def codebook(shape: Shape) -> Codebook:
         k_orders={} if (order := k_order(shape)) is None else {shape.preset: tuple(order)},
         calibration={},
     )
-    return Codebook(header, tuple(k), tuple(v))
+    return Codebook(header, (k,), (v,))
 
 
 @dataclass(eq=False)

@@ -299,23 +299,6 @@ def test_lanes_that_are_served_together_read_other_banks(shape, fp8, reads):
                 assert len(set(columns[first : first + at_once])) == together
 
 
-@pytest.mark.parametrize("case", LAYERS[6:], ids=str)
-def test_lanes_read_whole_sectors_of_l2_together(case):
-    """A sector is 32 bytes: 4 quads of 8. A lane reads two quads at a time."""
-    build = build_of(*case)
-    pairs = build.head_size // 32
-    # Steps of K are (pair, half).
-    for name, first_steps, next_step, same_token in (
-        ("key_quad", [2 * pair + half for pair in range(0, pairs, 2) for half in range(2)], 2, lambda lane: lane // 4),
-        ("value_quad", range(0, pairs, 2), 1, lambda lane: lane % 4),
-    ):
-        quad = getattr(library(build), name)
-        for step in first_steps:
-            assert all(quad(lane, step + next_step) == quad(lane, step) + 1 for lane in range(32))
-            read = {(same_token(lane), quad(lane, step)) for lane in range(32)}
-            assert read == {(token, first ^ other) for token, first in read for other in (0, 2)}
-
-
 def test_every_lane_reads_its_part_of_a_row_once():
     for case in LAYERS:
         build = build_of(*case)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="the emulation needs g++ and an x86-64 processor with F16C",
 )
 #: Tables in shared memory, and in L2.
-SHAPES = [LAYERS[0][0], LAYERS[5][0]]
+SHAPES = [LAYERS[0][0], LAYERS[6][0]]
 #: More spans of 256 tokens together than the ring has room for.
 PROMPTS = [300, 1, 380, 300]
 

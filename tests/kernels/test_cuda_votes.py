@@ -1,6 +1,7 @@
 """Single tokens vote on their block while they attend, and their votes are those that the specification counts."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tests.kernels.cuda_emulation.cases import LAYERS
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
 from tests.kernels.test_cuda import SMALL, operations
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.select.anchors import EXACT_ANCHOR
 
@@ -72,3 +74,16 @@ def test_attending_without_scoring_counts_no_votes():
     sequence.computed -= 1
     engine.step([(sequence, 1)])
     assert torch.equal(open_scores(engine, sequence), before)
+
+
+def test_votes_wait_for_their_own_step(monkeypatch: pytest.MonkeyPatch):
+    """Another step that is scored in between, with sinks, adds nothing to them."""
+    expected = open_scores(*decoded(AntKVConfig(anchor_share=0.05), SMALL, operations()))
+    attend = CudaOperations.attend
+
+    def attend_late(self, query, key, value, output, lse, step):
+        self.anchor_score(query, key, value, torch.ones(len(query), dtype=torch.bool), lse, replace(step))
+        attend(self, query, key, value, output, lse, step)
+
+    monkeypatch.setattr(CudaOperations, "attend", attend_late)
+    assert torch.equal(open_scores(*decoded(AntKVConfig(anchor_share=0.05), SMALL, operations())), expected)

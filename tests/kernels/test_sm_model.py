@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from scripts.compile_cuda import nvcc
 from scripts.sm_model.backend import functions, nvdisasm, parameters
 from scripts.sm_model.cache import shared_wavefronts
 from scripts.sm_model.constants import Constants, measured
-from scripts.sm_model.instructions import PRESETS, count, measure
+from scripts.sm_model.decode import Run
+from scripts.sm_model.instructions import LENGTHS, PRESETS, count, measure
 from scripts.sm_model.machine import Cta, Machine
 from scripts.sm_model.memory import GlobalMemory, SharedMemory
 from scripts.sm_model.sm import Multiprocessor
@@ -27,16 +29,39 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@cache
+def runs_of(preset: str) -> tuple[Run, Run]:
+    return measure(preset)
+
+
 @needs_compiler
 @pytest.mark.parametrize("preset", PRESETS)
 def test_machine_code_gives_what_the_specification_says_in_as_many_instructions_as_recorded(preset):
-    runs = measure(preset)
+    runs = runs_of(preset)
     for run in runs:
         torch.testing.assert_close(run.output, run.expected, rtol=4e-2, atol=4e-2)
         assert run.report.cycles > sum(run.report.instructions.values()) / 4
     recorded, now = json.loads(RECORD.read_text())[preset], count(runs)
     more = {kind: n for kind, n in now.items() if n > recorded.get(kind, 0) * (1 + TOLERANCE) + 1}
     assert not more, f"record them anew if that is meant: python -m scripts.sm_model.instructions --write {RECORD}"
+
+
+@needs_compiler
+def test_look_ups_in_shared_memory_wait_for_no_bank():
+    """By the addresses of the machine code, on random codes; the tables are read in two lines at least, of K and V."""
+    conflicts = runs_of("antkv-1bit")[1].report.conflicts
+    found = {line: n for (file, line), n in conflicts.items() if file == "staged_tables.cuh"}
+    assert len(found) >= 2
+    assert not any(found.values()), found
+
+
+@needs_compiler
+def test_look_ups_in_l2_fetch_nothing_that_is_not_asked_for():
+    """Two lanes ask for the halves of a centroid of 32 channels together."""
+    report = runs_of("antkv-0.375bit")[1].report
+    # Of `load_constant`: a token has 4 centroids of K and 4 of V, in FP8.
+    (place,) = (place for place in report.asked if place[0] == "sm_32_intrinsics.hpp")
+    assert report.asked[place] == report.fetched[place] > LENGTHS[1] * 8 * 32 * 0.9
 
 
 @needs_compiler

@@ -29,6 +29,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels, choose
+from vllm_antkv.ops.fp8_tables import served
 from vllm_antkv.ops.layer import LayerKind
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable, reordered
@@ -163,8 +164,8 @@ def _attach_layer(layer: Attention, index: int, own: _Own, shared: _Shared) -> N
         settings=settings,
         layout=own.layout,
         dtype=dtype,
-        k_centroids=codebook.k[index][heads].to(device, held_in),
-        v_centroids=codebook.v[index][heads].to(device, held_in),
+        k_centroids=served(codebook.k[index][heads].to(device, held_in)),
+        v_centroids=served(codebook.v[index][heads].to(device, held_in)),
         k_order=_k_order(codebook, index, device),
         rotary=own.rotary,
         rules=own.rules,

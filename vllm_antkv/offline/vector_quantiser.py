@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_antkv.codebook import Codebook
+from vllm_antkv.ops.fp8_tables import served
 from vllm_antkv.ops.reference import decode, encode
 from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
 
@@ -36,5 +37,8 @@ class VectorQuantiser:
 def _nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """(num_windows, num_tokens, num_kv_heads, head_size) -> same, every sub-vector replaced by its centroid."""
     centroids = centroids.to(rows)
+    plain = centroids.detach()
+    # Centroids that are trained get their gradient past the rounding. What is added is exact.
+    centroids = centroids + (served(plain) - plain)
     codes = encode(rows.detach().flatten(0, 1), centroids.detach())
     return decode(codes, centroids).unflatten(0, rows.shape[:2])

@@ -59,8 +59,8 @@ def unsupported(layer: LayerKind, fp8: bool, backend: Backend) -> str | None:
         return f"the CUDA kernels have no code for {preset.name}"
     if layer.head_size not in HEAD_SIZES:
         return f"the CUDA kernels have head sizes 64 and 128, not {layer.head_size}"
-    if fp8 and (preset.num_centroids != 256 or layer.head_size != 128):
-        return "the CUDA kernels have FP8 centroids for antkv-1bit and antkv-2bit at head size 128 only"
+    if fp8 and preset.num_centroids == 256 and layer.head_size != 128:
+        return "the CUDA kernels have 256 centroids in FP8 at head size 128 only"
     if layer.group > MAX_GROUP:
         return f"the CUDA kernels have room for {MAX_GROUP} query heads per KV head, not {layer.group}"
     if layer.dtype not in (torch.float16, torch.bfloat16):
@@ -87,6 +87,7 @@ class CudaOperations:
     """See `LayerOperations`.
 
     fp8: 256 centroids in 8 bits (e4m3, a scale per sub-vector), which halves the shared memory; head size 128 only.
+        4,096 are so in any case (`fp8_tables`).
     backend, others: where the kernels run, and what does the rest; None is the layer's GPU, and Triton.
     split: tokens of a split, `SPLIT` where nothing is said.
 
@@ -112,7 +113,8 @@ class CudaOperations:
         self._backend.load(self._build)
         self._scratch = layer.scratch
         self._votes = layer.config.anchor_rows > 0 and not layer.votes_on_prompt and sees_own_block(layer.last_query)
-        self._awaited: _Votes | None = None
+        # By the step's identity, whatever is scored in between.
+        self._awaited: dict[int, _Votes] = {}
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
         self._layer = layer_argument(layer, self._tensors, self._build, self._split)
@@ -146,13 +148,14 @@ class CudaOperations:
         lse: torch.Tensor | None,
         step: Step,
     ) -> None:
-        """See `LayerOperations`. In scope `block`, single tokens vote where they attend, which is to come next."""
+        """See `LayerOperations`. In scope `block`, single tokens vote when their step attends, which must follow."""
         if not self._votes:
             self._others.anchor_score(query, key, value, is_sink, lse, step)
             return
         if step.max_query_len > 1:
             self._others.score_longer(query, key, value, is_sink, step)
-        self._awaited = _Votes(is_sink)
+        if step.num_reqs:
+            self._awaited[id(step)] = _Votes(step, is_sink)
 
     def attend(
         self,
@@ -179,7 +182,7 @@ class CudaOperations:
         step: Step,
     ) -> None:
         build, num_kv_heads = self._build, key.shape[1]
-        awaited, self._awaited = self._awaited, None
+        awaited = self._awaited.pop(id(step), None)
         partials, places = self._partials(step.num_reqs, step.max_seq_len)
         capacity = len(partials)
         results = ResultsArgument(
@@ -230,8 +233,12 @@ class CudaOperations:
 
 @dataclass(frozen=True)
 class _Votes:
-    """That single tokens are to give; is_sink: as of `LayerOperations.anchor_score`."""
+    """That single tokens are to give in a step, which is kept for its identity.
 
+    is_sink: as of `LayerOperations.anchor_score`.
+    """
+
+    step: Step
     is_sink: torch.Tensor | None
 
 

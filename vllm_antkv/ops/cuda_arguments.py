@@ -9,10 +9,8 @@ from vllm_antkv.cache.pages import ALIGNMENT
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.arguments import RowsArgument, layer_fields, plain_tables, section_offset
 from vllm_antkv.ops.cuda_build import Build
+from vllm_antkv.ops.fp8_tables import head_scales, in_e4m3, scales_for
 from vllm_antkv.ops.layer import LayerState
-
-#: Largest e4m3 number.
-_FP8_MAX = 448.0
 
 
 class LayerArgument(ctypes.Structure):
@@ -50,33 +48,31 @@ class ResultsArgument(ctypes.Structure):
 def tables_of(layer: LayerState, build: Build) -> dict[str, torch.Tensor]:
     """What the kernels read beside the pages, in their layouts."""
     tables = plain_tables(layer)
-    columns = []
+    packed = []
     for name, centroids, half_norms in zip("kv", (layer.k_centroids, layer.v_centroids), layer.half_norms, strict=True):
-        tables[f"{name}_centroids"] = centroids.half()
+        entries = tables[f"{name}_centroids"] = centroids.half()
         tables[f"{name}_half_norms"] = half_norms
-        if not build.stages_tables:
-            continue
-        entries = centroids.half()
         if build.fp8:
-            # The channels of a rotary pair share their scale, so that it can ride on the cosines.
-            scales = _power_of_two_scales(centroids, shared_by_halves=name == "k")
+            scales = _scales(centroids, build, name)
             tables[f"{name}_scales"] = scales
-            entries = (centroids.float() / scales[:, :, None, None]).to(torch.float8_e4m3fn)
-        # A row per code: csrc/cuda/staged_tables.cuh.
-        rows = entries.transpose(1, 2).flatten(2)
-        columns.append(rows.contiguous().view(torch.uint8))
-    if columns:
-        tables["tables"] = torch.cat(columns, dim=1 if build.num_tables == 2 else 2)
+            entries = in_e4m3(centroids, scales[:, :, None, None])
+        # In shared memory a row per code: csrc/cuda/staged_tables.cuh.
+        rows = entries.transpose(1, 2).flatten(2) if build.stages_tables else entries.flatten(1, 2)
+        packed.append(rows.contiguous().view(torch.uint8))
+    tables["tables"] = torch.cat(packed, dim=2 if build.num_tables == 1 else 1)
     return tables
 
 
-def _power_of_two_scales(centroids: torch.Tensor, shared_by_halves: bool) -> torch.Tensor:
-    """(num_kv_heads, num_sub_vectors) float32. e4m3 has an exponent of its own: finer scales would gain nothing."""
-    largest = centroids.float().abs().amax((2, 3)).clamp(min=1e-6)
-    if shared_by_halves:
-        halves = largest.unflatten(1, (2, -1)).amax(1, keepdim=True)
-        largest = halves.expand(-1, 2, -1).flatten(1)
-    return torch.exp2(torch.ceil(torch.log2(largest / _FP8_MAX)))
+def _scales(centroids: torch.Tensor, build: Build, name: str) -> torch.Tensor:
+    """(num_kv_heads, num_sub_vectors) float32."""
+    num_sub_vectors = centroids.shape[1]
+    if not build.stages_tables:
+        return head_scales(centroids)[:, None].expand(-1, num_sub_vectors)
+    largest = centroids.float().abs().amax((2, 3))
+    if name == "k":
+        # The channels of a rotary pair share their scale, so that it can ride on the cosines.
+        largest = largest.unflatten(1, (2, -1)).amax(1).repeat(1, 2)
+    return scales_for(largest)
 
 
 def layer_argument(layer: LayerState, tables: dict[str, torch.Tensor], build: Build, split: int) -> LayerArgument:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.ops.fp8_tables import ROUNDED_FROM
 from vllm_antkv.ops.layer import LayerKind
 
 #: Bytes of a staged table: 256 codes in rows of 256 bytes.
@@ -20,7 +21,10 @@ _SIZES = ((8, 4, 8), (8, 3, 8), (8, 2, 8), (8, 2, 2), (4, 4, 8), (4, 3, 2), (4, 
 
 @dataclass(frozen=True)
 class Build:
-    """What the kernels are compiled for."""
+    """What the kernels are compiled for.
+
+    fp8: the tables of decoding are in e4m3, as those of 4,096 centroids always are.
+    """
 
     head_size: int
     group: int
@@ -42,7 +46,7 @@ class Build:
             sub_vector_size=layer.preset.sub_vector_size,
             num_centroids=layer.preset.num_centroids,
             bfloat16=layer.dtype == torch.bfloat16,
-            fp8=fp8,
+            fp8=fp8 or layer.preset.num_centroids >= ROUNDED_FROM,
             bulk=capability >= _BULK_CAPABILITY,
         )
         return build.fitted(shared_bytes)

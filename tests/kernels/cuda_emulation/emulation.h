@@ -81,10 +81,12 @@ inline u32 fma_f16x2(u32 a, u32 b, u32 c) {
 inline u32 mul_f16x2(u32 a, u32 b) { return fma_f16x2(a, b, 0x80008000u); }
 inline u32 neg_f16x2(u32 a) { return a ^ 0x80008000u; }
 constexpr float kFp8Unit = 256;
-inline u32 widen_e4m3x2(u32 word) {
-    const auto one = [=](u32 byte) { return (byte & 0x80) << 8 | (byte & 0x7f) << 7; };
-    return one(word & 0xff) | one(word >> 8 & 0xff) << 16;
+inline void widen_e4m3x4(u32 word, u32& low, u32& high) {
+    const auto one = [=](int at) { return (word >> at & 0x80) << 8 | (word >> at & 0x7f) << 7; };
+    low = one(0) | one(8) << 16;
+    high = one(16) | one(24) << 16;
 }
+inline const u8* behind(const u8* at, u32 count, u32 size) { return at + (u64)count * size; }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1 / x; }
 inline float square_root(float x) { return std::sqrt(x); }
