@@ -20,8 +20,8 @@ _OTHERS = (
         "quantised weights of these",
         "run: [Features](#features)",
         "untested",
-        "refused: calibrate the original",
-        "",
+        "run: with the original, or through vLLM's own forward pass",
+        "untested",
         "",
     ),
     (
