@@ -22,14 +22,14 @@ from vllm_antkv.presets import PRESETS
 
 #: Share of the bandwidth that attention to a 16-bit or FP8 cache uses.
 STREAMED = 0.88
-#: Cycles of a multiprocessor per token and KV head that the CUDA kernels are designed for at head size 128, as a model
-#: of it counts them; for 4 bits Triton's instructions, as if one were issued in every cycle.
+#: Cycles of a multiprocessor per token and KV head that the CUDA kernels take at head size 128, as a model of it predicts
+#: (docs/kernels-cuda.md); for 4 bits Triton's instructions, as if one were issued in every cycle.
 DESIGN_CYCLES = {
     "antkv-4bit": 20.0,
     "antkv-2bit": 13.2,
     "antkv-1bit": 11.5,
-    "antkv-0.75bit": 13.0,
-    "antkv-0.375bit": 13.0,
+    "antkv-0.75bit": 22.2,
+    "antkv-0.375bit": 15.4,
 }
 
 
