@@ -22,8 +22,8 @@ from vllm_antkv.presets import PRESETS
 
 #: Share of the bandwidth that attention to a 16-bit or FP8 cache uses.
 STREAMED = 0.88
-#: Cycles of a multiprocessor per token and KV head that the CUDA kernels take at head size 128, as a model of it predicts
-#: (docs/kernels-cuda.md); for 4 bits Triton's instructions, as if one were issued in every cycle.
+#: Cycles of a multiprocessor per token and KV head that the CUDA kernels take at head size 128, as a model of it
+#: predicts (docs/kernels-cuda.md); for 4 bits Triton's instructions, as if one were issued in every cycle.
 DESIGN_CYCLES = {
     "antkv-4bit": 20.0,
     "antkv-2bit": 13.2,
