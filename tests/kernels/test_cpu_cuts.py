@@ -26,13 +26,15 @@ def draw_request(seed: int, length: int, shape: Shape, sharpness: float = 1) -> 
 
 
 def bits(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
-    """Everything that was computed for a request: its outputs, and what is in its pages."""
+    """Everything that was computed for a request: its outputs, and what is in the pages that it still has."""
     vq, length = engine.state.vq, sequence.computed
-    blocks = sequence.vq_blocks
-    closed = blocks[: length // VQ_BLOCK_SIZE]
+    freed = sequence.freed_blocks
+    blocks = sequence.vq_blocks[freed:]
+    closed = blocks[: length // VQ_BLOCK_SIZE - freed]
     result = {"output": sequence.output[:length].view(torch.uint8)}
     for name in ("k_codes", "v_codes"):
-        result[name] = getattr(vq, name)[blocks].transpose(1, 2).flatten(0, 1)[:length]
+        codes = getattr(vq, name)[blocks].transpose(1, 2).flatten(0, 1)
+        result[name] = codes[: length - freed * VQ_BLOCK_SIZE]
     result["offsets"] = vq.anchor_offsets[closed]
     for kind, name in enumerate(("k_anchors", "v_anchors")):
         offsets, rows = result["offsets"][:, :, kind], getattr(vq, name)[closed]
@@ -57,7 +59,7 @@ def preempted(engine: Engine, sequence: Sequence) -> Sequence:
     """The request without anything that was computed for it."""
     engine.finish(sequence)
     output = torch.full_like(sequence.output, torch.nan)
-    return replace(sequence, output=output, computed=0, vq_blocks=[], pages=[], table=[])
+    return replace(sequence, output=output, computed=0, vq_blocks=[], freed_blocks=0, pages=[], table=[])
 
 
 def resumed(engine: Engine, sequence: Sequence) -> Sequence:
@@ -68,8 +70,9 @@ def resumed(engine: Engine, sequence: Sequence) -> Sequence:
         engine.raw[copies] = engine.raw[blocks]
         return copies
 
-    pages = copied(sequence.pages)
-    resumed = replace(sequence, vq_blocks=copied(sequence.vq_blocks), pages=pages, table=list(pages))
+    pages, freed = copied(sequence.pages), sequence.freed_blocks
+    blocks = [*sequence.vq_blocks[:freed], *copied(sequence.vq_blocks[freed:])]
+    resumed = replace(sequence, vq_blocks=blocks, pages=pages, table=list(pages))
     engine.finish(sequence)
     return resumed
 
