@@ -106,6 +106,10 @@ def _probe(model: PreTrainedModel) -> list[LayerTraits]:
 
 def _turn_of(model: PreTrainedModel, layer: int, keys: torch.Tensor, tables: list[RotaryTable]) -> int:
     """See `ops.turns.turn_of`; keys (num_tokens, num_kv_heads, head_size)."""
+    if not keys.isfinite().all():
+        raise UnsupportedModelError(
+            f"K of layer {layer} is not a number: the model's weights are damaged, or too large for their dtype."
+        )
     turn = turn_of(keys, torch.arange(len(keys), device=keys.device), tables, model.dtype)
     if turn is None:
         raise UnsupportedModelError(
