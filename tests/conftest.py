@@ -50,6 +50,7 @@ LONG_FILES = (
     "serving/test_exactness.py",
     "load/test_soak.py",
     "kernels/test_triton.py",
+    "serving/test_windows.py",
     "serving/test_families.py",
     "serving/test_one_flag.py",
     "serving/test_quantised_calibration.py",
