@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -67,6 +68,8 @@ class EngineProcess:
 
 def _serve(connection: Connection, model: str, dtype: str, kernels: str) -> None:
     """Do what is asked until nobody asks any more."""
+    # vLLM's messages are not to come between the lines of a table.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     engine = _Engine(model, dtype, kernels)
     connection.send(None)
     while True:
