@@ -15,10 +15,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_antkv.attention.probe import probe
-from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.attention.model_layers import decoder_layer
+from vllm_antkv.attention.probe import Probed, probe
 from vllm_antkv.ops.logits import LogitRules
-from vllm_antkv.ops.rope import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,14 @@ class HandedRows:
 @contextmanager
 def watched(
     model: nn.Module,
+    adds_residual: bool,
     on_rows: Callable[[int, HandedRows], None],
     on_hidden: Callable[[int, torch.Tensor], None] = lambda layer, hidden: None,
 ) -> Iterator[None]:
     """While open, every step of an eager model hands over what goes into its layers and what comes out.
 
     Args:
+        adds_residual: as in `Probed`.
         on_rows: receives the index of each attention layer, and its rows.
         on_hidden: receives the index of each decoder layer, and the hidden states after it, (num_tokens, hidden_size).
     """
@@ -55,9 +56,8 @@ def watched(
 
     def after_decoder(index: int) -> Callable[..., None]:
         def hand_over(module: nn.Module, args: Any, output: Any) -> None:
-            # (hidden, residual), whose sum is the hidden state, or the hidden state.
-            hidden, residual = output[:2] if isinstance(output, tuple) else (output, None)
-            on_hidden(index, hidden if residual is None else hidden.float() + residual.float())
+            parts = output if isinstance(output, tuple) else (output,)
+            on_hidden(index, parts[0].float() + parts[1].float() if adds_residual else parts[0])
 
         return hand_over
 
@@ -68,18 +68,15 @@ def watched(
         yield
 
 
-def rotary_tables(model: nn.Module, vllm_config: VllmConfig) -> list[RotaryTable]:
-    """What turns K, layer by layer; a table without channels where nothing does.
+def probed(model: nn.Module, vllm_config: VllmConfig) -> Probed:
+    """What its layers do with K and with hidden states.
 
     Raises:
         UnsupportedModelError: that cannot be told.
     """
     layers = _layers(model)
     attention = {index: layer for index, (layer, _) in layers.items()}
-    device = next(model.parameters()).device
-    found = probe(model, attention, layers[max(layers)][1], vllm_config, device).rotaries
-    nothing = torch.zeros(2, vllm_config.model_config.max_model_len, 0, device=device)
-    return [found[index] or RotaryTable(*nothing) for index in layers]
+    return probe(model, attention, layers[max(layers)][1], vllm_config, next(model.parameters()).device)
 
 
 def _rules(layer: Any) -> LogitRules:
@@ -95,14 +92,6 @@ def _rules(layer: Any) -> LogitRules:
 
 def _layers(model: nn.Module) -> dict[int, tuple[Attention, nn.Module]]:
     """Every attention layer with the decoder layer it is in, by its index."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Attention):
-            index = extract_layer_index(module.layer_name)
-            block, _, inner = name.partition(f"layers.{index}.")
-            if not inner:
-                raise UnsupportedModelError(
-                    f"{module.layer_name} is in no list of decoder layers: K and V cannot be taken."
-                )
-            found[index] = (module, model.get_submodule(f"{block}layers.{index}"))
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    found = {extract_layer_index(layer.layer_name): (layer, decoder_layer(model, layer)) for layer in layers}
     return dict(sorted(found.items()))

@@ -75,7 +75,10 @@ class EngineModel:
     def __init__(self, job: Job, engine: "LLM") -> None:
         self._job = job
         self._engine = engine
+        from vllm_antkv.attention.rows import probed
+
         (self._model,) = engine.apply_model(lambda model: model)
+        self._probed = probed(self._model, engine.llm_engine.vllm_config)
         self.fingerprint = fingerprint(self._model)
 
     def write_windows(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
@@ -103,15 +106,14 @@ class EngineModel:
         def keep(layer: int, hidden: torch.Tensor) -> None:
             ratios[layer] = peak_ratio(hidden)
 
-        with watched(self._model, lambda layer, rows: None, keep):
+        with watched(self._model, self._probed.adds_residual, lambda layer, rows: None, keep):
             self._read(window)
         return torch.stack([ratios[layer] for layer in sorted(ratios)]).cpu().numpy()
 
     def rotary_tables(self, num_positions: int) -> list[RotaryTable]:
         """As `Source` says; they have all positions of the model."""
-        from vllm_antkv.attention.rows import rotary_tables
-
-        return rotary_tables(self._model, self._engine.llm_engine.vllm_config)
+        nothing = torch.zeros(2, num_positions, 0)
+        return [table or RotaryTable(*nothing) for table in self._probed.rotaries.values()]
 
     @contextmanager
     def capturing(self, capture: Capture) -> Iterator[CaptureWindow]:
@@ -119,7 +121,8 @@ class EngineModel:
         from vllm_antkv.attention.rows import watched
 
         def capture_one(window: torch.Tensor, index: int) -> None:
-            with watched(self._model, partial(_write, capture, index), partial(_write_sinks, capture, index)):
+            on_rows, on_hidden = partial(_write, capture, index), partial(_write_sinks, capture, index)
+            with watched(self._model, self._probed.adds_residual, on_rows, on_hidden):
                 self._read(window)
 
         yield capture_one
