@@ -1,8 +1,9 @@
 """What every test relies on: no network, no telemetry, one thread, and a way to say that an error reads well."""
 
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -41,6 +42,24 @@ def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
         return text
 
     return check
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What the plugin logs. An engine that is configured puts the handlers of vLLM's loggers back, but no filters."""
+    messages: list[str] = []
+    logger = logging.getLogger("vllm.antkv")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+
+    def listen(record: logging.LogRecord) -> bool:
+        messages.append(record.getMessage())
+        return True
+
+    logger.addFilter(listen)
+    yield messages
+    logger.removeFilter(listen)
+    logger.setLevel(level)
 
 
 #: Files that take a minute or many, the longest first: begun last, one of them would run alone at the end.

@@ -1,6 +1,5 @@
 """Models with quantised weights are served with the codebook of the original."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,22 +43,16 @@ def test_weights_are_quantised_and_the_cache_is_the_same(
 
 
 def test_scales_of_an_fp8_cache_are_left_alone(
-    start_engine: Callable[..., Any],
-    original: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    start_engine: Callable[..., Any], original: Path, tmp_path: Path, said: list[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO, "vllm.antkv")
     plain = quantise(original, tmp_path / "plain", "W8A8")
     scaled = quantise(original, tmp_path / "scaled", "W8A8", kv_scales=True)
     settings = {"codebooks": str(original / "antkv")}
-    found, said = [], []
+    found, left_alone = [], []
     for model in (plain, scaled):
-        caplog.clear()
+        said.clear()
         with start_engine(model, PRESET, settings, **OPTIONS) as engine:
             found.append(engine.complete(PROMPTS, max_tokens=4))
-        said.append("Scales for an FP8 KV cache in the checkpoint are not used" in caplog.text)
+        left_alone.append(any("Scales for an FP8 KV cache in the checkpoint are not used" in line for line in said))
     assert_all_same(*found)
-    assert said == [False, True]
+    assert left_alone == [False, True]
