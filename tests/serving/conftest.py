@@ -117,6 +117,20 @@ def start_engine(engine_environment: None) -> Callable[..., Any]:
     return running_engine
 
 
+@pytest.fixture
+def eager(engine_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that evaluation starts are not compiled, which would take longer than all else that they do."""
+    from vllm_antkv.evaluate import served, tasks
+
+    options = served.engine_options
+
+    def eager_options(*arguments: Any) -> dict[str, Any]:
+        return {**options(*arguments), "enforce_eager": True}
+
+    for module in (served, tasks):
+        monkeypatch.setattr(module, "engine_options", eager_options)
+
+
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
     """Token ids of sixteen English prompts whose lengths surround the edges of VQ blocks."""
