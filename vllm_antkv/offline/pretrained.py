@@ -4,12 +4,14 @@ A damaged file makes transformers raise whatever its readers stumble over. So ev
 sentence, as an error of the class that the caller asks for.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -75,14 +77,24 @@ def load_weights(model: str, error: type[AntKVError], **options: Any) -> PreTrai
     return loaded  # type: ignore[no-any-return]
 
 
-def num_parameters(config: PretrainedConfig, error: type[AntKVError]) -> int:
-    """Parameters of the model that a config describes; `error` when it describes none."""
+def described(config: PretrainedConfig, error: type[AntKVError]) -> PreTrainedModel:
+    """The model that a config describes, without weights (PyTorch's device `meta`); `error` when it describes none."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
     except Exception as problem:  # sizes that do not go together, names that do not exist: anything can fail
         raise error(f"No model can be made from its config.json ({reason(problem)}).") from None
-    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Of a model or a part of it."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def hands_over_rows(config: PretrainedConfig, error: type[AntKVError]) -> bool:
+    """Whether transformers' code of a model hands K and V to its attention interface; `error` as of `described`."""
+    modules = described(config, error).get_decoder().modules()
+    return any(hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS") for module in modules)
 
 
 def check_token_ids(windows: torch.Tensor, model: str, vocab_size: int, error: type[AntKVError]) -> None:

@@ -99,7 +99,7 @@ def _probe(model: PreTrainedModel) -> list[LayerTraits]:
     if sorted(found) != list(range(num_layers)):
         raise UnsupportedModelError(
             f"{type(model).__name__} has {num_layers} layers, of which {len(found)} hand K and V to transformers' "
-            "attention interface, where they are taken: it cannot be calibrated or evaluated offline."
+            "attention interface, where they are taken: it cannot be evaluated offline, but by `antkv eval served`."
         )
     return [found[layer] for layer in range(num_layers)]
 
