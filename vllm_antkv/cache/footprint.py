@@ -10,27 +10,34 @@ from vllm_antkv.select.retention import page_retention
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a sequence of `length` tokens in some layers, per KV head, and the bits per K or V element they make."""
+    """Bytes of a sequence of `length` tokens in some layers, per KV head, and the bits per K or V element they make.
+
+    exact: of the rows of layers that are not coded at all.
+    """
 
     length: int
     codes: int
     anchors: int
     recency: int
+    exact: int
     padding: int
     elements: int
 
     @property
     def total(self) -> int:
         """All bytes taken from the pool."""
-        return self.codes + self.anchors + self.recency + self.padding
+        return self.codes + self.anchors + self.recency + self.exact + self.padding
 
     def bits(self, num_bytes: int) -> float:
         """Bits per element of a part."""
         return 8 * num_bytes / self.elements
 
 
-def footprint(layouts: Sequence[PageLayout], settings: AntKVConfig, length: int) -> Footprint:
-    """What a sequence of `length` tokens costs once it is computed, in the layers of these layouts."""
+def footprint(layouts: Sequence[PageLayout], settings: AntKVConfig, length: int, num_exact: int = 0) -> Footprint:
+    """What a sequence of `length` tokens costs once it is computed, in the layers of these layouts.
+
+    num_exact: layers beside them that are not coded.
+    """
     first, blocks = layouts[0], -(-length // VQ_BLOCK_SIZE)
     retention = page_retention(settings, max(length, 1), first.recency_block_size, 0)
     pages = len(retention.pages_at(length))
@@ -39,7 +46,8 @@ def footprint(layouts: Sequence[PageLayout], settings: AntKVConfig, length: int)
     row_bytes = 2 * first.row_bytes + 2 * 4
     recency_bytes = len(layouts) * pages * first.recency_block_size * row_bytes
     # A page of either class occupies a whole pool block, which is as large as the larger of the two.
-    total = (blocks + pages) * pool_block_bytes(layouts)
-    padding = total - code_bytes - anchor_bytes - recency_bytes
-    elements = 2 * length * first.head_size * len(layouts)
-    return Footprint(length, code_bytes, anchor_bytes, recency_bytes, padding, elements)
+    total = (blocks + pages) * pool_block_bytes(layouts, num_exact)
+    exact_bytes = num_exact * 2 * first.row_bytes * length
+    padding = total - code_bytes - anchor_bytes - recency_bytes - exact_bytes
+    elements = 2 * length * first.head_size * (len(layouts) + num_exact)
+    return Footprint(length, code_bytes, anchor_bytes, recency_bytes, exact_bytes, padding, elements)
