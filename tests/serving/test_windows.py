@@ -12,13 +12,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.serving.conftest import Engine, assert_all_same
+from tests.serving.conftest import Completion, Engine, assert_all_same
 from tests.serving.tiny import EXPERTS, make_codebook, make_model
+from vllm_antkv.cache.footprint import footprint
+from vllm_antkv.cache.pages import PageLayout, pool_block_bytes
 from vllm_antkv.codebook import ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.presets import PRESETS
 
 pytestmark = pytest.mark.serving
 
@@ -69,10 +72,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def start(start_engine: Start, model: Path) -> Start:
     """An engine on the model."""
 
-    def started(cache: str = PRESET, settings: dict[str, Any] | None = None, **options: Any) -> Any:
-        return start_engine(model, cache, settings, max_model_len=MAX_LEN, **options)
+    def started(settings: dict[str, Any] | None = None, **options: Any) -> Any:
+        return start_engine(model, PRESET, settings, max_model_len=MAX_LEN, **options)
 
     return started
+
+
+@pytest.fixture(scope="module")
+def auto(start_engine: Start, model: Path, texts: list[list[int]]) -> list[Completion]:
+    """What the model answers without an antkv cache."""
+    with start_engine(model, "auto", max_model_len=MAX_LEN) as engine:
+        return engine.complete(texts)
 
 
 @pytest.fixture(scope="module")
@@ -81,17 +91,17 @@ def texts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("settings", [{"recency": "sliding:1024"}, {"prefix": 1024}], ids=str)
-def test_equals_auto_where_every_token_is_exact(start: Start, texts: list[list[int]], settings: dict[str, Any]) -> None:
-    with start("auto") as engine:
-        auto = engine.complete(texts)
+def test_equals_auto_where_every_token_is_exact(
+    start: Start, texts: list[list[int]], auto: list[Completion], settings: dict[str, Any]
+) -> None:
     with start(settings=settings, max_num_batched_tokens=300) as engine:
         assert_all_same(engine.complete(texts), auto)
 
 
-def test_a_layer_whose_windows_are_exact_equals_auto(start: Start, model: Path, texts: list[list[int]]) -> None:
+def test_a_layer_whose_windows_are_exact_equals_auto(
+    start: Start, model: Path, texts: list[list[int]], auto: list[Completion]
+) -> None:
     """Where other layers are coded, they make the difference."""
-    with start("auto") as engine:
-        auto = engine.complete(texts)
     with start(settings={"windows": "exact"}, max_num_batched_tokens=300) as engine:
         served = engine.complete(texts)
     if AutoConfig.from_pretrained(model).model_type == "mistral":
@@ -150,6 +160,12 @@ def blocks_of_windows(engine: Engine) -> int:
     return held
 
 
+def planned(case: Case, window: int, length: int) -> int:
+    """Blocks of a sequence that `antkv plan` reckons with, of either class, for layers with windows."""
+    layout = PageLayout.of(AntKVConfig(), PRESETS[PRESET], case.changes["head_dim"], torch.float32)
+    return footprint([layout], AntKVConfig(), length, [window]).total // pool_block_bytes([layout])
+
+
 @pytest.mark.parametrize("name", ["windows alone", "windows in every second layer, soft caps"])
 def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
     start_engine: Start, tmp_path: Path, name: str
@@ -172,6 +188,10 @@ def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
             tokens.append(tokens_in_use(engine.core.scheduler))
         assert len(held) >= 16 * window
         assert 0 < max(held[4 * window :]) <= max(held[: 4 * window])
+        # What is planned with is what is held; what dies in a step is freed before the next.
+        for step in range(4 * window, len(held) - 1, 37):
+            computed = window + 1 + step
+            assert planned(case, window, computed) <= held[step] <= planned(case, window, computed - 1) + 2
         if name == "windows alone":
             assert max(tokens) <= window + 2 * VQ_BLOCK_SIZE
         else:

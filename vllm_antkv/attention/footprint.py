@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm_antkv.cache.footprint import Footprint, footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.presets import Preset, nominal_bits
 
 
@@ -15,8 +16,11 @@ def served_footprint(
 ) -> tuple[list[PageLayout], Footprint]:
     """Layouts of the layers' pages, and the cost of 8192 tokens, or of the longest length if that is shorter."""
     model_config = vllm_config.model_config
-    layouts = page_layouts(settings, presets, model_config.get_head_size(), model_config.dtype)
-    return layouts, footprint(layouts, settings, min(8192, model_config.max_model_len))
+    windows = layer_windows(model_config.hf_text_config)
+    layouts = page_layouts(
+        settings, presets, model_config.get_head_size(), model_config.dtype, all_slide=None not in windows
+    )
+    return layouts, footprint(layouts, settings, min(8192, model_config.max_model_len), windows)
 
 
 def describe(vllm_config: VllmConfig, settings: AntKVConfig, presets: Sequence[Preset]) -> list[str]:

@@ -73,7 +73,7 @@ class Setup(BaseModel):
     codebook: CodebookInfo
     pages: dict[PageClass, Page]
     pool_page_bytes: int = Field(description="Of a page of either class, all layers and KV heads.")
-    bf16_bytes_per_token: int = Field(description="What a BF16 cache of this model would take.")
+    bf16_bytes_per_token: int = Field(description="What a BF16 cache would take, at `bits.at_tokens`.")
     versions: dict[str, str]
 
     @classmethod
@@ -109,8 +109,8 @@ class Setup(BaseModel):
                 ),
             },
             pool_page_bytes=heads * pool_block_bytes(layouts),
-            # K and V of 2 bytes per channel.
-            bf16_bytes_per_token=heads * len(layouts) * 2 * 2 * layouts[0].head_size,
+            # It frees what is past a window, too.
+            bf16_bytes_per_token=heads * 2 * cost.elements // cost.length,
             versions={"vllm_antkv": __version__, "vllm": vllm.__version__, "torch": torch.__version__},
         )
 

@@ -21,7 +21,9 @@ def numbers(scene: Scene) -> dict[str, Any]:
             method.name: {
                 "perplexity": scene.full_perplexity if method.name == "fp16" else scene.perplexity(method),
                 "nominal_bits": method.nominal_bits,
-                "effective_bits": effective_bits(method, scene.card.identity, scene.card.dtype, scene.context),
+                "effective_bits": effective_bits(
+                    method, scene.card.identity, scene.card.dtype, scene.context, scene.card.windows
+                ),
             }
             for method in track(methods, "methods")
         },
