@@ -90,11 +90,11 @@ def texts() -> list[list[int]]:
     return [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate((5, 127, 128, 300, 431, 700))]
 
 
-@pytest.mark.parametrize("settings", [{"recency": "sliding:1024"}, {"prefix": 1024}], ids=str)
-def test_equals_auto_where_every_token_is_exact(
-    start: Start, texts: list[list[int]], auto: list[Completion], settings: dict[str, Any]
+def test_equals_auto_where_every_token_is_of_the_prefix(
+    start: Start, texts: list[list[int]], auto: list[Completion]
 ) -> None:
-    with start(settings=settings, max_num_batched_tokens=300) as engine:
+    """With recent tokens as many, in `test_families`."""
+    with start(settings={"prefix": 1024}, max_num_batched_tokens=300) as engine:
         assert_all_same(engine.complete(texts), auto)
 
 
@@ -197,12 +197,3 @@ def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
         else:
             assert max(tokens) >= 16 * window, "the layers without a window hold all"
         engine.assert_all_blocks_free()
-
-
-def test_layers_with_windows_alone_have_one_block_table_for_either_class_of_pages(start: Start, model: Path) -> None:
-    with start() as engine:
-        groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
-        num_layers = AutoConfig.from_pretrained(model).num_hidden_layers
-        if AutoConfig.from_pretrained(model).model_type == "mistral":
-            assert [len(group.layer_names) for group in groups] == [num_layers, num_layers]
-        assert sum(len(group.layer_names) for group in groups) == 2 * num_layers
