@@ -67,6 +67,12 @@ MODELS = {
         {"text_config": {**SIZES, "rope_parameters": MROPE}},
         "M-RoPE",
     ),
+    "PaliGemma": (
+        "paligemma",
+        "PaliGemmaForConditionalGeneration",
+        {"text_config": {**SIZES, "model_type": "gemma", "head_dim": 64}},
+        "images whose tokens attend to each other",
+    ),
     "text with M-RoPE": ("qwen2", "Qwen2ForCausalLM", {"hidden_size": 256, "rope_parameters": MROPE}, "M-RoPE"),
     "dual chunk": (
         "qwen2",
