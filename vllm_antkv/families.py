@@ -87,6 +87,13 @@ FAMILIES: dict[str, Family] = {
             special="experts, output gates, windows; no RoPE where it attends to everything",
         ),
         Family(
+            "idefics3",
+            "Idefics3ForConditionalGeneration",
+            "Idefics3, SmolVLM",
+            served="run: with images",
+            special="its text model, a Llama; the tokens of an image are tokens",
+        ),
+        Family(
             "gpt_oss", "GptOssForCausalLM", "gpt-oss", special="experts, learned sinks, windows in every second layer"
         ),
     )

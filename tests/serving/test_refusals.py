@@ -61,7 +61,18 @@ MODELS = {
     "DeepSeek-V3": ("deepseek_v3", "DeepseekV3ForCausalLM", MLA, "multi-head latent attention (MLA)"),
     "Whisper": ("whisper", "WhisperForConditionalGeneration", WHISPER, "encoder-decoder models"),
     "T5": ("t5", "T5ForConditionalGeneration", {"d_model": 128, "num_layers": 2}, "encoder-decoder models"),
-    "PaddleOCR-VL": ("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", {"text_config": SIZES}, "multimodal"),
+    "PaddleOCR-VL": (
+        "paddleocr_vl",
+        "PaddleOCRVLForConditionalGeneration",
+        {"text_config": {**SIZES, "rope_parameters": MROPE}},
+        "M-RoPE",
+    ),
+    "PaliGemma": (
+        "paligemma",
+        "PaliGemmaForConditionalGeneration",
+        {"text_config": {**SIZES, "model_type": "gemma", "head_dim": 64}},
+        "images whose tokens attend to each other",
+    ),
     "text with M-RoPE": ("qwen2", "Qwen2ForCausalLM", {"hidden_size": 256, "rope_parameters": MROPE}, "M-RoPE"),
     "dual chunk": (
         "qwen2",
@@ -95,7 +106,7 @@ VISION_MODELS = {
         "qwen2_vl",
         "Qwen2VLForConditionalGeneration",
         {"text_config": {**SIZES, "rope_parameters": MROPE}},
-        "multimodal models",
+        "M-RoPE",
     ),
 }
 

@@ -12,15 +12,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_config, engine_config
 from tests.serving.conftest import assert_all_same
-from tests.serving.tiny import GEMMA, make_codebook, make_model
+from tests.serving.tiny import GEMMA, GEMMA_3N, make_codebook, make_model
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
 from vllm_antkv.codebook import ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
+from vllm_antkv.server.status import EngineStatus, Setup
 
 pytestmark = pytest.mark.serving
 
@@ -38,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str], set[int]]] = {
         ["1", "2"],
         {1, 2},
     ),
+    "one that is read, and its reader": ("gemma3n_text", GEMMA_3N, ["1", "3"], {1, 3}),
     "all with a window": (
         "gemma2",
         GEMMA | {"num_hidden_layers": 4, "layer_types": WINDOWS, "attn_logit_softcapping": 1.0},
@@ -87,9 +90,24 @@ def test_layers_that_are_named_are_exact_and_others_coded(
         assert any(completion.num_cached_tokens for completion in alone)
         assert_all_same(batched, alone)
         engine.assert_all_blocks_free()
+        assert EngineStatus.of(0, engine.core.antkv_status()).fallbacks == 0
+        setup = Setup.of(engine.llm.llm_engine.vllm_config)
+        assert sum(setup.bits.parts.values()) == pytest.approx(setup.bits.effective)
+        assert ("exact" in setup.bits.parts) == (named != ["sliding_window"])
     for completion, logprobs in zip(batched, evaluated(model, exact), strict=True):
         for token, logprob in completion.top_logprobs[0].items():
             assert logprob == pytest.approx(float(logprobs[token]), abs=1e-3)
+
+
+def test_a_layer_is_not_skipped_without_the_one_that_reads_it(
+    start_engine: Callable[..., Any], tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    make_model(tmp_path, "gemma3n_text", GEMMA_3N)
+    make_codebook(tmp_path / "antkv", tmp_path, PRESET)
+    options = {"max_model_len": 512, "kv_cache_dtype_skip_layers": ["1"]}
+    with pytest.raises(UnsupportedModelError) as caught, start_engine(tmp_path, PRESET, **options):
+        pass
+    assert "Layer 3 of this model reads the KV cache of layer 1: name both" in reads_well(caught.value)
 
 
 @pytest.mark.parametrize(("num_exact", "most"), [(2, 0.01), (4, 0.01)])

@@ -71,7 +71,7 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
         "multi-head latent attention (MLA)": model_config.use_mla,
         "encoder-decoder models": model_config.is_encoder_decoder,
         "pooling models": model_config.runner_type != "generate",
-        "multimodal models": model_config.is_multimodal_model,
+        "images whose tokens attend to each other, whatever their order": model_config.is_mm_prefix_lm,
         "models without attention": model_config.is_attention_free,
         "state-space or linear-attention layers": model_config.is_hybrid,
         "M-RoPE": model_config.uses_mrope,

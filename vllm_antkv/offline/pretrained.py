@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -60,7 +62,7 @@ def load_weights(model: str, error: type[AntKVError], **options: Any) -> PreTrai
     """
     try:
         with _no_warnings():
-            loaded, found = AutoModelForCausalLM.from_pretrained(
+            loaded, found = _auto_class(options.get("config") or AutoConfig.from_pretrained(model)).from_pretrained(
                 model, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except Exception as problem:
@@ -81,7 +83,7 @@ def described(config: PretrainedConfig, error: type[AntKVError]) -> PreTrainedMo
     """The model that a config describes, without weights (PyTorch's device `meta`); `error` when it describes none."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+            return _auto_class(config).from_config(config)  # type: ignore[no-any-return]
     except Exception as problem:  # sizes that do not go together, names that do not exist: anything can fail
         raise error(f"No model can be made from its config.json ({reason(problem)}).") from None
 
@@ -105,6 +107,11 @@ def check_token_ids(windows: torch.Tensor, model: str, vocab_size: int, error: t
             f"The text has token id {highest}, but the vocabulary of '{model}' has {vocab_size} tokens: its tokenizer "
             "belongs to another model."
         )
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    """What makes the model: of one that sees images too, all of it, of which text needs the text model alone."""
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
 def _looks_like_a_path(model: str) -> bool:
