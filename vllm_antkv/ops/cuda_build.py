@@ -56,6 +56,10 @@ class Build:
         sizes = [replace(self, warps=warps, ring=ring, staged_rows=rows) for warps, ring, rows in _SIZES]
         return next((build for build in sizes if build.decode_shared_bytes <= shared_bytes), sizes[-1])
 
+    def of_coding(self) -> "Build":
+        """The one of all builds with the same antkv_encode_store."""
+        return replace(self, group=1, fp8=False, bulk=False, ring=1, staged_rows=0)
+
     @property
     def encode_threads(self) -> int:
         """Of a CTA of antkv_encode_store."""
