@@ -14,6 +14,7 @@ namespace {
 ANTKV_DEVICE void correct_all_logits(const Tile& tile, Anchors anchors, u32 exact) {
     for (int first = 0;;) {
         if (anchors.hits & 0xff) correct_logits(tile, anchors, 0, first, exact);
+        if (kStagesAnchors) return;
         if (anchors.hits & 0xff00) correct_logits(tile, anchors, 8, first + 8, exact);
         first += kAnchorsAtOnce;
         if (first >= visible_anchors(tile)) return;
@@ -28,6 +29,7 @@ ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exac
             const int row = first_bit(left), token = from_lane(anchors.at, kAnchorsAtOnce + row);
             if (!(exact >> token & 1)) correct_values(tile, rows + row * kHeadSize, token, sums);
         }
+        if (kStagesAnchors) return;
         first += kAnchorsAtOnce;
         if (first >= visible_anchors(tile)) return;
         anchors = find_anchors(tile, first);

@@ -14,7 +14,7 @@ import torch
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.arguments import rows_argument, step_argument
-from vllm_antkv.ops.cuda_arguments import ResultsArgument, layer_argument, tables_of
+from vllm_antkv.ops.cuda_arguments import ResultsArgument, anchor_bytes, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
 from vllm_antkv.ops.layer import LayerKind, LayerState, VotingBeside
@@ -109,7 +109,8 @@ class CudaOperations:
         if reason is not None:
             raise UnsupportedModelError(f"This model cannot run here: {reason}: use the antkv setting kernels=triton.")
         self._others = _triton(layer) if others is None else others
-        self._build = Build.of(layer.kind, fp8, self._backend.shared_bytes, self._backend.capability)
+        build = Build.of(layer.kind, fp8, self._backend.shared_bytes, self._backend.capability)
+        self._build = build.with_anchors(anchor_bytes(layer))
         self._backend.load(self._build)
         self._scratch = layer.scratch
         self._votes = layer.config.anchor_rows > 0 and not layer.votes_on_prompt and sees_own_block(layer.last_query)
