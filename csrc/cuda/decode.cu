@@ -38,12 +38,13 @@ ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exac
 
 ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, Sums& sums) {
     static_assert(kTiles == 2, "the halves of a tile are named");
+    // Tables in L2 are far: a half is fetched while the one before it is computed with.
     const Keys first_keys = fetch_keys(tile, 0);
     const Anchors anchors = find_anchors(tile, 0);
-    coded_logits(tile, rotation, 0, first_keys);
     const Keys second_keys = fetch_keys(tile, 1);
-    coded_logits(tile, rotation, 1, second_keys);
+    coded_logits(tile, rotation, 0, first_keys);
     const Values first_values = fetch_values(tile, 0);
+    coded_logits(tile, rotation, 1, second_keys);
     ExactRow own = {};
     if (exact) own = find_row(tile, exact);
     u32 keys_kept = exact, values_kept = exact;
@@ -58,9 +59,9 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
             if (keys_kept >> half * 16 & 0xffff) exact_logits(tile, own.key, half);
     }
     sync_warp();
+    const Values second_values = fetch_values(tile, 1);
     write_weights(tile, values_kept, sums);
     sync_warp();
-    const Values second_values = fetch_values(tile, 1);
     if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
     coded_values(tile, 0, first_values, sums);
     coded_values(tile, 1, second_values, sums);
