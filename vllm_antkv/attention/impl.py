@@ -143,13 +143,12 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         if self.attachment.prefix is not None:
             key, value = self.attachment.prefix.put_in(key, value)
         recency_metadata = get_forward_context().attn_metadata[self.attachment.recency_name]
-        run(
-            self._operations,
-            self._layer,
-            StepRows(query[:num_tokens], key[:num_tokens], value[:num_tokens], is_sink),
-            output[:num_tokens],
-            attn_metadata.step(recency_metadata),
-        )
+        rows, written = StepRows(query, key, value, is_sink), output
+        if len(query) != num_tokens:
+            # Graphs are padded.
+            rows = StepRows(query[:num_tokens], key[:num_tokens], value[:num_tokens], is_sink)
+            written = output[:num_tokens]
+        run(self._operations, self._layer, rows, written, attn_metadata.step(recency_metadata))
         return output
 
     def _take_pages(self, attachment: Attachment, kv_cache: torch.Tensor) -> None:
