@@ -30,7 +30,6 @@ PROMPTS = [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate(LENGTHS
 OPTIONS: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
     "max_num_batched_tokens": STEP_TOKENS,
-    "kv_cache_memory_bytes": 64 << 20,
 }
 #: Requests that fit together when they are short, and preempt each other as they grow.
 SHORT = [prompt[:60] for prompt in 4 * PROMPTS[1:]]

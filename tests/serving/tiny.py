@@ -46,6 +46,32 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "
 WINDOWS = ["sliding_attention", "full_attention"]
 GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 150, "tie_word_embeddings": True}
 
+#: Two layers with a cache, and two that read it.
+GEMMA_3N = {
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "layer_types": 2 * WINDOWS,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 150,
+    "vocab_size_per_layer_input": 4096,
+    "hidden_size_per_layer_input": 32,
+    "laurel_rank": 16,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "tie_word_embeddings": True,
+}
+#: Some of it is in the configs of published models alone, which vLLM asks for.
+AFMOE = {
+    **EXPERTS,
+    "head_dim": 32,
+    "layer_types": WINDOWS,
+    "sliding_window": 150,
+    "num_shared_experts": 1,
+    "score_func": "sigmoid",
+    "route_norm": True,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 #: One of each family: model type, and what its config has beside SIZES.
 FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -77,6 +103,8 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {"layer_types": WINDOWS, "sliding_window": 150, "sliding_window_pattern": 2}),
     "olmo3": ("olmo3", {"layer_types": WINDOWS, "sliding_window": 150}),
     "gpt-oss": ("gpt_oss", {**EXPERTS, "head_dim": 64, "layer_types": WINDOWS, "sliding_window": 150}),
+    "gemma3n": ("gemma3n_text", GEMMA_3N),
+    "afmoe": ("afmoe", AFMOE),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "gpt2": ("gpt2", {"num_key_value_heads": 4}),
     "opt": ("opt", {"num_key_value_heads": 4, "word_embed_proj_dim": 128}),

@@ -19,11 +19,11 @@ from vllm_antkv.select.anchors import EXACT_ANCHOR
 
 
 class Inspector:
-    """Answers for the attention layers of one worker, in the order of the model."""
+    """Answers for the layers of one worker that have codes of their own, in the order of the model."""
 
     def __init__(self, vllm_config: VllmConfig, counters: Counters) -> None:
         context = vllm_config.compilation_config.static_forward_context
-        self._layers = [each for each in context.values() if isinstance(getattr(each, "impl", None), AntKVImpl)]
+        self._layers = [each for each in context.values() if _has_codes(getattr(each, "impl", None))]
         self._counters = counters
         num_kv_heads = self._layers[0].impl.num_kv_heads
         self._turns = cycle(product(range(num_kv_heads), (layer.impl for layer in self._layers)))
@@ -86,3 +86,7 @@ class Inspector:
         last = metadata.num_tokens - 1
         shares = attention_shares(impl._layer, query[last], key[last], step, kv_head)
         self._counters.count_attention(shares)
+
+
+def _has_codes(impl: object) -> bool:
+    return isinstance(impl, AntKVImpl) and impl.attachment is not None and impl.attachment.source is None

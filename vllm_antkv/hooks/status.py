@@ -36,16 +36,18 @@ def _install(patches: Patches) -> None:
 
 def _engine_status(self: EngineCore) -> dict[str, Any]:
     """Pages of the pool and reports of all workers, as plain values; see `vllm_antkv.server.status`."""
+    from vllm_antkv.attention.startup import resolved_codebook
     from vllm_antkv.cache.managers import pages_in_use
     from vllm_antkv.cache.requests import tokens_in_use
 
     manager = self.scheduler.kv_cache_manager
+    exact = resolved_codebook(self.vllm_config).exact
     return {
         # Without the null block, which is never allocated.
         "pool_pages": manager.block_pool.num_gpu_blocks - 1,
         "pages_in_use": pages_in_use(manager),
         "tokens_in_use": tokens_in_use(self.scheduler),
-        "num_layers": self.vllm_config.model_config.get_total_num_hidden_layers(),
+        "num_layers": self.vllm_config.model_config.get_total_num_hidden_layers() - len(exact),
         "workers": self.collective_rpc("antkv_report"),
     }
 
