@@ -7,41 +7,46 @@ from vllm.config import VllmConfig
 from vllm_antkv.cache.footprint import Footprint, footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.features import num_sharing_layers
+from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.presets import Preset, nominal_bits
 
 
 def served_footprint(
-    vllm_config: VllmConfig,
-    settings: AntKVConfig,
-    presets: Sequence[Preset],
-    windows: Sequence[int | None],
-    num_exact: int,
+    vllm_config: VllmConfig, settings: AntKVConfig, presets: Sequence[Preset], exact: Sequence[int]
 ) -> tuple[list[PageLayout], Footprint]:
     """Layouts of the layers' pages, and the cost of 8192 tokens, or of the longest length if that is shorter.
 
-    presets, windows: of the layers that have codes; None for one without a window.
-    num_exact: layers that stay exact.
+    presets: of the layers that have codes.
+    exact: indices of the layers that stay exact.
     """
     model_config = vllm_config.model_config
-    all_slide = not num_exact and None not in windows
-    layouts = page_layouts(settings, presets, model_config.get_head_size(), model_config.dtype, all_slide, num_exact)
-    return layouts, footprint(layouts, settings, min(8192, model_config.max_model_len), windows, num_exact)
+    text_config = model_config.hf_text_config
+    windows = layer_windows(text_config)
+    # The last ones may have no pages of their own.
+    windows = windows[: len(windows) - num_sharing_layers(text_config)]
+    coded, of_exact = ([w for index, w in enumerate(windows) if (index in exact) is kind] for kind in (False, True))
+    layouts = page_layouts(
+        settings,
+        presets,
+        model_config.get_head_size(),
+        model_config.dtype,
+        all_slide=None not in windows,
+        num_exact=of_exact.count(None),
+    )
+    return layouts, footprint(layouts, settings, min(8192, model_config.max_model_len), coded, of_exact)
 
 
 def describe(
-    vllm_config: VllmConfig,
-    settings: AntKVConfig,
-    presets: Sequence[Preset],
-    windows: Sequence[int | None],
-    num_exact: int,
+    vllm_config: VllmConfig, settings: AntKVConfig, presets: Sequence[Preset], exact: Sequence[int]
 ) -> list[str]:
     """Lines for the log: nominal and effective bits, with their parts; arguments as in `served_footprint`."""
-    _, cost = served_footprint(vllm_config, settings, presets, windows, num_exact)
-    exact = f" + exact layers {cost.bits(cost.exact):.3f}" if num_exact else ""
+    _, cost = served_footprint(vllm_config, settings, presets, exact)
+    of_exact = f" + exact layers {cost.bits(cost.exact):.3f}" if cost.exact else ""
     name, model_config = vllm_config.cache_config.cache_dtype, vllm_config.model_config
     return [
         f"{name}: {nominal_bits(presets):.4g} nominal bits per element, {cost.bits(cost.total):.3f} effective at "
         f"{cost.length} tokens = codes {cost.bits(cost.codes):.3f} + anchors {cost.bits(cost.anchors):.3f} + recent "
-        f"and prefix rows {cost.bits(cost.recency):.3f}{exact} + padding {cost.bits(cost.padding):.3f} "
+        f"and prefix rows {cost.bits(cost.recency):.3f}{of_exact} + padding {cost.bits(cost.padding):.3f} "
         f"({8 * model_config.dtype.itemsize} bits with auto)"
     ]

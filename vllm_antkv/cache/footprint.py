@@ -39,7 +39,7 @@ def footprint(
     settings: AntKVConfig,
     length: int,
     windows: Sequence[int | None] = (),
-    num_exact: int = 0,
+    exact_windows: Sequence[int | None] = (),
 ) -> Footprint:
     """What a sequence of `length` tokens costs once it is computed.
 
@@ -49,22 +49,24 @@ def footprint(
         layouts: of every layer that is coded.
         settings: the antkv settings.
         length: tokens.
-        windows: of every layer that is coded, None for one without; empty: none has one.
-        num_exact: layers beside them that are not coded; counted with those that have no window, if there are any.
+        windows: of these layers, None for one without; empty: none has one.
+        exact_windows: the same of the layers beside them that are not coded.
     """
     windows = windows or [None] * len(layouts)
-    alike = {window: [each for each, own in zip(layouts, windows, strict=True) if own == window] for window in windows}
-    beside = {None if None in alike else windows[0]: num_exact}
-    costs = [_of_layers(members, settings, length, window, beside.get(window, 0)) for window, members in alike.items()]
+    costs = []
+    for window in dict.fromkeys((*windows, *exact_windows)):
+        coded = [layout for layout, own in zip(layouts, windows, strict=True) if own == window]
+        exact = sum(own == window for own in exact_windows)
+        costs.append(_of_layers(coded, [layouts[0]] * exact, settings, length, window))
     names = [field.name for field in fields(Footprint) if field.name != "length"]
     return Footprint(length, **{name: sum(getattr(cost, name) for cost in costs) for name in names})
 
 
 def _of_layers(
-    layouts: Sequence[PageLayout], settings: AntKVConfig, length: int, window: int | None, num_exact: int
+    layouts: Sequence[PageLayout], exact: Sequence[PageLayout], settings: AntKVConfig, length: int, window: int | None
 ) -> Footprint:
-    """Of layers that have the same window."""
-    first = layouts[0]
+    """Of layers that have the same window; exact: those that are not coded, as if they were."""
+    first = (*layouts, *exact)[0]
     seen = length if window is None else min(length, window)
     # A block is freed once the next query sees none of its tokens.
     freed = 0 if window is None else max(length - window + 1, 0) // VQ_BLOCK_SIZE
@@ -76,8 +78,11 @@ def _of_layers(
     row_bytes = 2 * first.row_bytes + 2 * 4
     recency_bytes = len(layouts) * pages * first.recency_block_size * row_bytes
     # A page of either class occupies a whole pool block, which is as large as the larger of the two.
-    total = (blocks + pages) * pool_block_bytes(layouts, num_exact)
-    exact_bytes = num_exact * 2 * first.row_bytes * seen
+    exact_bytes = len(exact) * 2 * first.row_bytes * seen
+    # Those with a window have pages that do not lie beside VQ pages.
+    beside = len(exact) if layouts and window is None else 0
+    total = (blocks + pages) * pool_block_bytes(layouts, beside) if layouts else 0
+    total += blocks * (len(exact) - beside) * first.exact_page_bytes
     padding = total - code_bytes - anchor_bytes - recency_bytes - exact_bytes
-    elements = 2 * seen * first.head_size * (len(layouts) + num_exact)
+    elements = 2 * seen * first.head_size * (len(layouts) + len(exact))
     return Footprint(length, code_bytes, anchor_bytes, recency_bytes, exact_bytes, padding, elements)

@@ -82,7 +82,7 @@ class Setup(BaseModel):
         settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
         codebook = resolved_codebook(vllm_config)
         num_exact = codebook.num_exact_pages
-        layouts, cost = served_footprint(vllm_config, settings, codebook.presets, codebook.windows, num_exact)
+        layouts, cost = served_footprint(vllm_config, settings, codebook.presets, codebook.exact)
         model_config = vllm_config.model_config
         parts: dict[Part, int] = {
             "codes": cost.codes,
