@@ -141,7 +141,9 @@ def check_disk(folder: Path, needed: int) -> None:
 
 def _mlp_activations(text: Any) -> int:
     """Values per token that the MLP of a layer keeps for its backward pass; a token goes to a few experts only."""
-    own: int = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    widths = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    # Of each layer, in Gemma-3n.
+    own: int = max(widths) if isinstance(widths, list) else widths
     num_experts = getattr(text, "num_experts_per_tok", None)
     if not num_experts:
         return _MLP_ACTIVATIONS * own
