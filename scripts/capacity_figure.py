@@ -126,12 +126,9 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None"
 
 def layer_windows(config: "VllmConfig") -> list[int | None]:
     """The window of each layer; None where a query sees all tokens before it."""
-    text_config, num_layers = (
-        config.model_config.hf_text_config,
-        config.model_config.get_num_layers(config.parallel_config),
-    )
-    kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * num_layers
-    windows = [text_config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    from vllm_antkv.layer_windows import layer_windows as windows_of
+
+    windows = windows_of(config.model_config.hf_text_config)
     return [None if window is None or window >= config.model_config.max_model_len else window for window in windows]
 
 

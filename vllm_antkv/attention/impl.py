@@ -156,10 +156,14 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             self._layer.counters.count_sinks(is_sink, attn_metadata.query_start_loc[-1])
         if self.attachment.prefix is not None:
             key, value = self.attachment.prefix.put_in(key, value)
-        rows = StepRows(query[:num_tokens], key[:num_tokens], value[:num_tokens], is_sink)
+        rows, written = StepRows(query, key, value, is_sink), output
+        if len(query) != num_tokens:
+            # Graphs are padded.
+            rows = StepRows(query[:num_tokens], key[:num_tokens], value[:num_tokens], is_sink)
+            written = output[:num_tokens]
         if self.is_read:
             self._rows = rows.key, rows.value
-        run(self._operations, self._layer, rows, output[:num_tokens], step)
+        run(self._operations, self._layer, rows, written, step)
         return output
 
     def _read(self, source: "AntKVImpl", query: torch.Tensor, output: torch.Tensor, step: Step) -> None:

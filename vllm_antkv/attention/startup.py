@@ -15,6 +15,7 @@ from vllm_antkv.codebook.automatic import Wanted, find_or_make
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.features import num_sharing_layers
+from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.presets import Preset, get_preset
 
 logger = logging.getLogger("vllm.antkv")
@@ -31,7 +32,7 @@ class ResolvedCodebook:
     """The codebook file chosen at start-up.
 
     num_bytes: of its centroids.
-    layers: preset of every layer that has codes.
+    layers, windows: preset of every layer that has codes, and its window if it has one.
     exact: layers that `--kv-cache-dtype-skip-layers` names.
     num_exact_pages: how many of those have pages of their own.
     prefix: token ids of its trained prefix.
@@ -41,6 +42,7 @@ class ResolvedCodebook:
     identity: str
     num_bytes: int
     layers: tuple[str, ...]
+    windows: tuple[int | None, ...]
     exact: tuple[int, ...]
     num_exact_pages: int
     prefix: tuple[int, ...]
@@ -79,14 +81,16 @@ def complete(vllm_config: VllmConfig) -> None:
     prefix = codebook.header.prefix or ()
     # Layers that read the cache of another have no pages.
     with_pages = range(identity.num_layers - num_sharing_layers(model_config.hf_text_config))
-    layers = tuple(codebook.header.layer_presets[index].name for index in with_pages if index not in exact)
+    coded = [index for index in with_pages if index not in exact]
+    windows = layer_windows(model_config.hf_text_config)
     resolved = ResolvedCodebook(
         path=str(Path(path).resolve()),
         identity=codebook.identity,
         num_bytes=codebook.num_bytes,
-        layers=layers,
+        layers=tuple(codebook.header.layer_presets[index].name for index in coded),
+        windows=tuple(windows[index] for index in coded),
         exact=exact,
-        num_exact_pages=len(with_pages) - len(layers),
+        num_exact_pages=len(with_pages) - len(coded),
         prefix=prefix,
     )
     settings = codebook.settings(settings)
@@ -106,7 +110,7 @@ def complete(vllm_config: VllmConfig) -> None:
         logger.info("Bits by layer: %s", codebook.header.mix)
     if exact:
         logger.info("Layers that stay in %s: %s", model_config.dtype, ", ".join(map(str, exact)))
-    for line in describe(vllm_config, settings, resolved.presets, resolved.num_exact_pages):
+    for line in describe(vllm_config, settings, resolved.presets, resolved.windows, resolved.num_exact_pages):
         logger.info(line)
 
 

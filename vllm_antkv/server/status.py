@@ -73,7 +73,7 @@ class Setup(BaseModel):
     codebook: CodebookInfo
     pages: dict[PageClass, Page]
     pool_page_bytes: int = Field(description="Of a page of either class, all layers and KV heads.")
-    bf16_bytes_per_token: int = Field(description="What a BF16 cache of this model would take.")
+    bf16_bytes_per_token: int = Field(description="What a BF16 cache would take, at `bits.at_tokens`.")
     versions: dict[str, str]
 
     @classmethod
@@ -82,7 +82,7 @@ class Setup(BaseModel):
         settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
         codebook = resolved_codebook(vllm_config)
         num_exact = codebook.num_exact_pages
-        layouts, cost = served_footprint(vllm_config, settings, codebook.presets, num_exact)
+        layouts, cost = served_footprint(vllm_config, settings, codebook.presets, codebook.windows, num_exact)
         model_config = vllm_config.model_config
         parts: dict[Part, int] = {
             "codes": cost.codes,
@@ -112,8 +112,8 @@ class Setup(BaseModel):
                 ),
             },
             pool_page_bytes=heads * pool_block_bytes(layouts, num_exact),
-            # K and V of 2 bytes per channel.
-            bf16_bytes_per_token=heads * (len(layouts) + num_exact) * 2 * 2 * layouts[0].head_size,
+            # It frees what is past a window, too.
+            bf16_bytes_per_token=heads * 2 * cost.elements // cost.length,
             versions={"vllm_antkv": __version__, "vllm": vllm.__version__, "torch": torch.__version__},
         )
 
