@@ -56,10 +56,11 @@ def attention_layers(model: nn.Module, identity: ModelIdentity, skipped: Collect
             raise UnsupportedModelError(
                 f"{found[index].layer_name} takes no --kv-cache-dtype: serve this model with --kv-cache-dtype auto."
             )
-    if list(found) != list(range(identity.num_layers)):
+    # An encoder of sounds may have a cache too.
+    if list(found) != list(range(identity.num_layers)) or len(modules) != len(found):
         raise UnsupportedModelError(
-            f"{len(found)} of the model's {identity.num_layers} layers have attention with a KV cache, and "
-            "an antkv cache needs one in all: serve this model with --kv-cache-dtype auto."
+            f"The model has {identity.num_layers} layers and {len(modules)} times attention with a KV cache, and an "
+            "antkv cache needs it once in each: serve this model with --kv-cache-dtype auto."
         )
     num_kv_heads = max(1, identity.num_kv_heads // get_tensor_model_parallel_world_size())
     for layer in found.values():

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.offline.hidden import handed_on
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import decoder_layers
@@ -144,10 +145,7 @@ class _Run:
         """Forward hook of decoder layer `rule.layer` (KVSink, algorithm 1, by threshold)."""
         rule = self.method.sinks
         assert rule is not None
-        hidden = output[0] if isinstance(output, tuple) else output
-        # Layers of Gemma-3n hand on several streams, of which attention reads the first.
-        hidden = hidden[0] if hidden.dim() == 4 else hidden
-        magnitude = hidden[..., list(rule.channels)].abs()
+        magnitude = handed_on(output)[..., list(rule.channels)].abs()
         if self.method.num_sinks:
             self.is_sink = strongest_so_far(magnitude.amax(-1), self.method.num_sinks)
         else:

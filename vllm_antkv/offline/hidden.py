@@ -24,13 +24,21 @@ def loss_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float(), window[1:], reduction="sum")
 
 
+def handed_on(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The hidden states, (num_windows, num_tokens, hidden_size), in what a decoder layer returns.
+
+    Layers of Gemma-3n hand on several streams, of which attention reads the first.
+    """
+    hidden = output[0] if isinstance(output, tuple) else output
+    return hidden[0] if hidden.dim() == 4 else hidden
+
+
 @contextmanager
 def captured_hidden(layers: Iterable[nn.Module], on_hidden: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """While active, hand the hidden state after each of these layers, (seq_len, hidden_size), to `on_hidden`."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        on_hidden(hidden.detach()[0])
+        on_hidden(handed_on(output).detach()[0])
 
     with ExitStack() as stack:
         for layer in layers:
