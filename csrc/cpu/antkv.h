@@ -68,6 +68,23 @@ struct antkv_rows {
     int64_t stride;
 };
 
+// How often an operation ran, and for how long.
+struct antkv_timing {
+    int64_t calls;
+    double seconds;
+};
+
+// A step's rows of a layer, and flags as of the operations below.
+struct antkv_work {
+    antkv_rows query, key, value, output;
+    const uint8_t *is_sink, *is_prefilling;
+    antkv_timing* timings;  // of encode_store, anchor_score and attend; added to
+};
+
+// All that a layer does in a step, as `run` in vllm_antkv/ops/layer.py: calls of the three operations below. Returns what
+// `antkv_anchor_score` does.
+int64_t antkv_run(const antkv_layer*, const antkv_step*, const antkv_work*);
+
 void antkv_encode_store(const antkv_layer*, const antkv_step*, antkv_rows key, antkv_rows value);
 
 // is_sink: (num_tokens) bytes or null. lse: (num_tokens, num_heads) or null. Returns the anchor rows chosen, K and V.

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,6 +249,40 @@ def test_anchors_are_stored_as_the_reference_stores_them(kernels, shape):
 )
 def test_every_byte_of_an_anchor_is_read(kernels, shape):
     assert_reads_every_byte(kernels, shape, 1e-4)
+
+
+@pytest.mark.parametrize("scope", ["block", "prompt"])
+def test_one_call_does_what_the_operations_do_in_turn(kernels, scope):
+    config, shape = AntKVConfig(anchor_scope=scope, anchor_share=0.05, prefill_reads_cache=False), Shape()
+    engines = [Engine(config, shape, kernels) for _ in range(2)]
+    one_by_one = engines[1].operations
+    names = ("encode_store", "anchor_score", "attend")
+    engines[1].operations = SimpleNamespace(**{name: getattr(one_by_one, name) for name in names})
+    sequences = [draw_sequence(0, 300, shape) for _ in engines]
+    for engine, sequence in zip(engines, sequences, strict=True):
+        for count in (250, 1, 49):
+            engine.step([(sequence, count)])
+    assert torch.equal(sequences[0].output, sequences[1].output)
+    assert torch.equal(engines[0].raw, engines[1].raw)
+    reports = [engine.state.counters.report() for engine in engines]
+    assert reports[0]["anchors_chosen"] == reports[1]["anchors_chosen"] > 0
+    for report in reports:
+        assert {name: operation["calls"] for name, operation in report["operations"].items()} == dict.fromkeys(names, 3)
+        assert all(operation["seconds"] > 0 for operation in report["operations"].values())
+
+
+def test_rows_whose_heads_lie_apart_are_refused(kernels):
+    engine, sequence = Engine(AntKVConfig(), Shape(), kernels), draw_sequence(0, 2, Shape())
+    engine.step([(sequence, 1)])
+    run_one = engine.operations.run
+    apart = torch.empty(1, 4, 32)[..., ::2]
+
+    def with_rows_apart(step_rows, output, step):
+        run_one(step_rows._replace(query=apart), output, step)
+
+    engine.operations.run = with_rows_apart
+    with pytest.raises(ValueError, match="contiguous"):
+        engine.step([(sequence, 1)])
 
 
 def test_codes_are_those_of_the_reference(kernels):

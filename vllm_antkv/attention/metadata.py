@@ -51,20 +51,21 @@ class VQMetadata(AttentionMetadata):
 
         Layers whose VQ pages share a block table may have several for their recency pages.
         """
-        step = next((each for each in self._steps if each.recency_block_table is recency.block_table), None)
-        if step is None:
-            step = Step(
-                query_start_loc=self.query_start_loc,
-                seq_lens=self.seq_lens,
-                vq_block_table=self.block_table,
-                recency_block_table=recency.block_table,
-                max_query_len=self.max_query_len,
-                max_seq_len=self.max_seq_len,
-                is_prefilling=self.is_prefilling,
-                query_start_loc_cpu=self.query_start_loc_cpu,
-                seq_lens_cpu=self.seq_lens_cpu,
-            )
-            self._steps.append(step)
+        for step in self._steps:
+            if step.recency_block_table is recency.block_table:
+                return step
+        step = Step(
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            vq_block_table=self.block_table,
+            recency_block_table=recency.block_table,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            is_prefilling=self.is_prefilling,
+            query_start_loc_cpu=self.query_start_loc_cpu,
+            seq_lens_cpu=self.seq_lens_cpu,
+        )
+        self._steps.append(step)
         return step
 
 

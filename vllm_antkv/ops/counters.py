@@ -4,10 +4,11 @@ Rows that are only known on the device are added up there, in place; nothing wai
 Imports no vLLM.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TypedDict
+from typing import ClassVar, TypedDict
 
 import torch
 
@@ -46,10 +47,20 @@ class Report(TypedDict):
     operations: dict[str, OperationReport]
 
 
+class Timing(ctypes.Structure):
+    """How often an operation ran, and for how long; antkv_timing of csrc/cpu/antkv.h."""
+
+    _fields_: ClassVar = [("calls", ctypes.c_int64), ("seconds", ctypes.c_double)]
+
+
 class Counters:
-    """Counts of one worker. Its layers share them; one layer's rows stand for all layers' rows."""
+    """Counts of one worker. Its layers share them; one layer's rows stand for all layers' rows.
+
+    timings: of `OPERATIONS`, for kernels that add to them themselves.
+    """
 
     def __init__(self, device: torch.device, implementation: str) -> None:
+        self.timings = (Timing * len(OPERATIONS))()
         self._implementation = implementation
         # On other devices the host only queues the work, and its clock would time the queueing.
         self._host_computes = device.type == "cpu"
@@ -59,16 +70,15 @@ class Counters:
         self._anchor_rows = torch.zeros((), dtype=torch.int64, device=device)
         self._rows_per_token = 1
         self._attention = torch.zeros(len(ROW_CLASSES), dtype=torch.float64, device=device)
-        self._calls = dict.fromkeys(OPERATIONS, 0)
-        self._seconds = dict.fromkeys(OPERATIONS, 0.0)
+        self._timings = dict(zip(OPERATIONS, self.timings, strict=True))
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:
         """Count a call of `operation` and its time."""
-        start = perf_counter()
+        timing, start = self._timings[operation], perf_counter()
         yield
-        self._seconds[operation] += perf_counter() - start
-        self._calls[operation] += 1
+        timing.seconds += perf_counter() - start
+        timing.calls += 1
 
     def count_step(self, num_tokens: int) -> None:
         """Count a step and its tokens."""
@@ -107,8 +117,8 @@ class Counters:
             sinks_found=int(self._sinks),
             sampled_attention=dict(zip(ROW_CLASSES, self._attention.tolist(), strict=True)),
             operations={
-                name: OperationReport(calls=self._calls[name], seconds=self._seconds[name])
-                for name in OPERATIONS
+                name: OperationReport(calls=timing.calls, seconds=timing.seconds)
+                for name, timing in self._timings.items()
                 if self._host_computes
             },
         )

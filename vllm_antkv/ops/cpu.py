@@ -24,9 +24,10 @@ from vllm_antkv.ops.arguments import (
     section_offset,
     step_argument,
 )
+from vllm_antkv.ops.counters import Timing
 from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.fixed_point import fixed_tables
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.layer import InOneCall, LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 
@@ -136,12 +137,24 @@ class _Layer(ctypes.Structure):
     ]
 
 
+class _Work(ctypes.Structure):
+    """antkv_work of csrc/cpu/antkv.h."""
+
+    _fields_: ClassVar = [
+        *((name, RowsArgument) for name in ("query", "key", "value", "output")),
+        *((name, ctypes.c_void_p) for name in ("is_sink", "is_prefilling")),
+        ("timings", ctypes.POINTER(Timing)),
+    ]
+
+
 @cache
 def _library(variant: Variant) -> ctypes.CDLL:
     """The kernels. OSError or, for lack of a function, AttributeError when they do not load."""
     library = ctypes.CDLL(str(variant.path))
     library.antkv_sources.restype = ctypes.c_char_p
     pointer, layer, step = ctypes.c_void_p, ctypes.POINTER(_Layer), ctypes.POINTER(StepArgument)
+    library.antkv_run.argtypes = [layer, step, ctypes.POINTER(_Work)]
+    library.antkv_run.restype = ctypes.c_int64
     library.antkv_encode_store.argtypes = [layer, step, RowsArgument, RowsArgument]
     library.antkv_encode_store.restype = None
     library.antkv_anchor_score.argtypes = [layer, step, RowsArgument, RowsArgument, RowsArgument, pointer, pointer]
@@ -160,7 +173,7 @@ def _library(variant: Variant) -> ctypes.CDLL:
     return library
 
 
-class CpuOperations:
+class CpuOperations(InOneCall):
     """See `LayerOperations`.
 
     Args:
@@ -177,6 +190,29 @@ class CpuOperations:
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in _tables(layer, variant).items()}
         self._layer = _layer(layer, self._tensors, variant)
+        self._work = _Work(timings=layer.counters.timings)
+        self._strides: tuple[tuple[int, ...], ...] = ()
+
+    def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+        """See `InOneCall`.
+
+        Raises:
+            ValueError: the heads of a token do not lie side by side.
+        """
+        query, key, value, is_sink = rows
+        work, state = self._work, self._state
+        strides = query.stride(), key.stride(), value.stride(), output.stride()
+        if strides != self._strides:
+            # They hardly ever change, and looking at them takes longer than all the rest.
+            for name, tensor in (("query", query), ("key", key), ("value", value), ("output", output)):
+                setattr(work, name, rows_argument(tensor))
+            self._strides = strides
+        work.query.data, work.key.data = query.data_ptr(), key.data_ptr()
+        work.value.data, work.output.data = value.data_ptr(), output.data_ptr()
+        work.is_sink, work.is_prefilling = _address(is_sink), _address(step.is_prefilling)
+        num_anchor_rows = self._library.antkv_run(self._layer, step_argument(step), work)
+        if num_anchor_rows and state.counts_rows:
+            state.counters.count_anchor_rows(num_anchor_rows, 2 * state.vq.k_codes.shape[1])
 
     def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""

@@ -188,6 +188,14 @@ class StepRows(NamedTuple):
     is_sink: torch.Tensor | None
 
 
+class InOneCall:
+    """Operations that do in one call what `run` calls others for in turn."""
+
+    def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+        """All that a layer does in a step."""
+        raise NotImplementedError
+
+
 def run(
     operations: LayerOperations,
     layer: LayerState,
@@ -200,6 +208,8 @@ def run(
     Votes need nothing but the rows of a block, so that anchors are ready before any query attends, and a query sees
     the same anchors however its prompt was cut. Only the paper's votes (scope `prompt`) come from attention itself.
     """
+    if isinstance(operations, InOneCall):
+        return operations.run(rows, output, step)
     query, key, value, is_sink = rows
     counters = layer.counters
     with counters.timed("encode_store"):

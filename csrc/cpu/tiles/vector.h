@@ -2,6 +2,8 @@
 
 #if defined(__AVX512BF16__)
 
+#include <algorithm>
+
 #include "operand.h"
 
 namespace antkv {
@@ -31,6 +33,27 @@ struct VectorTiles {
         }
     }
 
+    // out[h][t] = queries[h] . rows[t] of kHeads queries, `size` elements apart, and `count` rows wherever they lie; size: a
+    // multiple of 32. `count` is rounded up to kLanes in `out`.
+    template <int kHeads>
+    static void dot_rows(const BFloat* queries, const BFloat* const* rows, int size, int count, float* out, int stride) {
+        Vec partial[kHeads][kLanes];
+        for (int first = 0; first < count; first += kLanes) {
+            for (int t = 0; t < kLanes; ++t) {
+                // What stands in the place of rows past the end is never used.
+                const BFloat* row = rows[std::min(first + t, count - 1)];
+                __m512 total[kHeads] = {};
+                for (int c = 0; c < size; c += kTileDepth) {
+                    const __m512bh key = load_row(row + c);
+                    for (int h = 0; h < kHeads; ++h)
+                        total[h] = _mm512_dpbf16_ps(total[h], load_row(queries + h * size + c), key);
+                }
+                for (int h = 0; h < kHeads; ++h) partial[h][t] = (Vec)total[h];
+            }
+            for (int h = 0; h < kHeads; ++h) store(out + h * stride + first, sums(partial[h]));
+        }
+    }
+
   private:
     template <bool kAdd, int kRows>
     static void block(const Operand& a, const Operand& b, int depth, float* sums, int stride) {
@@ -49,6 +72,7 @@ struct VectorTiles {
         }
         for (int row = 0; row < kRows; ++row) _mm512_storeu_ps(sums + (int64_t)row * stride, total[row]);
     }
+    static __m512bh load_row(const BFloat* from) { return (__m512bh)_mm512_loadu_si512(from); }
     static __m512bh to_all_lanes(const BFloat* pair) {
         int32_t both;
         std::memcpy(&both, pair, sizeof both);
@@ -80,14 +104,18 @@ struct VectorTiles {
         }
         // rows: (kKeys, kValues).
         void add(const BFloat* rows, const BFloat* weights) {
-            for (int half = 0; half < 2; ++half) {
+            add_rows([=](int t, int half) { return _mm512_load_si512(rows + t * kValues + half * kTileDepth); }, 2, weights);
+        }
+        // The same of rows that are nowhere side by side: row(t, half) is channels 32 half .. 32 half + 32 of one.
+        template <typename Row>
+        void add_rows(Row row, int num_halves, const BFloat* weights) {
+            for (int half = 0; half < num_halves; ++half) {
                 for (int set = 0; set < kHeads; set += kTogether) {
                     __m512 total[kTogether][2];
                     for (int h = 0; h < kTogether; ++h)
                         for (int i = 0; i < 2; ++i) total[h][i] = sums_[half][set + h][i];
                     for (int t = 0; t < kKeys; t += 2) {
-                        const __m512i even = _mm512_load_si512(rows + t * kValues + half * kTileDepth);
-                        const __m512i odd = _mm512_load_si512(rows + (t + 1) * kValues + half * kTileDepth);
+                        const __m512i even = row(t, half), odd = row(t + 1, half);
                         const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd);
                         const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
                         for (int h = 0; h < kTogether; ++h) {
