@@ -50,6 +50,7 @@ STEPS = (
     Step("first-decode default", _benchmark("gpu_decode", *_FIRST), 30, 180),
     Step("first-decode no-anchors", _benchmark("gpu_decode", *_FIRST, "--anchor-share", "0"), 30, 180),
     Step("constants", _benchmark("gpu_constants"), 20, 120),
+    Step("stamps", _benchmark("gpu_stamps"), 45, 180),
     # The same tests where an access outside of what a kernel was given names its line.
     Step("checked-kernels-cuda", _tests("test_cuda_gpu", 120, "-n", "4"), 45, 240, {"ANTKV_CHECK": "1"}),
     Step("doctor", ("-c", "from vllm_antkv.cli import main; main()", "doctor"), 45, 120),

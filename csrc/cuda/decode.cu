@@ -5,6 +5,7 @@
 // K rows are turned by their offsets in it alone. A warp always has the same offsets: their cosines stay in registers.
 #include "bring.cuh"
 #include "logits.cuh"
+#include "stamps.cuh"
 #include "values.cuh"
 #include "votes.cuh"
 
@@ -36,8 +37,9 @@ ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exac
     }
 }
 
-ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, Sums& sums) {
+ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, Sums& sums, Stamps& stamps) {
     static_assert(kTiles == 2, "the halves of a tile are named");
+    stamps.mark(Phase::kLogits);
     // Tables in L2 are far: a half is fetched while the one before it is computed with.
     const Keys first_keys = fetch_keys(tile, 0);
     const Anchors anchors = find_anchors(tile, 0);
@@ -45,6 +47,7 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
     coded_logits(tile, rotation, 0, first_keys);
     const Values first_values = fetch_values(tile, 0);
     coded_logits(tile, rotation, 1, second_keys);
+    stamps.mark(Phase::kKeptKeys);
     ExactRow own = {};
     if (exact) own = find_row(tile, exact);
     u32 keys_kept = exact, values_kept = exact;
@@ -59,10 +62,13 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
             if (keys_kept >> half * 16 & 0xffff) exact_logits(tile, own.key, half);
     }
     sync_warp();
+    stamps.mark(Phase::kWeights);
     const Values second_values = fetch_values(tile, 1);
     write_weights(tile, values_kept, sums);
     sync_warp();
+    stamps.mark(Phase::kKeptValues);
     if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
+    stamps.mark(Phase::kValues);
     coded_values(tile, 0, first_values, sums);
     coded_values(tile, 1, second_values, sums);
     if (values_kept) {
@@ -146,20 +152,28 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
     sync_attending();
 }
 
-ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tables, Lane lane, int warp) {
+ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tables, Lane lane, int warp,
+                             Stamps& stamps) {
+    stamps.mark(Phase::kAngles);
     const Rotation rotation = lane_rotation(in.layer, in.head, lane, warp);
     Sums sums;
     clear(sums);
     for (Turn turn;; turn.advance()) {
+        stamps.mark(Phase::kWait);
         wait(&shared.full[turn.slot], turn.parity);
         const Span& span = shared.ring[turn.slot];
         const uint4 first = *(const uint4*)&span.work;
         const u32 exact = span.exact[warp];
-        if ((int)first.x == kNoMore) return;
+        if ((int)first.x == kNoMore) {
+            stamps.mark(Phase::kEnd);
+            return;
+        }
         const Tile tile = {in, shared, span, tables, lane, warp, (int)first.x + warp * kTokens, (int)first.y, (int)first.z};
-        if (tile.token < tile.end) attend(tile, exact, rotation, sums);
+        if (tile.token < tile.end) attend(tile, exact, rotation, sums, stamps);
         if (first.w) {
+            stamps.mark(Phase::kVotes);
             if (is_voted_on(in, tile.end, tile.position)) count_votes(in, shared, span, lane, warp);
+            stamps.mark(Phase::kMerge);
             write_split(in, shared, span.work, sums, lane, warp);
             clear(sums);
         }
@@ -179,6 +193,8 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     const Lane lane((int)threadIdx.x);
     const int warp = (int)threadIdx.x / kWarp, item = (int)blockIdx.x;
     const Inputs in = {layer, step, query, key, value, results, (int)blockIdx.y};
+    Stamps stamps(results, lane, warp);
+    stamps.mark(Phase::kStart);
     Shared& shared = *(Shared*)(memory + Tables::kBytes);
     Items items(layer, step, results.capacity);
     if (!items.find(item, lane.index)) return;
@@ -194,8 +210,9 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
         bring_all(in, shared, items, item, (int)gridDim.x, lane);
         return;
     }
+    stamps.mark(Phase::kTables);
     const Tables tables(layer, in.head, lane, memory);
-    attend_all(in, shared, tables, lane, warp);
+    attend_all(in, shared, tables, lane, warp, stamps);
 }
 
 // Grid: (num_reqs, num_kv_heads); a thread per query of the group and channel, or as many as a CTA can have.

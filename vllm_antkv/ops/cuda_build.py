@@ -26,6 +26,7 @@ class Build:
     fp8: the tables of decoding are in e4m3, as those of 4,096 centroids always are.
     staged_rows: anchor rows of K, and of V, that spans have room for beside the codes of a page; 0: anchors are read
         where they are.
+    stamps: decoding writes down when its warps came to what (csrc/cuda/stamps.cuh), at `ResultsArgument.stamps`.
     """
 
     head_size: int
@@ -38,6 +39,7 @@ class Build:
     warps: int = 8
     ring: int = 4
     staged_rows: int = 8
+    stamps: bool = False
 
     @classmethod
     def of(cls, layer: LayerKind, fp8: bool, shared_bytes: int, capability: tuple[int, int]) -> "Build":
@@ -64,7 +66,7 @@ class Build:
 
     def of_coding(self) -> "Build":
         """The one of all builds with the same antkv_encode_store."""
-        return replace(self, group=1, fp8=False, bulk=False, ring=1, staged_rows=0)
+        return replace(self, group=1, fp8=False, bulk=False, ring=1, staged_rows=0, stamps=False)
 
     @property
     def encode_threads(self) -> int:
@@ -141,7 +143,7 @@ class Build:
     @property
     def definitions(self) -> dict[str, str]:
         """Preprocessor macros."""
-        flags = {"BFLOAT16": self.bfloat16, "FP8": self.fp8, "BULK": self.bulk}
+        flags = {"BFLOAT16": self.bfloat16, "FP8": self.fp8, "BULK": self.bulk, "STAMPS": self.stamps}
         numbers = {
             "HEAD_SIZE": self.head_size,
             "GROUP": self.group,
