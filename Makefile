@@ -18,7 +18,7 @@ BIN := .venv/bin
 SERVE := .venv/.serve
 VENV := .venv/.stamp
 # Two processes, in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 -p tests.scheduling --no-loadscope-reorder
 # The environment that is active (docs/gpu-check.md), else .venv.
 PYTHON := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)/bin/python
 # Nothing here needs the network once .venv stands; vLLM must not phone home from a test.

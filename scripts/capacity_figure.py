@@ -89,13 +89,13 @@ def engine_config(model: str, max_model_len: int) -> "VllmConfig":
     ).create_engine_config()
 
 
-def cache_config(config: "VllmConfig", presets: "Sequence[Preset] | None") -> "KVCacheConfig":
-    """How vLLM divides MEMORY among layers of these presets, or of `auto`."""
+def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None") -> "KVCacheConfig":
+    """How vLLM divides MEMORY among layers of these presets, None where a layer stays exact, or of `auto`."""
     from vllm.v1.attention.backends.utils import record_kv_cache_layout
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
     from vllm_antkv.cache.pages import page_layouts
-    from vllm_antkv.cache.specs import recency_spec, vq_spec
+    from vllm_antkv.cache.specs import exact_spec, recency_spec, vq_spec
     from vllm_antkv.config import AntKVConfig
     from vllm_antkv.hooks.moved import kv_cache_planning
 
@@ -109,8 +109,14 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset] | None") -> "K
             kind = FullAttentionSpec(**page) if window is None else SlidingWindowSpec(**page, sliding_window=window)
             specs[f"layers.{layer}"] = kind
     else:
-        layouts = page_layouts(settings, presets, head_size, model_config.dtype, all_slide=None not in windows)
-        for layer, (layout, window) in enumerate(zip(layouts, windows, strict=True)):
+        coded = [preset for preset in presets if preset is not None]
+        num_exact = sum(preset is None and window is None for preset, window in zip(presets, windows, strict=True))
+        layouts = iter(page_layouts(settings, coded, head_size, model_config.dtype, None not in windows, num_exact))
+        for layer, (preset, window) in enumerate(zip(presets, windows, strict=True)):
+            if preset is None:
+                specs[f"layers.{layer}"] = exact_spec(num_kv_heads, head_size, model_config.dtype, window)
+                continue
+            layout = next(layouts)
             specs[f"layers.{layer}"] = vq_spec(layout, num_kv_heads, window)
             specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, num_kv_heads, settings, config, window)
     record_kv_cache_layout(config.cache_config, "LBHNC" if presets is None else "BLHNC")
@@ -120,12 +126,9 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset] | None") -> "K
 
 def layer_windows(config: "VllmConfig") -> list[int | None]:
     """The window of each layer; None where a query sees all tokens before it."""
-    text_config, num_layers = (
-        config.model_config.hf_text_config,
-        config.model_config.get_num_layers(config.parallel_config),
-    )
-    kinds = getattr(text_config, "layer_types", None) or ["full_attention"] * num_layers
-    windows = [text_config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    from vllm_antkv.layer_windows import layer_windows as windows_of
+
+    windows = windows_of(config.model_config.hf_text_config)
     return [None if window is None or window >= config.model_config.max_model_len else window for window in windows]
 
 

@@ -15,6 +15,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from vllm_antkv.ops.cuda_build import Build
@@ -82,8 +83,8 @@ def measure(architectures: Iterable[str], builds: Iterable[Build]) -> dict[str, 
     for architecture in architectures:
         for build in builds:
             fitted = replace(build, bulk=architecture >= "90").fitted(ARCHITECTURES[architecture])
-            for source in ("decode", "encode_store"):
-                for kernel, resources in compile_source(source, fitted, architecture).items():
+            for source, needed in (("decode", fitted), ("encode_store", fitted.of_coding())):
+                for kernel, resources in compile_source(source, needed, architecture).items():
                     warps = f" {fitted.warps} warps" if kernel == "decode" else ""
                     table[f"{kernel} | {name_of(build)}{warps} | sm_{architecture}"] = resources
     return table
@@ -95,6 +96,7 @@ def nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which(installed)
 
 
+@cache
 def compile_source(source: str, build: Build, architecture: str) -> dict[str, Resources]:
     """The kernels of csrc/cuda/<source>.cu."""
     definitions = [f"-D{name}={value}" for name, value in build.definitions.items()]

@@ -28,8 +28,8 @@ _OTHERS = (
         "all others",
         "served with a warning, if all layers are of the kinds above",
         "untested",
-        "where all layers hand K and V to transformers' attention interface",
-        "likewise",
+        "all, by vLLM's own forward pass where transformers' code does not hand over K and V (run: GPT-J)",
+        "where it does",
         "experts, norms, RoPE of any kind or none, in some layers or all",
     ),
 )

@@ -62,24 +62,31 @@ def said() -> Iterator[list[str]]:
     logger.setLevel(level)
 
 
-#: Files that take a minute or many, the longest first: begun last, one of them would run alone at the end.
+#: Files that take long, the longest first: begun last, one of them would run alone at the end.
 LONG_FILES = (
     "kernels/test_cuda.py",
-    "kernels/test_triton_compile.py",
     "serving/test_exactness.py",
-    "load/test_soak.py",
-    "kernels/test_triton.py",
-    "serving/test_windows.py",
     "serving/test_families.py",
+    "kernels/test_triton.py",
+    "load/test_soak.py",
+    "serving/test_bad_requests.py",
     "serving/test_one_flag.py",
+    "serving/test_side_by_side.py",
     "serving/test_quantised_calibration.py",
-    "kernels/test_cuda_mutants.py",
+    "kernels/test_triton_compile.py",
     "serving/test_kill.py",
-    "serving/test_cuts.py",
+    "serving/test_windows.py",
+    "kernels/test_cuda_mutants.py",
     "kernels/test_cuda_compile.py",
     "unit/evaluate/test_embedded_quality.py",
-    "kernels/test_sm_model.py",
+    "unit/calibrate/test_once.py",
+    "unit/laboratory/test_literature.py",
+    "serving/test_cuts.py",
+    "unit/calibrate/test_mix.py",
+    "unit/evaluate/test_figures.py",
+    "unit/test_retrieval_model.py",
     "unit/test_embedded_trainer.py",
+    "kernels/test_sm_model.py",
     "unit/calibrate/test_kill.py",
 )
 

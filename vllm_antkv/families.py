@@ -73,7 +73,26 @@ FAMILIES: dict[str, Family] = {
         Family("opt", "OPTForCausalLM", "OPT", special="no RoPE: K is coded as it is"),
         Family("gemma2", "Gemma2ForCausalLM", "Gemma-2", special="soft caps on logits, windows in every second layer"),
         Family("gemma3_text", "Gemma3ForCausalLM", "Gemma-3", special="windows in five of six layers"),
+        Family(
+            "gemma3n_text",
+            "Gemma3nForCausalLM",
+            "Gemma-3n",
+            special="windows in four of five layers; the last layers read the KV cache of earlier ones",
+        ),
         Family("olmo3", "Olmo3ForCausalLM", "OLMo-3", special="windows in three of four layers"),
+        Family(
+            "afmoe",
+            "AfmoeForCausalLM",
+            "AFMoE (Trinity)",
+            special="experts, output gates, windows; no RoPE where it attends to everything",
+        ),
+        Family(
+            "idefics3",
+            "Idefics3ForConditionalGeneration",
+            "Idefics3, SmolVLM",
+            served="run: with images",
+            special="its text model, a Llama; the tokens of an image are tokens",
+        ),
         Family(
             "gpt_oss", "GptOssForCausalLM", "gpt-oss", special="experts, learned sinks, windows in every second layer"
         ),

@@ -27,10 +27,14 @@ def _features(config: Any) -> dict[str, bool]:
         "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
         "attention that is not causal": not getattr(config, "is_causal", True),
         "state-space or linear-attention layers": bool(kinds & {"linear_attention", "mamba", "conv"}),
-        "layers that share a KV cache": bool(getattr(config, "num_kv_shared_layers", None)),
         "chunked attention": "chunked_attention" in kinds and bool(getattr(config, "attention_chunk_size", None)),
         "Fourier position embeddings (FoPE)": any(rope.get("use_fope") for rope in ropes),
     }
+
+
+def num_sharing_layers(config: Any) -> int:
+    """How many layers, the last ones, read the KV cache of an earlier layer instead of one of their own."""
+    return getattr(config, "num_kv_shared_layers", None) or 0
 
 
 def rope_types(config: Any) -> set[str]:

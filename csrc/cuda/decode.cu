@@ -14,6 +14,7 @@ namespace {
 ANTKV_DEVICE void correct_all_logits(const Tile& tile, Anchors anchors, u32 exact) {
     for (int first = 0;;) {
         if (anchors.hits & 0xff) correct_logits(tile, anchors, 0, first, exact);
+        if (kStagesAnchors) return;
         if (anchors.hits & 0xff00) correct_logits(tile, anchors, 8, first + 8, exact);
         first += kAnchorsAtOnce;
         if (first >= visible_anchors(tile)) return;
@@ -28,6 +29,7 @@ ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exac
             const int row = first_bit(left), token = from_lane(anchors.at, kAnchorsAtOnce + row);
             if (!(exact >> token & 1)) correct_values(tile, rows + row * kHeadSize, token, sums);
         }
+        if (kStagesAnchors) return;
         first += kAnchorsAtOnce;
         if (first >= visible_anchors(tile)) return;
         anchors = find_anchors(tile, first);
@@ -36,12 +38,13 @@ ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exac
 
 ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, Sums& sums) {
     static_assert(kTiles == 2, "the halves of a tile are named");
+    // Tables in L2 are far: a half is fetched while the one before it is computed with.
     const Keys first_keys = fetch_keys(tile, 0);
     const Anchors anchors = find_anchors(tile, 0);
-    coded_logits(tile, rotation, 0, first_keys);
     const Keys second_keys = fetch_keys(tile, 1);
-    coded_logits(tile, rotation, 1, second_keys);
+    coded_logits(tile, rotation, 0, first_keys);
     const Values first_values = fetch_values(tile, 0);
+    coded_logits(tile, rotation, 1, second_keys);
     ExactRow own = {};
     if (exact) own = find_row(tile, exact);
     u32 keys_kept = exact, values_kept = exact;
@@ -56,9 +59,9 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
             if (keys_kept >> half * 16 & 0xffff) exact_logits(tile, own.key, half);
     }
     sync_warp();
+    const Values second_values = fetch_values(tile, 1);
     write_weights(tile, values_kept, sums);
     sync_warp();
-    const Values second_values = fetch_values(tile, 1);
     if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
     coded_values(tile, 0, first_values, sums);
     coded_values(tile, 1, second_values, sums);

@@ -3,10 +3,12 @@
 
 #include "split.cuh"
 
-// The page with its anchors, which lie in global memory where a span has no room for them.
+// The page with its anchors, which lie in global memory where a span has no room for them. Which it is must be known here:
+// addresses in shared memory are half as long.
 ANTKV_DEVICE const u8* anchor_page(const Tile& tile) {
     const int page = tile.warp / kTilesPerPage;
-    return tile.in.layer.staged_bytes > 2 * kCodeSection ? tile.span.pages[page] : tile.span.pages_at[page];
+    if constexpr (kStagesAnchors) return tile.span.pages[page];
+    else return tile.span.pages_at[page];
 }
 
 // A query sees the anchors of the blocks before its own.
@@ -32,7 +34,7 @@ ANTKV_DEVICE Anchors find_anchors(const Tile& tile, int first) {
     const i16* offsets = (const i16*)(anchor_page(tile) + tile.in.layer.anchor_offsets) + kind * tile.in.layer.anchor_rows;
     const int at = row < num_rows ? offsets[row] - tile.token % kBlockSize : -1;
     const u32 hits = ballot_warp((u32)at < kTokens), exact = ballot_warp((u32)(at - kExactAnchor) < kTokens);
-    return {at, hits, exact, num_rows - first > kAnchorsAtOnce};
+    return {at, hits, exact, !kStagesAnchors && num_rows - first > kAnchorsAtOnce};
 }
 
 // The row in full precision of a lane's token, which takes the place of its code; null where the query sees the code.

@@ -28,7 +28,9 @@ constexpr bool kBulk = ANTKV_BULK;  // there are bulk copies: compute capability
 // The attending warps' own meeting.
 ANTKV_DEVICE void sync_attending() { sync_threads<kThreads>(1); }
 
-// Codes of K, codes of V, and the anchors behind them where there is room for so many (`Layer::staged_bytes`).
+// Codes of K, codes of V, and the anchors behind them where there is room for as many as the layer has.
+constexpr bool kStagesAnchors = ANTKV_STAGED_ANCHORS > 0;
+static_assert(ANTKV_STAGED_ROWS <= 8, "anchor rows in a span are looked at once, and are one product's");
 constexpr int kCodeSection = kBlockSize * kCodeBytes;
 constexpr int kPageBytes = 2 * kCodeSection + ANTKV_STAGED_ANCHORS;
 

@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_GPU_SYNC_CHECK", "warn")
 @pytest.fixture(scope="session")
 def start_engine(engine_environment: None) -> Start:
     """As in tests/serving. Engines follow each other in one process, and what one leaves must not stop the next."""
-    return partial(running_engine, gpu_memory_utilization=0.5)
+    return partial(running_engine, gpu_memory_utilization=0.5, **MEMORY)
 
 
 @pytest.fixture(scope="module")
@@ -30,5 +30,5 @@ def default(codebooks: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
     """Default settings, one request at a time, whole prompts, nothing shared."""
-    with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False, **MEMORY) as engine:
+    with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
         return engine.complete(prompts, together=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import vllm_antkv
-from tests.gpu.completions import FLOAT16, MEMORY, PRESET, SAME_KERNELS, Start, assert_close
+from tests.gpu.completions import FLOAT16, PRESET, SAME_KERNELS, Start, assert_close
 from tests.serving.conftest import EMBEDDED, Completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serving]
@@ -23,7 +23,7 @@ def test_same_compiled_and_in_cuda_graphs(
     from vllm.config import CUDAGraphMode
     from vllm.utils import gpu_sync_debug
 
-    with start_engine(EMBEDDED, PRESET, default, enforce_eager=False, **MEMORY) as engine:
+    with start_engine(EMBEDDED, PRESET, default, enforce_eager=False) as engine:
         config = engine.core.model_executor.driver_worker.worker.model_runner.vllm_config
         with warnings.catch_warnings(record=True) as caught:
             assert_close(engine.complete(prompts), alone, SAME_KERNELS)
@@ -44,6 +44,6 @@ def test_cuda_kernels_answer_as_triton_kernels_do(
     answers = []
     for kernels in ("triton", "cuda"):
         settings = default | {"kernels": kernels}
-        with start_engine(EMBEDDED, PRESET, settings, dtype="float16", enforce_eager=False, **MEMORY) as engine:
+        with start_engine(EMBEDDED, PRESET, settings, dtype="float16", enforce_eager=False) as engine:
             answers.append(engine.complete(prompts))
     assert_close(*answers, FLOAT16)

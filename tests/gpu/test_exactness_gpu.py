@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.completions import MEMORY, OTHER_KERNELS, PRESET, SAME_KERNELS, Start, assert_close
+from tests.gpu.completions import OTHER_KERNELS, PRESET, SAME_KERNELS, Start, assert_close
 from tests.serving.conftest import EMBEDDED, Completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serving]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.serving]
 @pytest.fixture(scope="module")
 def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
     """What vLLM answers without us."""
-    with start_engine(EMBEDDED, "auto", **MEMORY) as engine:
+    with start_engine(EMBEDDED, "auto") as engine:
         return engine.complete(prompts)
 
 
@@ -29,7 +29,7 @@ def test_equals_auto_where_every_token_is_exact(
     prompts: list[list[int]],
     settings: dict[str, Any],
 ) -> None:
-    with start_engine(EMBEDDED, PRESET, default | settings, max_num_batched_tokens=300, **MEMORY) as engine:
+    with start_engine(EMBEDDED, PRESET, default | settings, max_num_batched_tokens=300) as engine:
         assert_close(engine.complete(prompts), auto, OTHER_KERNELS)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.completions import BFLOAT16, MEMORY, PRESET, Start, assert_close
+from tests.gpu.completions import BFLOAT16, PRESET, Start, assert_close
 from tests.unit.evaluate.conftest import random_codebook
 from vllm_antkv.codebook import ModelIdentity, codebook_path
 
@@ -44,7 +44,7 @@ def test_llama_3_8b_heads_are_served_the_same_in_chunks_and_batches(
     start_engine: Start, large: tuple[Path, dict[str, Any]], prompts: list[list[int]], kernels: str
 ) -> None:
     model, settings = large
-    options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": False, **MEMORY}
+    options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": False}
     options |= {"max_num_batched_tokens": 200, "enable_prefix_caching": False}
     with start_engine(model, PRESET, settings | {"kernels": kernels}, **options) as engine:
         alone = engine.complete(prompts, together=False)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.compile_cuda import SOURCES, nvcc
-from tests.kernels.cuda_emulation.build import HERE, compile_kernels
+from tests.kernels.cuda_emulation.build import HERE, program_of
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
 SEEDS = range(1, 5)
@@ -27,10 +27,8 @@ def run(program: Path, *arguments: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("primitives") / "primitives"
-    compile_kernels([HERE / "primitives.cpp"], path)
-    return path
+def program() -> Path:
+    return program_of("primitives")
 
 
 @needs_compiler

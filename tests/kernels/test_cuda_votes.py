@@ -1,6 +1,8 @@
 """Single tokens vote on their block while they attend, and their votes are those that the specification counts."""
 
+import gc
 import shutil
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -87,3 +89,22 @@ def test_votes_wait_for_their_own_step(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(CudaOperations, "attend", attend_late)
     assert torch.equal(open_scores(*decoded(AntKVConfig(anchor_share=0.05), SMALL, operations())), expected)
+
+
+def test_a_step_that_never_attends_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+    """Its forward pass may have failed: its tensors must go, and nobody may vote in its place."""
+    engine, sequence = decoded(AntKVConfig(), SMALL, operations())
+    score, steps = engine.operations.anchor_score, []
+
+    def anchor_score(*rows):
+        steps.append(weakref.ref(rows[-1]))
+        score(*rows)
+
+    monkeypatch.setattr(engine.operations, "anchor_score", anchor_score)
+    monkeypatch.setattr(engine.operations, "attend", lambda *rows: None)
+    # What kernels are handed of the latest step is kept for its other layers.
+    for _ in range(2):
+        sequence.computed -= 1
+        engine.step([(sequence, 1)])
+    gc.collect()
+    assert steps[0]() is None

@@ -29,7 +29,8 @@ ARCHITECTURES = ["80", "90", "100"]
         (NEWEST, "d8c256 h128 g4", KERNELS, ARCHITECTURES),
         # Codes of 12 bits are read and written in another way.
         (NEWEST, "d16c4096 h128 g4", ["encode_store", "decode"], ["90"]),
-        (OLDEST, "d8c256 h128 g4", KERNELS, ARCHITECTURES),
+        # That it takes the same source, to machine code no worse: any one architecture shows it.
+        (OLDEST, "d8c256 h128 g4", KERNELS, ["90"]),
     ],
     ids=["newest, 8-bit codes", "newest, 12-bit codes", "oldest, 8-bit codes"],
 )

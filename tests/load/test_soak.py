@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "vllm-antkv.json"
 PRESET = "antkv-1bit"
 MAX_MODEL_LEN = 1024
-SOAK_MINUTES = 2
-#: In the first minutes caches still fill up; a leaked request's pages would be far more.
+SOAK_MINUTES = 1.25
+#: At first caches still fill up; a leaked request's pages would be far more.
 MAX_SLOPE = 150.0
 
 

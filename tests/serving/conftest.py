@@ -16,11 +16,13 @@ from vllm_antkv.doctor.verify import Completion, complete
 
 ENGINE_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
 }
+
+#: Enough for every request of these tests, and soon filled with zeros.
+KV_CACHE_BYTES = 64 << 20
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "models" / "embedded"
@@ -77,17 +79,23 @@ def running_engine(
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    # What is there by now stays: vLLM collects garbage several times for each engine, mostly in vain over torch.
-    gc.freeze()
-    defaults: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+    }
     additional = {} if settings is None else {"antkv": settings}
-    llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **{**defaults, **options})
-    try:
-        yield Engine(llm)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
+    # VLLM collects garbage four times for each engine, a third of all time that these tests would take.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda generation=2: 0)
+        llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **{**defaults, **options})
+        try:
+            yield Engine(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -107,6 +115,20 @@ def engine_environment() -> Iterator[None]:
 def start_engine(engine_environment: None) -> Callable[..., Any]:
     """`running_engine`, once the environment is set."""
     return running_engine
+
+
+@pytest.fixture
+def eager(engine_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that evaluation starts are not compiled, which would take longer than all else that they do."""
+    from vllm_antkv.evaluate import served, tasks
+
+    options = served.engine_options
+
+    def eager_options(*arguments: Any) -> dict[str, Any]:
+        return {**options(*arguments), "enforce_eager": True}
+
+    for module in (served, tasks):
+        monkeypatch.setattr(module, "engine_options", eager_options)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_config, capacity, engine_config
+from scripts.hybrid_pool import MODELS, measure
 from tests.serving.conftest import EMBEDDED
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
@@ -39,6 +41,12 @@ def test_one_bit_with_windows_in_five_of_six_layers(tmp_path: Path, longest: int
     (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_27B))
     tokens, of_auto = (capacity(str(tmp_path), preset, longest) for preset in ("antkv-1bit", None))
     assert tokens >= least * of_auto
+
+
+def test_states_of_other_layers_would_waste_the_pool() -> None:
+    """Why models with such layers are refused; this is the one with the most layers that have attention."""
+    shape = MODELS["Falcon-H1-34B"]
+    assert measure(shape, "antkv-1bit").wasted > 0.1 > measure(shape, None).wasted
 
 
 @pytest.mark.parametrize("num_layers", [2, 8, 9])
@@ -93,6 +101,30 @@ def test_what_antkv_plan_computes_fills_the_blocks_that_vllm_has(model_folder: P
         layout = PageLayout.of(AntKVConfig(), presets[0], shape.head_size, torch.bfloat16)
         taken = footprint([layout], AntKVConfig(), MAX_MODEL_LEN).total // pool_block_bytes([layout])
     assert int(planned) * taken <= blocks < (int(planned) + 1) * taken
+
+
+@pytest.mark.parametrize("cache", ["auto", "antkv-2bit", "antkv-1bit"])
+def test_what_antkv_plan_computes_with_windows_is_what_vllm_holds_and_a_little_more(tmp_path: Path, cache: str) -> None:
+    """vLLM's figure has a prompt's step in flight in every request, and layers without content that fill up groups."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_27B))
+    longest = 131072
+    shape = DecodeShape.of(AutoConfig.from_pretrained(tmp_path))
+    planned = longest * MEMORY / (shape.heads * sequence_bytes(shape, cache, longest))
+    held = capacity(str(tmp_path), None if cache == "auto" else cache, longest)
+    assert held <= planned <= 1.3 * held
+
+
+@pytest.mark.parametrize("window", [300, 1024])
+def test_layers_with_windows_cost_no_more_however_long_a_sequence_is(window: int) -> None:
+    layout = PageLayout.of(AntKVConfig(), PRESETS["antkv-1bit"], 128, torch.bfloat16)
+    costs = [footprint([layout], AntKVConfig(), length, [window]) for length in (4096, 65536)]
+    assert costs[0].total == costs[1].total
+    assert costs[0].elements == costs[1].elements == 2 * window * 128
+    short = footprint([layout], AntKVConfig(), window, [window])
+    assert short == footprint([layout], AntKVConfig(), window)
+    both = footprint([layout, layout], AntKVConfig(), 4096, [window, None])
+    assert both.total == costs[0].total + footprint([layout], AntKVConfig(), 4096).total
+    assert both.total == both.codes + both.anchors + both.recency + both.padding
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS.keys())

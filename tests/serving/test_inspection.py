@@ -1,11 +1,13 @@
 """What an engine tells of its requests: tokens they hold, anchors of the last ones, and samples of the attention."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serving.conftest import EMBEDDED, Engine, assert_same
+from tests.serving.tiny import GEMMA, make_codebook, make_model
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 
 pytestmark = pytest.mark.serving
@@ -152,3 +154,28 @@ def test_samples_take_turns_among_the_layers(engine: Engine, prompts: list[list[
         sampled.append(index)
         engine.complete([prompts[0]], max_tokens=3)
     assert sorted(sampled) == list(range(NUM_LAYERS))
+
+
+@pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["sliding_attention"] * 2], ids=" ".join)
+def test_a_layer_with_a_window_shows_the_anchors_that_it_still_has(
+    start_engine: Any, tmp_path: Path, prompts: list[list[int]], kinds: list[str]
+) -> None:
+    """While a request runs, those of the blocks that its window reaches; other layers show them all."""
+    window, prompt = 200, prompts[-1]
+    sizes = GEMMA | {"layer_types": kinds, "sliding_window": window, "max_position_embeddings": 1024}
+    model = make_model(tmp_path / "model", "gemma3_text", sizes)
+    make_codebook(tmp_path / "model" / "antkv", model, "antkv-1bit")
+    with start_engine(model, "antkv-1bit", SETTINGS) as engine:
+        add(engine, "0", prompt)
+        # The step after that of the prompt frees what it no longer sees.
+        engine.llm.llm_engine.step()
+        answer = engine.core.antkv_anchors(None, 0)
+        num_blocks, first_seen = len(prompt) // VQ_BLOCK_SIZE, (len(prompt) + 1 - window) // VQ_BLOCK_SIZE
+        assert answer["map"]["blocks"] == num_blocks
+        assert 0 < first_seen < num_blocks
+        for kind, layer in zip(kinds, offsets(answer), strict=True):
+            for block, heads in enumerate(layer):
+                is_there = kind == "full_attention" or block >= first_seen
+                for rows in (rows for head in heads for rows in head):
+                    assert len({row for row in rows if row >= 0}) == (ANCHOR_ROWS if is_there else 0)
+        drain(engine)

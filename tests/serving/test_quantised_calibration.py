@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.job import Job, prepare
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, TransformersModel
+from vllm_antkv.calibrate.why_vllm import HIDDEN
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.pretrained import read_config, read_tokenizer
@@ -64,18 +66,22 @@ def test_weights_that_vllm_cannot_run_end_with_a_sentence(tmp_path: Path) -> Non
     )
     assert ended.returncode == 1
     last_line = ended.stderr.strip().splitlines()[-1]
-    assert last_line.startswith(f"The weights of {broken} are quantised, and vLLM, which would have to run them,")
-    assert last_line.endswith("run `antkv calibrate` on the original, whose codebooks fit both.")
+    assert last_line.startswith(
+        f"K and V of {broken} are taken from vLLM's own forward pass, as no gradient flows through quantised weights, "
+        "but vLLM does not start ("
+    )
+    assert last_line.endswith("calibrate the unquantised model, whose codebooks fit both.")
     assert not codebook_path(tmp_path / "out", PRESET).exists()
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Of the embedded model itself, which both can run."""
+    """Of the embedded model itself, which both can run; vLLM is told to."""
     out = tmp_path_factory.mktemp("job")
     text = out / "text.txt"
     text.write_text((EMBEDDED.parents[1] / "LICENSE").read_text())
-    return prepare(CalibrationSettings(str(EMBEDDED), [PRESET], [str(text)], out, WINDOWS, SEQ_LEN))
+    settings = CalibrationSettings(str(EMBEDDED), [PRESET], [str(text)], out, WINDOWS, SEQ_LEN)
+    return replace(prepare(settings), why_vllm=HIDDEN)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +105,7 @@ def captured(source: Source, job: Job, folder: Path) -> CaptureFiles:
 
 def test_vllm_hands_over_what_transformers_does(engine: Source, job: Job, tmp_path: Path) -> None:
     """Rows of K before RoPE, of V, and the channels of sinks; the served dtype, bfloat16, has 3 digits."""
-    other = TransformersModel(job)
+    other = TransformersModel(job, tmp_path)
     found, expected = captured(engine, job, tmp_path / "vllm"), captured(other, job, tmp_path / "transformers")
 
     def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -118,7 +124,7 @@ def test_vllm_hands_over_what_transformers_does(engine: Source, job: Job, tmp_pa
 def test_rows_that_get_attention_weigh_more(engine: Source, job: Job, tmp_path: Path) -> None:
     """Votes are no gradients, but of one mind with them: BOS apart, ranks of tokens agree in every layer."""
     found = captured(engine, job, tmp_path / "vllm")
-    expected = captured(TransformersModel(job), job, tmp_path / "transformers")
+    expected = captured(TransformersModel(job, tmp_path), job, tmp_path / "transformers")
     for layer in range(job.identity.num_layers):
         ours, theirs = (
             torch.tensor(files.norms(layer)[:, :, 1:-64]).flatten(1, 2).transpose(1, 2) for files in (found, expected)

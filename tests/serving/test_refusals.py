@@ -48,7 +48,6 @@ WHISPER: dict[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {**ROPE, "mrope_section": [8, 12, 12]}
 FOPE = {**ROPE, "use_fope": True, "num_inv_freq": 16, "fope_sep_head": True, "fope_init_factor": 0.1}
-GEMMA_3N = {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 1}
 DUAL_CHUNK = {"chunk_size": 128, "local_size": 32, "original_max_position_embeddings": 256}
 DRAFT = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -62,7 +61,18 @@ MODELS = {
     "DeepSeek-V3": ("deepseek_v3", "DeepseekV3ForCausalLM", MLA, "multi-head latent attention (MLA)"),
     "Whisper": ("whisper", "WhisperForConditionalGeneration", WHISPER, "encoder-decoder models"),
     "T5": ("t5", "T5ForConditionalGeneration", {"d_model": 128, "num_layers": 2}, "encoder-decoder models"),
-    "PaddleOCR-VL": ("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", {"text_config": SIZES}, "multimodal"),
+    "PaddleOCR-VL": (
+        "paddleocr_vl",
+        "PaddleOCRVLForConditionalGeneration",
+        {"text_config": {**SIZES, "rope_parameters": MROPE}},
+        "M-RoPE",
+    ),
+    "PaliGemma": (
+        "paligemma",
+        "PaliGemmaForConditionalGeneration",
+        {"text_config": {**SIZES, "model_type": "gemma", "head_dim": 64}},
+        "images whose tokens attend to each other",
+    ),
     "text with M-RoPE": ("qwen2", "Qwen2ForCausalLM", {"hidden_size": 256, "rope_parameters": MROPE}, "M-RoPE"),
     "dual chunk": (
         "qwen2",
@@ -89,7 +99,6 @@ MODELS = {
         {**EXPERTS, "head_dim": 32, "intermediate_size_mlp": 192},
         "chunked attention",
     ),
-    "shared KV": ("gemma3n_text", "Gemma3nForCausalLM", GEMMA_3N, "layers that share a KV cache"),
 }
 #: Models that vLLM cannot look at without torchvision, which is not there on CPUs: as above.
 VISION_MODELS = {
@@ -97,7 +106,7 @@ VISION_MODELS = {
         "qwen2_vl",
         "Qwen2VLForConditionalGeneration",
         {"text_config": {**SIZES, "rope_parameters": MROPE}},
-        "multimodal models",
+        "M-RoPE",
     ),
 }
 
@@ -113,7 +122,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
     "dual batch overlap": ({"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "dual batch overlap"),
     "pooling": ({"runner": "pooling"}, "pooling models"),
-    "skip layers": ({"kv_cache_dtype_skip_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
+    "prompts past shared layers": ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
     "one kind of page": ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
     "another backend": ({"attention_backend": "CPU_ATTN"}, "--attention-backend"),
 }
@@ -174,6 +183,8 @@ def test_a_setting_is_refused(tmp_path: Path, reads_well: Callable[[BaseExceptio
     wide = make_config(tmp_path, "llama", "LlamaForCausalLM", {"head_dim": 80})
     assert "--block-size 64" in reads_well(refusal(wide, block_size=64))
     assert "does not divide" in reads_well(refusal(wide, kv_cache_dtype="antkv-0.375bit"))
+    for named, words in ((["2"], "names '2', which is neither"), (["0", "1"], "names all layers")):
+        assert words in reads_well(refusal(wide, kv_cache_dtype_skip_layers=named))
     assert "'shares'" in reads_well(refusal(wide, additional_config={"antkv": {"shares": 1}}))
 
 

@@ -63,9 +63,7 @@ def offline(card: ModelCard, name: str, config: AntKVConfig, windows: torch.Tens
     return evaluate_perplexity(card, card.load(), method, TextWindows(TEXT, windows), against_own=True)
 
 
-def test_served_agrees_with_offline(
-    card: ModelCard, windows: torch.Tensor, codebooks: Path, engine_environment: None
-) -> None:
+def test_served_agrees_with_offline(card: ModelCard, windows: torch.Tensor, codebooks: Path, eager: None) -> None:
     config = AntKVConfig(codebooks=str(codebooks))
     served = evaluate_served(card, "antkv-1bit", config, TextWindows(TEXT, windows))
     assert served.tokens == NUM_WINDOWS * (CONTEXT - 1)
@@ -75,7 +73,7 @@ def test_served_agrees_with_offline(
 
 
 def test_auto_is_fp16_and_the_distance_from_it_is_that_of_the_evaluator(
-    card: ModelCard, windows: torch.Tensor, codebooks: Path, engine_environment: None
+    card: ModelCard, windows: torch.Tensor, codebooks: Path, eager: None
 ) -> None:
     settings = {"anchor_share": 0.05, "anchor_dtype": "model", "recency": "none", "prefix": 0}
     config = AntKVConfig(codebooks=str(codebooks), **settings)
@@ -91,16 +89,14 @@ def test_auto_is_fp16_and_the_distance_from_it_is_that_of_the_evaluator(
     assert 0.05 * expected.fidelity.kl < auto.kl < expected.fidelity.kl
 
 
-def test_a_dtype_that_there_is_not(
-    card: ModelCard, windows: torch.Tensor, engine_environment: None, reads_well: Any
-) -> None:
+def test_a_dtype_that_there_is_not(card: ModelCard, windows: torch.Tensor, eager: None, reads_well: Any) -> None:
     with pytest.raises(SettingsError) as caught:
         evaluate_served(card, "antkv-3bit", AntKVConfig(), TextWindows(TEXT, windows))
     assert "antkv-1bit" in reads_well(caught.value)
 
 
 def test_a_refusal_of_vllm_is_one_sentence(
-    card: ModelCard, windows: torch.Tensor, engine_environment: None, reads_well: Any, tmp_path: Path
+    card: ModelCard, windows: torch.Tensor, eager: None, reads_well: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         evaluate_served(card, "antkv-1bit", AntKVConfig(codebooks=str(tmp_path)), TextWindows(TEXT, windows))

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.serving
 BARE = AntKVConfig(anchor_share=0.0, recency="none", prefix=0, sinks=False)
 
 
-def test_served_retrieval_agrees_with_offline(engine_environment: None) -> None:
+def test_served_retrieval_agrees_with_offline(eager: None) -> None:
     card = ModelCard.read(str(ROOT / "models" / "retrieval"))
     prompts = make_prompts(card.tokenizer, ["pairs", "passkey"], [400], [0.0, 0.5], 6)
     method = build_method("antkv-1bit", MethodRequest(card.name, card.identity, None, BARE))

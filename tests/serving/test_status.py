@@ -201,25 +201,10 @@ def test_a_typo_in_the_cache_dtype_is_refused_with_the_values_that_exist() -> No
         assert f"'{preset}'" in ended.stdout
 
 
-def test_help_lists_the_presets() -> None:
-    ended = run_vllm("--help=kv-cache-dtype")
-    assert ended.returncode == 0, ended.stdout
-    for preset in PRESETS:
-        assert preset in ended.stdout
-
-
-@pytest.mark.parametrize(
-    "settings, sentence",
-    [
-        ('{"anchor_shar": 0.1}', "--additional-config: antkv setting 'anchor_shar' is not usable"),
-        ('{"codebooks": "EMPTY"}', f"make one with `antkv calibrate {EMBEDDED} --preset {PRESET}"),
-    ],
-    ids=["unknown setting", "no codebook"],
-)
-def test_what_cannot_be_served_ends_the_server_with_a_sentence(tmp_path: Path, settings: str, sentence: str) -> None:
-    additional = f'{{"antkv": {settings.replace("EMPTY", str(tmp_path))}}}'
+def test_what_cannot_be_served_ends_the_server_with_a_sentence(tmp_path: Path) -> None:
+    additional = f'{{"antkv": {{"codebooks": "{tmp_path}"}}}}'
     ended = run_vllm(str(EMBEDDED), "--kv-cache-dtype", PRESET, "--additional-config", additional)
     assert ended.returncode != 0
     last_line = ended.stdout.strip().splitlines()[-1]
-    assert sentence in last_line
+    assert f"make one with `antkv calibrate {EMBEDDED} --preset {PRESET}" in last_line
     assert last_line.endswith(".")

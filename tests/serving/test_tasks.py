@@ -58,7 +58,7 @@ def check(report: TasksReport) -> None:
     assert 1 <= report.answer_tokens <= CAP
 
 
-def test_an_engine_of_its_own(run: TaskRun, engine_environment: None) -> None:
+def test_an_engine_of_its_own(run: TaskRun, eager: None) -> None:
     check_tasks(run)
     report = evaluate_tasks(ModelCard.read(str(EMBEDDED)), "antkv-1bit", AntKVConfig(), run)
     check(report)

@@ -12,13 +12,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.serving.conftest import Engine, assert_all_same
+from tests.serving.conftest import Completion, Engine, assert_all_same
 from tests.serving.tiny import EXPERTS, make_codebook, make_model
+from vllm_antkv.cache.footprint import footprint
+from vllm_antkv.cache.pages import PageLayout, pool_block_bytes
 from vllm_antkv.codebook import ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.presets import PRESETS
 
 pytestmark = pytest.mark.serving
 
@@ -69,10 +72,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def start(start_engine: Start, model: Path) -> Start:
     """An engine on the model."""
 
-    def started(cache: str = PRESET, settings: dict[str, Any] | None = None, **options: Any) -> Any:
-        return start_engine(model, cache, settings, max_model_len=MAX_LEN, **options)
+    def started(settings: dict[str, Any] | None = None, **options: Any) -> Any:
+        return start_engine(model, PRESET, settings, max_model_len=MAX_LEN, **options)
 
     return started
+
+
+@pytest.fixture(scope="module")
+def auto(start_engine: Start, model: Path, texts: list[list[int]]) -> list[Completion]:
+    """What the model answers without an antkv cache."""
+    with start_engine(model, "auto", max_model_len=MAX_LEN) as engine:
+        return engine.complete(texts)
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +90,18 @@ def texts() -> list[list[int]]:
     return [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate((5, 127, 128, 300, 431, 700))]
 
 
-@pytest.mark.parametrize("settings", [{"recency": "sliding:1024"}, {"prefix": 1024}], ids=str)
-def test_equals_auto_where_every_token_is_exact(start: Start, texts: list[list[int]], settings: dict[str, Any]) -> None:
-    with start("auto") as engine:
-        auto = engine.complete(texts)
-    with start(settings=settings, max_num_batched_tokens=300) as engine:
+def test_equals_auto_where_every_token_is_of_the_prefix(
+    start: Start, texts: list[list[int]], auto: list[Completion]
+) -> None:
+    """With recent tokens as many, in `test_families`."""
+    with start(settings={"prefix": 1024}, max_num_batched_tokens=300) as engine:
         assert_all_same(engine.complete(texts), auto)
 
 
-def test_a_layer_whose_windows_are_exact_equals_auto(start: Start, model: Path, texts: list[list[int]]) -> None:
+def test_a_layer_whose_windows_are_exact_equals_auto(
+    start: Start, model: Path, texts: list[list[int]], auto: list[Completion]
+) -> None:
     """Where other layers are coded, they make the difference."""
-    with start("auto") as engine:
-        auto = engine.complete(texts)
     with start(settings={"windows": "exact"}, max_num_batched_tokens=300) as engine:
         served = engine.complete(texts)
     if AutoConfig.from_pretrained(model).model_type == "mistral":
@@ -150,6 +160,12 @@ def blocks_of_windows(engine: Engine) -> int:
     return held
 
 
+def planned(case: Case, window: int, length: int) -> int:
+    """Blocks of a sequence that `antkv plan` reckons with, of either class, for layers with windows."""
+    layout = PageLayout.of(AntKVConfig(), PRESETS[PRESET], case.changes["head_dim"], torch.float32)
+    return footprint([layout], AntKVConfig(), length, [window]).total // pool_block_bytes([layout])
+
+
 @pytest.mark.parametrize("name", ["windows alone", "windows in every second layer, soft caps"])
 def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
     start_engine: Start, tmp_path: Path, name: str
@@ -172,17 +188,12 @@ def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
             tokens.append(tokens_in_use(engine.core.scheduler))
         assert len(held) >= 16 * window
         assert 0 < max(held[4 * window :]) <= max(held[: 4 * window])
+        # What is planned with is what is held; what dies in a step is freed before the next.
+        for step in range(4 * window, len(held) - 1, 37):
+            computed = window + 1 + step
+            assert planned(case, window, computed) <= held[step] <= planned(case, window, computed - 1) + 2
         if name == "windows alone":
             assert max(tokens) <= window + 2 * VQ_BLOCK_SIZE
         else:
             assert max(tokens) >= 16 * window, "the layers without a window hold all"
         engine.assert_all_blocks_free()
-
-
-def test_layers_with_windows_alone_have_one_block_table_for_either_class_of_pages(start: Start, model: Path) -> None:
-    with start() as engine:
-        groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
-        num_layers = AutoConfig.from_pretrained(model).num_hidden_layers
-        if AutoConfig.from_pretrained(model).model_type == "mistral":
-            assert [len(group.layer_names) for group in groups] == [num_layers, num_layers]
-        assert sum(len(group.layer_names) for group in groups) == 2 * num_layers

@@ -4,7 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
+)
 
 from tests.serving.conftest import EMBEDDED
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
@@ -46,6 +53,32 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "
 WINDOWS = ["sliding_attention", "full_attention"]
 GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 150, "tie_word_embeddings": True}
 
+#: Two layers with a cache, and two that read it.
+GEMMA_3N = {
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "layer_types": 2 * WINDOWS,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 150,
+    "vocab_size_per_layer_input": 4096,
+    "hidden_size_per_layer_input": 32,
+    "laurel_rank": 16,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "tie_word_embeddings": True,
+}
+#: Some of it is in the configs of published models alone, which vLLM asks for.
+AFMOE = {
+    **EXPERTS,
+    "head_dim": 32,
+    "layer_types": WINDOWS,
+    "sliding_window": 150,
+    "num_shared_experts": 1,
+    "score_func": "sigmoid",
+    "route_norm": True,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 #: One of each family: model type, and what its config has beside SIZES.
 FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -77,6 +110,8 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {"layer_types": WINDOWS, "sliding_window": 150, "sliding_window_pattern": 2}),
     "olmo3": ("olmo3", {"layer_types": WINDOWS, "sliding_window": 150}),
     "gpt-oss": ("gpt_oss", {**EXPERTS, "head_dim": 64, "layer_types": WINDOWS, "sliding_window": 150}),
+    "gemma3n": ("gemma3n_text", GEMMA_3N),
+    "afmoe": ("afmoe", AFMOE),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "gpt2": ("gpt2", {"num_key_value_heads": 4}),
     "opt": ("opt", {"num_key_value_heads": 4, "word_embed_proj_dim": 128}),
@@ -109,6 +144,34 @@ def make_model(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
     AutoModelForCausalLM.from_config(config_of(model_type, changes)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
     return folder
+
+
+#: Model type of a model that sees images.
+WITH_IMAGES = "idefics3"
+
+
+def make_model_with_images(folder: Path) -> int:
+    """A random one, whose text model is a Llama, with a processor of images; the token that stands for one."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]}
+    )
+    image_token: int = tokenizer.convert_tokens_to_ids("<image>")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        WITH_IMAGES,
+        text_config={**SIZES, "head_dim": 32, "vocab_size": 4160, "model_type": "llama"},
+        vision_config={**sizes, "image_size": 64, "patch_size": 8},
+        image_token_id=image_token,
+        pad_token_id=2,
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    images = Idefics3ImageProcessor(size={"longest_edge": 64}, max_image_size={"longest_edge": 64})
+    Idefics3Processor(images, tokenizer, image_seq_len=16).save_pretrained(folder)
+    return image_token
 
 
 def make_codebook(folder: Path, model: Path, preset: str, sinks: SinkRule | None = None, **more: Any) -> None:

@@ -1,12 +1,15 @@
 """How a layer turns K is told from keys of one token at many positions."""
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from vllm_antkv.ops.rope import RotaryTable, rotate
-from vllm_antkv.ops.turns import turn_of
+from vllm_antkv.ops.turns import transformers_tables, turn_of
 
 HEAD_SIZE = 32
 
@@ -58,3 +61,17 @@ def test_what_no_table_turns_is_told_apart() -> None:
 def test_a_table_that_is_wider_than_a_head_is_left_alone(is_neox_style: bool) -> None:
     wide = table(1e4, 2 * HEAD_SIZE, is_neox_style)
     assert turn_of(torch.randn(64, 2, HEAD_SIZE), torch.arange(64), [wide], torch.float32) is None
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama", "glm4"])
+def test_a_table_is_as_wide_for_one_position_as_for_many(family: str) -> None:
+    """Modules give a column for each pair of channels, or two side by side, or two apart."""
+    config = AutoConfig.for_model(family, head_dim=HEAD_SIZE, hidden_size=4 * HEAD_SIZE, num_attention_heads=4)
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    (kind,) = (each for name, each in vars(module).items() if name.endswith("RotaryEmbedding"))
+    one, many = (
+        [table.rotary_dim for table in transformers_tables(kind(config), num_positions, (), torch.device("cpu"))]
+        for num_positions in (1, 64)
+    )
+    assert one == many
+    assert one[0] == (HEAD_SIZE // 2 if family == "glm4" else HEAD_SIZE)

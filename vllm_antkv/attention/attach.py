@@ -13,10 +13,12 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_antkv.attention.code_order import in_code_order
+from vllm_antkv.attention.exact_layers import has_window, leave_exact
 from vllm_antkv.attention.flash_attention import flash_attention
 from vllm_antkv.attention.impl import AntKVImpl, Attachment
 from vllm_antkv.attention.layer import RecencyLayer, recency_layer_name
-from vllm_antkv.attention.model_layers import attention_layers, decoder_layer
+from vllm_antkv.attention.model_layers import ModelLayers, attention_layers, decoder_layer
 from vllm_antkv.attention.probe import probe
 from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
 from vllm_antkv.attention.startup import resolved_codebook
@@ -24,7 +26,7 @@ from vllm_antkv.attention.trained_prefix import LayerPrefix, PrefixTokens, set_p
 from vllm_antkv.attention.worker import Worker, set_worker, workspace
 from vllm_antkv.cache.pages import PageLayout, page_layouts
 from vllm_antkv.cache.specs import vq_spec
-from vllm_antkv.codebook import Codebook, KeyTurn
+from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.ops.counters import Counters
@@ -32,7 +34,7 @@ from vllm_antkv.ops.dispatch import Kernels, choose
 from vllm_antkv.ops.fp8_tables import served
 from vllm_antkv.ops.layer import LayerKind
 from vllm_antkv.ops.logits import LogitRules
-from vllm_antkv.ops.rope import RotaryTable, reordered
+from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.recency import last_query_table
 
 logger = logging.getLogger("vllm.antkv")
@@ -52,35 +54,54 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
     codebook = Codebook.load(Path(resolved.path))
     if codebook.identity != resolved.identity:
         raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
-    layers = attention_layers(model, codebook.header.model)
-    decoder_layers = {index: decoder_layer(model, layer) for index, layer in layers.items()}
-    probed = probe(model, layers, decoder_layers[max(layers)], vllm_config, device)
-    rotaries = _in_code_order(probed.rotaries, codebook)
+    found = attention_layers(model, codebook.header.model, resolved.exact)
+    decoder_layers = {index: decoder_layer(model, layer) for index, layer in found.every.items()}
+    probed = probe(model, found.every, decoder_layers[max(decoder_layers)], vllm_config, device)
+    rotaries = in_code_order(probed.rotaries, codebook)
     flags = _watch_sinks(decoder_layers, probed.adds_residual, codebook, settings, vllm_config, device)
+    _leave_exact(found, vllm_config)
     dtype = vllm_config.model_config.dtype
     presets = codebook.header.layer_presets
-    rules = {index: _logit_rules(layer, vllm_config) for index, layer in layers.items()}
+    rules = {index: _logit_rules(layer, vllm_config) for index, layer in found.ours.items()}
     kinds = [
         LayerKind(
-            presets[index],
+            presets[found.source(index)],
             layer.head_size,
             layer.num_heads // layer.num_kv_heads,
             dtype,
-            rotaries[index],
+            rotaries[found.source(index)],
             rules[index].are_plain,
         )
-        for index, layer in layers.items()
+        for index, layer in found.ours.items()
     ]
-    shared = _Shared.of(settings, codebook, vllm_config, device, choose(settings.kernels, device, kinds), max(layers))
+    kernels = choose(settings.kernels, device, kinds)
+    shared = _Shared.of(settings, codebook, vllm_config, device, kernels, max(found.coded))
     if shared.prefix_tokens is not None:
         set_prefix_tokens(vllm_config.compilation_config.static_forward_context, shared.prefix_tokens)
-    all_slide = all(each.window is not None for each in rules.values())
-    layouts = page_layouts(settings, presets, codebook.header.model.head_size, dtype, all_slide)
-    for index, layer in layers.items():
+    for index, layout in zip(found.coded, _layouts(found, rules, shared), strict=True):
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
-        _attach_layer(layer, index, _Own(layouts[index], rotaries[index], rules[index], sinks), shared)
-    set_worker(vllm_config, Worker(shared.kernels, shared.counters, layers[shared.last_layer].layer_name))
+        _attach_layer(found.every[index], index, _Own(layout, rotaries[index], rules[index], sinks), shared)
+    for index in found.sources.keys() & found.ours.keys():
+        _attach_reader(found.every[index], found.every[found.source(index)], rules[index])
+    set_worker(vllm_config, Worker(shared.kernels, shared.counters, found.every[shared.last_layer].layer_name))
     return shared.counters
+
+
+def _leave_exact(found: ModelLayers, vllm_config: VllmConfig) -> None:
+    for index in found.exact:
+        leave_exact(found.every[index], vllm_config.model_config.max_model_len)
+    # vLLM would now make blocks larger, until a page of ours is as large as one of theirs. They lie side by side.
+    vllm_config.cache_config.kv_cache_dtype_skip_layers = []
+
+
+def _layouts(found: ModelLayers, rules: dict[int, LogitRules], shared: "_Shared") -> list[PageLayout]:
+    """Of the layers with codes."""
+    header, model_config = shared.codebook.header, shared.vllm_config.model_config
+    exact = [found.every[index] for index in found.exact if index not in found.sources]
+    num_beside = sum(not has_window(layer, model_config.max_model_len) for layer in exact)
+    all_slide = not num_beside and all(rules[index].window is not None for index in found.coded)
+    presets = [header.layer_presets[index] for index in found.coded]
+    return page_layouts(shared.settings, presets, header.model.head_size, model_config.dtype, all_slide, num_beside)
 
 
 @dataclass(frozen=True)
@@ -88,7 +109,7 @@ class _Shared:
     """What all layers of a worker have in common; other fields as in `Attachment`.
 
     prefix_tokens: where the codebook has a trained prefix.
-    last_layer: the index of the last layer here.
+    last_layer: the index of the last layer with codes.
     """
 
     settings: AntKVConfig
@@ -169,6 +190,7 @@ def _attach_layer(layer: Attention, index: int, own: _Own, shared: _Shared) -> N
         k_order=_k_order(codebook, index, device),
         rotary=own.rotary,
         rules=own.rules,
+        source=None,
         sinks=own.sinks,
         prefix=_layer_prefix(codebook, index, heads, shared),
         recency_name=name,
@@ -191,6 +213,15 @@ def _attach_layer(layer: Attention, index: int, own: _Own, shared: _Shared) -> N
     layer.get_kv_cache_spec = MethodType(get_kv_cache_spec, layer)  # type: ignore[method-assign]
 
 
+def _attach_reader(layer: Attention, source: Attention, rules: LogitRules) -> None:
+    """Let a layer without a cache of its own read that of `source`."""
+    assert isinstance(layer.impl, AntKVImpl)
+    assert isinstance(source.impl, AntKVImpl)
+    assert source.impl.attachment is not None
+    source.impl.is_read = True
+    layer.impl.attachment = source.impl.attachment.shared(source.impl, rules)
+
+
 def _k_order(codebook: Codebook, index: int, device: torch.device) -> torch.Tensor | None:
     order = codebook.header.k_order(index)
     return None if order is None else torch.tensor(order, dtype=torch.int32, device=device)
@@ -203,42 +234,6 @@ def _layer_prefix(codebook: Codebook, index: int, heads: slice, shared: _Shared)
     dtype = shared.vllm_config.model_config.dtype
     k, v = (rows[index, :, heads].to(shared.device, dtype) for rows in (prefix.k, prefix.v))
     return LayerPrefix(tokens, k, v)
-
-
-def _in_code_order(rotaries: dict[int, RotaryTable | None], codebook: Codebook) -> dict[int, RotaryTable | None]:
-    """Tables for rows whose channels stand in the order that codes have; layers that had one table still share one.
-
-    Raises:
-        CodebookError: the codebook was learned from a model whose layers turn K otherwise.
-    """
-    made: dict[tuple[int, tuple[int, ...] | None], RotaryTable | None] = {}
-    found = {}
-    for index, table in rotaries.items():
-        learned, order = codebook.header.turn(index), codebook.header.k_order(index)
-        served = _turn(table)
-        if learned not in (None, served):
-            raise CodebookError(
-                f"The codebook was learned from a model whose layer {index} {learned}, but that of the served model "
-                f"{served}: run `antkv calibrate` on this model."
-            )
-        key = id(table), order
-        if key not in made:
-            made[key] = table if table is None or order is None else _reordered(table, order, index)
-        found[index] = made[key]
-    return found
-
-
-def _turn(table: RotaryTable | None) -> KeyTurn:
-    return KeyTurn() if table is None else KeyTurn(rotary_dim=table.rotary_dim, neighbours=not table.is_neox_style)
-
-
-def _reordered(table: RotaryTable, order: tuple[int, ...], index: int) -> RotaryTable:
-    try:
-        return reordered(table, order)
-    except ValueError as error:
-        raise CodebookError(
-            f"The codebook does not fit the RoPE of layer {index} ({error}): run `antkv calibrate` on this model."
-        ) from None
 
 
 def _watch_sinks(

@@ -1,7 +1,7 @@
 """What an attention layer runs in each step: store the new tokens, then attend."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -18,6 +18,7 @@ from vllm_antkv.ops.dispatch import Kernels
 from vllm_antkv.ops.layer import LayerOperations, LayerState, Scratch, StepRows, run
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.ops.warm_up import warm_up
 
@@ -29,6 +30,7 @@ class Attachment:
     k_centroids, v_centroids: of this rank's KV heads, (num_kv_heads, num_sub_vectors, num_centroids,
         sub_vector_size); dtype and the others as in `ops.layer.LayerState`.
     k_order, rotary, rules: see `ops.layer.LayerState`.
+    source: the layer whose cache this one reads, its rows of the step included; None: it has its own.
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
     prefix: rows of the codebook's trained prefix, if it has one.
     recency_name: name of the companion layer, for its metadata.
@@ -50,6 +52,7 @@ class Attachment:
     k_order: torch.Tensor | None
     rotary: RotaryTable | None
     rules: LogitRules
+    source: "AntKVImpl | None"
     sinks: SinkFlags | None
     prefix: LayerPrefix | None
     recency_name: str
@@ -61,6 +64,10 @@ class Attachment:
     max_num_reqs: int
     scratch: Scratch
     varlen: Varlen | None
+
+    def shared(self, source: "AntKVImpl", rules: LogitRules) -> Self:
+        """What a layer is given that reads the cache of `source`, whose attachment this is."""
+        return replace(self, source=source, rules=rules, counts_rows=False)
 
 
 class AntKVImpl(AttentionImpl[VQMetadata]):
@@ -83,7 +90,6 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         refused = {
             "ALiBi": alibi_slopes is not None,
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            "attention layers that share a KV cache": kv_sharing_target_layer_name is not None,
         }
         for feature, present in refused.items():
             if present:
@@ -95,7 +101,11 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.attachment: Attachment | None = None
+        #: Whether other layers read this one's cache.
+        self.is_read = False
         self._pages: torch.Tensor | None = None
+        # K and V of the step, for layers that read this one's cache.
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
         self._layer: LayerState | None = None
         self._operations: LayerOperations | None = None
 
@@ -122,7 +132,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         Args:
             layer: the Attention layer; unused.
             query: (num_tokens, num_heads, head_size).
-            key, value: (num_tokens, num_kv_heads, head_size), K after RoPE.
+            key, value: (num_tokens, num_kv_heads, head_size), K after RoPE; None where another layer's cache is read.
             kv_cache: raw VQ pages, (num_blocks, num_kv_heads, 1, vq_page_bytes) uint8.
             attn_metadata: None in vLLM's warm-up runs, which need no result.
             output: (num_tokens, num_heads, head_size), written.
@@ -136,20 +146,34 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         assert self._layer is not None, "vLLM has given this layer no pages"
         assert self._operations is not None
         num_tokens = attn_metadata.num_tokens
+        step = attn_metadata.step(get_forward_context().attn_metadata[self.attachment.recency_name])
+        if self.attachment.source is not None:
+            self._read(self.attachment.source, query[:num_tokens], output[:num_tokens], step)
+            return output
         sinks = self.attachment.sinks
         is_sink = None if sinks is None else sinks.of_step(num_tokens)
         if is_sink is not None and self._layer.counts_rows:
             self._layer.counters.count_sinks(is_sink, attn_metadata.query_start_loc[-1])
         if self.attachment.prefix is not None:
             key, value = self.attachment.prefix.put_in(key, value)
-        recency_metadata = get_forward_context().attn_metadata[self.attachment.recency_name]
         rows, written = StepRows(query, key, value, is_sink), output
         if len(query) != num_tokens:
             # Graphs are padded.
             rows = StepRows(query[:num_tokens], key[:num_tokens], value[:num_tokens], is_sink)
             written = output[:num_tokens]
-        run(self._operations, self._layer, rows, written, attn_metadata.step(recency_metadata))
+        if self.is_read:
+            self._rows = rows.key, rows.value
+        run(self._operations, self._layer, rows, written, step)
         return output
+
+    def _read(self, source: "AntKVImpl", query: torch.Tensor, output: torch.Tensor, step: Step) -> None:
+        """Attend to another layer's cache, which is as that layer left it: its codes, and anchors by its votes."""
+        assert self._layer is not None
+        assert self._operations is not None
+        assert source._rows is not None, "a layer reads the cache of one that comes before it"
+        key, value = source._rows
+        with self._layer.counters.timed("attend"):
+            self._operations.attend(query, key, value, output, None, step)
 
     def _take_pages(self, attachment: Attachment, kv_cache: torch.Tensor) -> None:
         self._pages = kv_cache

@@ -19,13 +19,12 @@ from vllm_antkv.select.anchors import EXACT_ANCHOR
 
 
 class Inspector:
-    """Answers for the attention layers of one worker, in the order of the model."""
+    """Answers for the layers of one worker that have codes of their own, in the order of the model."""
 
     def __init__(self, vllm_config: VllmConfig, counters: Counters) -> None:
         context = vllm_config.compilation_config.static_forward_context
-        self._layers = [each for each in context.values() if isinstance(getattr(each, "impl", None), AntKVImpl)]
+        self._layers = [each for each in context.values() if _has_codes(getattr(each, "impl", None))]
         self._counters = counters
-        self._all_slide = all(layer.impl.attachment.rules.window is not None for layer in self._layers)
         num_kv_heads = self._layers[0].impl.num_kv_heads
         self._turns = cycle(product(range(num_kv_heads), (layer.impl for layer in self._layers)))
         self._sample_is_due = False
@@ -37,15 +36,16 @@ class Inspector:
             self._sample(*next(self._turns))
         return self._counters.report()
 
-    def anchor_offsets(self, block_ids: list[int]) -> list[list[list[list[list[int]]]]]:
+    def anchor_offsets(self, block_ids: dict[str, list[int]]) -> list[list[list[list[list[int]]]]]:
         """Offsets in their blocks of the anchors of some VQ pages, NO_ANCHOR where a row is unused or another's.
 
-        The pages are those of layers without a window, if there are any: then nothing is said of the others.
+        Args:
+            block_ids: of each layer by its name, as many for all; 0, the null block, for what lies before a window.
 
         Returns:
             [layer][block][KV head of this worker][K, V][row].
         """
-        return [self._anchor_offsets_of(layer, block_ids) for layer in self._layers]
+        return [self._anchor_offsets_of(layer, block_ids[layer.layer_name]) for layer in self._layers]
 
     def _anchor_offsets_of(self, layer: Any, block_ids: list[int]) -> list[list[list[list[int]]]]:
         attachment = layer.impl.attachment
@@ -53,9 +53,7 @@ class Inspector:
         ids = torch.tensor(block_ids, device=layer.kv_cache.device)
         offsets = pages.anchor_offsets[ids]
         offsets = torch.where(offsets >= EXACT_ANCHOR, offsets - EXACT_ANCHOR, offsets)
-        # Block 0 is the null block: what was there lies before the window.
-        is_there = (ids > 0) & (attachment.rules.window is None or self._all_slide)
-        return torch.where(is_there[:, None, None, None], offsets, NO_ANCHOR).tolist()
+        return torch.where((ids > 0)[:, None, None, None], offsets, NO_ANCHOR).tolist()
 
     def _sample(self, kv_head: int, impl: AntKVImpl) -> None:
         """Measure in the next step that only decodes, after its attention."""
@@ -88,3 +86,7 @@ class Inspector:
         last = metadata.num_tokens - 1
         shares = attention_shares(impl._layer, query[last], key[last], step, kv_head)
         self._counters.count_attention(shares)
+
+
+def _has_codes(impl: object) -> bool:
+    return isinstance(impl, AntKVImpl) and impl.attachment is not None and impl.attachment.source is None

@@ -1,5 +1,8 @@
 """The layers of a loaded model: those with attention, which must fit the codebook, and decoder layers around them."""
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
@@ -10,23 +13,50 @@ from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import UnsupportedModelError
 
 
-def attention_layers(model: nn.Module, identity: ModelIdentity) -> dict[int, Attention]:
-    """Every attention layer of the decoder by its index.
+@dataclass(frozen=True)
+class ModelLayers:
+    """The attention layers of a decoder.
+
+    every: all of them by their indices, in order.
+    coded: indices of those with codes of their own.
+    exact: indices of those that vLLM's own attention serves (`--kv-cache-dtype-skip-layers`).
+    sources: of each layer without a cache of its own, the one whose cache it reads.
+    """
+
+    every: dict[int, Attention]
+    coded: tuple[int, ...]
+    exact: tuple[int, ...]
+    sources: dict[int, int]
+
+    @property
+    def ours(self) -> dict[int, Attention]:
+        """Those that read codes, their own or another's."""
+        return {index: layer for index, layer in self.every.items() if index not in self.exact}
+
+    def source(self, index: int) -> int:
+        """The layer whose cache a layer reads: itself, or another."""
+        return self.sources.get(index, index)
+
+
+def attention_layers(model: nn.Module, identity: ModelIdentity, skipped: Collection[int] = ()) -> ModelLayers:
+    """Every attention layer of the decoder.
 
     Args:
         identity: of the model that the codebook was learned from.
+        skipped: indices of the layers that stay exact.
 
     Raises:
-        UnsupportedModelError: they are not those that the codebook was learned for.
+        UnsupportedModelError: they are not those that the codebook was learned for, or not all can be served.
     """
     modules = [module for module in model.modules() if isinstance(module, Attention)]
-    for module in modules:
-        if not isinstance(module.impl, AntKVImpl):
+    found = dict(sorted({extract_layer_index(module.layer_name): module for module in modules}.items()))
+    layers = _sorted_out(found)
+    for index in layers.exact:
+        if layers.source(index) not in skipped:
             raise UnsupportedModelError(
-                f"{module.layer_name} takes no --kv-cache-dtype: serve this model with --kv-cache-dtype auto."
+                f"{found[index].layer_name} takes no --kv-cache-dtype: serve this model with --kv-cache-dtype auto."
             )
-    found = {extract_layer_index(module.layer_name): module for module in modules}
-    if sorted(found) != list(range(identity.num_layers)):
+    if list(found) != list(range(identity.num_layers)):
         raise UnsupportedModelError(
             f"{len(found)} of the model's {identity.num_layers} layers have attention with a KV cache, and "
             "an antkv cache needs one in all: serve this model with --kv-cache-dtype auto."
@@ -38,7 +68,28 @@ def attention_layers(model: nn.Module, identity: ModelIdentity) -> dict[int, Att
                 f"{layer.layer_name} has {layer.num_kv_heads} KV heads of {layer.head_size} channels, and the codebook "
                 f"{num_kv_heads} of {identity.head_size}: serve this model with --kv-cache-dtype auto."
             )
-    return dict(sorted(found.items()))
+    return layers
+
+
+def _sorted_out(found: dict[int, Attention]) -> ModelLayers:
+    exact = tuple(index for index, layer in found.items() if not isinstance(layer.impl, AntKVImpl))
+    sources = {
+        index: extract_layer_index(layer.kv_sharing_target_layer_name)
+        for index, layer in found.items()
+        if layer.kv_sharing_target_layer_name is not None
+    }
+    for index, source in sources.items():
+        if (index in exact) != (source in exact):
+            raise UnsupportedModelError(
+                f"Layer {index} of this model reads the KV cache of layer {source}: name both in "
+                "--kv-cache-dtype-skip-layers, or neither."
+            )
+    return ModelLayers(
+        every=found,
+        coded=tuple(index for index in found if index not in exact and index not in sources),
+        exact=exact,
+        sources=sources,
+    )
 
 
 def decoder_layer(model: nn.Module, layer: Attention) -> nn.Module:

@@ -14,6 +14,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_antkv.attention.rope import rotary_modules, rotary_tables
 from vllm_antkv.errors import UnsupportedModelError
@@ -101,20 +102,28 @@ def _rotaries(
 
 @contextmanager
 def _passing_values_on(layers: Mapping[int, Attention], keys: dict[int, torch.Tensor]) -> Iterator[None]:
-    """While open, every query gets its own value, and `keys` K of each layer, (num_tokens, num_kv_heads, head_size)."""
+    """While open, every query gets its own value, and `keys` K of each layer, (num_tokens, num_kv_heads, head_size).
 
-    def forward_of(index: int) -> Any:
+    A layer that reads the cache of another has the K and V of that.
+    """
+    values: dict[int, torch.Tensor] = {}
+
+    def forward_of(index: int, target: str | None) -> Any:
         def forward(
             layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
         ) -> torch.Tensor:
-            keys[index] = key.float()
+            if target is None:
+                keys[index], values[index] = key.float(), value
+            else:
+                source = extract_layer_index(target)
+                keys[index], values[index] = keys[source], values[source]
             output: torch.Tensor = options["output"]
-            return output.copy_(value.repeat_interleave(query.shape[1] // value.shape[1], dim=1))
+            return output.copy_(values[index].repeat_interleave(query.shape[1] // values[index].shape[1], dim=1))
 
         return forward
 
     for index, layer in layers.items():
-        layer.impl.forward = forward_of(index)  # type: ignore[method-assign]
+        layer.impl.forward = forward_of(index, layer.kv_sharing_target_layer_name)  # type: ignore[method-assign]
     try:
         yield
     finally:

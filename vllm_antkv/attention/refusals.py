@@ -71,7 +71,7 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
         "multi-head latent attention (MLA)": model_config.use_mla,
         "encoder-decoder models": model_config.is_encoder_decoder,
         "pooling models": model_config.runner_type != "generate",
-        "multimodal models": model_config.is_multimodal_model,
+        "images whose tokens attend to each other, whatever their order": model_config.is_mm_prefix_lm,
         "models without attention": model_config.is_attention_free,
         "state-space or linear-attention layers": model_config.is_hybrid,
         "M-RoPE": model_config.uses_mrope,
@@ -102,7 +102,8 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
         # What is said of a step's tokens would be taken for those of each half.
         "dual batch overlap (--enable-dbo, --ubatch-size)": vllm_config.parallel_config.use_ubatching,
-        "--kv-cache-dtype-skip-layers": bool(cache_config.kv_cache_dtype_skip_layers),
+        # Prompts would not pass through the layers that share a cache: their votes, and K and V in hand, are missing.
+        "--kv-sharing-fast-prefill": cache_config.kv_sharing_fast_prefill,
         "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is True,
         "--attention-backend": backend is not None and backend.name != BACKEND_NAME,
         f"the platform {current_platform.device_name}": not (current_platform.is_cpu() or current_platform.is_cuda()),

@@ -50,8 +50,17 @@ def watched(
         on_hidden: receives the index of each decoder layer, and the hidden states after it, (num_tokens, hidden_size).
     """
 
+    layers = _layers(model)
+    sources = {attention.kv_sharing_target_layer_name for attention, _ in layers.values()}
+    read: dict[str, tuple[torch.Tensor, ...]] = {}
+
     def before_attention(layer: Attention, args: tuple[torch.Tensor, ...]) -> None:
-        query, key, value = (rows.unflatten(-1, (-1, layer.head_size)) for rows in args[:3])
+        # A layer that reads the cache of another is handed no K and V.
+        source = layer.kv_sharing_target_layer_name
+        rows = (args[0], *(args[1:3] if source is None else read[source]))
+        if layer.layer_name in sources:
+            read[layer.layer_name] = rows[1:]
+        query, key, value = (each.unflatten(-1, (-1, layer.head_size)) for each in rows)
         on_rows(extract_layer_index(layer.layer_name), HandedRows(query, key, value, _rules(layer)))
 
     def after_decoder(index: int) -> Callable[..., None]:
@@ -62,7 +71,7 @@ def watched(
         return hand_over
 
     with ExitStack() as stack:
-        for index, (attention, decoder) in _layers(model).items():
+        for index, (attention, decoder) in layers.items():
             stack.callback(attention.register_forward_pre_hook(before_attention).remove)
             stack.callback(decoder.register_forward_hook(after_decoder(index)).remove)
         yield

@@ -27,9 +27,12 @@ class SinkFlags:
         self.flags = torch.zeros(max_num_tokens, dtype=torch.bool, device=device)
 
     def update(self, hidden: torch.Tensor) -> None:
-        """Set the flags from hidden states (num_tokens, hidden_size)."""
-        extreme = hidden[:, self._channels].abs() > self._threshold
-        self.flags[: len(hidden)] = extreme.any(dim=1)
+        """Set the flags from hidden states (num_tokens, hidden_size).
+
+        Layers of Gemma-3n hand on several streams, one behind the other, of which attention reads the first.
+        """
+        extreme = hidden[: len(self.flags), self._channels].abs() > self._threshold
+        self.flags[: len(extreme)] = extreme.any(dim=1)
 
     def of_step(self, num_tokens: int) -> torch.Tensor:
         """Flags of the step's tokens."""

@@ -7,12 +7,15 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from vllm_antkv.attention.exact_layers import read_skipped
 from vllm_antkv.attention.footprint import describe
 from vllm_antkv.attention.refusals import refuse_unsupported
 from vllm_antkv.codebook import Codebook, ModelIdentity
 from vllm_antkv.codebook.automatic import Wanted, find_or_make
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import SettingsError
+from vllm_antkv.features import num_sharing_layers
+from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.presets import Preset, get_preset
 
 logger = logging.getLogger("vllm.antkv")
@@ -29,7 +32,9 @@ class ResolvedCodebook:
     """The codebook file chosen at start-up.
 
     num_bytes: of its centroids.
-    layers: preset of every layer.
+    layers, windows: preset of every layer that has codes, and its window if it has one.
+    exact: layers that `--kv-cache-dtype-skip-layers` names.
+    num_exact_pages: how many of those have pages of their own.
     prefix: token ids of its trained prefix.
     """
 
@@ -37,11 +42,14 @@ class ResolvedCodebook:
     identity: str
     num_bytes: int
     layers: tuple[str, ...]
+    windows: tuple[int | None, ...]
+    exact: tuple[int, ...]
+    num_exact_pages: int
     prefix: tuple[int, ...]
 
     @property
     def presets(self) -> list[Preset]:
-        """Of every layer."""
+        """Of every layer that has codes."""
         return [get_preset(name) for name in self.layers]
 
 
@@ -65,12 +73,26 @@ def complete(vllm_config: VllmConfig) -> None:
     model_config = vllm_config.model_config
     identity = ModelIdentity.from_hf_config(model_config.hf_config)
     get_preset(cache_config.cache_dtype).num_sub_vectors(identity.head_size)
+    exact, settings = read_skipped(cache_config.kv_cache_dtype_skip_layers, identity.num_layers, settings)
+    cache_config.kv_cache_dtype_skip_layers = list(map(str, exact))
     wanted = Wanted(model_config.model, model_config.revision, identity, cache_config.cache_dtype)
     path = find_or_make(wanted, settings)
     codebook = Codebook.load(path, cache_config.cache_dtype, identity)
     prefix = codebook.header.prefix or ()
-    layers = tuple(preset.name for preset in codebook.header.layer_presets)
-    resolved = ResolvedCodebook(str(Path(path).resolve()), codebook.identity, codebook.num_bytes, layers, prefix)
+    # Layers that read the cache of another have no pages.
+    with_pages = range(identity.num_layers - num_sharing_layers(model_config.hf_text_config))
+    coded = [index for index in with_pages if index not in exact]
+    windows = layer_windows(model_config.hf_text_config)
+    resolved = ResolvedCodebook(
+        path=str(Path(path).resolve()),
+        identity=codebook.identity,
+        num_bytes=codebook.num_bytes,
+        layers=tuple(codebook.header.layer_presets[index].name for index in coded),
+        windows=tuple(windows[index] for index in coded),
+        exact=exact,
+        num_exact_pages=len(with_pages) - len(coded),
+        prefix=prefix,
+    )
     settings = codebook.settings(settings)
     vllm_config.additional_config = {
         **vllm_config.additional_config,
@@ -86,7 +108,9 @@ def complete(vllm_config: VllmConfig) -> None:
     logger.info("antkv codebook %s (%s), %.1f MiB", path, codebook.identity, codebook.num_bytes / 2**20)
     if codebook.header.layers is not None:
         logger.info("Bits by layer: %s", codebook.header.mix)
-    for line in describe(vllm_config, settings, resolved.presets):
+    if exact:
+        logger.info("Layers that stay in %s: %s", model_config.dtype, ", ".join(map(str, exact)))
+    for line in describe(vllm_config, settings, resolved.presets, resolved.windows, resolved.num_exact_pages):
         logger.info(line)
 
 

@@ -1,7 +1,7 @@
 """Effective bits: all KV bytes of a sequence over the elements it holds, with their parts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from vllm_antkv.cache.pages import PageLayout, pool_block_bytes
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
@@ -10,36 +10,74 @@ from vllm_antkv.select.retention import page_retention
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a sequence of `length` tokens in some layers, per KV head, and the bits per K or V element they make."""
+    """Bytes of a sequence of `length` tokens in some layers, per KV head, and the bits per K or V element they make.
+
+    exact: of the rows of layers that are not coded at all.
+    elements: of the tokens that later queries see, in a layer with a window no more than those in it.
+    """
 
     length: int
     codes: int
     anchors: int
     recency: int
+    exact: int
     padding: int
     elements: int
 
     @property
     def total(self) -> int:
         """All bytes taken from the pool."""
-        return self.codes + self.anchors + self.recency + self.padding
+        return self.codes + self.anchors + self.recency + self.exact + self.padding
 
     def bits(self, num_bytes: int) -> float:
         """Bits per element of a part."""
         return 8 * num_bytes / self.elements
 
 
-def footprint(layouts: Sequence[PageLayout], settings: AntKVConfig, length: int) -> Footprint:
-    """What a sequence of `length` tokens costs once it is computed, in the layers of these layouts."""
-    first, blocks = layouts[0], -(-length // VQ_BLOCK_SIZE)
-    retention = page_retention(settings, max(length, 1), first.recency_block_size, 0)
+def footprint(
+    layouts: Sequence[PageLayout],
+    settings: AntKVConfig,
+    length: int,
+    windows: Sequence[int | None] = (),
+    num_exact: int = 0,
+) -> Footprint:
+    """What a sequence of `length` tokens costs once it is computed.
+
+    Pages are counted as if vLLM had to fill up no group of layers to make it as large as the others.
+
+    Args:
+        layouts: of every layer that is coded.
+        settings: the antkv settings.
+        length: tokens.
+        windows: of every layer that is coded, None for one without; empty: none has one.
+        num_exact: layers beside them that are not coded; counted with those that have no window, if there are any.
+    """
+    windows = windows or [None] * len(layouts)
+    alike = {window: [each for each, own in zip(layouts, windows, strict=True) if own == window] for window in windows}
+    beside = {None if None in alike else windows[0]: num_exact}
+    costs = [_of_layers(members, settings, length, window, beside.get(window, 0)) for window, members in alike.items()]
+    names = [field.name for field in fields(Footprint) if field.name != "length"]
+    return Footprint(length, **{name: sum(getattr(cost, name) for cost in costs) for name in names})
+
+
+def _of_layers(
+    layouts: Sequence[PageLayout], settings: AntKVConfig, length: int, window: int | None, num_exact: int
+) -> Footprint:
+    """Of layers that have the same window."""
+    first = layouts[0]
+    seen = length if window is None else min(length, window)
+    # A block is freed once the next query sees none of its tokens.
+    freed = 0 if window is None else max(length - window + 1, 0) // VQ_BLOCK_SIZE
+    blocks = -(-length // VQ_BLOCK_SIZE) - freed
+    retention = page_retention(settings, max(length, 1), first.recency_block_size, 0, window)
     pages = len(retention.pages_at(length))
-    code_bytes = sum(2 * layout.preset.code_bytes(layout.head_size) for layout in layouts) * length
+    code_bytes = sum(2 * layout.preset.code_bytes(layout.head_size) for layout in layouts) * seen
     anchor_bytes = len(layouts) * blocks * 2 * first.anchor_rows * (first.anchor_row_bytes + 2)
     row_bytes = 2 * first.row_bytes + 2 * 4
     recency_bytes = len(layouts) * pages * first.recency_block_size * row_bytes
     # A page of either class occupies a whole pool block, which is as large as the larger of the two.
-    total = (blocks + pages) * pool_block_bytes(layouts)
-    padding = total - code_bytes - anchor_bytes - recency_bytes
-    elements = 2 * length * first.head_size * len(layouts)
-    return Footprint(length, code_bytes, anchor_bytes, recency_bytes, padding, elements)
+    total = (blocks + pages) * pool_block_bytes(layouts, num_exact)
+    exact_bytes = num_exact * 2 * first.row_bytes * seen
+    padding = total - code_bytes - anchor_bytes - recency_bytes - exact_bytes
+    elements = 2 * seen * first.head_size * (len(layouts) + num_exact)
+    return Footprint(length, code_bytes, anchor_bytes, recency_bytes, exact_bytes, padding, elements)

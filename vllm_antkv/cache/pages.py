@@ -98,13 +98,23 @@ class PageLayout:
         return sections + self.padding + self.tail
 
     @property
+    def exact_page_bytes(self) -> int:
+        """Bytes of a page of vLLM's own of one KV head, with as many tokens as a VQ page."""
+        return 2 * VQ_BLOCK_SIZE * self.row_bytes
+
+    @property
     def recency_page_bytes(self) -> int:
         """Bytes of a recency page of one KV head."""
         return _align(self.recency_block_size * (2 * self.row_bytes + 2 * 4)) + self.tail
 
 
 def page_layouts(
-    config: AntKVConfig, presets: Sequence[Preset], head_size: int, dtype: torch.dtype, all_slide: bool = False
+    config: AntKVConfig,
+    presets: Sequence[Preset],
+    head_size: int,
+    dtype: torch.dtype,
+    all_slide: bool = False,
+    num_exact: int = 0,
 ) -> list[PageLayout]:
     """The layouts of a model's layers, whose pages of a class lie side by side in a block of vLLM's pool.
 
@@ -116,6 +126,7 @@ def page_layouts(
         head_size: channels.
         dtype: of the model.
         all_slide: every layer has a sliding window.
+        num_exact: other layers, whose pages, in the dtype of the model, lie beside the VQ pages.
 
     Raises:
         SettingsError: a preset does not divide the head size.
@@ -123,7 +134,7 @@ def page_layouts(
     for preset in presets:
         preset.num_sub_vectors(head_size)
     layers = [PageLayout(preset, head_size, dtype.itemsize, config.anchor_rows, 1, 0) for preset in presets]
-    content = sum(layer.vq_page_bytes for layer in layers)
+    content = sum(layer.vq_page_bytes for layer in layers) + num_exact * layers[0].exact_page_bytes
     limit = int(content * (1 + _MAX_GROWTH))
 
     def needed(block_size: int) -> int:
@@ -134,21 +145,28 @@ def page_layouts(
     missing = needed(block_size) - content
     padding = _align(-(-missing // len(layers))) if 0 < missing <= limit - content else 0
     layers = [replace(layer, recency_block_size=block_size, padding=padding) for layer in layers]
-    return _patterned(layers) if all_slide else _unbalanced(layers)
+    return _patterned(layers) if all_slide else _unbalanced(layers, num_exact)
 
 
-def pool_block_bytes(layers: Sequence[PageLayout]) -> int:
-    """Bytes of a block of vLLM's pool, per KV head, all layers together: the pages of either class fit into one."""
-    return max(sum(layer.vq_page_bytes for layer in layers), sum(layer.recency_page_bytes for layer in layers))
+def pool_block_bytes(layers: Sequence[PageLayout], num_exact: int = 0) -> int:
+    """Bytes of a block of vLLM's pool, per KV head, all layers together: the pages of either class fit into one.
+
+    num_exact: as in `page_layouts`.
+    """
+    beside = num_exact * layers[0].exact_page_bytes
+    return max(sum(layer.vq_page_bytes for layer in layers) + beside, sum(layer.recency_page_bytes for layer in layers))
 
 
-def _unbalanced(layers: list[PageLayout]) -> list[PageLayout]:
+def _unbalanced(layers: list[PageLayout], num_exact: int) -> list[PageLayout]:
     """With one page larger, where each of several sizes of VQ pages would be there equally often.
 
     vLLM takes that for a pattern of layers, and cuts the recency pages into as many groups as it repeats. Two layers
     stay as they are: to make their pages equal would cost more than a group each.
     """
     counts = Counter(layer.vq_page_bytes for layer in layers)
+    if num_exact and len(counts) > 1 and set(counts.values()) != {num_exact}:
+        # Pages of one more size, of another number.
+        return layers
     if len(counts) == 1 or len(set(counts.values())) > 1 or len(layers) == 2:
         return layers
     smallest, next_size = sorted(counts)[:2]

@@ -7,6 +7,7 @@ of its hash.
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -25,14 +26,20 @@ class ClosedBlocks:
     """A request's blocks that are full, whose anchors are chosen.
 
     number: of the request, counted from 1 by this engine.
-    block_ids: from the beginning of the sequence, as far as they can be read.
+    block_ids: of each attention layer by its name, as many for all of them, from the beginning of the sequence as far
+        as they can be read; 0, the null block, where a layer with a window has let go of its own.
     running: the request is not finished.
     """
 
     number: int
     request: Request
-    block_ids: list[int]
+    block_ids: dict[str, list[int]]
     running: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """Of each layer."""
+        return len(next(iter(self.block_ids.values())))
 
 
 class LastRequests:
@@ -52,9 +59,17 @@ class LastRequests:
         found = []
         for number, request in reversed(self._requests):
             running = request.request_id in _vq_manager(manager).req_to_blocks
-            block_ids = _held(request, manager) if running else _remembered(request, manager)
-            if block_ids:
-                found.append(ClosedBlocks(number, request, block_ids, running))
+            block_ids = _held if running else _remembered
+            null = manager.block_pool.null_block.block_id
+            readable = np.flatnonzero(np.array(block_ids(request, manager, _vq_manager(manager))) != null)
+            num_blocks = int(readable.max(initial=-1)) + 1
+            if num_blocks:
+                ids = {
+                    name: block_ids(request, manager, each)[:num_blocks]
+                    for each in _vq_managers(manager)
+                    for name in manager.kv_cache_config.kv_cache_groups[each.kv_cache_group_id].layer_names
+                }
+                found.append(ClosedBlocks(number, request, ids, running))
         return found
 
 
@@ -70,21 +85,23 @@ def tokens_in_use(scheduler: Scheduler) -> int:
 
 def _vq_manager(manager: KVCacheManager) -> SingleTypeKVCacheManager:
     """Of the layers without a window, which hold all tokens; where every layer has one, of the first."""
-    managers = [m for m in manager.coordinator.single_type_managers if not isinstance(m, RecencyManager)]
+    managers = _vq_managers(manager)
     return next((m for m in managers if isinstance(m, FullAttentionManager)), managers[0])
 
 
-def _held(request: Request, manager: KVCacheManager) -> list[int]:
-    blocks = _vq_manager(manager).req_to_blocks[request.request_id]
+def _vq_managers(manager: KVCacheManager) -> list[SingleTypeKVCacheManager]:
+    return [m for m in manager.coordinator.single_type_managers if not isinstance(m, RecencyManager)]
+
+
+def _held(request: Request, manager: KVCacheManager, of_group: SingleTypeKVCacheManager) -> list[int]:
+    """Blocks of the group's layers that a running request holds; what lies before their window is null."""
+    blocks = of_group.req_to_blocks[request.request_id]
     return [block.block_id for block in blocks[: request.num_computed_tokens // VQ_BLOCK_SIZE]]
 
 
-def _remembered(request: Request, manager: KVCacheManager) -> list[int]:
-    pool, group = manager.block_pool, _vq_manager(manager).kv_cache_group_id
-    block_ids = []
-    for block_hash in resolve_block_hashes(request.block_hashes, pool.hash_block_size, VQ_BLOCK_SIZE):
-        cached = pool.get_cached_block(block_hash, [group])
-        if cached is None:
-            break
-        block_ids.append(cached[0].block_id)
-    return block_ids
+def _remembered(request: Request, manager: KVCacheManager, of_group: SingleTypeKVCacheManager) -> list[int]:
+    """Those that the prefix cache remembers of a finished request; null where it does not."""
+    pool, group = manager.block_pool, of_group.kv_cache_group_id
+    hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, VQ_BLOCK_SIZE)
+    cached = [pool.get_cached_block(block_hash, [group]) for block_hash in hashes]
+    return [pool.null_block.block_id if blocks is None else blocks[0].block_id for blocks in cached]

@@ -10,6 +10,9 @@ from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.select.retention import PageRetention, page_retention
 
+#: Tokens of an exact page of a layer with a window: few fit into a block that is made for codes.
+_WINDOW_BLOCK_SIZE = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecencySpec(SlidingWindowSpec):
@@ -78,6 +81,20 @@ def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) ->
         "tokens_per_state": VQ_BLOCK_SIZE,
     }
     return FullAttentionSpec(**page) if window is None else SlidingWindowSpec(**page, sliding_window=window)
+
+
+def exact_spec(
+    num_kv_heads: int, head_size: int, dtype: torch.dtype, window: int | None = None
+) -> FullAttentionSpec | SlidingWindowSpec:
+    """The spec of vLLM's own pages of a layer that stays in `dtype`, beside layers that are coded; window: as above.
+
+    Without a window, a page has the tokens of a VQ page and lies beside it in every block. With one, it must not: vLLM
+    takes layers of one window and one block size for a pattern, which it cannot always cut where pages differ in size.
+    """
+    page = {"num_kv_heads": num_kv_heads, "head_size": head_size, "dtype": dtype}
+    if window is None:
+        return FullAttentionSpec(**page, block_size=VQ_BLOCK_SIZE)
+    return SlidingWindowSpec(**page, block_size=_WINDOW_BLOCK_SIZE, sliding_window=window)
 
 
 def recency_spec(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import PreTrainedModel
 
 from vllm_antkv.errors import CalibrationError
@@ -145,7 +146,9 @@ def checkpointed(model: nn.Module, active: bool) -> Iterator[None]:
     for layer in layers:
         layer.training = True
     try:
-        yield
+        # A layer that is recomputed to its end can put away what it has read for it (`models.Streaming`).
+        with set_checkpoint_early_stop(False):
+            yield
     finally:
         for layer in layers:
             layer.training = False
@@ -169,8 +172,14 @@ class Capture:
     def write_rows(self, index: int, layer: int, kind: int, rows: torch.Tensor) -> None:
         """Rows of K (kind 0, before RoPE) or V (1) of window `index`, (seq_len, num_kv_heads, head_size).
 
-        Raises CalibrationError when a value does not fit float16.
+        Raises CalibrationError when a value does not fit float16, or there are other heads than the config says.
         """
+        heads, expected = tuple(rows.shape[1:]), (self.files.shape.num_kv_heads, self.files.shape.head_size)
+        if heads != expected:
+            raise CalibrationError(
+                f"Layer {layer} has {heads[0]} KV heads of {heads[1]} channels, but the model's config says "
+                f"{expected[0]} of {expected[1]}: it cannot be calibrated."
+            )
         half = rows.to(torch.float16)
         _check_finite(half, layer, "its K or V does not fit float16")
         self.files.rows(layer)[kind, index] = half.cpu().numpy()

@@ -1,4 +1,4 @@
-"""A model that vLLM runs, as calibration sees it: quantised weights, through which no gradient flows.
+"""A model that vLLM runs, as calibration sees it: no gradient flows, and `why_vllm` says why transformers does not.
 
 vLLM runs it in this process, and K and V are taken where its attention is handed them. In the place of its gradient's
 norm a row counts by the votes for it (AnTKV, equation 5): how far a unit error of it would move what attention gives to
@@ -24,7 +24,6 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
 from vllm_antkv.offline.attention import prompt_scores
 from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.models import fingerprint
 from vllm_antkv.offline.pretrained import read_tokenizer
 from vllm_antkv.offline.sinks import peak_ratio
 from vllm_antkv.ops.rope import RotaryTable, unrotate
@@ -44,13 +43,15 @@ _MAX_REASON = 400
 
 @contextmanager
 def open_engine(job: Job) -> "Iterator[EngineModel]":
-    """The model in an engine of vLLM.
+    """The model, in an engine of vLLM, which has to run it (`job.why_vllm`).
 
     Raises:
         UnsupportedModelError: vLLM is missing, does not start with this model, or K cannot be turned back.
     """
+    assert job.why_vllm is not None
+    taken = f"taken from vLLM's own forward pass, as {job.why_vllm.because}"
     counted = " Tokens count by the attention that they get." if job.weighted else ""
-    say(f"K and V are taken from vLLM's own forward pass, as no gradient flows through quantised weights.{counted}")
+    say(f"K and V are {taken}.{counted}")
     os.environ.update(_ENVIRONMENT)
     with ExitStack() as held:
         try:
@@ -62,15 +63,15 @@ def open_engine(job: Job) -> "Iterator[EngineModel]":
         except Exception as error:  # vLLM raises anything from ImportError to pydantic's errors when it cannot start
             gist = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
             raise UnsupportedModelError(
-                f"The weights of {job.settings.model} are quantised, and vLLM, which would have to run them, does not "
-                f"start ({gist}): run `antkv calibrate` on the original, whose codebooks fit both."
+                f"K and V of {job.settings.model} are {taken}, but vLLM does not start ({gist}): "
+                f"{job.why_vllm.instead or 'serve it with --kv-cache-dtype auto'}."
             ) from error
         held.callback(engine.llm_engine.engine_core.shutdown)
         yield EngineModel(job, engine)
 
 
 class EngineModel:
-    """A `source.Source` whose weights are quantised."""
+    """A `source.Source` that vLLM runs."""
 
     def __init__(self, job: Job, engine: "LLM") -> None:
         self._job = job
@@ -79,7 +80,6 @@ class EngineModel:
 
         (self._model,) = engine.apply_model(lambda model: model)
         self._probed = probed(self._model, engine.llm_engine.vllm_config)
-        self.fingerprint = fingerprint(self._model)
 
     def write_windows(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
         """As `Source` says: a document that ends is followed by BOS and the next, as in `own_text`."""

@@ -5,23 +5,26 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.mix import can_be_mixed, parts_of_mix
-from vllm_antkv.calibrate.models import compute_dtype, load_model
+from vllm_antkv.calibrate.models import Streaming, compute_dtype, load_model
 from vllm_antkv.calibrate.own_text import NAME as OWN_TEXT
-from vllm_antkv.calibrate.resources import check_memory, needs_checkpointing, pick_device
+from vllm_antkv.calibrate.progress import say
+from vllm_antkv.calibrate.resources import needs_checkpointing, pick_device, places_for_weights
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import prefix_ids, read_text, text_hash, token_windows
+from vllm_antkv.calibrate.why_vllm import WhyVllm, why_vllm
 from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.codebook.header import MAX_PREFIX
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
-from vllm_antkv.offline.pretrained import check_token_ids, is_quantised, read_config, read_tokenizer
+from vllm_antkv.offline.pretrained import check_token_ids, read_config, read_tokenizer
 from vllm_antkv.presets import Preset
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,8 @@ class Job:
     parts: presets whose centroids may go into mixes of layers; empty: none are mixed.
     windows: (num_windows, seq_len) int64; without values, on PyTorch's device `meta`, until the model has written them.
     prefix: token ids of the prefix that is trained; none: none is.
+    why_vllm: why vLLM has to run the model; None: transformers does.
+    places: bytes of weights that each place can hold where the device cannot hold them all; None: it can.
     record: what the codebook's header says about the calibration.
     """
 
@@ -46,17 +51,14 @@ class Job:
     windows: torch.Tensor
     prefix: tuple[int, ...]
     device: torch.device
+    why_vllm: WhyVllm | None
+    places: dict[int | str, int] | None
     record: dict[str, Any]
 
     @property
     def weighted(self) -> bool:
         """Whether tokens count by their gradients."""
         return self.settings.weights == "grad"
-
-    @property
-    def quantised(self) -> bool:
-        """Whether vLLM has to run the model, because no gradient flows through its weights."""
-        return is_quantised(self.config)
 
     @property
     def writes_text(self) -> bool:
@@ -72,7 +74,12 @@ class Job:
     def recomputes(self) -> bool:
         """Whether decoder layers are recomputed on the way back, because memory is short."""
         dtype = compute_dtype(self.config, self.device)
-        return needs_checkpointing(self.config, self.windows.shape[1], dtype)
+        return self.places is not None or needs_checkpointing(self.config, self.windows.shape[1], dtype)
+
+    def load_model(self, folder: Path) -> Any:
+        """The model, frozen; weights that do not fit are read when they are needed, some of them from `folder`."""
+        streaming = None if self.places is None else Streaming(self.places, folder)
+        return load_model(self.settings.model, self.config, self.device, streaming)
 
     @contextmanager
     def reloaded_model(self) -> Iterator[Any]:
@@ -90,14 +97,14 @@ def prepare(settings: CalibrationSettings) -> Job:
     presets, model = settings.chosen(), settings.model
     device = pick_device(settings.device)
     config = read_config(model, CalibrationError)
-    quantised = is_quantised(config)
-    if quantised:
-        _refuse_training(settings)
+    why = why_vllm(config)
+    if why is not None:
+        _refuse_training(settings, why)
     identity = ModelIdentity.from_hf_config(config)
     for preset in presets:
         preset.num_sub_vectors(identity.head_size)
     # Of a prompt, vLLM wants to predict one token more.
-    seq_len = _clip(settings.seq_len, config.get_text_config().max_position_embeddings - quantised)
+    seq_len = _clip(settings.seq_len, config.get_text_config().max_position_embeddings - (why is not None))
     tokenizer = read_tokenizer(model, CalibrationError)
     windows, record = _read_windows(settings, tokenizer, seq_len, identity)
     prefix = prefix_ids(tokenizer, settings.prefix_text) if settings.train_prefix else ()
@@ -107,6 +114,10 @@ def prepare(settings: CalibrationSettings) -> Job:
     check_enough(presets, num_tokens, seq_len)
     parts = parts_of_mix(presets, identity.head_size, num_tokens) if settings.bits == "mixed" else []
     trained = {"--bits mixed": bool(parts), "--refine": settings.refine > 0, "--train-prefix": bool(prefix)}
+    # vLLM itself says whether it has room for a model that it runs.
+    places = None if why is not None else places_for_weights(config, seq_len, device)
+    if places is not None:
+        _check_streamable(settings, trained, device)
     for option in (option for option, asked in trained.items() if asked):
         _check_trainable(option, windows, len(prefix) if option == "--train-prefix" else 0)
     for preset in presets:
@@ -114,14 +125,12 @@ def prepare(settings: CalibrationSettings) -> Job:
             logger.warning(
                 "%s is not mixed: no cheaper, or no dearer, preset fits this model and has tokens enough.", preset.name
             )
-    if not quantised:  # vLLM itself says whether it has room for a model that it runs
-        check_memory(config, seq_len, device)
     # Last, since it makes the folder.
     check_writable(settings.out)
     record |= {"samples": len(windows), "seq_len": seq_len, **settings.recorded()}
-    if quantised and settings.weights == "grad":
+    if why is not None and settings.weights == "grad":
         record["weights"] = "votes"
-    return Job(settings, config, identity, presets, parts, windows, prefix, device, record)
+    return Job(settings, config, identity, presets, parts, windows, prefix, device, why, places, record)
 
 
 def _read_windows(
@@ -146,7 +155,7 @@ def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> No
         )
 
 
-def _refuse_training(settings: CalibrationSettings) -> None:
+def _refuse_training(settings: CalibrationSettings, why: WhyVllm) -> None:
     """UnsupportedModelError when a model that only vLLM runs is to be trained or measured."""
     asked = {
         "--bits mixed": settings.bits == "mixed",
@@ -155,9 +164,24 @@ def _refuse_training(settings: CalibrationSettings) -> None:
     }
     for option in (option for option, is_asked in asked.items() if is_asked):
         raise UnsupportedModelError(
-            f"{settings.model} has quantised weights, through which {option} cannot train or measure: calibrate the "
-            "unquantised model, whose codebooks fit both."
+            f"{option} trains or measures through transformers' code, but vLLM has to run {settings.model}, as "
+            f"{why.because}: {why.instead or f'leave {option} out'}."
         )
+
+
+def _check_streamable(settings: CalibrationSettings, trained: dict[str, bool], device: torch.device) -> None:
+    """CalibrationError when something is asked for that would read all weights from disk over and over."""
+    for option in (option for option, asked in trained.items() if asked):
+        raise CalibrationError(
+            f"{option} runs a model hundreds of times, and {device} cannot hold the weights of {settings.model}: leave "
+            f"{option} out, or use a larger device."
+        )
+    if not settings.texts:
+        raise CalibrationError(
+            f"{device} cannot hold the weights of {settings.model}, which would be read from disk for every token that "
+            "it writes: give a text (--text, or a server's setting calibration_text), or use a larger device."
+        )
+    say(f"{device} cannot hold all weights: layers that do not fit are read whenever they are run, twice a window.")
 
 
 def _clip(seq_len: int, context: int) -> int:

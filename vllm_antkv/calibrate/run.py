@@ -19,6 +19,7 @@ from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, open_source
 from vllm_antkv.calibrate.training import num_held_out
 from vllm_antkv.calibrate.workspace import Workspace, open_workspace
+from vllm_antkv.codebook.revision import revision_of
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.kmeans import pick_backend
 from vllm_antkv.offline.sinks import PROBE_WINDOWS, SinkChannels, find_channels, find_rule, sink_mask
@@ -69,8 +70,9 @@ def _run(job: Job) -> list[Path]:
 
 def _take(job: Job, backend: str, held: ExitStack) -> tuple[Job, Workspace, Captured]:
     """Everything that the model is needed for: its text, its sinks, its K and V. `held` keeps the work folder open."""
-    with open_source(job) as source:
-        work = held.enter_context(open_workspace(job.settings.out, _identity_of_work(job, source.fingerprint, backend)))
+    weights = revision_of(job.settings.model)
+    work = held.enter_context(open_workspace(job.settings.out, _identity_of_work(job, weights, backend)))
+    with open_source(job, work.folder / "weights") as source:
         if job.writes_text:
             job = job.with_windows(_write_text(job, source, work))
         found = _find_sink_channels(source, job.windows)
@@ -78,12 +80,15 @@ def _take(job: Job, backend: str, held: ExitStack) -> tuple[Job, Workspace, Capt
         return job, work, _captured(job, files, found, source.rotary_tables(1))
 
 
-def _identity_of_work(job: Job, model: str, backend: str) -> dict[str, Any]:
-    """What another calibration would have to share to go on where this one stopped."""
+def _identity_of_work(job: Job, weights: str, backend: str) -> dict[str, Any]:
+    """What another calibration would have to share to go on where this one stopped.
+
+    weights: their name, as `revision_of` gives it.
+    """
     return {
         **job.record,
         "presets": sorted(preset.name for preset in job.presets),
-        "model": model,
+        "weights_of": weights,
         # What the model writes follows from the rest.
         "windows": "" if job.writes_text else hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
         "prefix": job.prefix,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -11,11 +12,9 @@ from transformers import PreTrainedModel
 
 from vllm_antkv.calibrate.capture import Capture, capture_window, checkpointed
 from vllm_antkv.calibrate.job import Job
-from vllm_antkv.calibrate.models import load_model
 from vllm_antkv.calibrate.own_text import BATCH, write_windows
 from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.errors import CalibrationError
-from vllm_antkv.offline.models import fingerprint
 from vllm_antkv.offline.pretrained import read_tokenizer
 from vllm_antkv.offline.sinks import peak_ratios
 from vllm_antkv.offline.traits import rotary_tables
@@ -26,12 +25,7 @@ CaptureWindow = Callable[[torch.Tensor, int], None]
 
 
 class Source(Protocol):
-    """A loaded model that text, K and V are taken from.
-
-    fingerprint: tells its weights from others.
-    """
-
-    fingerprint: str
+    """A loaded model that text, K and V are taken from."""
 
     def write_windows(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
         """Text of the model's own, (num_windows, seq_len) int64 on the CPU; see `own_text`."""
@@ -47,28 +41,31 @@ class Source(Protocol):
 
 
 @contextmanager
-def open_source(job: Job) -> Iterator[Source]:
+def open_source(job: Job, folder: Path) -> Iterator[Source]:
     """The model, loaded; its memory is free once nothing refers to it any more.
+
+    Args:
+        job: what is asked for.
+        folder: for weights that are read when they are needed.
 
     Raises:
         CalibrationError, UnsupportedModelError: it cannot be loaded, or cannot be calibrated.
     """
-    if job.quantised:
+    if job.why_vllm is not None:
         from vllm_antkv.calibrate.engine import open_engine
 
         with open_engine(job) as source:
             yield source
     else:
-        yield TransformersModel(job)
+        yield TransformersModel(job, folder)
 
 
 class TransformersModel:
     """A model that gradients flow through."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, folder: Path) -> None:
         self._job = job
-        self._model: PreTrainedModel = load_model(job.settings.model, job.config, job.device)
-        self.fingerprint = fingerprint(self._model)
+        self._model: PreTrainedModel = job.load_model(folder)
 
     def write_windows(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
         """As `Source` says."""

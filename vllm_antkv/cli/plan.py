@@ -74,6 +74,13 @@ def _show(plan: "Plan") -> None:
         "for all that is neither weights nor cache. Times are bounds; sampling, launches"
         f"{talk} and the scheduler come on top."
     )
+    if plan.seen < plan.context:
+        print()
+        paragraph(
+            f"Layers with sliding windows hold no more than those: {plan.seen:,.0f} of {plan.context:,} tokens, the "
+            "mean of all layers. A request whose prompt is being read holds the tokens of the step beside them, which "
+            "the figure that vLLM prints when it starts counts for all requests."
+        )
 
 
 def _of_step(cache: "CachePlan") -> list[str]:

@@ -14,12 +14,12 @@ from vllm_antkv.presets import PRESETS
 
 def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
     """Whether the model is supported, and which presets have a codebook that fits it."""
-    from vllm_antkv.offline.pretrained import num_parameters, read_config
+    from vllm_antkv.offline.pretrained import described, read_config
 
     try:
         config = read_config(model, SettingsError)
         identity = ModelIdentity.from_hf_config(config)
-        num_parameters(config, SettingsError)
+        described(config, SettingsError)
     except AntKVError as error:
         remedy = "Give the folder of a Hugging Face causal language model, or its name on the hub."
         yield Finding("config", "problem", str(error), remedy)

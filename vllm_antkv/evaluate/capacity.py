@@ -15,6 +15,7 @@ from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.gpus import Gpu
+from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.presets import PRESETS, Preset
 
 #: vLLM's default --gpu-memory-utilization.
@@ -31,6 +32,7 @@ class DecodeShape:
 
     matrix_weights: numbers in its matrices, the output layer included; embeddings are looked up.
     weights: all numbers.
+    windows: of every layer, None for one without; empty: none has one.
     """
 
     num_layers: int
@@ -38,6 +40,7 @@ class DecodeShape:
     head_size: int
     matrix_weights: int
     weights: int
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "DecodeShape":
@@ -47,7 +50,9 @@ class DecodeShape:
             model = AutoModelForCausalLM.from_config(config)
         matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
         total = sum(parameter.numel() for parameter in model.parameters())
-        return cls(identity.num_layers, identity.num_kv_heads, identity.head_size, matrices, total)
+        windows = tuple(layer_windows(config.get_text_config()))
+        sizes = (identity.num_layers, identity.num_kv_heads, identity.head_size)
+        return cls(*sizes, matrices, total, windows if any(windows) else ())
 
     def of_rank(self, tensor_parallel_size: int) -> "DecodeShape":
         """What one of so many GPUs has of it, as vLLM cuts it: with more GPUs than KV heads, several hold the same."""
@@ -63,6 +68,10 @@ class DecodeShape:
         """KV heads of all layers."""
         return self.num_layers * self.num_kv_heads
 
+    def seen(self, context: int) -> float:
+        """Tokens of a sequence of `context` that the next query sees, the mean of all layers."""
+        return sum(min(context, window or context) for window in self.windows or (None,)) / (len(self.windows) or 1)
+
     @property
     def caches(self) -> list[str]:
         """Values of `--kv-cache-dtype` that fit the heads, by bits, the most first."""
@@ -71,15 +80,16 @@ class DecodeShape:
 
 
 def sequence_bytes(shape: DecodeShape, kv_cache_dtype: str, context: int, settings: AntKVConfig | None = None) -> float:
-    """Of a sequence of `context` tokens, per layer and KV head, everything counted.
+    """Of a sequence of `context` tokens, per layer and KV head, everything counted; the mean of all layers.
 
     kv_cache_dtype: `auto`, `fp8` or a preset. settings: the server's defaults unless given.
     """
     if kv_cache_dtype in _ELEMENT_BYTES:
-        return 2 * context * shape.head_size * _ELEMENT_BYTES[kv_cache_dtype]
+        return 2 * shape.seen(context) * shape.head_size * _ELEMENT_BYTES[kv_cache_dtype]
     settings = settings or AntKVConfig()
     layout = PageLayout.of(settings, PRESETS[kv_cache_dtype], shape.head_size, torch.bfloat16)
-    return footprint([layout], settings, context).total
+    layouts = [layout] * (len(shape.windows) or 1)
+    return footprint(layouts, settings, context, shape.windows).total / len(layouts)
 
 
 def codebook_bytes(preset: Preset, head_size: int) -> int:

@@ -1,5 +1,6 @@
 """Bits per K or V element that a method takes, everything counted: in the engine's pages, or as its paper stores it."""
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -14,7 +15,13 @@ from vllm_antkv.offline.method import Method
 FULL_BITS = 16.0
 
 
-def effective_bits(method: Method, identity: ModelIdentity, dtype: torch.dtype, context: int) -> float:
+def effective_bits(
+    method: Method,
+    identity: ModelIdentity,
+    dtype: torch.dtype,
+    context: int,
+    windows: Sequence[int | None] = (),
+) -> float:
     """Bits held for one sequence of `context` tokens once it is computed, over its K and V elements.
 
     Counts codes, anchor rows and their offsets, recency and prefix rows, Anchor Scores, unfilled pages and padding, as
@@ -26,11 +33,12 @@ def effective_bits(method: Method, identity: ModelIdentity, dtype: torch.dtype, 
         identity: sizes of the model; every KV head of a layer costs the same.
         dtype: of full-precision rows.
         context: tokens in the sequence.
+        windows: of every layer, None for one without; empty: none has one. Elements are then those that a query sees.
     """
     if not method.layers:
         return _as_stored(method, identity, context)
     layouts = page_layouts(method.config, method.layers, identity.head_size, dtype)
-    cost = footprint(layouts, method.config, context)
+    cost = footprint(layouts, method.config, context, windows)
     return cost.bits(cost.total)
 
 

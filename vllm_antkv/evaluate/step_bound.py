@@ -64,7 +64,7 @@ def step_bound(
     kv_bytes = batch * shape.heads * sequence_bytes(shape, kv_cache_dtype, context, settings)
     attention = kv_bytes / (STREAMED * gpu.bandwidth)
     if kv_cache_dtype in PRESETS:
-        cycles = batch * context * shape.heads * DESIGN_CYCLES[kv_cache_dtype] * shape.head_size / 128
+        cycles = batch * shape.seen(context) * shape.heads * DESIGN_CYCLES[kv_cache_dtype] * shape.head_size / 128
         attention = max(attention, cycles / (gpu.multiprocessors * gpu.clock))
     return StepBound(kv_cache_dtype, context, batch, weight_bytes + kv_bytes, matrices, attention)
 

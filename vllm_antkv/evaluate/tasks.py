@@ -5,6 +5,7 @@ metrics this counts how long answers are and how many were cut off: a quantised 
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ def check_tasks(run: TaskRun) -> None:
         UnsupportedModelError: the harness is not installed.
         SettingsError: a task that it does not know.
     """
-    manager = _task_manager(run)
+    manager = _task_manager(run.include_path)
     unknown = [task for task in run.tasks if not manager.match_tasks([task])]
     if unknown:
         raise SettingsError(
@@ -158,7 +159,7 @@ def _evaluate(
     results = simple_evaluate(
         model=model,
         tasks=list(run.tasks),
-        task_manager=_task_manager(run),
+        task_manager=_task_manager(run.include_path),
         num_fewshot=run.num_fewshot,
         limit=run.limit,
         apply_chat_template=run.apply_chat_template,
@@ -194,11 +195,13 @@ def read_scores(results: dict[str, dict[str, Any]], tasks: Sequence[str]) -> Ite
             )
 
 
-def _task_manager(run: TaskRun) -> Any:
+@cache
+def _task_manager(include_path: Path | None) -> Any:
+    """The harness's list of tasks: it reads over ten thousand files for it."""
     try:
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found,import-untyped]
     except ImportError:
         raise UnsupportedModelError(
             "lm-evaluation-harness is not installed: `pip install 'vllm-antkv[tasks]'`."
         ) from None
-    return TaskManager(include_path=None if run.include_path is None else str(run.include_path))
+    return TaskManager(include_path=None if include_path is None else str(include_path))

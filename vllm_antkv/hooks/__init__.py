@@ -1,6 +1,17 @@
 """Every touch on vLLM's internals, one file each. Importing this package imports vLLM."""
 
-from vllm_antkv.hooks import after_load, backend, config, dtype, metrics, prefix_salt, prefix_tokens, specs, status
+from vllm_antkv.hooks import (
+    after_load,
+    backend,
+    config,
+    dtype,
+    kv_sharing,
+    metrics,
+    prefix_salt,
+    prefix_tokens,
+    specs,
+    status,
+)
 from vllm_antkv.hooks.base import Hook
 
 #: In the order of installation.
@@ -10,6 +21,7 @@ HOOKS: tuple[Hook, ...] = (
     specs.HOOK,
     config.HOOK,
     after_load.HOOK,
+    kv_sharing.HOOK,
     prefix_salt.HOOK,
     prefix_tokens.HOOK,
     status.HOOK,

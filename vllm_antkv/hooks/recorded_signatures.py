@@ -130,6 +130,16 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
             "get_model": "(self)",
         },
     },
+    "kv_sharing": {
+        "vllm.v1.worker.worker_base:WorkerWrapperBase": {
+            "initialize_from_config": "(self, kv_cache_configs)",
+        },
+        "vllm.v1.worker.utils": {
+            "add_kv_sharing_layers_to_kv_cache_groups": (
+                "(shared_kv_cache_layers, kv_cache_groups, runner_only_attn_layers=None)"
+            ),
+        },
+    },
     "prefix_salt": {
         "vllm.v1.engine.core:EngineCore": {
             "preprocess_add_request": "(self, request)",

@@ -36,16 +36,18 @@ def _install(patches: Patches) -> None:
 
 def _engine_status(self: EngineCore) -> dict[str, Any]:
     """Pages of the pool and reports of all workers, as plain values; see `vllm_antkv.server.status`."""
+    from vllm_antkv.attention.startup import resolved_codebook
     from vllm_antkv.cache.managers import pages_in_use
     from vllm_antkv.cache.requests import tokens_in_use
 
     manager = self.scheduler.kv_cache_manager
+    exact = resolved_codebook(self.vllm_config).exact
     return {
         # Without the null block, which is never allocated.
         "pool_pages": manager.block_pool.num_gpu_blocks - 1,
         "pages_in_use": pages_in_use(manager),
         "tokens_in_use": tokens_in_use(self.scheduler),
-        "num_layers": self.vllm_config.model_config.get_total_num_hidden_layers(),
+        "num_layers": self.vllm_config.model_config.get_total_num_hidden_layers() - len(exact),
         "workers": self.collective_rpc("antkv_report"),
     }
 
@@ -58,18 +60,19 @@ def _engine_anchors(self: EngineCore, prompt: int | None, first_block: int) -> d
     found = _last_requests(self).closed_blocks(self.scheduler.kv_cache_manager)
     chosen = next((each for each in found if prompt in (None, each.number)), None)
     answer: dict[str, Any] = {
-        "prompts": [{"prompt": each.number, "blocks": len(each.block_ids), "running": each.running} for each in found],
+        "prompts": [{"prompt": each.number, "blocks": each.num_blocks, "running": each.running} for each in found],
         "map": None,
     }
     if chosen is not None:
         settings = AntKVConfig.from_additional_config(self.vllm_config.additional_config)
-        first = min(first_block, len(chosen.block_ids) - 1)
-        block_ids = chosen.block_ids[first : first + _window(self, settings)]
-        tokens = chosen.request.all_token_ids[first * VQ_BLOCK_SIZE : (first + len(block_ids)) * VQ_BLOCK_SIZE]
+        first = min(first_block, chosen.num_blocks - 1)
+        last = min(first + _window(self, settings), chosen.num_blocks)
+        block_ids = {name: ids[first:last] for name, ids in chosen.block_ids.items()}
+        tokens = chosen.request.all_token_ids[first * VQ_BLOCK_SIZE : last * VQ_BLOCK_SIZE]
         answer["map"] = {
             "prompt": chosen.number,
             "first_block": first,
-            "blocks": len(block_ids),
+            "blocks": last - first,
             "token_ids": list(tokens) if settings.dashboard_text else None,
             "workers": self.collective_rpc("antkv_anchor_offsets", args=(block_ids,)),
         }
@@ -104,7 +107,7 @@ def _worker_report(self: WorkerWrapperBase) -> Report:
     return _inspector(self).report()
 
 
-def _worker_anchor_offsets(self: WorkerWrapperBase, block_ids: list[int]) -> list:
+def _worker_anchor_offsets(self: WorkerWrapperBase, block_ids: dict[str, list[int]]) -> list:
     return _inspector(self).anchor_offsets(block_ids)
 
 

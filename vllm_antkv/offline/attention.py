@@ -59,7 +59,8 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
                 f"Layer {layer} of this model has a sliding window, a logits soft cap or learned sink logits, and "
                 f"{method.name} evicts by plain attention: evaluate it with another method."
             )
-    run = _Run(method, rotary_tables(model, num_tokens))
+    sources = {layer: traits.source for layer, traits in enumerate(layer_traits(model)) if traits.source is not None}
+    run = _Run(method, rotary_tables(model, num_tokens), sources)
     hooks = _watch(model, run)
     try:
         with replaced(model, run.attend):
@@ -75,11 +76,15 @@ class _Run:
     is_sink: (num_windows, num_tokens) bool of the windows in hand, None until the emergence layer has run; with
         `num_sinks`, int64, the last query for which each token is one.
     starts: (num_windows, 1, 1, 1) bool, whether the windows in hand start with the trained prefix; False before any.
+    sources: of each layer that attends to the K and V of another, that one.
     """
 
-    def __init__(self, method: Method, rotaries: list[RotaryTable]) -> None:
+    def __init__(self, method: Method, rotaries: list[RotaryTable], sources: dict[int, int]) -> None:
         self.method = method
         self.rotaries = rotaries
+        self.sources = sources
+        # Of the windows in hand, those of layers that others attend to.
+        self._read: dict[int, LayerWindow] = {}
         self.is_sink: torch.Tensor | None = None
         self.starts = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
@@ -98,15 +103,22 @@ class _Run:
         # In bfloat16 the model hands over rows of the served precision; what is computed with them is float32.
         dtype = torch.promote_types(query.dtype, torch.float32)
         prefix = self.method.trained_prefix
-        if prefix is not None:
+        # Rows that another layer attends to are put in there.
+        if prefix is not None and layer not in self.sources:
             key, value = (self._put_in(rows, trained[layer]) for rows, trained in ((key, prefix.k), (value, prefix.v)))
         q, k, v = (rows.transpose(1, 2).to(dtype) for rows in (query, key, value))
         rule = self.method.sinks
-        is_sink = self.is_sink if rule is not None and layer > rule.layer else None
+        is_sink = self.is_sink if rule is not None and self.sources.get(layer, layer) > rule.layer else None
         of_literature = self.method.retention is not None or self.method.eviction is not None
         attend = attend_retained if of_literature else attend_window
         rules = LogitRules(scaling, kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
-        window = LayerWindow(layer, q, k, v, rules, self.rotaries[layer])
+        if layer in self.sources:
+            source = self._read[self.sources[layer]]
+            window = LayerWindow(layer, q, source.key, source.value, rules, source.rotary, source)
+        else:
+            window = LayerWindow(layer, q, k, v, rules, self.rotaries[layer])
+        if layer in self.sources.values():
+            self._read[layer] = window
         return attend(window, self.method, is_sink).to(query.dtype), None
 
     def _put_in(self, rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
@@ -133,6 +145,8 @@ class _Run:
         rule = self.method.sinks
         assert rule is not None
         hidden = output[0] if isinstance(output, tuple) else output
+        # Layers of Gemma-3n hand on several streams, of which attention reads the first.
+        hidden = hidden[0] if hidden.dim() == 4 else hidden
         magnitude = hidden[..., list(rule.channels)].abs()
         if self.method.num_sinks:
             self.is_sink = strongest_so_far(magnitude.amax(-1), self.method.num_sinks)
@@ -153,12 +167,12 @@ def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | N
     """
     assert method.quantiser is not None
     query, key, value, rules = window.query, window.key, window.value, window.rules
-    num_tokens, config = key.shape[1], method.config
+    num_tokens, config, owner = key.shape[1], method.config, window.owner
     positions = torch.arange(num_tokens, device=key.device)
     last_query = last_query_table(config, num_tokens, rules.window).to(key.device)
     # What queries of later blocks see: decoded rows, of which the anchors of closed blocks are corrected.
-    seen_key, seen_value = method.quantiser.read_back(window.layer, key, value, window.rotary)
-    of_prompt = prompt_scores(window, last_query) if config.anchor_scope == "prompt" else None
+    seen_key, seen_value = method.quantiser.read_back(owner.layer, key, value, window.rotary)
+    of_prompt = prompt_scores(owner, last_query) if config.anchor_scope == "prompt" else None
     outputs = []
     for start in range(0, num_tokens, VQ_BLOCK_SIZE):
         block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
@@ -178,9 +192,11 @@ def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | N
             continue
         if of_prompt is None:
             own = visible[None, :, block]
-            own_lse = causal_lse(query[:, block], key[:, block], own, rules)
+            own_lse = causal_lse(owner.query[:, block], key[:, block], own, owner.rules)
             weight = vote_weights(positions[block, None], positions[block], last_query, "block", rules.window)
-            scores = anchor_score(query[:, block], key[:, block], own_lse, weight[None], rules, VOTE_POWER["block"])
+            scores = anchor_score(
+                owner.query[:, block], key[:, block], own_lse, weight[None], owner.rules, VOTE_POWER["block"]
+            )
         else:
             scores = (of_prompt[0][..., block], of_prompt[1][..., block])
         for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):

@@ -1,6 +1,7 @@
 """What the attention of one layer gets for whole windows."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -17,6 +18,7 @@ class LayerWindow:
     key, value: (num_windows, num_tokens, num_kv_heads, head_size), keys after RoPE.
     rules: how logits come about.
     rotary: the table that rotated `key`.
+    source: the layer whose K and V these are; None: its own.
     """
 
     layer: int
@@ -25,3 +27,9 @@ class LayerWindow:
     value: torch.Tensor
     rules: LogitRules
     rotary: RotaryTable
+    source: Self | None = None
+
+    @property
+    def owner(self) -> "LayerWindow":
+        """The layer whose centroids code the rows, and whose queries vote on them."""
+        return self if self.source is None else self.source

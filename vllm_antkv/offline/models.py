@@ -1,6 +1,5 @@
 """A Hugging Face model: what can be known before its weights are loaded, and the model itself."""
 
-import hashlib
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,10 +10,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
+from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.offline.pretrained import check_token_ids, load_weights, read_config, read_tokenizer
-
-#: Values of each parameter that go into a model's fingerprint.
-_FINGERPRINT_VALUES = 64
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,11 @@ class ModelCard:
         if not hasattr(text, "max_position_embeddings"):
             raise UnsupportedModelError(f"The config of '{self.name}' has no max_position_embeddings.")
         return int(text.max_position_embeddings)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of its layers: tokens that a query sees, or None for all before it."""
+        return layer_windows(self.config.get_text_config())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,14 +91,3 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder layers.")
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Hash of a sample of every parameter: tells a model from its retrained self under the same name."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        values = flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)]
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()

@@ -4,15 +4,19 @@ A damaged file makes transformers raise whatever its readers stumble over. So ev
 sentence, as an error of the class that the caller asks for.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -58,7 +62,7 @@ def load_weights(model: str, error: type[AntKVError], **options: Any) -> PreTrai
     """
     try:
         with _no_warnings():
-            loaded, found = AutoModelForCausalLM.from_pretrained(
+            loaded, found = _auto_class(options.get("config") or AutoConfig.from_pretrained(model)).from_pretrained(
                 model, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except Exception as problem:
@@ -75,14 +79,24 @@ def load_weights(model: str, error: type[AntKVError], **options: Any) -> PreTrai
     return loaded  # type: ignore[no-any-return]
 
 
-def num_parameters(config: PretrainedConfig, error: type[AntKVError]) -> int:
-    """Parameters of the model that a config describes; `error` when it describes none."""
+def described(config: PretrainedConfig, error: type[AntKVError]) -> PreTrainedModel:
+    """The model that a config describes, without weights (PyTorch's device `meta`); `error` when it describes none."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            return _auto_class(config).from_config(config)  # type: ignore[no-any-return]
     except Exception as problem:  # sizes that do not go together, names that do not exist: anything can fail
         raise error(f"No model can be made from its config.json ({reason(problem)}).") from None
-    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Of a model or a part of it."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def hands_over_rows(config: PretrainedConfig, error: type[AntKVError]) -> bool:
+    """Whether transformers' code of a model hands K and V to its attention interface; `error` as of `described`."""
+    modules = described(config, error).get_decoder().modules()
+    return any(hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS") for module in modules)
 
 
 def check_token_ids(windows: torch.Tensor, model: str, vocab_size: int, error: type[AntKVError]) -> None:
@@ -93,6 +107,11 @@ def check_token_ids(windows: torch.Tensor, model: str, vocab_size: int, error: t
             f"The text has token id {highest}, but the vocabulary of '{model}' has {vocab_size} tokens: its tokenizer "
             "belongs to another model."
         )
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    """What makes the model: of one that sees images too, all of it, of which text needs the text model alone."""
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
 def _looks_like_a_path(model: str) -> bool:

@@ -37,7 +37,7 @@ def attend_retained(window: LayerWindow, method: Method, sink_until: torch.Tenso
         visible = rules.visible(positions[:, None], positions)[None, None]
         tables = (table.to(key.device)[None] for table in method.retention.tables(num_tokens))
         key_until, value_until = (t if sink_until is None else torch.maximum(t, sink_until) for t in tables)
-        seen_key, seen_value = method.quantiser.read_back(window.layer, key, value, window.rotary)
+        seen_key, seen_value = method.quantiser.read_back(window.owner.layer, key, value, window.rotary)
     key, seen_key, value, seen_value = (
         rows.repeat_interleave(groups, dim=2) for rows in (key, seen_key, value, seen_value)
     )

@@ -30,12 +30,14 @@ class LayerTraits:
     window: tokens that a query sees, itself included; None: all before it.
     soft_cap: of the logits, or None.
     has_sink_logits: whether a learned logit per head takes part in the softmax.
+    source: the layer whose K and V it attends to; None: its own.
     """
 
     turn: int
     window: int | None
     soft_cap: float | None
     has_sink_logits: bool
+    source: int | None
 
     def is_plain(self, num_tokens: int) -> bool:
         """Whether every query of so many tokens sees all before it, by logits that are products, and nothing else."""
@@ -76,6 +78,7 @@ def rotary_tables(model: PreTrainedModel, num_positions: int) -> list[RotaryTabl
 def _probe(model: PreTrainedModel) -> list[LayerTraits]:
     num_layers = len(decoder_layers(model))
     found: dict[int, LayerTraits] = {}
+    keys: dict[int, torch.Tensor] = {}
     # Without a rotary module, positions are embedded, or there are none.
     turns = any("rotary" in type(module).__name__.lower() for module in model.modules())
     tables = list(_candidates(model, _PROBE_TOKENS)) if turns else []
@@ -89,7 +92,9 @@ def _probe(model: PreTrainedModel) -> list[LayerTraits]:
             options.get("sliding_window"),
             options.get("softcap") or None,
             options.get("s_aux") is not None,
+            next((source for source, handed in keys.items() if handed is key), None),
         )
+        keys.setdefault(layer, key)
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
     # Neither BOS nor padding, whose embedding may be zero.
@@ -99,7 +104,7 @@ def _probe(model: PreTrainedModel) -> list[LayerTraits]:
     if sorted(found) != list(range(num_layers)):
         raise UnsupportedModelError(
             f"{type(model).__name__} has {num_layers} layers, of which {len(found)} hand K and V to transformers' "
-            "attention interface, where they are taken: it cannot be calibrated or evaluated offline."
+            "attention interface, where they are taken: it cannot be evaluated offline, but by `antkv eval served`."
         )
     return [found[layer] for layer in range(num_layers)]
 

@@ -6,15 +6,15 @@ it.
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from weakref import WeakKeyDictionary
 
 import torch
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.arguments import rows_argument, step_argument
-from vllm_antkv.ops.cuda_arguments import ResultsArgument, layer_argument, tables_of
+from vllm_antkv.ops.cuda_arguments import ResultsArgument, anchor_bytes, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
 from vllm_antkv.ops.layer import LayerKind, LayerState, VotingBeside
@@ -109,12 +109,14 @@ class CudaOperations:
         if reason is not None:
             raise UnsupportedModelError(f"This model cannot run here: {reason}: use the antkv setting kernels=triton.")
         self._others = _triton(layer) if others is None else others
-        self._build = Build.of(layer.kind, fp8, self._backend.shared_bytes, self._backend.capability)
+        build = Build.of(layer.kind, fp8, self._backend.shared_bytes, self._backend.capability)
+        self._build = build.with_anchors(anchor_bytes(layer))
         self._backend.load(self._build)
         self._scratch = layer.scratch
         self._votes = layer.config.anchor_rows > 0 and not layer.votes_on_prompt and sees_own_block(layer.last_query)
-        # By the step's identity, whatever is scored in between.
-        self._awaited: dict[int, _Votes] = {}
+        # Steps whose single tokens are to vote when they attend, with the sinks among their tokens. A step that never
+        # attends is forgotten with whoever held it.
+        self._awaited: WeakKeyDictionary[Step, torch.Tensor | None] = WeakKeyDictionary()
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
         self._layer = layer_argument(layer, self._tensors, self._build, self._split)
@@ -155,7 +157,7 @@ class CudaOperations:
         if step.max_query_len > 1:
             self._others.score_longer(query, key, value, is_sink, step)
         if step.num_reqs:
-            self._awaited[id(step)] = _Votes(step, is_sink)
+            self._awaited[step] = is_sink
 
     def attend(
         self,
@@ -182,7 +184,8 @@ class CudaOperations:
         step: Step,
     ) -> None:
         build, num_kv_heads = self._build, key.shape[1]
-        awaited = self._awaited.pop(id(step), None)
+        votes = step in self._awaited
+        is_sink = self._awaited.pop(step, None)
         partials, places = self._partials(step.num_reqs, step.max_seq_len)
         capacity = len(partials)
         results = ResultsArgument(
@@ -191,8 +194,8 @@ class CudaOperations:
             partials.data_ptr(),
             places.data_ptr(),
             capacity,
-            None if awaited is None or awaited.is_sink is None else awaited.is_sink.data_ptr(),
-            awaited is not None,
+            None if is_sink is None else is_sink.data_ptr(),
+            votes,
         )
         self._backend.launch(
             build,
@@ -217,7 +220,7 @@ class CudaOperations:
             0,
             (self._layer, step_argument(step), results),
         )
-        if awaited is not None:
+        if votes:
             self._others.close_blocks(key, value, step)
 
     def _partials(self, num_reqs: int, max_seq_len: int) -> list[torch.Tensor]:
@@ -229,17 +232,6 @@ class CudaOperations:
         capacity = min(num_reqs * -(-max_seq_len // self._split), num_reqs + self._pool_splits)
         shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)
         return self._scratch((shape, torch.float32), ((num_reqs, 2), torch.int32))
-
-
-@dataclass(frozen=True)
-class _Votes:
-    """That single tokens are to give in a step, which is kept for its identity.
-
-    is_sink: as of `LayerOperations.anchor_score`.
-    """
-
-    step: Step
-    is_sink: torch.Tensor | None
 
 
 def _triton(layer: LayerState) -> VotingBeside:

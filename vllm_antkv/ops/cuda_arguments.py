@@ -90,15 +90,13 @@ def layer_argument(layer: LayerState, tables: dict[str, torch.Tensor], build: Bu
         recency_scores=section_offset(layer.recency.k, layer.recency.scores),
         rotary_rows=0 if layer.rotary is None else len(layer.rotary.cos),
         split=split,
-        staged_bytes=_staged_bytes(layer, build),
+        staged_bytes=2 * VQ_BLOCK_SIZE * build.code_bytes + (anchor_bytes(layer) if build.staged_rows else 0),
         num_blocks=len(layer.vq.k_codes),
     )
 
 
-def _staged_bytes(layer: LayerState, build: Build) -> int:
-    """Of a page: with its anchors, where a span has room for them."""
-    codes = 2 * VQ_BLOCK_SIZE * build.code_bytes
-    offsets = layer.vq.anchor_offsets
+def anchor_bytes(layer: LayerState) -> int:
+    """Of a page: its anchors and their offsets, which lie behind the codes."""
+    begin, offsets = 2 * VQ_BLOCK_SIZE * layer.vq.k_codes.shape[-1], layer.vq.anchor_offsets
     end = section_offset(layer.vq.k_codes, offsets) + offsets.shape[2] * offsets.shape[3] * offsets.itemsize
-    content = -(-end // ALIGNMENT) * ALIGNMENT
-    return content if content - codes <= build.staged_anchor_bytes else codes
+    return -(-(end - begin) // ALIGNMENT) * ALIGNMENT

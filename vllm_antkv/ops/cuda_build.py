@@ -24,6 +24,8 @@ class Build:
     """What the kernels are compiled for.
 
     fp8: the tables of decoding are in e4m3, as those of 4,096 centroids always are.
+    staged_rows: anchor rows of K, and of V, that spans have room for beside the codes of a page; 0: anchors are read
+        where they are.
     """
 
     head_size: int
@@ -55,6 +57,14 @@ class Build:
         """With as much of everything as there is shared memory for; with the least, where even that does not fit."""
         sizes = [replace(self, warps=warps, ring=ring, staged_rows=rows) for warps, ring, rows in _SIZES]
         return next((build for build in sizes if build.decode_shared_bytes <= shared_bytes), sizes[-1])
+
+    def with_anchors(self, num_bytes: int) -> "Build":
+        """For pages whose anchors and their offsets are so many bytes: a span has room for all of them or for none."""
+        return self if num_bytes <= self.staged_anchor_bytes else replace(self, staged_rows=0)
+
+    def of_coding(self) -> "Build":
+        """The one of all builds with the same antkv_encode_store."""
+        return replace(self, group=1, fp8=False, bulk=False, ring=1, staged_rows=0)
 
     @property
     def encode_threads(self) -> int:
@@ -139,6 +149,7 @@ class Build:
             "CENTROIDS": self.num_centroids,
             "WARPS": self.warps,
             "RING": self.ring,
+            "STAGED_ROWS": self.staged_rows,
             "STAGED_ANCHORS": self.staged_anchor_bytes,
             "DECODE_SHARED": self.decode_shared_bytes,
             "ENCODE_SHARED": self.encode_shared_bytes,

@@ -52,9 +52,10 @@ def transformers_tables(
         kinds: of layers, from which a module chooses that has a table for each.
         device: of the module and of the tables.
     """
-    for cos, sin in _turns(rotary, num_positions, kinds, device):
+    # At position 0 nothing is turned, and pairs of channels cannot be told from others.
+    for cos, sin in _turns(rotary, max(num_positions, 2), kinds, device):
         for is_neox_style in (True, False):
-            yield RotaryTable(cos.contiguous(), sin.contiguous(), is_neox_style)
+            yield RotaryTable(cos[:num_positions].contiguous(), sin[:num_positions].contiguous(), is_neox_style)
 
 
 def _turns(

@@ -16,7 +16,7 @@ from vllm_antkv.ops.counters import ROW_CLASSES, Report
 from vllm_antkv.presets import nominal_bits
 
 PageClass = Literal["vq", "recency"]
-Part = Literal["codes", "anchors", "recency", "padding"]
+Part = Literal["codes", "anchors", "recency", "exact", "padding"]
 RowClass = Literal["recent", "anchors", "codes"]
 
 
@@ -66,14 +66,14 @@ class Setup(BaseModel):
 
     active: Literal[True] = True
     preset: str
-    layers: tuple[str, ...] = Field(description="The preset of every layer.")
+    layers: tuple[str, ...] = Field(description="The preset of every layer that has codes, in their order.")
     bits: Bits
     kv_bytes_per_token: dict[Part, float] = Field(description="Of all layers and KV heads, at `bits.at_tokens`.")
     settings: AntKVConfig
     codebook: CodebookInfo
     pages: dict[PageClass, Page]
     pool_page_bytes: int = Field(description="Of a page of either class, all layers and KV heads.")
-    bf16_bytes_per_token: int = Field(description="What a BF16 cache of this model would take.")
+    bf16_bytes_per_token: int = Field(description="What a BF16 cache would take, at `bits.at_tokens`.")
     versions: dict[str, str]
 
     @classmethod
@@ -81,7 +81,8 @@ class Setup(BaseModel):
         """Read it from the configuration of a server with an antkv cache."""
         settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
         codebook = resolved_codebook(vllm_config)
-        layouts, cost = served_footprint(vllm_config, settings, codebook.presets)
+        num_exact = codebook.num_exact_pages
+        layouts, cost = served_footprint(vllm_config, settings, codebook.presets, codebook.windows, num_exact)
         model_config = vllm_config.model_config
         parts: dict[Part, int] = {
             "codes": cost.codes,
@@ -89,6 +90,8 @@ class Setup(BaseModel):
             "recency": cost.recency,
             "padding": cost.padding,
         }
+        if num_exact:
+            parts["exact"] = cost.exact
         heads = model_config.get_total_num_kv_heads()
         return cls(
             preset=vllm_config.cache_config.cache_dtype,
@@ -108,9 +111,9 @@ class Setup(BaseModel):
                     block_size=layouts[0].recency_block_size, bytes=sum(layout.recency_page_bytes for layout in layouts)
                 ),
             },
-            pool_page_bytes=heads * pool_block_bytes(layouts),
-            # K and V of 2 bytes per channel.
-            bf16_bytes_per_token=heads * len(layouts) * 2 * 2 * layouts[0].head_size,
+            pool_page_bytes=heads * pool_block_bytes(layouts, num_exact),
+            # It frees what is past a window, too.
+            bf16_bytes_per_token=heads * 2 * cost.elements // cost.length,
             versions={"vllm_antkv": __version__, "vllm": vllm.__version__, "torch": torch.__version__},
         )
 

@@ -51,6 +51,31 @@ _BACKENDS = (
     Reliance(f"{_BACKEND}:AttentionType", How.FIELDS, "DECODER", "impl: all other kinds are refused"),
 )
 
+_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
+
+#: Of layers that --kv-cache-dtype-skip-layers names.
+_EXACT = (
+    Reliance(f"{_CPU_ATTENTION}:CPUAttentionBackend", How.SUBCLASS, "", "packed_cpu: another layout of its pages"),
+    Reliance(
+        f"{_CPU_ATTENTION}:CPUAttentionBackend.supported_kv_cache_layouts",
+        How.OVERRIDE,
+        "cls",
+        "packed_cpu: block outermost",
+    ),
+    Reliance(
+        f"{_CPU_ATTENTION}:CPUAttentionBackendImpl.forward",
+        How.BEHAVIOUR,
+        "",
+        "packed_cpu: pages are views whose blocks lie apart, and kernels go by their strides",
+    ),
+    Reliance(
+        "vllm.model_executor.layers.attention:Attention.__init__",
+        How.BEHAVIOUR,
+        "",
+        "exact_layers: a layer that is named by its index gets the backend of auto, sliding_window means all with one",
+    ),
+)
+
 _METADATA = (
     Reliance(f"{_BACKEND}:AttentionMetadata", How.SUBCLASS, "", "metadata: one class per class of pages"),
     Reliance(f"{_BACKEND}:AttentionMetadataBuilder", How.SUBCLASS, "", "metadata: likewise"),
@@ -104,7 +129,8 @@ _LAYERS = (
     Reliance(
         "vllm.model_executor.layers.attention:Attention",
         How.FIELDS,
-        "head_size impl kv_cache layer_name num_heads num_kv_heads",
+        "attn_backend head_size impl kv_cache kv_cache_torch_dtype kv_sharing_target_layer_name layer_name num_heads "
+        "num_kv_heads sliding_window",
         "attach: of every attention layer",
     ),
     Reliance(
@@ -219,4 +245,4 @@ _ROTARY = (
     ),
 )
 
-ENTRIES = (*_BACKENDS, *_METADATA, *_LAYERS, *_ROTARY)
+ENTRIES = (*_BACKENDS, *_EXACT, *_METADATA, *_LAYERS, *_ROTARY)

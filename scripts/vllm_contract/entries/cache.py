@@ -59,6 +59,8 @@ _PAGES = (
         "specs: the window that metadata builders are told; the longest sequence",
     ),
     Reliance(f"{_SPECS}:KVCacheConfig", How.NAME, "", "scripts: how memory was divided"),
+    Reliance(f"{_SPECS}:KVCacheConfig", How.FIELDS, "kv_cache_groups", "requests: whose block table is whose"),
+    Reliance(f"{_SPECS}:KVCacheGroupSpec", How.FIELDS, "layer_names", "requests: layers that share a block table"),
 )
 
 _MANAGERS = (
@@ -123,7 +125,7 @@ _MANAGERS = (
     Reliance(
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
         How.FIELDS,
-        "block_pool coordinator free",
+        "block_pool coordinator free kv_cache_config",
         "managers, requests, status: where the pool and the managers are",
     ),
     Reliance(

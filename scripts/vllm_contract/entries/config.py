@@ -21,7 +21,8 @@ ENTRIES = (
         "vllm.config.cache:CacheConfig",
         How.FIELDS,
         "block_size cache_dtype enable_prefix_caching kv_cache_dtype_skip_layers kv_cache_layout kv_offloading_size "
-        "num_gpu_blocks prefix_cache_retention_interval sliding_window user_specified_block_size",
+        "kv_sharing_fast_prefill num_gpu_blocks prefix_cache_retention_interval sliding_window "
+        "user_specified_block_size",
         "startup, refusals, specs: what of the cache the user chose",
     ),
     Reliance(

@@ -173,7 +173,25 @@ _WORKERS = (
         f"{_WORKER}:WorkerWrapperBase.initialize_from_config",
         How.WRAP,
         "self, kv_cache_configs",
-        "prefix_tokens: when the model runner is ready",
+        "prefix_tokens: when the model runner is ready; kv_sharing: before it looks for pages",
+    ),
+    Reliance(
+        "vllm.v1.worker.utils:add_kv_sharing_layers_to_kv_cache_groups",
+        How.BEHAVIOUR,
+        "",
+        "kv_sharing: a layer that reads the cache of another stands in its group, whose spec is asked for its page",
+    ),
+    Reliance(
+        f"{_V1}.initialize_attn_backend",
+        How.BEHAVIOUR,
+        "",
+        "kv_sharing: looks for pages by the layers' own names; its source tells whether the hook is needed",
+    ),
+    Reliance(
+        "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs",
+        How.FIELDS,
+        "kv_cache_specs",
+        "kv_sharing: pages of a group by the layers' names",
     ),
     Reliance(
         f"{_WORKER}:WorkerBase.load_model",

@@ -12,8 +12,9 @@ from vllm_antkv.ops.cuda_build import Build
 
 @cache
 def library(build: Build) -> ctypes.CDLL:
-    definitions = [f"-D{name}={value}" for name, value in build.definitions.items()]
-    compiled = ctypes.CDLL(str(library_of(("decode", "encode_store"), definitions)))
+    builds = {"decode": build, "encode_store": build.of_coding()}
+    parts = {name: [f"-D{macro}={value}" for macro, value in b.definitions.items()] for name, b in builds.items()}
+    compiled = ctypes.CDLL(str(library_of(parts)))
     compiled.races_found.restype = compiled.emulation_sites.restype = ctypes.c_char_p
     compiled.emulation_change.argtypes = ctypes.c_char_p, ctypes.c_bool
     return compiled

@@ -1,49 +1,60 @@
-"""Compiles kernels with g++ against `emulation.h`, under watch: races, undefined behaviour."""
+"""Compiles kernels with g++ against `emulation.h`, under watch: races, undefined behaviour.
+
+Whatever is made is kept under the hash of what it is made of.
+"""
 
 import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[2] / "csrc" / "cuda"
-_LIBRARIES = HERE.parents[2] / ".pytest_cache" / "cuda_emulation"
-_FLAGS = ("-std=c++17", "-O1", "-g", "-march=native", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w", "-fPIC")
+_MADE = HERE.parents[2] / ".pytest_cache" / "cuda_emulation"
+_FLAGS = ("-std=c++17", "-g", "-march=native", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w", "-fPIC")
 #: races.cpp stands in for the runtime of -fsanitize=thread. Undefined behaviour ends the process.
-_WATCHES = ("-fsanitize=thread", "-fsanitize=alignment,bounds,shift,null", "-fno-sanitize-recover=all")
+_WATCHED = ("-O1", "-fsanitize=thread", "-fsanitize=alignment,bounds,shift,null", "-fno-sanitize-recover=all")
+_DETECTOR = ("-O3",)
 
 
-def library_of(names: Sequence[str], definitions: Sequence[str]) -> Path:
-    """The library of C++ files of this folder: compiled once for what it is made of, whoever asks first."""
-    sources = [
-        path for folder in (HERE, SOURCES) for path in sorted(folder.iterdir()) if path.suffix[:2] in (".c", ".h")
-    ]
-    made_of = hashlib.sha256(repr((names, _FLAGS, _WATCHES, definitions)).encode())
-    made_of.update(subprocess.run(["g++", "-Q", "-march=native", "--help=target"], capture_output=True).stdout)
-    for path in sources:
-        made_of.update(path.read_bytes())
-    library = _LIBRARIES / f"{made_of.hexdigest()}.so"
-    if not library.exists():
-        _LIBRARIES.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_LIBRARIES) as folder:
-            compile_kernels([HERE / f"{name}.cpp" for name in names], Path(folder, "kernels.so"), definitions)
-            os.replace(Path(folder, "kernels.so"), library)
-    return library
+def library_of(parts: Mapping[str, Sequence[str]]) -> Path:
+    """The library of C++ files of this folder, by name, and the kernels that they include. parts: their definitions."""
+    return _linked([_object_of(name, (*_WATCHED, *definitions)) for name, definitions in parts.items()], ["-shared"])
 
 
-def compile_kernels(files: Sequence[Path], to: Path, definitions: Sequence[str] = ()) -> None:
-    """Compile C++ files and the kernels that they include: a program where `to` has no suffix, else a library."""
-    flags = ["g++", *_FLAGS, "-DANTKV_EMULATION", f"-I{HERE}", f"-I{SOURCES}", *definitions]
-    objects = []
-    for file in (*files, HERE / "races.cpp"):
-        objects.append(to.with_name(f"{file.stem}.o"))
-        watches = _WATCHES if file in files else ()
-        _run([*flags, *watches, "-c", str(file), "-o", str(objects[-1])])
-    _run(["g++", *(["-shared"] if to.suffix else []), *map(str, objects), "-lubsan", "-ldl", "-o", str(to)])
+def program_of(name: str) -> Path:
+    """The program of a C++ file of this folder and the kernels that it includes."""
+    return _linked([_object_of(name, _WATCHED)], [])
 
 
-def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+def _object_of(name: str, options: Sequence[str]) -> Path:
+    command = ["g++", *_FLAGS, *options, "-DANTKV_EMULATION", f"-I{HERE}", f"-I{SOURCES}", "-c", f"{HERE}/{name}.cpp"]
+    return _made(command, _sources())
+
+
+def _linked(objects: Sequence[Path], kind: Sequence[str]) -> Path:
+    detector = _object_of("races", _DETECTOR)
+    return _made(["g++", *kind, *map(str, (*objects, detector)), "-lubsan", "-ldl"])
+
+
+def _made(command: Sequence[str], of: bytes = b"") -> Path:
+    path = _MADE / hashlib.sha256(repr(command).encode() + of).hexdigest()
+    if not path.exists():
+        _MADE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_MADE) as folder:
+            result = subprocess.run([*command, "-o", f"{folder}/made"], capture_output=True, text=True)
+            assert result.returncode == 0, result.stderr
+            os.replace(f"{folder}/made", path)
+    return path
+
+
+@cache
+def _sources() -> bytes:
+    """What objects are made of beside their options: all sources, and what -march=native means here."""
+    content = [subprocess.run(["g++", "-Q", "-march=native", "--help=target"], capture_output=True).stdout]
+    for folder in (HERE, SOURCES):
+        content += [path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix[:2] in (".c", ".h")]
+    return hashlib.sha256(b"".join(content)).digest()

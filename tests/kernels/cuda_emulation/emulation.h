@@ -48,38 +48,38 @@ using std::min;
 
 namespace emulation {
 
-inline float bits_to_float(u32 bits) {
+ANTKV_MACHINE float bits_to_float(u32 bits) {
     float value;
     std::memcpy(&value, &bits, 4);
     return value;
 }
-inline u16 to_bf16(float value) {
+ANTKV_MACHINE u16 to_bf16(float value) {
     u32 bits;
     std::memcpy(&bits, &value, 4);
     if (std::isnan(value)) return 0x7fff;
     return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-inline u16 to_f16(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+ANTKV_MACHINE u16 to_f16(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 
 }  // namespace emulation
 
-inline float f16_to_float(u16 half) { return _cvtsh_ss(half); }
-inline float bf16_to_float(u16 half) { return emulation::bits_to_float((u32)half << 16); }
-inline u32 pack_f16(float first, float second) {
+ANTKV_MACHINE float f16_to_float(u16 half) { return _cvtsh_ss(half); }
+ANTKV_MACHINE float bf16_to_float(u16 half) { return emulation::bits_to_float((u32)half << 16); }
+ANTKV_MACHINE u32 pack_f16(float first, float second) {
     return emulation::to_f16(first) | (u32)emulation::to_f16(second) << 16;
 }
-inline u32 pack_bf16(float first, float second) {
+ANTKV_MACHINE u32 pack_bf16(float first, float second) {
     return emulation::to_bf16(first) | (u32)emulation::to_bf16(second) << 16;
 }
-inline u32 fma_f16x2(u32 a, u32 b, u32 c) {
-    const auto one = [=](int shift) {
-        const double product = (double)f16_to_float((u16)(a >> shift)) * f16_to_float((u16)(b >> shift));
-        return (float)(product + f16_to_float((u16)(c >> shift)));
-    };
-    return pack_f16(one(0), one(16));
+ANTKV_MACHINE float fma_f16(u16 a, u16 b, u16 c) {
+    return (float)((double)f16_to_float(a) * f16_to_float(b) + f16_to_float(c));
 }
-inline u32 mul_f16x2(u32 a, u32 b) { return fma_f16x2(a, b, 0x80008000u); }
-inline u32 neg_f16x2(u32 a) { return a ^ 0x80008000u; }
+ANTKV_MACHINE u32 fma_f16x2(u32 a, u32 b, u32 c) {
+    const float first = fma_f16((u16)a, (u16)b, (u16)c);
+    return pack_f16(first, fma_f16((u16)(a >> 16), (u16)(b >> 16), (u16)(c >> 16)));
+}
+ANTKV_MACHINE u32 mul_f16x2(u32 a, u32 b) { return fma_f16x2(a, b, 0x80008000u); }
+ANTKV_MACHINE u32 neg_f16x2(u32 a) { return a ^ 0x80008000u; }
 constexpr float kFp8Unit = 256;
 inline void widen_e4m3x4(u32 word, u32& low, u32& high) {
     const auto one = [=](int at) { return (word >> at & 0x80) << 8 | (word >> at & 0x7f) << 7; };
@@ -99,7 +99,7 @@ struct Operands {
 };
 
 template <float (*kWiden)(u16)>
-void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+ANTKV_MACHINE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     Operands own;
     for (int i = 0; i < 8; ++i) own.a[i] = kWiden((u16)(a[i / 2] >> i % 2 * 16));
     for (int i = 0; i < 4; ++i) own.b[i] = kWiden((u16)((i / 2 ? b1 : b0) >> i % 2 * 16));
@@ -155,7 +155,7 @@ void wait_for_copies(ANTKV_SITE) {
     }
 }
 
-inline u32 permute_bytes(u32 a, u32 b, u32 selector) {
+ANTKV_MACHINE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     const unsigned long long bytes = (unsigned long long)b << 32 | a;
     u32 word = 0;
     for (int i = 0; i < 4; ++i) word |= (u32)(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
@@ -168,14 +168,14 @@ inline void sync_warp(ANTKV_SITE) {
     if (!emulation::is_left_out("sync_warp", file, line)) emulation::meet(emulation::warp().meeting);
 }
 template <typename T>
-T from_lane(T value, int lane) {
+ANTKV_MACHINE T from_lane(T value, int lane) {
     return emulation::read<T>(emulation::show(value)[lane]);
 }
 template <typename T>
 T from_lane_xor(T value, int mask) {
     return from_lane(value, emulation::lane() ^ mask);
 }
-inline u32 ballot_warp(bool condition) {
+ANTKV_MACHINE u32 ballot_warp(bool condition) {
     const auto* shown = emulation::show(condition);
     u32 mask = 0;
     for (int lane = 0; lane < 32; ++lane) mask |= (u32)emulation::read<bool>(shown[lane]) << lane;

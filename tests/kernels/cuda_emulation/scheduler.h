@@ -18,6 +18,10 @@ emulation_switch:
     ret
 )");
 
+// Parts of the machine that run at every step: nothing that they access is the kernel's, and to watch them takes most of
+// the time.
+#define ANTKV_MACHINE __attribute__((no_sanitize_thread, no_sanitize_undefined)) inline
+
 // The source of all chances; set by the tests.
 extern "C" inline unsigned long long emulation_seed = 1;
 
@@ -64,10 +68,11 @@ struct Phases {
     unsigned completed = 0;  // phases
     races::Clock coming, together;
 
-    bool is_over(unsigned parity) const { return (completed & 1) != parity; }
+    ANTKV_MACHINE bool is_over(unsigned parity) const { return (completed & 1) != parity; }
 };
 
 struct Block;
+struct Warp;
 
 struct Thread {
     struct {
@@ -75,6 +80,7 @@ struct Thread {
     } index;
     unsigned number;  // in its cluster
     Block* block;
+    Warp* warp;
     void* stack = nullptr;  // where it goes on
     Meeting* meeting = nullptr;
     unsigned generation = 0, exchanges = 0;
@@ -83,7 +89,7 @@ struct Thread {
     bool done = false;
     std::vector<std::vector<Copy>> copies;  // groups; the last is not committed
 
-    bool can_run() const {
+    ANTKV_MACHINE bool can_run() const {
         return !done && (!meeting || meeting->generation != generation) && (!phases || phases->is_over(parity));
     }
 };
@@ -120,6 +126,8 @@ struct BulkCopy {
 struct Cluster {
     std::vector<Block> blocks;
     std::vector<Thread> threads;
+    Thread* first_thread;
+    unsigned num_threads;
     std::vector<BulkCopy> copies;
     Meeting meeting{0};
     const std::function<void()>* kernel;
@@ -131,25 +139,25 @@ inline Block* block = nullptr;
 inline Thread* thread = nullptr;
 inline unsigned long long chance_state = 1;
 
-inline unsigned chance(unsigned choices) {
+ANTKV_MACHINE unsigned chance(unsigned choices) {
     chance_state = chance_state * 6364136223846793005ull + 1442695040888963407ull;
     return (unsigned)(chance_state >> 33) % choices;
 }
 
-inline Warp& warp() { return block->warps[thread->index.x / kWarpSize]; }
-inline int lane() { return (int)(thread->index.x % kWarpSize); }
+ANTKV_MACHINE Warp& warp() { return *thread->warp; }
+ANTKV_MACHINE int lane() { return (int)(thread->index.x % kWarpSize); }
 
 void land_a_copy();
 
 // Go on with the next thread that can.
-inline void yield() {
+ANTKV_MACHINE void yield() {
     Thread* from = thread;
-    const size_t count = cluster->threads.size();
+    const unsigned count = cluster->num_threads;
     while (!cluster->copies.empty() && chance(4) == 0) land_a_copy();
     for (;;) {
-        const size_t first = chance(8) ? from->number + 1 : chance((unsigned)count) / kWarpSize * kWarpSize;
-        for (size_t step = 0; step < count; ++step) {
-            Thread& next = cluster->threads[(first + step) % count];
+        const unsigned first = chance(8) ? from->number + 1 : chance(count) / kWarpSize * kWarpSize;
+        for (unsigned step = 0; step < count; ++step) {
+            Thread& next = cluster->first_thread[(first + step) % count];
             if (!next.can_run()) continue;
             thread = &next;
             block = next.block;
@@ -165,7 +173,7 @@ inline void yield() {
 }
 
 // `orders`: what was written before is read behind. Shuffles, ballots and mma promise nothing.
-inline void meet(Meeting& meeting, bool orders = true) {
+ANTKV_MACHINE void meet(Meeting& meeting, bool orders = true) {
     if (orders) races::release(*thread, meeting.coming);
     if (++meeting.arrived == meeting.size) {
         meeting.arrived = 0;
@@ -182,7 +190,7 @@ inline void meet(Meeting& meeting, bool orders = true) {
 
 // Show a value to the warp; what all of its lanes have shown.
 template <typename T>
-const u8 (*show(const T& value))[64] {
+ANTKV_MACHINE const u8 (*show(const T& value))[64] {
     static_assert(sizeof(T) <= 64);
     auto& shown = warp().shown[thread->exchanges++ % 2];
     std::memcpy(shown[lane()], &value, sizeof value);
@@ -190,7 +198,7 @@ const u8 (*show(const T& value))[64] {
     return shown;
 }
 template <typename T>
-T read(const u8 (&shown)[64]) {
+ANTKV_MACHINE T read(const u8 (&shown)[64]) {
     T value;
     std::memcpy(&value, shown, sizeof value);
     return value;
@@ -235,11 +243,14 @@ inline void run(Cluster& c, unsigned threads) {
         reserved = c.threads.size();
         stacks = (u8*)map_pages(reserved * kStack);
     }
-    for (unsigned number = 0; number < c.threads.size(); ++number) {
+    c.first_thread = c.threads.data();
+    c.num_threads = (unsigned)c.threads.size();
+    for (unsigned number = 0; number < c.num_threads; ++number) {
         Thread& t = c.threads[number];
         t.number = number;
         t.index.x = number % threads;
         t.block = &c.blocks[number / threads];
+        t.warp = &t.block->warps[t.index.x / kWarpSize];
         t.copies.resize(1);
         // Six registers, the function to return to, and a place for its own return address, as the ABI aligns them.
         void** top = (void**)((size_t)(stacks + (number + 1) * kStack) & ~(size_t)15) - 2;

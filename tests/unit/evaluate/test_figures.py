@@ -1,75 +1,111 @@
 """The figures: what they count is what they say, and their drawings can be made from their JSON alone."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.evaluate.conftest import random_codebook, tiny_model
 from vllm_antkv import cli
+from vllm_antkv.codebook import ModelIdentity, codebook_path
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.figures import FIGURES
 from vllm_antkv.evaluate.figures.activations import LayerRows, hidden_states, visit_layers
 from vllm_antkv.evaluate.figures.anchor_choice import CHOICES, ORACLE, best_of_blocks, equation_5
 from vllm_antkv.evaluate.figures.coverage import kept_by_table, mass_on
 from vllm_antkv.evaluate.figures.error_distribution import SHARES, worst_tokens
-from vllm_antkv.evaluate.figures.eviction_error import full_attention
-from vllm_antkv.evaluate.figures.row_error import attention, causal, row_errors
+from vllm_antkv.evaluate.figures.row_error import row_errors
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of
 from vllm_antkv.evaluate.figures.token_error import covered, spearman
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.ops.logits import LogitRules
 
 TOKENS = 40
 
 
-@pytest.fixture
-def rows() -> LayerRows:
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+RULES = {
+    "plain": LogitRules(8**-0.5),
+    "window, soft cap, learned sinks": LogitRules(8**-0.5, window=11, soft_cap=2.0, sinks=SINKS),
+}
+
+
+@pytest.fixture(params=RULES.values(), ids=RULES.keys())
+def rows(request: pytest.FixtureRequest) -> LayerRows:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(TOKENS, heads, 8, generator=generator) for heads in (4, 2, 2))
-    return LayerRows(0, query, key, value, 8**-0.5)
+    return LayerRows(0, query, key, value, request.param)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """One head, one query after the other."""
-    return torch.stack([((key[: i + 1] @ q * scale).softmax(0) @ value[: i + 1]) for i, q in enumerate(query)])
+def weights_of(query: torch.Tensor, key: torch.Tensor, rules: LogitRules, head: int) -> torch.Tensor:
+    """One head, one query after the other: what a query gives the rows before it, and itself."""
+    weights = torch.zeros(len(query), len(key))
+    for i, q in enumerate(query):
+        first = 0 if rules.window is None else max(i + 1 - rules.window, 0)
+        logits = key[first : i + 1] @ q * rules.scale
+        if rules.soft_cap is not None:
+            logits = rules.soft_cap * torch.tanh(logits / rules.soft_cap)
+        if rules.sinks is not None:
+            logits = torch.cat((logits, rules.sinks[head : head + 1]))
+        weights[i, first : i + 1] = logits.softmax(0)[: i + 1 - first]
+    return weights
 
 
 def test_error_of_a_row_is_what_coding_it_alone_changes(rows: LayerRows) -> None:
     generator = torch.Generator().manual_seed(1)
     coded = [part + 0.5 * torch.randn(part.shape, generator=generator) for part in (rows.key, rows.value)]
-    seen = causal(TOKENS, rows.key.device) & (torch.rand(TOKENS, TOKENS, generator=generator) < 0.7)
+    seen = rows.visible & (torch.rand(TOKENS, TOKENS, generator=generator) < 0.7)
     errors = row_errors(rows, *coded, seen)
     for row, head in ((0, 0), (7, 1), (39, 1)):
         for kind, of_kind in enumerate((errors.key, errors.value)):
             changed = [rows.key.clone(), rows.value.clone()]
             changed[kind][row, head] = coded[kind][row, head]
             expected = 0.0
-            for query in rows.queries_of(head).unbind(1):
-                before = attend(query, rows.key[:, head], rows.value[:, head], rows.scale)
-                after = attend(query, changed[0][:, head], changed[1][:, head], rows.scale)
+            for query_head in (2 * head, 2 * head + 1):
+                query = rows.query[:, query_head]
+                before, after = (
+                    weights_of(query, key[:, head], rows.rules, query_head) @ value[:, head]
+                    for key, value in ((rows.key, rows.value), changed)
+                )
                 expected += float((after - before).norm(dim=-1)[seen[:, row]].sum())
             assert float(of_kind[head, row]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_rows_are_those_the_model_attends_with(model) -> None:
+GEMMA = {"sliding_window": 11, "query_pre_attn_scalar": 16, "num_hidden_layers": 2, "attn_implementation": "eager"}
+ATTENDING: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "windows, soft caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0}),
+    "windows, learned sinks": ("gpt_oss", {"sliding_window": 11, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+@pytest.mark.parametrize(("family", "changes"), ATTENDING.values(), ids=ATTENDING.keys())
+def test_rows_are_those_the_model_attends_with(family: str, changes: dict[str, Any]) -> None:
     """Attention computed from them, put through the output projection, is what the attention module puts out."""
-    window = torch.arange(3, 33)
+    model, window = tiny_model(family, **changes).requires_grad_(False), torch.arange(3, 33)
+    implementation = model.config._attn_implementation
     expected: list[torch.Tensor] = []
     hooks = [
         layer.self_attn.register_forward_hook(lambda _, __, output: expected.append(output[0][0]))
         for layer in model.model.layers
     ]
     layers: list[LayerRows] = []
-    visit_layers(model, window, layers.append)
+    # Its own attention first.
+    with torch.inference_mode():
+        model(window[None])
     for hook in hooks:
         hook.remove()
-    assert [rows.layer for rows in layers] == [0, 1, 2]
+    visit_layers(model, window, layers.append)
+    assert [rows.layer for rows in layers] == list(range(len(model.model.layers)))
     for rows, output in zip(layers, expected, strict=True):
-        again = model.model.layers[rows.layer].self_attn.o_proj(full_attention(rows).flatten(1))
-        torch.testing.assert_close(again, output)
-    assert model.config._attn_implementation == "sdpa"
+        again = model.model.layers[rows.layer].self_attn.o_proj(rows.outputs().flatten(1))
+        torch.testing.assert_close(again, output, rtol=1e-4, atol=5e-5)
+    assert model.config._attn_implementation == implementation
 
 
 def test_hidden_states_are_the_model_s(model) -> None:
@@ -84,8 +120,9 @@ def test_anchor_score_by_its_equation(rows: LayerRows) -> None:
     scores = equation_5(rows)
     for head in range(2):
         of_key = of_value = torch.zeros(TOKENS)
-        for query in rows.queries_of(head).unbind(1):
-            weights = attention(query, rows.key[:, head], rows.scale)
+        for query_head in (2 * head, 2 * head + 1):
+            query = rows.query[:, query_head]
+            weights = weights_of(query, rows.key[:, head], rows.rules, query_head)
             of_key = of_key + (weights * (1 - weights) * query.norm(dim=-1, keepdim=True)).sum(0)
             of_value = of_value + weights.sum(0)
         torch.testing.assert_close(scores.key[head], of_key)
@@ -111,15 +148,15 @@ def test_even_errors_are_evenly_shared() -> None:
     torch.testing.assert_close(worst_tokens(torch.ones(2, 200)), torch.tensor(SHARES))
 
 
+@pytest.mark.parametrize("rows", [RULES["plain"]], indirect=True)
 def test_coverage_is_the_attention_on_what_is_kept(rows: LayerRows) -> None:
     everything = kept_by_table(torch.full((TOKENS,), TOKENS))
     assert mass_on(everything, rows, slice(0, None)) == pytest.approx(1)
     itself = kept_by_table(torch.arange(TOKENS))
     expected = torch.stack(
         [
-            attention(query, rows.key[:, head], rows.scale).diagonal()[10:].mean()
-            for head in range(2)
-            for query in rows.queries_of(head).unbind(1)
+            weights_of(rows.query[:, head], rows.key[:, head // 2], rows.rules, head).diagonal()[10:].mean()
+            for head in range(4)
         ]
     ).mean()
     assert mass_on(itself, rows, slice(10, None)) == pytest.approx(float(expected))
@@ -168,6 +205,25 @@ def test_every_figure_is_drawn_from_its_numbers(drawn: Path, name: str) -> None:
     for panel in figure.axes:
         assert panel.get_ylabel(), "every axis says what it shows"
     assert any(panel.get_xlabel() and panel.get_title() for panel in figure.axes)
+
+
+def test_a_model_with_windows_is_drawn_too(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    """Policies that drop rows are shown in its layer that sees everything, and not compared as methods."""
+    kinds = ["sliding_attention", "full_attention"]
+    model = tiny_model(
+        "gemma3_text", sliding_window=100, query_pre_attn_scalar=16, num_hidden_layers=2, layer_types=kinds
+    )
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    model.save_pretrained(folder)
+    random_codebook(ModelIdentity.from_hf_config(model.config)).save(codebook_path(folder / "antkv", "antkv-1bit"))
+    names = ["anchor-choice", "coverage", "eviction-error", "methods"]
+    paths = ["--text", str(text_file), "--out", str(tmp_path)]
+    figures = ["--context", "264", "--max-windows", "1", "--figures", ",".join(names)]
+    assert cli.run(["inspect", str(folder), *paths, *figures]) == 0
+    numbers = {name: json.loads((tmp_path / f"{name}.json").read_text())["numbers"] for name in names}
+    assert not any(name.startswith(("h2o", "streamingllm")) for name in numbers["methods"]["methods"])
+    assert "antkv-1bit" in numbers["methods"]["methods"]
 
 
 def test_choices_are_compared_at_equal_counts(drawn: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import BloomConfig, LlamaConfig
+from transformers import BloomConfig, Gemma2Config, LlamaConfig
 
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
@@ -73,6 +73,26 @@ def test_two_gpus_hold_more_than_twice_as_much_as_one_and_read_half_each(llama: 
             (step.read_bytes - 2 * 7_504_658_432 / n) / step.batch for step, n in ((alone.step, 1), (together.step, 2))
         ]
         assert per_request[1] == pytest.approx(per_request[0] / 2)
+
+
+def test_windows_bound_what_is_held_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the layers hold a window; then all do."""
+    kinds = ["sliding_attention", "full_attention"] * 13
+    sizes = {"num_hidden_layers": 26, "layer_types": kinds, "sliding_window": 1024}
+    Gemma2Config(architectures=["Gemma2ForCausalLM"], **sizes).save_pretrained(tmp_path)
+    plan = make_plan(str(tmp_path), "h100-80", 32768, 64, AntKVConfig())
+    assert plan.seen == (32768 + 1024) / 2
+    auto, *_, one_bit = plan.caches[:5]
+    assert auto.bits == 16
+    assert 1 < one_bit.bits < 1.5
+    heads, head_size = 26 * 4, 256
+    assert auto.step is not None
+    weights = make_plan(str(tmp_path), "h100-80", 1, 1, AntKVConfig()).caches[0].step
+    assert weights is not None
+    read = auto.step.read_bytes - (weights.read_bytes - 4 * heads * head_size)
+    assert read == pytest.approx(auto.step.batch * plan.seen * 4 * heads * head_size)
+    assert cli.run(["plan", str(tmp_path), "--gpu", "h100-80", "--context", "32768"]) == 0
+    assert "16,896 of 32,768 tokens" in " ".join(capsys.readouterr().out.split())
 
 
 def test_with_more_gpus_than_kv_heads_several_hold_the_same(llama: str) -> None:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as Canvas
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.evaluate.figures.activations import LayerRows
-from vllm_antkv.evaluate.figures.row_error import RowScores, causal, row_errors
+from vllm_antkv.evaluate.figures.row_error import RowScores, row_errors
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import canvas, label, legend_beside, lines
 from vllm_antkv.evaluate.report import perplexity_of
@@ -53,12 +53,10 @@ Chosen = tuple[torch.Tensor, torch.Tensor]
 
 def equation_5(rows: LayerRows) -> RowScores:
     """The paper's Anchor Score of every row: votes of all queries of the window, summed (AnTKV, equation 5)."""
-    votes = causal(len(rows.key), rows.key.device)
+    votes = rows.visible
     scores = []
-    for query, key, lse in _heads(rows, votes):
-        scores.append(
-            torch.cat([(vote * votes).sum((1, 2)) for vote in anchor_votes(query, key, lse, LogitRules(rows.scale))])
-        )
+    for query, key, lse, rules in _heads(rows, votes):
+        scores.append(torch.cat([(vote * votes).sum((1, 2)) for vote in anchor_votes(query, key, lse, rules)]))
     of_key, of_value = torch.stack(scores, dim=1)
     return RowScores(of_key, of_value)
 
@@ -73,29 +71,32 @@ def served_scores(rows: LayerRows, config: AntKVConfig, scope: str) -> RowScores
     """
     num_tokens, device = len(rows.key), rows.key.device
     positions = torch.arange(num_tokens, device=device)
-    last_query = last_query_table(config, num_tokens).to(device)
-    votes = causal(num_tokens, device)
+    last_query = last_query_table(config, num_tokens, rows.rules.window).to(device)
+    votes = rows.visible
     if scope == "block":
         votes = votes & (positions // VQ_BLOCK_SIZE == positions[:, None] // VQ_BLOCK_SIZE)
-    weight = vote_weights(positions[:, None], positions, last_query, scope) * votes
+    weight = vote_weights(positions[:, None], positions, last_query, scope, rows.rules.window) * votes
     scores = []
-    for query, key, lse in _heads(rows, votes):
-        scores.append(torch.cat(anchor_score(query, key, lse, weight[None], LogitRules(rows.scale), VOTE_POWER[scope])))
+    for query, key, lse, rules in _heads(rows, votes):
+        scores.append(torch.cat(anchor_score(query, key, lse, weight[None], rules, VOTE_POWER[scope])))
     of_key, of_value = torch.cat(scores, dim=1)
     return RowScores(of_key, of_value)
 
 
-def _heads(rows: LayerRows, votes: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Queries, key and log-sum-exp over the keys that each query votes on, for each KV head: a batch of one."""
+def _heads(
+    rows: LayerRows, votes: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, LogitRules]]:
+    """For each KV head as `LayerRows.group`, and third the log-sum-exp over the keys that each query votes on."""
     for head in range(rows.key.shape[1]):
-        query, key = rows.queries_of(head)[None], rows.key[None, :, head : head + 1]
-        yield query, key, causal_lse(query, key, votes[None], LogitRules(rows.scale))
+        query, key, rules = rows.group(head)
+        yield query, key, causal_lse(query, key, votes[None], rules), rules
 
 
-def seen_through_code(config: AntKVConfig, num_tokens: int, device: torch.device) -> torch.Tensor:
-    """(num_tokens, num_tokens) bool, True where query i no longer sees row j exactly."""
-    last = last_query_table(config, num_tokens).to(device)
-    return causal(num_tokens, device) & (torch.arange(num_tokens, device=device)[:, None] > last)
+def seen_through_code(config: AntKVConfig, rows: LayerRows) -> torch.Tensor:
+    """(num_tokens, num_tokens) bool, True where query i sees row j, but no longer exactly."""
+    num_tokens, device = len(rows.key), rows.key.device
+    last = last_query_table(config, num_tokens, rows.rules.window).to(device)
+    return rows.visible & (torch.arange(num_tokens, device=device)[:, None] > last)
 
 
 #: Chooses the rows of one layer under each of several settings, which differ in the number of rows.
@@ -112,7 +113,8 @@ def _by_anchor_score(scope: str) -> Choice:
         def kept(config: AntKVConfig, score: torch.Tensor, exact: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
             def of_block(block: slice) -> torch.Tensor:
                 already = torch.arange(block.start, block.stop, device=exact.device) < config.prefix
-                return block_anchors(score[:, block], exact[block], coded[block], already, config)
+                window = rows.rules.window
+                return block_anchors(score[:, block], exact[block], coded[block], already, config, window)
 
             return _in_blocks(of_block, score)
 
@@ -259,9 +261,12 @@ def _shares_of_oracle(without: float, lost: dict[str, list[float]]) -> dict[str,
 
 
 def _candidates(scene: Scene, method: Method, window: int) -> list[Candidates]:
-    seen = seen_through_code(method.config, scene.context, scene.model.device)
     layers: list[Candidates] = []
-    scene.visit(lambda rows: layers.append(Candidates(rows, *scene.coded(method, rows), seen)), window)
+
+    def visit(rows: LayerRows) -> None:
+        layers.append(Candidates(rows, *scene.coded(method, rows), seen_through_code(method.config, rows)))
+
+    scene.visit(visit, window)
     return layers
 
 

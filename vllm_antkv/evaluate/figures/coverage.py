@@ -6,7 +6,6 @@ import torch
 from matplotlib.figure import Figure as Canvas
 
 from vllm_antkv.evaluate.figures.activations import LayerRows
-from vllm_antkv.evaluate.figures.row_error import attention, causal
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import canvas, label, lines
 from vllm_antkv.laboratory.h2o import HeavyHitters
@@ -20,10 +19,9 @@ LOG, SLIDING, STREAMING, H2O = "log-distributed (LogQuant)", "sliding", "Streami
 
 
 def numbers(scene: Scene) -> dict[str, Any]:
-    """Mean share of the attention of queries that have more tokens behind them than are kept."""
+    """Mean share of the attention of queries that have more tokens behind them than are kept, in plain layers."""
     windows = [window for window in WINDOWS if 3 * window < scene.context]
-    layers: list[LayerRows] = []
-    scene.visit(layers.append)
+    layers = scene.plain_layers()
     kept: list[float] = []
     shares: dict[str, list[float]] = {LOG: [], SLIDING: [], STREAMING: [], H2O: []}
     for window in track(windows, "coverage"):
@@ -35,8 +33,8 @@ def numbers(scene: Scene) -> dict[str, Any]:
         recent = kept_by_table(sliding(budget)(scene.context))
         of_layers: dict[str, list[float]] = {name: [] for name in shares}
         for rows in layers:
-            heavy = HeavyHitters(budget).visible(rows.query[None], rows.key[None], rows.scale)
-            first = SinksAndWindow(budget).visible(rows.query[None], rows.key[None], rows.scale)
+            heavy = HeavyHitters(budget).visible(rows.query[None], rows.key[None], rows.rules.scale)
+            first = SinksAndWindow(budget).visible(rows.query[None], rows.key[None], rows.rules.scale)
             for name, mask in zip(shares, (spread[None, None], recent, first, heavy), strict=True):
                 of_layers[name].append(mass_on(mask.to(rows.key.device), rows, full))
         for name, values in of_layers.items():
@@ -46,9 +44,8 @@ def numbers(scene: Scene) -> dict[str, Any]:
 
 def kept_by_table(last_query: torch.Tensor) -> torch.Tensor:
     """(1, 1, num_tokens, num_tokens) bool, True where query i still finds row j."""
-    num_tokens = len(last_query)
-    positions = torch.arange(num_tokens)
-    return (causal(num_tokens, last_query.device) & (positions[:, None] <= last_query))[None, None]
+    positions = torch.arange(len(last_query))
+    return ((positions <= positions[:, None]) & (positions[:, None] <= last_query))[None, None]
 
 
 def mass_on(kept: torch.Tensor, rows: LayerRows, queries: slice) -> float:
@@ -59,8 +56,8 @@ def mass_on(kept: torch.Tensor, rows: LayerRows, queries: slice) -> float:
     total = 0.0
     for head in range(rows.key.shape[1]):
         mask = kept[0, head if kept.shape[1] > 1 else 0]
-        for query in rows.queries_of(head).unbind(1):
-            total += float((attention(query, rows.key[:, head], rows.scale) * mask)[queries].sum(-1).mean())
+        for query_head in rows.heads_of(head):
+            total += float((query_head.attention * mask)[queries].sum(-1).mean())
     return total / rows.query.shape[1]
 
 

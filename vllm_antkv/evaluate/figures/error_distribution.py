@@ -6,7 +6,7 @@ import torch
 from matplotlib.figure import Figure as Canvas
 
 from vllm_antkv.evaluate.figures.activations import LayerRows
-from vllm_antkv.evaluate.figures.row_error import causal, row_errors
+from vllm_antkv.evaluate.figures.row_error import row_errors
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of
 from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label
 
@@ -27,7 +27,7 @@ def numbers(scene: Scene) -> dict[str, Any]:
     }
 
     def visit(rows: LayerRows) -> None:
-        errors = row_errors(rows, *scene.coded(method, rows), causal(scene.context, rows.key.device))
+        errors = row_errors(rows, *scene.coded(method, rows), rows.visible)
         for kind, of_kind in zip("KV", (errors.key, errors.value), strict=True):
             result[kind]["errors"].append(numbers_of(of_kind.flatten().quantile(torch.tensor(QUANTILES).to(of_kind))))
             result[kind]["worst"].append(numbers_of(worst_tokens(of_kind)))

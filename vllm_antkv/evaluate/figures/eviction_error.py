@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure as Canvas
 
-from vllm_antkv.evaluate.figures.activations import LayerRows
 from vllm_antkv.evaluate.figures.coverage import kept_by_table
-from vllm_antkv.evaluate.figures.row_error import attention
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label, legend_beside
 from vllm_antkv.laboratory.h2o import HeavyHitters
@@ -19,7 +17,6 @@ from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Eviction, Method, Quantiser
 from vllm_antkv.offline.retained import attend_retained
 from vllm_antkv.offline.retention import Retention, Table, sliding
-from vllm_antkv.ops.logits import LogitRules
 
 #: W of LogQuant and the tokens that all policies keep exactly, at most.
 WINDOW, TOKENS = 42, 126
@@ -42,7 +39,7 @@ class ByTable:
 
 
 def numbers(scene: Scene) -> dict[str, Any]:
-    """Mean L1 error of an attention output over its mean L1 norm, over all layers, heads and tokens of a window."""
+    """Mean L1 error of an attention output over its mean L1 norm, over plain layers, heads and tokens of a window."""
     logquant = LogQuant(BITS, WINDOW)
     policies: dict[str, Table] = {
         "log-distributed tokens exact": logquant.last_query,
@@ -50,8 +47,7 @@ def numbers(scene: Scene) -> dict[str, Any]:
     }
     code = scene.method(scene.preset).quantiser
     assert code is not None
-    layers: list[LayerRows] = []
-    scene.visit(layers.append)
+    layers = scene.plain_layers()
     methods: dict[str, dict[str, Method]] = {}
     for name, table in policies.items():
         coder: Quantiser = logquant if table == logquant.last_query else Kivi(BITS)
@@ -65,14 +61,14 @@ def numbers(scene: Scene) -> dict[str, Any]:
     error = {name: dict.fromkeys(of_name, 0.0) for name, of_name in methods.items()}
     norm = 0.0
     for rows in track(layers, "eviction-error"):
-        exact = full_attention(rows)
+        exact = rows.outputs()
         norm += float(exact.abs().mean())
         window = LayerWindow(
             rows.layer,
             rows.query[None],
             rows.key[None],
             rows.value[None],
-            LogitRules(rows.scale),
+            rows.rules,
             scene.rotaries[rows.layer],
         )
         for name, of_name in methods.items():
@@ -85,15 +81,6 @@ def numbers(scene: Scene) -> dict[str, Any]:
             name: {treatment: value / norm for treatment, value in of_name.items()} for name, of_name in error.items()
         },
     }
-
-
-def full_attention(rows: LayerRows) -> torch.Tensor:
-    """Attention outputs of a layer in full precision, (num_tokens, num_heads, head_size)."""
-    outputs = []
-    for head in range(rows.key.shape[1]):
-        for query in rows.queries_of(head).unbind(1):
-            outputs.append(attention(query, rows.key[:, head], rows.scale) @ rows.value[:, head])
-    return torch.stack(outputs, dim=1)
 
 
 def _coding(scene: Scene, table: Table, quantiser: Quantiser) -> Method:

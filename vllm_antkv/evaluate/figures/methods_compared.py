@@ -10,10 +10,11 @@ from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import COLOURS, MARKERS, canvas, label, legend_beside
 from vllm_antkv.evaluate.methods import METHODS
 from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.traits import layer_traits
 
 
 def numbers(scene: Scene) -> dict[str, Any]:
-    """Perplexity, nominal and effective bits of each; methods without a codebook for this model are left out."""
+    """Perplexity, nominal and effective bits of each; methods that cannot be computed for this model are left out."""
     methods = [method for name in METHODS if (method := _built(scene, name)) is not None]
     return {
         "recency": scene.request.config.recency,
@@ -21,7 +22,9 @@ def numbers(scene: Scene) -> dict[str, Any]:
             method.name: {
                 "perplexity": scene.full_perplexity if method.name == "fp16" else scene.perplexity(method),
                 "nominal_bits": method.nominal_bits,
-                "effective_bits": effective_bits(method, scene.card.identity, scene.card.dtype, scene.context),
+                "effective_bits": effective_bits(
+                    method, scene.card.identity, scene.card.dtype, scene.context, scene.card.windows
+                ),
             }
             for method in track(methods, "methods")
         },
@@ -30,9 +33,11 @@ def numbers(scene: Scene) -> dict[str, Any]:
 
 def _built(scene: Scene, name: str) -> Method | None:
     try:
-        return scene.method(name)
+        method = scene.method(name)
     except (CodebookError, SettingsError):
         return None
+    is_plain = all(traits.is_plain(scene.context) for traits in layer_traits(scene.model))
+    return method if is_plain or method.eviction is None else None
 
 
 def draw(numbers: dict[str, Any]) -> Canvas:

@@ -4,7 +4,7 @@ Exact and in closed form, so that all rows of a window are measured at once. Let
 its attention to row j. If row j alone comes back from the cache,
 
     from V:  o_i' - o_i = A_ij (v_j' - v_j)
-    from K:  o_i' - o_i = s_ij (v_j - o_i),  s_ij = A_ij (e^d - 1) / (1 + A_ij (e^d - 1)),  d = scale q_i (k_j' - k_j)
+    from K:  o_i' - o_i = s_ij (v_j - o_i),  s_ij = A_ij (e^d - 1) / (1 + A_ij (e^d - 1)),  d the change of the logit
 
 The error of the row is the sum of the norms of these changes over the queries that see its code.
 """
@@ -35,28 +35,16 @@ def row_errors(rows: LayerRows, coded_key: torch.Tensor, coded_value: torch.Tens
     of_key, of_value = [], []
     for head in range(rows.key.shape[1]):
         key, value = rows.key[:, head], rows.value[:, head]
-        key_error, value_error = coded_key[:, head] - key, coded_value[:, head] - value
+        value_error = coded_value[:, head] - value
         error_of_key = key.new_zeros(len(key))
         mass = key.new_zeros(len(key))
-        for query in rows.queries_of(head).unbind(1):
-            weights = attention(query, key, rows.scale)
+        for query_head in rows.heads_of(head):
+            weights = query_head.attention
             output = weights @ value
-            growth = torch.expm1(rows.scale * query @ key_error.T)
+            growth = torch.expm1(query_head.logits(coded_key[:, head]) - query_head.logits(key))
             share = weights * growth / (1 + weights * growth)
             error_of_key += (share.abs() * torch.cdist(output, value) * seen).sum(0)
             mass += (weights * seen).sum(0)
         of_key.append(error_of_key)
         of_value.append(mass * value_error.norm(dim=-1))
     return RowScores(torch.stack(of_key), torch.stack(of_value))
-
-
-def attention(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of one head, (num_tokens, num_tokens), from queries and keys of (num_tokens, head_size)."""
-    logits = scale * query @ key.T
-    return logits.masked_fill(~causal(len(key), key.device), -torch.inf).softmax(-1)
-
-
-def causal(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """(num_tokens, num_tokens) bool, True where row j is not after query i."""
-    positions = torch.arange(num_tokens, device=device)
-    return positions <= positions[:, None]

@@ -11,6 +11,7 @@ import torch
 
 from vllm_antkv import __version__
 from vllm_antkv.codebook import Codebook, find_codebook
+from vllm_antkv.codebook.revision import revision_of
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, SettingsError
 from vllm_antkv.evaluate.figures import Figure
@@ -20,7 +21,7 @@ from vllm_antkv.evaluate.report import versions, write_json
 from vllm_antkv.evaluate.windows import load_windows
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.laboratory.sample import MAX_TOKENS, take_sample
-from vllm_antkv.offline.models import ModelCard, fingerprint
+from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.presets import PRESETS
 
 
@@ -75,7 +76,7 @@ def inspect_model(of: Inspection, figures: Sequence[Figure], out: Path) -> Itera
     scene = Scene(card, loaded, list(codebooks), windows, request)
     settings = {
         "model": of.model,
-        "weights": fingerprint(loaded),
+        "weights": revision_of(of.model),
         "text": [of.text.name, _digest(windows)],
         "calibration": [(of.calibration or of.text).name, _digest(learned)],
         "context": of.context,

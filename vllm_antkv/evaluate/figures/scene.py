@@ -11,6 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.evaluate.figures.activations import LayerRows, visit_layers
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.report import perplexity_of
@@ -97,6 +98,21 @@ class Scene:
     def visit(self, visitor: Callable[[LayerRows], None], window: int = 0) -> None:
         """Hand the rows of every layer of one window, in full precision, to `visitor`."""
         visit_layers(self.model, self.windows[window], visitor)
+
+    def plain_layers(self) -> list[LayerRows]:
+        """The layers of the first window whose queries see all before them by plain logits.
+
+        Raises UnsupportedModelError when there is none: methods that drop rows are made for those.
+        """
+        layers: list[LayerRows] = []
+        self.visit(layers.append)
+        plain = [rows for rows in layers if rows.sees_all and replace(rows.rules, window=None).are_plain]
+        if not plain:
+            raise UnsupportedModelError(
+                "Figures of methods that drop rows need a layer without a soft cap, learned sinks, and a sliding "
+                "window shorter than --context, and this model has none: name others with --figures."
+            )
+        return plain
 
     def coded(self, method: Method, rows: LayerRows) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer's K (after RoPE) and V come back as, each (num_tokens, num_kv_heads, head_size)."""

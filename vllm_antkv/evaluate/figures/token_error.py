@@ -12,7 +12,7 @@ from matplotlib.figure import Figure as Canvas
 
 from vllm_antkv.evaluate.figures.activations import LayerRows
 from vllm_antkv.evaluate.figures.anchor_choice import equation_5
-from vllm_antkv.evaluate.figures.row_error import RowScores, causal, row_errors
+from vllm_antkv.evaluate.figures.row_error import RowScores, row_errors
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of
 from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label
 
@@ -28,7 +28,7 @@ def numbers(scene: Scene) -> dict[str, Any]:
 
     def visit(rows: LayerRows) -> None:
         coded = scene.coded(method, rows)
-        errors.append(_both(row_errors(rows, *coded, causal(scene.context, rows.key.device))))
+        errors.append(_both(row_errors(rows, *coded, rows.visible)))
         score = _both(equation_5(rows))
         made = torch.stack(
             [(code - row).norm(dim=-1).T for code, row in zip(coded, (rows.key, rows.value), strict=True)]

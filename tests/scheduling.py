@@ -1,0 +1,27 @@
+"""Which tests run in one process: `pytest -n 2 -p tests.scheduling`, as `make test` does."""
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
+
+#: Files that ask the same server: in one process they start it once.
+SERVER_FILES = (
+    "tests/serving/test_bad_requests.py",
+    "tests/serving/test_dashboard.py",
+    "tests/serving/test_prometheus.py",
+    "tests/serving/test_status.py",
+    "tests/serving/test_tasks.py",
+)
+
+
+class FileScheduling(LoadFileScheduling):
+    """Whole files, and all that share a server, run in one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        scope = super()._split_scope(nodeid)
+        return SERVER_FILES[0] if scope in SERVER_FILES else scope
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
+    """What shares the tests out."""
+    return FileScheduling(config, log)

@@ -1,0 +1,45 @@
+"""A model whose code in transformers hands its K and V to nobody: vLLM runs it for its codebook, and serves it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.serving.conftest import EMBEDDED
+from tests.serving.tiny import make_model
+from vllm_antkv import cli
+from vllm_antkv.codebook import Codebook, KeyTurn, codebook_path
+from vllm_antkv.doctor.verify import check_answers
+
+pytestmark = pytest.mark.serving
+
+PRESET = "antkv-1bit"
+TEXT = EMBEDDED.parents[1] / "LICENSE"
+
+
+@pytest.fixture(scope="module")
+def gpt_j(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half of its channels turn, neighbours together."""
+    return make_model(tmp_path_factory.mktemp("gpt-j"), "gptj", {"rotary_dim": 16, "num_key_value_heads": 4})
+
+
+@pytest.mark.usefixtures("engine_environment")
+def test_it_is_calibrated_and_answers_as_without_the_cache(gpt_j: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["calibrate", str(gpt_j), "--preset", PRESET, "--text", str(TEXT), "--out", str(gpt_j / "antkv")]
+    assert cli.run([*command, "--samples", "3", "--seq-len", "128"]) == 0
+    assert "as transformers' code of this model does not hand them over" in capsys.readouterr().err
+    header = Codebook.load(codebook_path(gpt_j / "antkv", PRESET)).header
+    assert header.turns == (KeyTurn(rotary_dim=16, neighbours=True),) * 2
+    assert header.calibration["weights"] == "votes"
+    findings = list(check_answers(str(gpt_j), None))
+    assert [finding.state for finding in findings] == ["ok", "ok"], findings
+
+
+def test_what_needs_transformers_code_is_refused(
+    gpt_j: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = ["--text", str(TEXT)], ["--out", str(tmp_path)]
+    assert cli.run(["calibrate", str(gpt_j), "--preset", PRESET, *text, *out, "--refine", "3"]) == 1
+    assert "does not hand them over: leave --refine out." in capsys.readouterr().err
+    report = ["--json", str(tmp_path / "report.json"), "--context", "64", "--max-windows", "1"]
+    assert cli.run(["eval", "compare", str(gpt_j), "--methods", "rtn-2bit", *text, *report]) == 1
+    assert "it cannot be evaluated offline, but by `antkv eval served`." in capsys.readouterr().err
