@@ -139,11 +139,9 @@ class Split {
         if (size_ == 128 && layer_.rotary_dim == 128 && layer_.is_neox_style) run(std::integral_constant<int, 128>{});
         else run(std::integral_constant<int, 0>{});
     }
-    // Adds the coded values. False where they are added up by code, or in float32.
+    // Adds the coded values. False where float32 is for this layer.
     bool values_by_tiles(float* output) {
-        // Bins are faster than VDPBF16PS where there are more tokens than centroids: 8 ns against 12 for four heads.
-        const bool pays = layer_.tiles != ANTKV_AVX512_BF16 || !by_code();
-        return pays && tile_values_fit(layer_) && with_tiles(layer_, [&](auto tiles) {
+        return tile_values_fit(layer_) && with_tiles(layer_, [&](auto tiles) {
             for_tile_heads<8>(group_, [&](auto heads, int h, int num_heads) {
                 with_centroids(layer_, sequence_.head, layer_.v_bfloat16, [&](auto centroids) {
                     add_in_tiles<decltype(tiles), heads>(layer_, centroids, count_, codes_of(true), is_coded(),
