@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 LENGTH = 32768
 PRESET = "antkv-1bit"
 _COMMON = {"vocab_size": 128256, "max_position_embeddings": 131072, "dtype": "bfloat16"}
-#: Layers with attention, and with a state, by `model_type`.
-LAYERS = {"qwen3_next": (12, 36), "granitemoehybrid": (4, 36), "falcon_h1": (72, 72)}
+#: Layers with attention, and with a state, by architecture.
+LAYERS = {"Qwen3NextForCausalLM": (12, 36), "GraniteMoeHybridForCausalLM": (4, 36), "FalconH1ForCausalLM": (72, 72)}
 _POOL = 1 << 40
 #: The shapes of published models.
 MODELS: dict[str, dict[str, Any]] = {
@@ -102,7 +102,7 @@ def measure(shape: dict[str, Any], preset: str | None) -> Pool:
         # As the model has them. On CPUs, vLLM keeps some twice as large.
         config.cache_config.mamba_ssm_cache_dtype = "auto"
         attention, state = _specs_of_auto(config) if preset is None else _specs(config, preset)
-    num_attention, num_states = LAYERS[shape["model_type"]]
+    num_attention, num_states = LAYERS[shape["architectures"][0]]
     specs: dict[str, KVCacheSpec] = {f"layers.{layer}.state": state for layer in range(num_states)}
     for name, spec in attention.items():
         specs |= {f"layers.{layer}.{name}": spec for layer in range(num_attention)}
@@ -144,7 +144,7 @@ def _specs(config: "VllmConfig", preset: str) -> "tuple[dict[str, KVCacheSpec], 
     from vllm_antkv.presets import PRESETS
 
     model_config, settings = config.model_config, AntKVConfig()
-    num_layers, _ = LAYERS[model_config.hf_text_config.model_type]
+    num_layers, _ = LAYERS[model_config.architecture]
     num_kv_heads, head_size = model_config.get_num_kv_heads(config.parallel_config), model_config.get_head_size()
     layout = page_layouts(settings, [PRESETS[preset]] * num_layers, head_size, model_config.dtype)[0]
     pages = {

@@ -127,6 +127,12 @@ _METADATA = (
 
 _LAYERS = (
     Reliance(
+        "vllm.model_executor.models.registry:ModelRegistry",
+        How.NAME,
+        "",
+        "scripts: the class of a model, which knows the shape of its states",
+    ),
+    Reliance(
         "vllm.model_executor.layers.attention:Attention",
         How.FIELDS,
         "attn_backend head_size impl kv_cache kv_cache_torch_dtype kv_sharing_target_layer_name layer_name num_heads "

@@ -48,9 +48,10 @@ _PAGES = (
     Reliance(
         f"{_SPECS}:FullAttentionSpec",
         How.FIELDS,
-        "block_size num_kv_heads head_size dtype state_content_bytes tokens_per_state",
+        "block_size num_kv_heads head_size dtype page_size_bytes state_content_bytes tokens_per_state",
         "specs: what a VQ page is",
     ),
+    Reliance(f"{_SPECS}:MambaSpec", How.NAME, "", "scripts: the page of a state"),
     Reliance(f"{_SPECS}:KVCacheSpec", How.FIELDS, "block_size page_size_bytes", "managers: tokens and bytes of a page"),
     Reliance(
         f"{_SPECS}:get_kv_cache_spec_sliding_window",
