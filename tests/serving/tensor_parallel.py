@@ -20,6 +20,7 @@ def main() -> None:
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
+        kv_cache_memory_bytes=64 << 20,
         tensor_parallel_size=2,
     )
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, ignore_eos=True)

@@ -10,21 +10,12 @@ import importlib.resources
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.arguments import (
-    RowsArgument,
-    StepArgument,
-    layer_fields,
-    plain_tables,
-    rows_argument,
-    section_offset,
-    step_argument,
-)
-from vllm_antkv.ops.counters import Timing
+from vllm_antkv.ops.arguments import layer_fields, plain_tables, rows_argument, section_offset, step_argument
+from vllm_antkv.ops.cpu_library import LayerArgument, WorkArgument, load
 from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.fixed_point import fixed_tables
 from vllm_antkv.ops.layer import InOneCall, LayerState, StepRows
@@ -113,64 +104,10 @@ def missing() -> str | None:
     return None if best() else VARIANTS[-1].missing()
 
 
-class _Layer(ctypes.Structure):
-    """antkv_layer of csrc/cpu/antkv.h."""
-
-    _fields_: ClassVar = [
-        ("vq", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("vq_block_stride", "vq_head_stride")),
-        *((name, ctypes.c_int64) for name in ("v_codes", "k_anchors", "v_anchors", "anchor_offsets")),
-        ("recency", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("recency_block_stride", "recency_head_stride")),
-        *((name, ctypes.c_int64) for name in ("recency_v", "recency_scores")),
-        *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "v_bfloat16")),
-        *((name, ctypes.c_void_p) for name in ("k_fixed", "fixed_angles", "k_units", "k_columns", "v_columns")),
-        *((name, ctypes.c_void_p) for name in ("k_half_norms", "v_half_norms", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("k_order", "last_query", "sinks")),
-        *((name, ctypes.c_float) for name in ("scale", "soft_cap", "rotary_magnitude")),
-        *((name, ctypes.c_int32) for name in ("dtype", "num_heads", "num_kv_heads", "head_size")),
-        *((name, ctypes.c_int32) for name in ("rotary_dim", "is_neox_style")),
-        *((name, ctypes.c_int32) for name in ("sub_vector_size", "num_centroids", "code_bytes")),
-        *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "prefix")),
-        *((name, ctypes.c_int32) for name in ("has_anchors", "exact_anchors", "prompt_scope")),
-        *((name, ctypes.c_int32) for name in ("prefill_reads_cache", "window", "tiles")),
-    ]
-
-
-class _Work(ctypes.Structure):
-    """antkv_work of csrc/cpu/antkv.h."""
-
-    _fields_: ClassVar = [
-        *((name, RowsArgument) for name in ("query", "key", "value", "output")),
-        *((name, ctypes.c_void_p) for name in ("is_sink", "is_prefilling")),
-        ("timings", ctypes.POINTER(Timing)),
-    ]
-
-
 @cache
 def _library(variant: Variant) -> ctypes.CDLL:
-    """The kernels. OSError or, for lack of a function, AttributeError when they do not load."""
-    library = ctypes.CDLL(str(variant.path))
-    library.antkv_sources.restype = ctypes.c_char_p
-    pointer, layer, step = ctypes.c_void_p, ctypes.POINTER(_Layer), ctypes.POINTER(StepArgument)
-    library.antkv_run.argtypes = [layer, step, ctypes.POINTER(_Work)]
-    library.antkv_run.restype = ctypes.c_int64
-    library.antkv_encode_store.argtypes = [layer, step, RowsArgument, RowsArgument]
-    library.antkv_encode_store.restype = None
-    library.antkv_anchor_score.argtypes = [layer, step, RowsArgument, RowsArgument, RowsArgument, pointer, pointer]
-    library.antkv_anchor_score.restype = ctypes.c_int64
-    library.antkv_attend.argtypes = [
-        layer,
-        step,
-        RowsArgument,
-        RowsArgument,
-        RowsArgument,
-        RowsArgument,
-        pointer,
-        pointer,
-    ]
-    library.antkv_attend.restype = None
-    return library
+    """The kernels, as `load` gives them."""
+    return load(variant.path)
 
 
 class CpuOperations(InOneCall):
@@ -190,7 +127,7 @@ class CpuOperations(InOneCall):
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in _tables(layer, variant).items()}
         self._layer = _layer(layer, self._tensors, variant)
-        self._work = _Work(timings=layer.counters.timings)
+        self._work = WorkArgument(timings=layer.counters.timings)
         self._strides: tuple[tuple[int, ...], ...] = ()
 
     def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
@@ -295,10 +232,10 @@ def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
     return tables
 
 
-def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant) -> _Layer:
+def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant) -> LayerArgument:
     recency, config = layer.recency, layer.config
     _, num_sub_vectors, num_centroids, size = layer.k_centroids.shape
-    return _Layer(
+    return LayerArgument(
         **layer_fields(layer, tables),
         recency_scores=section_offset(recency.k, recency.scores),
         dtype=_DTYPES[recency.k.dtype],
