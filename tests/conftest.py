@@ -45,12 +45,11 @@ def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
-    """What the plugin logs. An engine that is configured puts the handlers of vLLM's loggers back, but no filters."""
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the plugin logs. Configuring an engine puts handlers and levels of vLLM's loggers back, but no filters."""
     messages: list[str] = []
     logger = logging.getLogger("vllm.antkv")
-    level = logger.level
-    logger.setLevel(logging.INFO)
+    monkeypatch.setattr(logger, "isEnabledFor", lambda level: level >= logging.INFO)
 
     def listen(record: logging.LogRecord) -> bool:
         messages.append(record.getMessage())
@@ -59,7 +58,6 @@ def said() -> Iterator[list[str]]:
     logger.addFilter(listen)
     yield messages
     logger.removeFilter(listen)
-    logger.setLevel(level)
 
 
 #: Files that take long, the longest first: begun last, one of them would run alone at the end.

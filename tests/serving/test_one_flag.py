@@ -1,7 +1,5 @@
 """`vllm serve MODEL --kv-cache-dtype antkv-1bit` and nothing else, for a model that was never calibrated."""
 
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -18,19 +16,16 @@ pytestmark = pytest.mark.serving
 CONTEXT = 128
 
 
-def test_two_servers_that_start_together_learn_one_codebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_learns_its_codebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That servers that start together learn one is tested in tests/unit/calibrate/test_once.py."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    odd_model = make_odd_model(tmp_path / "model", CONTEXT)
-    logs = [tmp_path / "first.log", tmp_path / "second.log"]
-    with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        options = {"--max-model-len": str(CONTEXT)}
-        urls = list(pool.map(lambda log: stack.enter_context(serving(odd_model, log, **options)), logs))
-        assert [answer(url) for url in urls] == ["length", "length"]
-        served = [httpx.get(f"{url}/antkv/status", timeout=PATIENCE).json() for url in urls]
+    odd_model, log = make_odd_model(tmp_path / "model", CONTEXT), tmp_path / "server.log"
+    with serving(odd_model, log, **{"--max-model-len": str(CONTEXT)}) as url:
+        assert answer(url) == "length"
+        status = httpx.get(f"{url}/antkv/status", timeout=PATIENCE).json()
     (path,) = (tmp_path / "cache" / "vllm-antkv").rglob("*.safetensors")
-    identity = ModelIdentity.from_hf_config(LlamaConfig.from_pretrained(odd_model))
-    codebook = Codebook.load(path, PRESET, identity)
-    assert [codebook.identity in str(status) for status in served] == [True, True]
-    texts = [log.read_text() for log in logs]
-    assert sorted(f"Calibration: {PRESET} is learned." in text for text in texts) == [False, True]
-    assert all(str(path) in text for text in texts)
+    codebook = Codebook.load(path, PRESET, ModelIdentity.from_hf_config(LlamaConfig.from_pretrained(odd_model)))
+    assert codebook.identity in str(status)
+    said = log.read_text()
+    assert f"Calibration: {PRESET} is learned." in said
+    assert str(path) in said

@@ -3,11 +3,11 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -15,7 +15,8 @@ from transformers import GenerationConfig
 from tests.patience import PATIENCE
 from tests.quantised import quantised
 from tests.serving.conftest import EMBEDDED
-from tests.serving.server import PRESET, answer, make_odd_model, serving, vllm_environment
+from tests.serving.server import PRESET, make_odd_model, vllm_environment
+from vllm_antkv.attention.startup import resolved_codebook
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.job import Job, prepare
 from vllm_antkv.calibrate.settings import CalibrationSettings
@@ -40,21 +41,23 @@ def w8a8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_one_flag_serves_a_quantised_model_without_its_original(
-    w8a8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_engine: Callable[..., Any],
+    w8a8: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    log = tmp_path / "server.log"
-    with serving(w8a8, log, **{"--max-model-len": str(CONTEXT)}) as url:
-        assert answer(url) == "length"
-        status = httpx.get(f"{url}/antkv/status", timeout=PATIENCE).json()
+    with start_engine(w8a8, PRESET, max_model_len=CONTEXT, dtype="bfloat16") as engine:
+        (completion,) = engine.complete([[0, *range(3, 43)]], max_tokens=8)
+        served = resolved_codebook(engine.core.vllm_config)
+    assert len(completion.tokens) == 8
     (path,) = (tmp_path / "cache" / "vllm-antkv").rglob("*.safetensors")
     codebook = Codebook.load(path, PRESET, ModelIdentity.from_hf_config(read_config(str(w8a8), CalibrationError)))
-    assert codebook.identity in str(status)
+    assert served.identity == codebook.identity
     record = codebook.header.calibration
     assert (record["weights"], record["texts"], record["seq_len"]) == ("votes", ["the model's own"], CONTEXT - 1)
-    said = log.read_text()
-    assert "its original is not named in its config or card" in said
-    assert "K and V are taken from vLLM's own forward pass" in said
+    assert "K and V are taken from vLLM's own forward pass" in capfd.readouterr().err
 
 
 def test_weights_that_vllm_cannot_run_end_with_a_sentence(tmp_path: Path) -> None:
