@@ -95,8 +95,6 @@ def test_presets_are_cache_dtypes_and_a_typo_is_not() -> None:
         CacheConfig(cache_dtype="antkv-1bits")
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     assert parser.parse_args(["--kv-cache-dtype", "antkv-0.375bit"]).kv_cache_dtype == "antkv-0.375bit"
-    help_text = parser.format_help()
-    assert all(preset in help_text for preset in PRESETS)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

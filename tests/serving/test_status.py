@@ -11,10 +11,13 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
 from tests.serving.server import MODEL_NAME, PRESET, Server, run_vllm
+from vllm_antkv import plugin
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.dispatch import choose
@@ -199,6 +202,12 @@ def test_a_typo_in_the_cache_dtype_is_refused_with_the_values_that_exist() -> No
     assert "invalid choice: 'antkv-1bits'" in ended.stdout
     for preset in PRESETS:
         assert f"'{preset}'" in ended.stdout
+
+
+def test_help_lists_the_presets() -> None:
+    plugin.register()
+    help_text = EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
+    assert all(preset in help_text for preset in PRESETS)
 
 
 def test_what_cannot_be_served_ends_the_server_with_a_sentence(tmp_path: Path) -> None:
