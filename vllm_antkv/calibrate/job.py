@@ -97,10 +97,10 @@ def prepare(settings: CalibrationSettings) -> Job:
     presets, model = settings.chosen(), settings.model
     device = pick_device(settings.device)
     config = read_config(model, CalibrationError)
+    identity = ModelIdentity.from_hf_config(config)
     why = why_vllm(config)
     if why is not None:
         _refuse_training(settings, why)
-    identity = ModelIdentity.from_hf_config(config)
     for preset in presets:
         preset.num_sub_vectors(identity.head_size)
     # Of a prompt, vLLM wants to predict one token more.

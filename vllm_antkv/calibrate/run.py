@@ -1,7 +1,8 @@
 """`antkv calibrate`: from a model and text to codebook files (AnTKV sections 4.1 and 4.2, KVSink appendix G)."""
 
 import hashlib
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from vllm_antkv.calibrate.source import Source, open_source
 from vllm_antkv.calibrate.training import num_held_out
 from vllm_antkv.calibrate.workspace import Workspace, open_workspace
 from vllm_antkv.codebook.revision import revision_of
-from vllm_antkv.errors import CalibrationError
+from vllm_antkv.errors import AntKVError, CalibrationError
 from vllm_antkv.offline.kmeans import pick_backend
 from vllm_antkv.offline.sinks import PROBE_WINDOWS, SinkChannels, find_channels, find_rule, sink_mask
 from vllm_antkv.ops.rope import RotaryTable
@@ -72,12 +73,25 @@ def _take(job: Job, backend: str, held: ExitStack) -> tuple[Job, Workspace, Capt
     """Everything that the model is needed for: its text, its sinks, its K and V. `held` keeps the work folder open."""
     weights = revision_of(job.settings.model)
     work = held.enter_context(open_workspace(job.settings.out, _identity_of_work(job, weights, backend)))
-    with open_source(job, work.folder / "weights") as source:
+    with _opened(job, work) as source:
         if job.writes_text:
             job = job.with_windows(_write_text(job, source, work))
         found = _find_sink_channels(source, job.windows)
         files = _capture(job, source, work, found)
         return job, work, _captured(job, files, found, source.rotary_tables(1))
+
+
+@contextmanager
+def _opened(job: Job, work: Workspace) -> Iterator[Source]:
+    """The model. Where it cannot be loaded, a folder without work in it goes."""
+    with ExitStack() as loaded:
+        try:
+            source = loaded.enter_context(open_source(job, work.folder / "weights"))
+        except AntKVError:
+            if not work.windows_done() and work.text() is None:
+                work.remove()
+            raise
+        yield source
 
 
 def _identity_of_work(job: Job, weights: str, backend: str) -> dict[str, Any]:
