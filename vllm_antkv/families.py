@@ -94,6 +94,27 @@ FAMILIES: dict[str, Family] = {
             special="its text model, a Llama; the tokens of an image are tokens",
         ),
         Family(
+            "llava",
+            "LlavaForConditionalGeneration",
+            "LLaVA",
+            served="run: with images",
+            special="its text model, here a Llama; the tokens of an image are tokens",
+        ),
+        Family(
+            "llava_next",
+            "LlavaNextForConditionalGeneration",
+            "LLaVA-NeXT, Granite-vision",
+            served="run: with images",
+            special="its text model, here a Granite; the tokens of an image are tokens",
+        ),
+        Family(
+            "mistral3",
+            "Mistral3ForConditionalGeneration",
+            "Mistral-3",
+            served="run: with images",
+            special="its text model, a Mistral; what looks at images is a Pixtral",
+        ),
+        Family(
             "qwen2_vl",
             "Qwen2VLForConditionalGeneration",
             "Qwen2-VL",

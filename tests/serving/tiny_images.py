@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, ProcessorMixin
 
 from tests.serving.conftest import EMBEDDED
@@ -18,6 +19,9 @@ _TOKENS = [
     "<fake_token_around_image>",
     "<end_of_utterance>",
     "<global-img>",
+    "[IMG]",
+    "[IMG_BREAK]",
+    "[IMG_END]",
 ]
 _TEXT = {**SIZES, "head_dim": 32, "vocab_size": 4160}
 _EYES = {
@@ -28,6 +32,7 @@ _EYES = {
     "image_size": 64,
     "patch_size": 8,
 }
+_SQUARE = {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}}
 _EDGE = {"longest_edge": 64}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 #: Channels that are turned by the position in time, height and width.
@@ -44,6 +49,8 @@ class SeesImages:
     processor: makes that of a model with this tokenizer.
     image_token: what stands for an image in a prompt.
     num_tokens: that an image of 64 x 64 has.
+    tower: what the names of the weights that look at images begin with in published models, where transformers writes
+        `vision_tower.`
     """
 
     text: dict[str, Any]
@@ -52,6 +59,7 @@ class SeesImages:
     processor: Callable[[Any], ProcessorMixin]
     image_token: str
     num_tokens: int
+    tower: str = "vision_tower."
 
     def make(self, folder: Path, model_type: str) -> int:
         """Write it to `folder`; the id of the token that stands for an image."""
@@ -69,6 +77,9 @@ class SeesImages:
         )
         torch.manual_seed(0)
         AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        renamed = {name.replace("vision_tower.", self.tower): tensor for name, tensor in weights.items()}
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
         self.processor(tokenizer).save_pretrained(folder)
         return image
 
@@ -76,6 +87,23 @@ class SeesImages:
 def _idefics3(tokenizer: Any) -> ProcessorMixin:
     images = transformers.Idefics3ImageProcessor(size=_EDGE, max_image_size=_EDGE)
     return transformers.Idefics3Processor(images, tokenizer, image_seq_len=16)
+
+
+def _llava(tokenizer: Any) -> ProcessorMixin:
+    images = transformers.CLIPImageProcessor(**_SQUARE)
+    return transformers.LlavaProcessor(
+        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+
+
+def _llava_next(tokenizer: Any) -> ProcessorMixin:
+    images = transformers.LlavaNextImageProcessor(image_grid_pinpoints=[[64, 64]], **_SQUARE)
+    return transformers.LlavaNextProcessor(images, tokenizer, patch_size=8, vision_feature_select_strategy="full")
+
+
+def _mistral3(tokenizer: Any) -> ProcessorMixin:
+    images = transformers.PixtralImageProcessor(size=_EDGE, patch_size=8)
+    return transformers.PixtralProcessor(images, tokenizer, patch_size=8, spatial_merge_size=2)
 
 
 #: By model type.
@@ -88,6 +116,34 @@ WITH_IMAGES: dict[str, SeesImages] = {
         image_token="<image>",
         # Three of them say that it is one.
         num_tokens=19,
+    ),
+    "llava": SeesImages(
+        text={"model_type": "llama"},
+        vision={"model_type": "clip_vision_model"},
+        config={},
+        processor=_llava,
+        image_token="<image>",
+        num_tokens=64,
+        tower="vision_tower.vision_model.",
+    ),
+    "llava_next": SeesImages(
+        text={"model_type": "granite", "attention_multiplier": 0.1},
+        vision={"model_type": "siglip_vision_model"},
+        config={"vision_feature_select_strategy": "full", "image_grid_pinpoints": [[64, 64]]},
+        processor=_llava_next,
+        image_token="<image>",
+        # The whole image, its one part, and a token at the end of each row of that.
+        num_tokens=64 + 64 + 8,
+        tower="vision_tower.vision_model.",
+    ),
+    "mistral3": SeesImages(
+        text={"model_type": "mistral", "sliding_window": None},
+        vision={"model_type": "pixtral", "head_dim": 32},
+        config={"spatial_merge_size": 2},
+        processor=_mistral3,
+        image_token="[IMG]",
+        # A token at the end of each row.
+        num_tokens=4 * (4 + 1),
     ),
 }
 
