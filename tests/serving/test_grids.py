@@ -9,8 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.serving.conftest import Completion, assert_all_same
-from tests.serving.grids import GRIDS, PATCH, Turning, make_grid, positions_of, register
+from tests.serving.grids import GRIDS, PATCH, make_grid, positions_of, register
 from tests.serving.tiny import make_codebook
+from tests.serving.turning import Turning
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
 from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
 from vllm_antkv.codebook import ModelIdentity, SinkRule
@@ -66,8 +67,8 @@ def expected_logprobs(model: Path, name: str) -> Iterator[torch.Tensor]:
     method = build_method(PRESET, MethodRequest(str(model), identity, None, AntKVConfig()))
     for prompt in PROMPTS:
         hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        hf_model.model.rotary_emb = turning = Turning(name, hf_model.config)
-        turning.prompt = prompt
+        three, _ = positions_of(prompt)
+        hf_model.model.rotary_emb = Turning(GRIDS[name][3](hf_model.config), three)
         with torch.inference_mode(), quantised_past(hf_model, method, MAX_MODEL_LEN):
             yield hf_model(torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
 
@@ -123,9 +124,10 @@ def test_positions_are_a_page_of_the_pool(start_engine: Start, model: Path) -> N
         runner = engine.core.model_executor.driver_worker.worker.model_runner
         context = runner.vllm_config.compilation_config.static_forward_context
         (pages,) = [layer.pages for key, layer in context.items() if key.endswith(".antkv_positions")]
-        engine.complete(PROMPTS[3:4], max_tokens=1)
-        three, _ = positions_of(PROMPTS[3])
+        engine.complete(PROMPTS[1:2], max_tokens=1)
+        three, _ = positions_of(PROMPTS[1])
         first = three.T[:VQ_BLOCK_SIZE]
+        assert any(len(set(positions)) == 3 for positions in first.tolist())
         assert any(torch.equal(page, first.int()) for page in pages)
 
 
