@@ -3,7 +3,6 @@
 Tiny configs in real vLLM, without weights: the refusal comes before they would be read.
 """
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,9 +50,6 @@ FOPE = {**ROPE, "use_fope": True, "num_inv_freq": 16, "fope_sep_head": True, "fo
 DUAL_CHUNK = {"chunk_size": 128, "local_size": 32, "original_max_position_embeddings": 256}
 DRAFT = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-NEEDS_TORCHVISION = pytest.mark.skipif(
-    importlib.util.find_spec("torchvision") is None, reason="vLLM needs torchvision to look at this model"
-)
 
 #: model type, architecture, its config, words of the sentence.
 MODELS = {
@@ -73,7 +69,6 @@ MODELS = {
         {"text_config": {**SIZES, "model_type": "gemma", "head_dim": 64}},
         "images whose tokens attend to each other",
     ),
-    "text with M-RoPE": ("qwen2", "Qwen2ForCausalLM", {"hidden_size": 256, "rope_parameters": MROPE}, "M-RoPE"),
     "dual chunk": (
         "qwen2",
         "Qwen2ForCausalLM",
@@ -100,16 +95,6 @@ MODELS = {
         "chunked attention",
     ),
 }
-#: Models that vLLM cannot look at without torchvision, which is not there on CPUs: as above.
-VISION_MODELS = {
-    "Qwen2-VL": (
-        "qwen2_vl",
-        "Qwen2VLForConditionalGeneration",
-        {"text_config": {**SIZES, "rope_parameters": MROPE}},
-        "M-RoPE",
-    ),
-}
-
 #: Options of the server, words of the sentence.
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "speculative decoding": ({"speculative_config": DRAFT}, "speculative decoding"),
@@ -150,10 +135,8 @@ def refusal(model: Path, **options: Any) -> AntKVError:
 
 @pytest.mark.parametrize(
     ("model_type", "architecture", "changes", "words"),
-    [
-        *(pytest.param(*case, id=name) for name, case in MODELS.items()),
-        *(pytest.param(*case, id=name, marks=NEEDS_TORCHVISION) for name, case in VISION_MODELS.items()),
-    ],
+    MODELS.values(),
+    ids=MODELS.keys(),
 )
 def test_a_model_is_refused(
     tmp_path: Path,
@@ -167,6 +150,16 @@ def test_a_model_is_refused(
     assert isinstance(error, UnsupportedModelError)
     assert words in reads_well(error)
     assert "serve this model with --kv-cache-dtype auto" in str(error)
+
+
+@pytest.mark.parametrize("options", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0}}])
+def test_m_rope_is_served_where_no_image_may_come(tmp_path: Path, options: dict[str, Any]) -> None:
+    """What is then missing is a codebook, which is not to be learned here."""
+    model_type, architecture, changes, _ = MODELS["PaddleOCR-VL"]
+    model = make_config(tmp_path, model_type, architecture, changes)
+    assert "--language-model-only" in str(refusal(model))
+    never = {"antkv": {"calibrate": "never"}}
+    assert isinstance(refusal(model, additional_config=never, **options), NoCodebookError)
 
 
 @pytest.mark.parametrize(("options", "words"), OPTIONS.values(), ids=OPTIONS.keys())

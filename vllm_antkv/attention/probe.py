@@ -54,6 +54,8 @@ def probe(
     num_tokens = min(_PROBE_TOKENS, vllm_config.scheduler_config.max_num_batched_tokens)
     # From all over the model's length: a table that fits there fits everywhere.
     positions = torch.linspace(0, model_config.max_model_len - 1, num_tokens, device=device).long()
+    # Those of M-RoPE as they are in text: all the same.
+    handed = positions.expand(model_config.mrope_num_dims, -1) if model_config.uses_mrope else positions
     # Neither BOS nor padding, whose embedding may be zero.
     tokens = torch.full_like(positions, model_config.get_vocab_size() // 2, dtype=torch.int32)
     keys: dict[int, torch.Tensor] = {}
@@ -64,7 +66,7 @@ def probe(
         _passing_values_on(layers, keys),
         trail.followed(),
     ):
-        hidden = model(input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+        hidden = model(input_ids=tokens, positions=handed, intermediate_tensors=None, inputs_embeds=None)
         adds_residual = trail.adds_residual(hidden)
     return Probed(_rotaries(model, layers, keys, positions, vllm_config), adds_residual)
 

@@ -74,7 +74,9 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
         "images whose tokens attend to each other, whatever their order": model_config.is_mm_prefix_lm,
         "models without attention": model_config.is_attention_free,
         "state-space or linear-attention layers": model_config.is_hybrid,
-        "M-RoPE": model_config.uses_mrope,
+        "M-RoPE where images or videos may come (without them: --language-model-only)": (
+            model_config.uses_mrope and model_config.supports_multimodal_inputs
+        ),
         "ALiBi": bool(model_config.uses_alibi),
     }
     if feature := unserved_feature(text_config):

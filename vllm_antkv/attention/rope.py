@@ -10,14 +10,18 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
+from vllm.model_executor.models.interfaces import supports_multimodal
 
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.turns import transformers_tables
 
 
 def rotary_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module that turns something, whatever it is called, by its name in the model."""
-    return [(name, module) for name, module in model.named_modules() if "rotaryemb" in type(module).__name__.lower()]
+    """Every module of the text model that turns something, whatever it is called, by its name there."""
+    text_model = model.get_language_model() if supports_multimodal(model) else model  # type: ignore[operator]
+    return [
+        (name, module) for name, module in text_model.named_modules() if "rotaryemb" in type(module).__name__.lower()
+    ]
 
 
 def rotary_tables(model: nn.Module, layer_types: tuple[str, ...], num_positions: int) -> list[RotaryTable]:

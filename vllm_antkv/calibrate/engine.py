@@ -179,6 +179,8 @@ def _engine_options(job: Job) -> dict[str, Any]:
     return {
         "model": job.settings.model,
         "max_model_len": context,
+        # What is read is text.
+        "language_model_only": True,
         "max_num_seqs": BATCH,
         "max_num_batched_tokens": max(context, BATCH),
         "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, BATCH * context * token_bytes),

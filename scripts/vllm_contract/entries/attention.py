@@ -3,6 +3,7 @@
 from scripts.vllm_contract.reliance import How, Reliance
 
 _BACKEND = "vllm.v1.attention.backend"
+_INTERFACES = "vllm.model_executor.models.interfaces"
 _ROPE = "vllm.model_executor.layers.rotary_embedding"
 
 
@@ -213,6 +214,10 @@ _LAYERS = (
 )
 
 _ROTARY = (
+    Reliance(
+        f"{_INTERFACES}:supports_multimodal", How.CALL, "model", "rope: whether the text model is a part of the model"
+    ),
+    Reliance(f"{_INTERFACES}:SupportsMultiModal", How.FIELDS, "get_language_model", "rope: the text model"),
     Reliance(f"{_ROPE}:get_rope", How.NAME, "", "tests: makes the rotary modules whose tables are read"),
     Reliance(
         f"{_ROPE}.base:RotaryEmbeddingBase._compute_cos_sin_cache", How.CALL, "-", "rope: cosines and sines in float32"
