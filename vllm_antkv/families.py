@@ -118,22 +118,22 @@ FAMILIES: dict[str, Family] = {
             "qwen2_vl",
             "Qwen2VLForConditionalGeneration",
             "Qwen2-VL",
-            served="run: text alone, with `--language-model-only`",
-            special="M-RoPE, which in text is plain RoPE",
+            served="run: text",
+            special="M-RoPE: K turns by three positions of a token",
         ),
         Family(
             "qwen2_5_vl",
             "Qwen2_5_VLForConditionalGeneration",
             "Qwen2.5-VL",
-            served="run: text alone, with `--language-model-only`",
-            special="M-RoPE, which in text is plain RoPE",
+            served="run: text",
+            special="M-RoPE: K turns by three positions of a token",
         ),
         Family(
             "qwen3_vl",
             "Qwen3VLForConditionalGeneration",
             "Qwen3-VL",
-            served="run: text alone, with `--language-model-only`",
-            special="M-RoPE, which in text is plain RoPE",
+            served="run: text",
+            special="M-RoPE: K turns by three positions of a token",
         ),
         Family(
             "gpt_oss", "GptOssForCausalLM", "gpt-oss", special="experts, learned sinks, windows in every second layer"

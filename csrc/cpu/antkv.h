@@ -38,6 +38,10 @@ struct antkv_layer {
     const int32_t* k_order;  // (head_size) channel of K at each place of a coded row; null where they are the same
     const int32_t* last_query;  // (max_model_len)
     const float* sinks;  // (num_heads) learned logits that take part in every softmax; null without
+    // Where tokens have three positions (M-RoPE), else null: those of the tokens of VQ page 0, (kBlockSize, 3), and by which
+    // of the three each pair of channels turns, (rotary_dim / 2).
+    const int32_t *positions, *sections;
+    int64_t position_stride;  // from page to page, in entries
     float scale;
     float soft_cap;  // logits become soft_cap tanh(logit / soft_cap); 0 without
     float rotary_magnitude;  // of every entry, (cos^2 + sin^2)^1/2: 1 but for YaRN and LongRoPE

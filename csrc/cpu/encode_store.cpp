@@ -62,9 +62,10 @@ void pack(const antkv_layer& layer, const int* codes, int num_sub_vectors, uint8
 }
 
 // K as it was before RoPE.
-void unrotate(const antkv_layer& layer, int position, float* row) {
+void unrotate(const Sequence& sequence, int position, float* row) {
+    const antkv_layer& layer = sequence.layer;
     if (!layer.cos) return;
-    const Angles angles(layer, position);
+    const TokenAngles angles(sequence, position);
     rotate(layer, row, angles.cos, angles.sin, -1);
     if (layer.rotary_magnitude == 1) return;
     const float factor = 1 / (layer.rotary_magnitude * layer.rotary_magnitude);
@@ -92,12 +93,12 @@ struct Kind {
     const float* half_norms(int s) const {
         return (of_values ? layer.v_half_norms : layer.k_half_norms) + table(s) / layer.sub_vector_size;
     }
-    // What is coded of token `token` of the step, which is at `position`.
-    void load(int64_t token, int position, float* row) const {
-        widen(layer, row_of(layer, in_hand, token, head), layer.head_size, row);
+    // What is coded of `token`, which is in row `index` of the step.
+    void load(const antkv_step& step, int64_t index, const Token& token, float* row) const {
+        widen(layer, row_of(layer, in_hand, index, head), layer.head_size, row);
         if (of_values) return;
         to_code_order(layer, row);
-        unrotate(layer, position, row);
+        unrotate(Sequence(layer, step, token.request, head), token.position, row);
     }
     uint8_t* codes(const antkv_step& step, const Token& token) const {
         const VQPage page = Sequence(layer, step, token.request, head).vq_page(token.position / kBlockSize);
@@ -112,7 +113,7 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
     alignas(64) float row[kMaxHeadSize], rows[kMaxHeadSize * kRun] = {};  // channel by channel
     int codes[kMaxHeadSize][kRun];
     for (int t = 0; t < count; ++t) {
-        kind.load(first + t, tokens[t].position, row);
+        kind.load(step, first + t, tokens[t], row);
         float* to = rows + t;
         for (int c = 0; c < layer.head_size; ++c, to += kRun) *to = row[c];
     }
@@ -141,14 +142,14 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
     for (int t = 0; t < rounded_up(count, 2 * kTileRows); t += kLanes) {
         for (int i = 0; i < kLanes; ++i) {
             const int at = std::min(t + i, count - 1);
-            kind.load(first + at, tokens[at].position, rows + i * size);
+            kind.load(step, first + at, tokens[at], rows + i * size);
         }
         nearest_tiles.load_tokens(t, rows);
     }
     uint8_t codes[kMaxHeadSize / 2][kTileRun];
     for (int s = 0; s < kind.num_sub_vectors(); ++s) {
         const auto compare = [&](int t) {
-            kind.load(first + t, tokens[t].position, rows);
+            kind.load(step, first + t, tokens[t], rows);
             float sub_vector[8 * kRun];
             for (int k = 0; k < sub_vector_size; ++k) sub_vector[k * kRun] = rows[s * sub_vector_size + k];
             int code;

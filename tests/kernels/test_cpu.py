@@ -59,6 +59,8 @@ SHAPES = [
     Shape("antkv-1bit", 64, num_heads=8, num_kv_heads=1, window=40, soft_cap=2.0, has_sinks=True),
     Shape("antkv-2bit", 80, num_heads=3, num_kv_heads=1, window=129, reorders=True, has_sinks=True),
     Shape("antkv-0.75bit", 48, num_heads=6, num_kv_heads=2, soft_cap=1.0),
+    Shape("antkv-1bit", 64, num_heads=8, num_kv_heads=1, three_parts="blocks", reorders=True, magnitude=1.3),
+    Shape("antkv-2bit", 80, num_heads=3, num_kv_heads=1, rotary_dim=32, three_parts="turns", neox=False, window=129),
 ]
 
 
@@ -106,6 +108,9 @@ BFLOAT16_SHAPES = [
     Shape("antkv-1bit", 64, 16, 2, torch.bfloat16, window=60, has_sinks=True),
     Shape("antkv-2bit", 96, 10, 2, torch.bfloat16, soft_cap=2.0, has_sinks=True),
     Shape("antkv-0.75bit", 128, 4, 1, torch.bfloat16, window=129, soft_cap=1.0),
+    Shape("antkv-1bit", 128, 8, 2, torch.bfloat16, reorders=True, three_parts="blocks"),
+    Shape("antkv-1bit", 64, 16, 2, torch.bfloat16, three_parts="turns", magnitude=1.3, window=150),
+    Shape("antkv-0.75bit", 96, 10, 2, torch.bfloat16, neox=False, rotary_dim=64, three_parts="turns"),
 ]
 
 

@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from tests.serving.conftest import EMBEDDED
-from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, YARN
+from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN
 from vllm_antkv.attention.rope import rotary_tables
 from vllm_antkv.codebook import NoCodebookError
 from vllm_antkv.errors import AntKVError, UnsupportedModelError
@@ -46,6 +46,7 @@ WHISPER: dict[str, Any] = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {**ROPE, "mrope_section": [8, 12, 12]}
+SLIDING = {"use_sliding_window": True, "sliding_window": 150}
 FOPE = {**ROPE, "use_fope": True, "num_inv_freq": 16, "fope_sep_head": True, "fope_init_factor": 0.1}
 DUAL_CHUNK = {"chunk_size": 128, "local_size": 32, "original_max_position_embeddings": 256}
 DRAFT = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
@@ -57,17 +58,23 @@ MODELS = {
     "DeepSeek-V3": ("deepseek_v3", "DeepseekV3ForCausalLM", MLA, "multi-head latent attention (MLA)"),
     "Whisper": ("whisper", "WhisperForConditionalGeneration", WHISPER, "encoder-decoder models"),
     "T5": ("t5", "T5ForConditionalGeneration", {"d_model": 128, "num_layers": 2}, "encoder-decoder models"),
-    "PaddleOCR-VL": (
-        "paddleocr_vl",
-        "PaddleOCRVLForConditionalGeneration",
-        {"text_config": {**SIZES, "rope_parameters": MROPE}},
-        "M-RoPE",
-    ),
     "PaliGemma": (
         "paligemma",
         "PaliGemmaForConditionalGeneration",
         {"text_config": {**SIZES, "model_type": "gemma", "head_dim": 64}},
         "images whose tokens attend to each other",
+    ),
+    "M-RoPE and windows": (
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"hidden_size": 256, "rope_parameters": MROPE, "layer_types": WINDOWS, **SLIDING},
+        "M-RoPE beside sliding windows",
+    ),
+    "M-RoPE with four positions": (
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"hidden_size": 256, "rope_parameters": {**ROPE, "mrope_section": [8, 8, 8, 8]}},
+        "M-RoPE with 4 positions per token",
     ),
     "dual chunk": (
         "qwen2",
@@ -150,16 +157,6 @@ def test_a_model_is_refused(
     assert isinstance(error, UnsupportedModelError)
     assert words in reads_well(error)
     assert "serve this model with --kv-cache-dtype auto" in str(error)
-
-
-@pytest.mark.parametrize("options", [{"language_model_only": True}, {"limit_mm_per_prompt": {"image": 0}}])
-def test_m_rope_is_served_where_no_image_may_come(tmp_path: Path, options: dict[str, Any]) -> None:
-    """What is then missing is a codebook, which is not to be learned here."""
-    model_type, architecture, changes, _ = MODELS["PaddleOCR-VL"]
-    model = make_config(tmp_path, model_type, architecture, changes)
-    assert "--language-model-only" in str(refusal(model))
-    never = {"antkv": {"calibrate": "never"}}
-    assert isinstance(refusal(model, additional_config=never, **options), NoCodebookError)
 
 
 @pytest.mark.parametrize(("options", "words"), OPTIONS.values(), ids=OPTIONS.keys())

@@ -8,7 +8,7 @@ from vllm_antkv.codebook import Codebook, ModelIdentity, find_codebook
 from vllm_antkv.doctor.finding import Finding
 from vllm_antkv.errors import AntKVError, SettingsError
 from vllm_antkv.families import SERVED_ARCHITECTURES
-from vllm_antkv.features import has_mrope, unserved_feature
+from vllm_antkv.features import unserved_feature
 from vllm_antkv.presets import PRESETS
 
 
@@ -43,8 +43,6 @@ def _architecture(identity: ModelIdentity, model: str, config: Any) -> Finding:
     )
     if feature := unserved_feature(config.get_text_config()):
         return Finding("architecture", "problem", f"{detail}; {feature}", "Serve it with --kv-cache-dtype auto.")
-    if has_mrope(config.get_text_config()):
-        return Finding("architecture", "note", f"{detail}; M-RoPE", "Serve it for text, with --language-model-only.")
     if identity.architecture in SERVED_ARCHITECTURES:
         return Finding("architecture", "ok", detail)
     remedy = f"antkv doctor {model} --verify compares what it answers with --kv-cache-dtype auto."

@@ -216,6 +216,8 @@ def _check(layer: LayerState) -> None:
 def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
     """What the kernels read beside the pages, in their layouts."""
     tables = plain_tables(layer)
+    if layer.rotary is not None and layer.rotary.sections is not None:
+        tables["sections"] = layer.rotary.sections.int()
     if layer.rules.sinks is not None:
         tables["sinks"] = layer.rules.sinks.float()
     for name, centroids in (("k", layer.k_centroids), ("v", layer.v_centroids)):
@@ -235,8 +237,11 @@ def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
 def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant) -> LayerArgument:
     recency, config = layer.recency, layer.config
     _, num_sub_vectors, num_centroids, size = layer.k_centroids.shape
+    positions = layer.positions if "sections" in tables else None
     return LayerArgument(
         **layer_fields(layer, tables),
+        positions=_address(positions),
+        position_stride=0 if positions is None else positions.stride(0),
         recency_scores=section_offset(recency.k, recency.scores),
         dtype=_DTYPES[recency.k.dtype],
         num_heads=layer.num_heads,

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm.config import VllmConfig
 
 from vllm_antkv import __version__
-from vllm_antkv.attention.footprint import served_footprint
+from vllm_antkv.attention.footprint import position_bytes, served_footprint
 from vllm_antkv.attention.startup import resolved_codebook
 from vllm_antkv.cache.pages import pool_block_bytes
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
@@ -110,7 +110,7 @@ class Setup(BaseModel):
                     block_size=layouts[0].recency_block_size, bytes=sum(layout.recency_page_bytes for layout in layouts)
                 ),
             },
-            pool_page_bytes=heads * pool_block_bytes(layouts, codebook.num_beside),
+            pool_page_bytes=heads * pool_block_bytes(layouts, codebook.num_beside, position_bytes(vllm_config)),
             # It frees what is past a window, too.
             bf16_bytes_per_token=heads * 2 * cost.elements // cost.length,
             versions={"vllm_antkv": __version__, "vllm": vllm.__version__, "torch": torch.__version__},

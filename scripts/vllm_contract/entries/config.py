@@ -30,8 +30,8 @@ ENTRIES = (
         How.FIELDS,
         "architecture dtype get_head_size get_num_kv_heads get_num_layers get_total_num_hidden_layers "
         "get_total_num_kv_heads get_vocab_size hf_config hf_text_config is_attention_free is_encoder_decoder is_hybrid "
-        "is_mm_prefix_lm max_model_len model mrope_num_dims revision runner_type served_model_name "
-        "supports_multimodal_inputs use_mla uses_alibi uses_mrope using_transformers_backend",
+        "is_mm_prefix_lm max_model_len model mrope_num_dims revision runner_type served_model_name use_mla uses_alibi "
+        "uses_mrope using_transformers_backend",
         "startup, refusals, footprint: which model it is",
     ),
     Reliance(
