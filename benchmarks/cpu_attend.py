@@ -7,7 +7,7 @@
 
 Pages hold random codes, anchors and rows, so that nothing needs to be computed before. Every layer has its own, and
 is timed alone, the best of many calls: other work on the machine disturbs that least. Caches are warm, unless so much
-other memory is read before every step, as a model reads its weights between two layers' attention; times are then medians.
+other memory is read before every step, as a model reads its weights between two layers' attention: medians, then.
 """
 
 import argparse
