@@ -1,8 +1,9 @@
 """What the model of a multiprocessor (docs/sm-model.md) takes for granted, measured on this GPU.
 
-The interval of mma.sync and of half-precision arithmetic, latencies of L1, L2 and DRAM, what L2 gives to random sectors
-and DRAM to bulk copies of pages when all multiprocessors ask. `python -m scripts.sm_model --constants FILE` reads the
-JSON.
+The interval of mma.sync and of half-precision arithmetic, latencies of L1, L2 and DRAM, lines of L1 a cycle, what L2
+gives to random sectors and DRAM to bulk copies of pages when all multiprocessors ask. Latency and bytes of random
+look-ups in the shared memory of clusters of 4 and 8, of 16 and 32 bytes each: with what L2 gives they decide where
+tables of 4,096 centroids belong. `python -m scripts.sm_model --constants FILE` reads the JSON.
 
     python -m benchmarks.gpu_constants --json FILE     # about ten seconds
 """
@@ -20,8 +21,8 @@ from benchmarks.gpu.tables import table
 from scripts.sm_model.constants import Constants
 
 SOURCE = Path(__file__).parent / "gpu" / "constants.cu"
-#: Bytes: that stay in L1, in L2 (half of an H100's), and that do not.
-L1_BYTES, L2_BYTES, DRAM_BYTES = 16 << 10, 16 << 20, 2 << 30
+#: Bytes: that stay in L1, in L2 (half of an H100's), and that do not; of a table in a CTA's shared memory.
+SIZES = 16 << 10, 16 << 20, 2 << 30, 128 << 10
 #: Of a page of one KV head at 1 bit: codes, anchors and their offsets, in steps of 16.
 PAGE_BYTES = 4624
 _RING = 6
@@ -39,22 +40,30 @@ def main() -> None:
 
     require_gpu()
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    found = measure(_on_gpu(), "cuda", multiprocessors, (L1_BYTES, L2_BYTES, DRAM_BYTES), 2000)
+    found = measure(_on_gpu(), "cuda", multiprocessors, SIZES, 2000)
     report = {"constants": found, "rows": rows(found)}
     write_report(arguments.json, report)
     print(constants_table(report))
 
 
-def measure(launch: Launch, device: str, blocks: int, sizes: tuple[int, int, int], rounds: int) -> dict[str, float]:
-    """Values for fields of `Constants`.
+def measure(launch: Launch, device: str, blocks: int, sizes: tuple[int, ...], rounds: int) -> dict[str, float]:
+    """Values for fields of `Constants`, and other rates in clusters, in bytes a cycle from other CTAs.
 
-    blocks: as many as there are multiprocessors. sizes: bytes that stay in L1, in L2, in neither.
+    blocks: as many as there are multiprocessors. sizes: as `SIZES`.
     """
     found = {name: launch(name, 1, 256, 0, (), rounds).median().item() for name in ("mma_interval", "half_interval")}
-    for name, num_bytes in zip(("l1_latency", "l2_latency", "dram_latency"), sizes, strict=True):
+    for name, num_bytes in zip(("l1_latency", "l2_latency", "dram_latency"), sizes, strict=False):
         chain = _chain(num_bytes, device)
         found[name] = launch("load_latency", 1, 32, 0, (chain,), rounds).item()
         del chain
+    in_l1 = torch.zeros(sizes[0], dtype=torch.uint8, device=device)
+    found["l1_lines"] = launch("l1_lines", 1, 256, 0, (in_l1, ctypes.c_uint32(sizes[0] // 128)), rounds // 8).item()
+    table = ctypes.c_uint32(sizes[3] // 16)
+    found["cluster_latency"] = launch("cluster_latency", 4, 32, sizes[3], (table,), rounds).median().item()
+    for ctas, together in ((4, 1), (4, 2), (8, 1), (8, 2)):
+        kernel, more = f"cluster_rate_{ctas}", (table, ctypes.c_uint32(together))
+        rate = launch(kernel, blocks // 16 * 16, 256, sizes[3], more, rounds // 8).median().item()
+        found["cluster_bytes" if (ctas, together) == (4, 1) else f"{kernel}_of_{16 * together}"] = rate
     in_l2 = torch.randint(0, 255, (sizes[1],), dtype=torch.uint8, device=device)
     warm = (in_l2, ctypes.c_uint32(sizes[1] // 32))
     for _ in range(2):
@@ -78,13 +87,16 @@ def _chain(num_bytes: int, device: str) -> torch.Tensor:
 
 def rows(found: dict[str, float]) -> list[dict[str, Any]]:
     """Beside what the model assumes."""
-    return [{"name": name, "assumed": getattr(Constants(), name), "measured": n} for name, n in found.items()]
+    return [{"name": name, "assumed": vars(Constants()).get(name), "measured": n} for name, n in found.items()]
 
 
 def constants_table(report: dict[str, Any]) -> str:
     """As Markdown."""
-    lines = [[row["name"], f"{row['assumed']:g}", f"{row['measured']:.2f}"] for row in report["rows"]]
-    return table(["constant (cycles, or bytes a cycle)", "assumed", "measured"], lines)
+    lines = [
+        [row["name"], "" if row["assumed"] is None else f"{row['assumed']:g}", f"{row['measured']:.2f}"]
+        for row in report["rows"]
+    ]
+    return table(["constant (cycles, or bytes or lines a cycle)", "assumed", "measured"], lines)
 
 
 def _on_gpu() -> Launch:

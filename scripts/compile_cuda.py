@@ -83,10 +83,13 @@ def measure(architectures: Iterable[str], builds: Iterable[Build]) -> dict[str, 
     for architecture in architectures:
         for build in builds:
             fitted = replace(build, bulk=architecture >= "90").fitted(ARCHITECTURES[architecture])
-            for source, needed in (("decode", fitted), ("encode_store", fitted.of_coding())):
+            clustered = fitted.in_clusters(ARCHITECTURES[architecture])
+            kinds = [("decode", fitted), ("encode_store", fitted.of_coding())]
+            for source, needed in kinds + ([("decode", clustered)] if clustered else []):
                 for kernel, resources in compile_source(source, needed, architecture).items():
-                    warps = f" {fitted.warps} warps" if kernel == "decode" else ""
-                    table[f"{kernel} | {name_of(build)}{warps} | sm_{architecture}"] = resources
+                    warps = f" {needed.warps} warps" if kernel == "decode" else ""
+                    in_clusters = f" clusters of {needed.cluster}" if needed.cluster > 1 and warps else ""
+                    table[f"{kernel} | {name_of(build)}{in_clusters}{warps} | sm_{architecture}"] = resources
     return table
 
 

@@ -23,7 +23,19 @@ from scripts.sm_model.times import BATCH, CONTEXT, GPUS, against_flash_attention
 HEADER = ["what", "predicted", "measured"]
 PRESET = "antkv-1bit"
 #: Of the GPU check: what the model assumes that its step `constants` measures.
-CONSTANTS = ("mma_interval", "half_interval", "l1_latency", "l2_latency", "dram_latency", "l2_bytes", "dram_bytes")
+CONSTANTS = (
+    *(
+        "mma_interval",
+        "half_interval",
+        "l1_latency",
+        "l2_latency",
+        "dram_latency",
+        "l1_lines",
+        "l2_bytes",
+        "dram_bytes",
+    ),
+    *("cluster_latency", "cluster_bytes"),
+)
 PROMPTS = (1024, 8192, 32768)
 _GPU, _GROUP = "H100", 4
 
@@ -84,7 +96,7 @@ def _constants(results: Results) -> Iterator[list[str]]:
     measured = constants_of(results.get("constants", {}))
     for name in CONSTANTS:
         found = f"{measured[name]:.2f}" if name in measured else ""
-        yield [f"`{name}`, cycles or bytes a cycle", f"{getattr(Constants(), name):g}", found]
+        yield [f"`{name}`, cycles, or bytes or lines a cycle", f"{getattr(Constants(), name):g}", found]
 
 
 if __name__ == "__main__":

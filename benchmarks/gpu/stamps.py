@@ -44,7 +44,7 @@ class StampedBackend:
     def __init__(self, inner: Backend, device: str) -> None:
         self._inner, self._device = inner, device
         self.multiprocessors, self.shared_bytes = inner.multiprocessors, inner.shared_bytes
-        self.capability = inner.capability
+        self.capability, self.clusters = inner.capability, inner.clusters
         self.stamps = torch.zeros(0, dtype=torch.int64)
 
     def load(self, build: Build) -> None:

@@ -30,10 +30,13 @@ struct antkv_layer {
     // k_centroids and angles as whole numbers, see vllm_antkv/ops/fixed_point.py; null where float32 or tiles multiply keys
     const int16_t *k_fixed, *fixed_angles;
     const float* k_units;
-    // Centroids as (num_kv_heads, num_sub_vectors, sub_vector_size, num_centroids)
+    // Of 256 centroids: as (num_kv_heads, num_sub_vectors, sub_vector_size, num_centroids), and their squared norms / 2,
+    // (num_kv_heads, num_sub_vectors, num_centroids)
     const uint16_t *k_columns, *v_columns;
-    // (num_kv_heads, num_sub_vectors, num_centroids), squared norms / 2
     const float *k_half_norms, *v_half_norms;
+    // Of 4,096 centroids, see vllm_antkv/ops/byte_tables.py; null for the others
+    const uint8_t *k_bytes, *v_bytes;
+    const float *k_middles, *v_middles, *k_limits, *v_limits;
     const float *cos, *sin;  // (max_position, rotary_dim / 2); null without RoPE
     const int32_t* k_order;  // (head_size) channel of K at each place of a coded row; null where they are the same
     const int32_t* last_query;  // (max_model_len)

@@ -7,6 +7,7 @@
 #include "bins.h"
 #include "fixed_logits.h"
 #include "logit_rules.h"
+#include "memory.h"
 #include "tile_logits.h"
 #include "tile_values.h"
 
@@ -379,6 +380,13 @@ class Split {
 };
 
 }  // namespace
+
+void Decode::read_tables(const antkv_layer& layer, int head) {
+    const int64_t bytes = (int64_t)layer.num_centroids * layer.head_size * sizeof(uint16_t);
+    const void* k_table = fixed_logits_fit(layer) ? (const void*)layer.k_fixed : layer.k_centroids;
+    const void* v_table = tile_values_fit(layer) ? layer.v_bfloat16 : layer.v_centroids;
+    for (const void* table : {k_table, v_table}) read_ahead((const uint8_t*)table + head * bytes, bytes);
+}
 
 void Decode::split(const Sequence& sequence, antkv_rows query, antkv_rows key, antkv_rows value, int index,
                    float* partial) {

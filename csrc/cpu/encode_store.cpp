@@ -4,6 +4,7 @@
 
 #include "memory.h"
 #include "codes.h"
+#include "nearest_bytes.h"
 #include "nearest_tiles.h"
 #include "row_tiles.h"
 
@@ -47,11 +48,8 @@ void nearest(const antkv_layer& layer, const uint16_t* columns, const float* hal
     }
 }
 
-void pack(const antkv_layer& layer, const int* codes, int num_sub_vectors, uint8_t* to) {
-    if (layer.num_centroids == 256) {
-        for (int s = 0; s < num_sub_vectors; ++s) to[s] = (uint8_t)codes[s];
-        return;
-    }
+// Two codes in three bytes.
+void pack_12_bits(const int* codes, int num_sub_vectors, uint8_t* to) {
     for (int s = 0; s < num_sub_vectors; s += 2) {
         const int first = codes[s], second = s + 1 < num_sub_vectors ? codes[s + 1] : 0;
         uint8_t* pair = to + s / 2 * 3;
@@ -93,6 +91,14 @@ struct Kind {
     const float* half_norms(int s) const {
         return (of_values ? layer.v_half_norms : layer.k_half_norms) + table(s) / layer.sub_vector_size;
     }
+    template <int kSize>
+    ByteTable<kSize> bytes(int s) const {
+        const int64_t index = (int64_t)head * num_sub_vectors() + s;
+        constexpr int kBytes = ByteTable<kSize>::kCentroids / kLanes * ByteTable<kSize>::kBlock;
+        return {(of_values ? layer.v_bytes : layer.k_bytes) + index * kBytes,
+                (of_values ? layer.v_middles : layer.k_middles) + index * kSize,
+                (of_values ? layer.v_limits : layer.k_limits) + index * 3, centroids(s)};
+    }
     // What is coded of `token`, which is in row `index` of the step.
     void load(const antkv_step& step, int64_t index, const Token& token, float* row) const {
         widen(layer, row_of(layer, in_hand, index, head), layer.head_size, row);
@@ -106,7 +112,7 @@ struct Kind {
     }
 };
 
-// Codes of tokens first .. first + count of the step, whosever they are.
+// Codes of tokens first .. first + count of the step, whosever they are; of 256 centroids.
 void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, int64_t first, int count) {
     const antkv_layer& layer = kind.layer;
     const int num_sub_vectors = kind.num_sub_vectors();
@@ -127,13 +133,35 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
             nearest<kRun, 1>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
     }
     for (int t = 0; t < count; ++t) {
-        int coded[kMaxHeadSize];
-        for (int s = 0; s < num_sub_vectors; ++s) coded[s] = codes[s][t];
-        pack(layer, coded, num_sub_vectors, kind.codes(step, tokens[t]));
+        uint8_t* to = kind.codes(step, tokens[t]);
+        for (int s = 0; s < num_sub_vectors; ++s) to[s] = (uint8_t)codes[s][t];
     }
 }
 
-// The same of up to kTileRun tokens at once.
+// The same where there are 4,096 centroids.
+template <int kSize>
+void store_codes_of_12_bits(const Kind& kind, const antkv_step& step, const Token* tokens, int64_t first, int count) {
+    constexpr int kTogether = 4;
+    const int num_sub_vectors = kind.num_sub_vectors();
+    alignas(64) float rows[kRun * kMaxHeadSize];
+    int codes[kMaxHeadSize / kSize][kRun];
+    for (int t = 0; t < count; ++t) kind.load(step, first + t, tokens[t], rows + t * kMaxHeadSize);
+    for (int s = 0; s < num_sub_vectors; ++s) {
+        const ByteTable<kSize> table = kind.bytes<kSize>(s);
+        const float* sub_vectors = rows + s * kSize;
+        int t = 0;
+        for (; t + kTogether <= count; t += kTogether)
+            nearest_of_bytes<kTogether>(table, sub_vectors + t * kMaxHeadSize, kMaxHeadSize, codes[s] + t);
+        for (; t < count; ++t) nearest_of_bytes<1>(table, sub_vectors + t * kMaxHeadSize, kMaxHeadSize, codes[s] + t);
+    }
+    for (int t = 0; t < count; ++t) {
+        int coded[kMaxHeadSize / kSize];
+        for (int s = 0; s < num_sub_vectors; ++s) coded[s] = codes[s][t];
+        pack_12_bits(coded, num_sub_vectors, kind.codes(step, tokens[t]));
+    }
+}
+
+// Codes of up to kTileRun tokens at once, of 256 centroids.
 template <typename Tiles>
 void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, int64_t first, int count,
                  NearestTiles<Tiles>& nearest_tiles) {
@@ -232,7 +260,9 @@ extern "C" void antkv_encode_store(const antkv_layer* layer, const antkv_step* s
     {
         if (!coded) {
             for_runs(*layer, tokens, kRun, key, value, [&](const Kind& kind, int64_t first, int count) {
-                store_codes(kind, *step, &tokens[first], first, count);
+                if (layer->num_centroids == 256) store_codes(kind, *step, &tokens[first], first, count);
+                else if (layer->sub_vector_size == 16) store_codes_of_12_bits<16>(kind, *step, &tokens[first], first, count);
+                else store_codes_of_12_bits<32>(kind, *step, &tokens[first], first, count);
             });
         }
 #pragma omp for collapse(2) schedule(static)

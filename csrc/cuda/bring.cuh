@@ -60,7 +60,7 @@ ANTKV_DEVICE Turned turn_back(const Inputs& in, int position, int hand, Lane lan
     return query;
 }
 
-ANTKV_DEVICE void write_query(const Turned& query, uint2 (*to)[kQuads], Lane lane) {
+ANTKV_DEVICE void write_query(const Turned& query, uint2 (*to)[kQueryQuads], Lane lane) {
 #pragma unroll
     for (int q = 0; q < kGroup; ++q) {
         u16* row = (u16*)to[q] + lane.index * kTurned;

@@ -185,8 +185,12 @@ ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tab
 
 }  // namespace
 
-// Grid: (workers, num_kv_heads). Shared memory: the tables, then `Shared`.
+// Grid: (workers, num_kv_heads), in clusters of `kCluster` workers. Shared memory: the tables, then `Shared`.
+#if ANTKV_CLUSTER_SIZE > 1
+ANTKV_KERNEL(kDecodeThreads) ANTKV_CLUSTER(kCluster)
+#else
 ANTKV_KERNEL(kDecodeThreads)
+#endif
 antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query, Rows key, Rows value,
              ANTKV_ARGUMENT(Results) results) {
     ANTKV_DYNAMIC_SHARED(memory);
@@ -197,7 +201,10 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     stamps.mark(Phase::kStart);
     Shared& shared = *(Shared*)(memory + Tables::kBytes);
     Items items(layer, step, results.capacity);
-    if (!items.find(item, lane.index)) return;
+    // A cluster has work if its first CTA has; one without any has its tables for the others.
+    const int rank = kCluster > 1 ? cluster_rank() : 0;
+    if (!items.find(item - rank, lane.index)) return;
+    const bool has_work = rank == 0 || items.find(item, lane.index);
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < kRing; ++slot) {
             make_barrier(&shared.full[slot], kBringing + 1);
@@ -207,12 +214,16 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     }
     sync_block();
     if (warp == kWarps) {
-        bring_all(in, shared, items, item, (int)gridDim.x, lane);
-        return;
+        // The others meet when they have brought the tables.
+        if constexpr (kCluster > 1) sync_cluster();
+        if (has_work) bring_all(in, shared, items, item, (int)gridDim.x, lane);
+    } else {
+        stamps.mark(Phase::kTables);
+        const Tables tables(layer, in.head, lane, memory);
+        if (has_work) attend_all(in, shared, tables, lane, warp, stamps);
     }
-    stamps.mark(Phase::kTables);
-    const Tables tables(layer, in.head, lane, memory);
-    attend_all(in, shared, tables, lane, warp, stamps);
+    // Others may be looking up in this CTA's tables until they are done.
+    if constexpr (kCluster > 1) sync_cluster();
 }
 
 // Grid: (num_reqs, num_kv_heads); a thread per query of the group and channel, or as many as a CTA can have.

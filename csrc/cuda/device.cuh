@@ -257,6 +257,17 @@ ANTKV_DEVICE T* in_block(T* shared, int rank) {
     asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
     return (T*)address;
 }
+// From any CTA's shared memory in the cluster, at an address of `in_block`, where nobody writes any more.
+ANTKV_DEVICE uint4 load_of_cluster(const uint4* at) {
+    uint4 words;
+    asm("ld.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(at));
+    return words;
+}
+ANTKV_DEVICE uint2 load_of_cluster(const uint2* at) {
+    uint2 words;
+    asm("ld.v2.u32 {%0,%1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(at));
+    return words;
+}
 ANTKV_DEVICE u32 shared_address_in_block(const void* shared, int rank) {
     u32 address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));

@@ -12,7 +12,7 @@ ANTKV_DEVICE void turn(Quad& first, Quad& second, const u32 (&cosine)[2], const 
 }
 
 // A product of two K rows, 8 tokens apart, with all queries; columns of B are (query, order).
-ANTKV_DEVICE void add_key_quads(const Quad (&rows)[2], const uint2 (*query)[kQuads], int quad, Lane lane,
+ANTKV_DEVICE void add_key_quads(const Quad (&rows)[2], const uint2 (*query)[kQueryQuads], int quad, Lane lane,
                                 float (&logits)[kKeyGroups][4]) {
     for (int group = 0; group < kKeyGroups; ++group) {
         const int q = group * kKeyColumns + lane.row / Tables::kOrders;
@@ -36,7 +36,7 @@ ANTKV_DEVICE Keys fetch_keys(const Tile& tile, int half) {
 ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation, int half, const Keys& keys) {
     const Lane lane = tile.lane;
     const Tables& tables = tile.tables;
-    const uint2(*query)[kQuads] = tile.span.query[half];
+    const uint2(*query)[kQueryQuads] = tile.span.query[half];
     // An mma waits for the one before it in its sum: where there is one group alone, it has two sums.
     constexpr int kLast = kKeyGroups == 1;
     float logits[kLast + 1][kKeyGroups][4] = {};

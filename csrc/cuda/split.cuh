@@ -16,6 +16,8 @@ constexpr int kValueColumns = 8 / Tables::kSetColumns;  // and for V
 constexpr int kValueGroups = (kGroup + kValueColumns - 1) / kValueColumns;
 constexpr int kOwnSets = kSets / Tables::kSetColumns;   // sets of a part, neighbours, which are added up apart
 constexpr int kExactGroups = (kGroup + 7) / 8;
+// Of a turned query's row, one of which nobody reads: queries that lanes read together lie in other banks.
+constexpr int kQueryQuads = kQuads + 1;
 constexpr float kLog2E = 1.4426950408889634f;
 // The maximum that weights are relative to moves when a logit passes it by this much: 2^8 fits float16, and it is rare.
 constexpr float kSlack = 8.0f;
@@ -48,7 +50,7 @@ struct Span {
     alignas(16) u8 pages[kSpanPages][kPageBytes];
     alignas(16) u16 raw[kGroup][kHeadSize];  // the queries as they are
     u16 plain[kGroup][kHeadSize];            // the same, scaled for base-2 exponentials, float16
-    uint2 query[kTiles][kGroup][kQuads];     // `plain` turned back, in the order of codes
+    uint2 query[kTiles][kGroup][kQueryQuads];  // `plain` turned back, in the order of codes
     Work work;
     const u8* pages_at[kSpanPages];          // in global memory
     u32 exact[kWarps];                       // tokens of each warp that the query sees in full precision

@@ -12,10 +12,13 @@ from scripts.sm_model.constants import Constants
 from scripts.sm_model.sm import Report
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.cuda import SPLIT, CudaOperations
+from vllm_antkv.ops.cuda_build import CLUSTER
 from vllm_antkv.ops.paged import ReferenceOperations
 
 #: Tokens that a warp decodes together.
 TILE = 32
+#: Presets that clusters decode, where a GPU has them.
+CLUSTERED = ("antkv-0.75bit",)
 #: Tokens of the runs whose difference is steady decoding: the first have all that a CTA starts with.
 SHORT, LONG = 1024, 5120
 
@@ -25,6 +28,7 @@ class Prediction:
     """cycles: of a multiprocessor per (token, KV head), within a split. split_cycles: what a split takes besides, while
     others are under way. vote_cycles: what the votes of a single token take, per KV head. split: tokens of a split.
 
+    table_cycles: what tables in the shared memory of a cluster take to come, once a launch; 0 without clusters.
     instructions: of all warps per tile of 32 tokens; by kind in `kinds`. wavefronts of shared memory and sectors that
     pass L1, per tile. shares: how the schedulers spend their cycles.
     """
@@ -38,6 +42,7 @@ class Prediction:
     wavefronts: float
     sectors: float
     shares: dict[str, float]
+    table_cycles: float = 0
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,16 @@ class Run:
 def run(
     preset: str, length: int, config: AntKVConfig, constants: Constants, split: int = SPLIT, votes: bool = False
 ) -> Run:
-    """One request of `length` tokens with random contents, in splits of `split` tokens."""
+    """A request of `length` tokens with random contents, in splits of `split` tokens, for each CTA of a cluster."""
     torch.manual_seed(length)
-    requests = Requests(preset, 1, length, 1, config, device="cpu")
-    backend, state = ModelledBackend(constants), requests.state
+    clustered = preset in CLUSTERED
+    requests = Requests(preset, CLUSTER if clustered else 1, length, 1, config, device="cpu")
+    backend, state = ModelledBackend(constants, NUM_KV_HEADS if clustered else 0), requests.state
     others = ReferenceOperations(state)
     operations = CudaOperations(state, backend=backend, others=others, split=split)
     storage = state.vq.k_codes.untyped_storage()
     backend.streamed.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-    tokens = Tokens.random(1, device="cpu")
+    tokens = Tokens.random(requests.step.num_reqs, device="cpu")
     rows = (tokens.query, tokens.key, tokens.value)
     expected = torch.empty_like(tokens.output)
     if votes:
@@ -96,6 +102,7 @@ def predict(preset: str, constants: Constants, anchor_share: float | None = None
         wavefronts=(long.wavefronts - short.wavefronts) / tiles,
         sectors=(long.sectors - short.sectors) / tiles,
         shares=_shares(short, long),
+        table_cycles=next(iter(long.meetings), 0),
     )
 
 

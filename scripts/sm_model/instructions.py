@@ -12,8 +12,8 @@ from scripts.sm_model.constants import Constants
 from scripts.sm_model.decode import TILE, Run, per_tile, run
 from vllm_antkv.config import AntKVConfig
 
-#: One whose tables are in shared memory, and one whose tables are in L2.
-PRESETS = ("antkv-1bit", "antkv-0.375bit")
+#: Tables in shared memory, in L2, and in both: K's in that of a cluster.
+PRESETS = ("antkv-1bit", "antkv-0.375bit", "antkv-0.75bit")
 #: Tokens: the second run has so many tiles more.
 LENGTHS = (256, 512)
 

@@ -210,10 +210,14 @@ def test_a_head_size_that_fills_no_vector_is_refused():
 
 @pytest.mark.parametrize(
     ("preset", "num_heads", "window"),
-    [*product(["antkv-4bit", "antkv-2bit", "antkv-1bit"], [1, 3, 4, 12], [None]), ("antkv-1bit", 4, 700)],
+    [
+        *product(["antkv-4bit", "antkv-2bit", "antkv-1bit"], [1, 3, 4, 12], [None]),
+        ("antkv-1bit", 4, 700),
+        ("antkv-0.75bit", 4, None),
+    ],
 )
-def test_long_contexts_add_values_up_by_code(float32_kernels, preset, num_heads, window):
-    """More coded tokens than centroids."""
+def test_long_contexts(float32_kernels, preset, num_heads, window):
+    """More coded tokens than centroids: values are added up by code. Tables of 4,096 are read ahead."""
     shape = Shape(preset, 16, num_heads=num_heads, num_kv_heads=1, max_len=1400, window=window)
     engine = Engine(AntKVConfig(anchor_share=0.05), shape, float32_kernels)
     sequence = draw_sequence(0, 1300, shape)

@@ -51,12 +51,12 @@ def is_noticed(change: Callable[[], None], check: Callable[[], None]) -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
-def unnoticed(build: Build, check: Callable[[], None]) -> list[str]:
-    """Changes at the places that `check` comes by after which `check` still passes."""
+def unnoticed(build: Build, check: Callable[[], None], of: str = "") -> list[str]:
+    """Changes at the places that `check` comes by, with `of` in their names, after which `check` still passes."""
     kernels = library(build)
     kernels.emulation_change(b"", False)
     check()
-    names = kernels.emulation_sites().decode().split("\n")[:-1]
+    names = [name for name in kernels.emulation_sites().decode().split("\n")[:-1] if of in name]
     assert names
     found = []
     for name in names:
@@ -71,16 +71,20 @@ def operations(layer):
     return CudaOperations(layer, backend=OneWorker(), others=ReferenceOperations(layer))
 
 
-def decoding(layer):
+def decoding(backend: EmulatedBackend):
     """Rows are coded by the reference: what orders the threads that code them is left out in a test of its own."""
-    emulated = operations(layer)
-    emulated.encode_store = ReferenceOperations(layer).encode_store
-    return emulated
+
+    def build(layer):
+        emulated = CudaOperations(layer, backend=backend, others=ReferenceOperations(layer))
+        emulated.encode_store = ReferenceOperations(layer).encode_store
+        return emulated
+
+    return build
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_decoding_needs_all_that_orders_its_threads(shape: Shape):
-    engine = Engine(AntKVConfig(), shape, decoding)
+def decoded_as_expected(engine: Engine) -> Callable[[], None]:
+    """A check of the next token of requests after `PROMPTS`, all together."""
+    shape = engine.shape
     sequences = [draw_sequence(seed, prompt + 4, shape) for seed, prompt in enumerate(PROMPTS)]
     for sequence, prompt in zip(sequences, PROMPTS, strict=True):
         engine.step([(sequence, prompt)])
@@ -93,7 +97,23 @@ def test_decoding_needs_all_that_orders_its_threads(shape: Shape):
             last = sequence.computed - 1
             torch.testing.assert_close(sequence.output[last].double(), rows[last], rtol=tolerance, atol=tolerance)
 
-    assert unnoticed(Build.of(engine.state.kind, False, 232448, (9, 0)), check) == []
+    return check
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decoding_needs_all_that_orders_its_threads(shape: Shape):
+    engine = Engine(AntKVConfig(), shape, decoding(OneWorker()))
+    assert unnoticed(Build.of(engine.state.kind, False, 232448, (9, 0)), decoded_as_expected(engine)) == []
+
+
+@pytest.mark.parametrize("of", ["cluster", "cached_tables"])
+def test_clusters_need_all_that_orders_their_ctas(of):
+    """Four requests, one for each CTA of a cluster, of which one has more to do than the others."""
+    shape = LAYERS[6][0]
+    engine = Engine(AntKVConfig(), shape, decoding(EmulatedBackend(clusters=1)))
+    check = decoded_as_expected(engine)
+    build = Build.of(engine.state.kind, False, 232448, (9, 0)).in_clusters(232448)
+    assert unnoticed(build, check, of) == []
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -31,7 +31,7 @@ def test_measurements_stand_beside_predictions():
     found = cells(render({"decode": {"antkv-1bit": MODEL}}, results))
     assert next(row for what, row in found.items() if "by default" in what)[1] == "2.0"
     assert next(row for what, row in found.items() if "8,192" in what)[1] == "1.20"
-    assert found["`mma_interval`, cycles or bytes a cycle"] == ["6", "4.25"]
+    assert found["`mma_interval`, cycles, or bytes or lines a cycle"] == ["6", "4.25"]
 
 
 def test_a_side_that_could_not_run_is_not_measured():

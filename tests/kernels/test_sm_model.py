@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_constants
-from scripts.compile_cuda import nvcc
-from scripts.sm_model.backend import functions, nvdisasm, parameters
+from scripts.compile_cuda import SOURCES, nvcc
+from scripts.sm_model.backend import Launch, functions, nvdisasm, parameters, run_first
 from scripts.sm_model.cache import shared_wavefronts
 from scripts.sm_model.constants import Constants, measured
 from scripts.sm_model.decode import Run
@@ -24,6 +24,8 @@ RECORD = Path(__file__).with_name("cuda_instructions.json")
 PRIMITIVES = Path(__file__).parent / "cuda_emulation" / "primitives.cu"
 #: Instructions of a kind may move by this share, or by one a tile, between compiler versions.
 TOLERANCE = 0.1
+#: CTAs of a cluster, of the kernels that measure constants.
+CLUSTERS = {"cluster_latency": 4, "cluster_rate_4": 4, "cluster_rate_8": 8}
 needs_compiler = pytest.mark.skipif(
     nvcc() is None or not nvdisasm().exists(), reason="nvcc or nvdisasm is not installed"
 )
@@ -53,6 +55,24 @@ def test_look_ups_in_shared_memory_wait_for_no_bank():
     found = {line: n for (file, line), n in conflicts.items() if file == "staged_tables.cuh"}
     assert len(found) >= 2
     assert not any(found.values()), found
+
+
+@needs_compiler
+@pytest.mark.parametrize("preset", PRESETS)
+def test_queries_that_are_read_together_lie_in_other_banks(preset):
+    lines = (SOURCES / "logits.cuh").read_text().splitlines()
+    (read,) = (number for number, line in enumerate(lines, 1) if "const uint2 b = query[" in line)
+    assert runs_of(preset)[1].report.conflicts["logits.cuh", read] == 0
+
+
+@needs_compiler
+def test_clusters_leave_to_l2_what_is_of_v():
+    """8 centroids of 16 bytes a token, half of a sector each."""
+    report = runs_of("antkv-0.75bit")[1].report
+    assert len(report.meetings) == 2
+    (place,) = (place for place in report.asked if place[0] == "sm_32_intrinsics.hpp")
+    assert report.asked[place] == pytest.approx(LENGTHS[1] * 8 * 16, rel=0.1)
+    assert report.fetched[place] == pytest.approx(2 * report.asked[place], rel=0.01)
 
 
 @needs_compiler
@@ -108,19 +128,22 @@ def test_measured_constants_take_the_place_of_assumed_ones(tmp_path):
 @needs_compiler
 def test_the_benchmark_of_the_constants_finds_those_of_the_model_when_it_runs_there():
     """On a GPU it measures what the model assumes: so it must find, in the model, what the model was given."""
-    given = Constants(mma_interval=5, half_interval=1, l1_latency=50, l2_latency=200, dram_latency=600)
+    given = Constants(mma_interval=5, half_interval=1, l1_latency=50, l2_latency=200, dram_latency=600, cluster_bytes=9)
     kernels = functions(gpu_constants.SOURCE, "-arch=sm_90")
 
     def launch(name, blocks, threads, num_shared, more, rounds):
         out = torch.zeros(blocks)
         values = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, torch.Tensor) else v for v in more]
         laid = parameters((ctypes.c_void_p(out.data_ptr()), ctypes.c_int32(rounds), *values))
-        cta = Cta((0, 0, 0), (blocks, 1, 1), threads, SharedMemory(num_shared), GlobalMemory(), laid)
+        launched = Launch((blocks, 1, 1), threads, num_shared, laid, CLUSTERS.get(name, 1))
         tensors = [v for v in more if isinstance(v, torch.Tensor) and v.nbytes > 1 << 20]
         streamed = [(v.data_ptr(), v.data_ptr() + v.nbytes) for v in tensors]
         with np.errstate(all="ignore"):
-            Multiprocessor(Machine(kernels[name]), cta, given, streamed).run()
+            run_first(kernels[name], launched, given, streamed)
         return out[:1]
 
-    found = gpu_constants.measure(launch, "cpu", 1, (4 << 10, 1 << 20, 16 << 20), 96)
+    found = gpu_constants.measure(launch, "cpu", 16, (4 << 10, 1 << 20, 16 << 20, 16 << 10), 96)
+    rates = {name: found.pop(name) for name in list(found) if name not in vars(given)}
     assert found == pytest.approx({name: getattr(given, name) for name in found}, rel=0.3)
+    # The model has one rate for all clusters.
+    assert rates == pytest.approx(dict.fromkeys(rates, given.cluster_bytes), rel=0.3)

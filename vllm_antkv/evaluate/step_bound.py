@@ -28,8 +28,8 @@ DESIGN_CYCLES = {
     "antkv-4bit": 20.0,
     "antkv-2bit": 13.2,
     "antkv-1bit": 11.5,
-    "antkv-0.75bit": 22.2,
-    "antkv-0.375bit": 15.4,
+    "antkv-0.75bit": 12.7,
+    "antkv-0.375bit": 11.6,
 }
 
 

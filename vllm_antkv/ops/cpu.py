@@ -15,6 +15,7 @@ import torch
 
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.arguments import layer_fields, plain_tables, rows_argument, section_offset, step_argument
+from vllm_antkv.ops.byte_tables import byte_tables
 from vllm_antkv.ops.cpu_library import LayerArgument, WorkArgument, load
 from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.fixed_point import fixed_tables
@@ -223,8 +224,11 @@ def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
     for name, centroids in (("k", layer.k_centroids), ("v", layer.v_centroids)):
         # Codebooks are float16: nothing is lost, and twice as much fits into a core's cache.
         tables[f"{name}_centroids"] = centroids.half()
-        tables[f"{name}_columns"] = centroids.half().transpose(2, 3)
-        tables[f"{name}_half_norms"] = centroids.square().sum(-1) / 2
+        if layer.preset.code_bits == 8:
+            tables[f"{name}_columns"] = centroids.half().transpose(2, 3)
+            tables[f"{name}_half_norms"] = centroids.square().sum(-1) / 2
+        else:
+            tables |= {f"{name}_{part}": table for part, table in byte_tables(centroids.half())._asdict().items()}
     if layer.recency.k.dtype != torch.bfloat16:
         return tables  # float32 multiplies
     if variant.tiles:

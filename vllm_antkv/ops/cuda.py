@@ -6,6 +6,7 @@ it.
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from weakref import WeakKeyDictionary
 
@@ -14,9 +15,9 @@ import torch
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.arguments import rows_argument, step_argument
-from vllm_antkv.ops.cuda_arguments import ResultsArgument, anchor_bytes, layer_argument, tables_of
+from vllm_antkv.ops.cuda_arguments import LayerArgument, ResultsArgument, anchor_bytes, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
-from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
+from vllm_antkv.ops.cuda_build import CLUSTER, ENCODE_RUN, Build
 from vllm_antkv.ops.layer import LayerKind, LayerState, VotingBeside
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
@@ -120,9 +121,22 @@ class CudaOperations:
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
         self._layer = layer_argument(layer, self._tensors, self._build, self._split)
+        workers = max(self._backend.multiprocessors // len(layer.k_centroids), 1)
+        self._alone = _Decoding(self._build, self._layer, workers)
+        self._clustered = self._in_clusters(layer)
         self._pool_splits = len(layer.vq.k_codes) * VQ_BLOCK_SIZE // self._split
         # As much as any step will take.
         self._partials(layer.max_num_reqs, len(layer.last_query))
+
+    def _in_clusters(self, layer: LayerState) -> "_Decoding | None":
+        """Decoding with K's tables in clusters, where there is one at least for every KV head; else None."""
+        clusters = self._backend.clusters // len(layer.k_centroids)
+        build = self._build.in_clusters(self._backend.shared_bytes)
+        if build is None or clusters == 0:
+            return None
+        build = build.with_anchors(anchor_bytes(layer))
+        self._backend.load(build)
+        return _Decoding(build, layer_argument(layer, self._tensors, build, self._split), clusters * CLUSTER)
 
     def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
@@ -183,7 +197,7 @@ class CudaOperations:
         lse: torch.Tensor | None,
         step: Step,
     ) -> None:
-        build, num_kv_heads = self._build, key.shape[1]
+        num_kv_heads = key.shape[1]
         votes = step in self._awaited
         is_sink = self._awaited.pop(step, None)
         partials, places = self._partials(step.num_reqs, step.max_seq_len)
@@ -197,14 +211,19 @@ class CudaOperations:
             None if is_sink is None else is_sink.data_ptr(),
             votes,
         )
+        # Both give the same bits. Bringing tables pays where every CTA has a split.
+        decoding = self._alone
+        if self._clustered is not None and capacity >= self._clustered.workers:
+            decoding = self._clustered
+        build = decoding.build
         self._backend.launch(
             build,
             "antkv_decode",
-            (min(max(self._backend.multiprocessors // num_kv_heads, 1), capacity), num_kv_heads),
+            (min(decoding.workers, capacity), num_kv_heads),
             build.decode_threads,
             build.decode_shared_bytes,
             (
-                self._layer,
+                decoding.layer,
                 step_argument(step),
                 rows_argument(query),
                 rows_argument(key),
@@ -232,6 +251,15 @@ class CudaOperations:
         capacity = min(num_reqs * -(-max_seq_len // self._split), num_reqs + self._pool_splits)
         shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)
         return self._scratch((shape, torch.float32), ((num_reqs, 2), torch.int32))
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """A build of antkv_decode, and how many CTAs of a KV head run at a time."""
+
+    build: Build
+    layer: LayerArgument
+    workers: int
 
 
 def _triton(layer: LayerState) -> VotingBeside:

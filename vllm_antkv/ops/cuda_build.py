@@ -10,6 +10,10 @@ from vllm_antkv.ops.layer import LayerKind
 
 #: Bytes of a staged table: 256 codes in rows of 256 bytes.
 _TABLE = 256 * 256
+#: Bytes that L2 hands out at a time, and channels of centroids in FP8 that they are.
+_SECTOR = 32
+#: CTAs of a cluster, which share tables that are too large for one of them.
+CLUSTER = 4
 #: Tokens of a CTA of antkv_encode_store at most, whose centroids are read once.
 ENCODE_RUN = 64
 #: Compute capability from which bulk copies bring pages; cp.async before.
@@ -26,6 +30,7 @@ class Build:
     fp8: the tables of decoding are in e4m3, as those of 4,096 centroids always are.
     staged_rows: anchor rows of K, and of V, that spans have room for beside the codes of a page; 0: anchors are read
         where they are.
+    cluster: CTAs that have K's tables of 4,096 centroids in their shared memory together; 1: those are in L2.
     stamps: decoding writes down when its warps came to what (csrc/cuda/stamps.cuh), at `ResultsArgument.stamps`.
     """
 
@@ -39,6 +44,7 @@ class Build:
     warps: int = 8
     ring: int = 4
     staged_rows: int = 8
+    cluster: int = 1
     stamps: bool = False
 
     @classmethod
@@ -60,13 +66,22 @@ class Build:
         sizes = [replace(self, warps=warps, ring=ring, staged_rows=rows) for warps, ring, rows in _SIZES]
         return next((build for build in sizes if build.decode_shared_bytes <= shared_bytes), sizes[-1])
 
+    def in_clusters(self, shared_bytes: int) -> "Build | None":
+        """The same for clusters, as large as CTAs with `shared_bytes` have room for; None where they have not.
+
+        None, too, where there would be nothing to gain: centroids fit one CTA, or are whole sectors of L2.
+        """
+        build = replace(self, cluster=CLUSTER).fitted(shared_bytes)
+        gains = self.bulk and not self.stages_tables and self.sub_vector_size < _SECTOR
+        return build if gains and build.decode_shared_bytes <= shared_bytes else None
+
     def with_anchors(self, num_bytes: int) -> "Build":
         """For pages whose anchors and their offsets are so many bytes: a span has room for all of them or for none."""
         return self if num_bytes <= self.staged_anchor_bytes else replace(self, staged_rows=0)
 
     def of_coding(self) -> "Build":
         """The one of all builds with the same antkv_encode_store."""
-        return replace(self, group=1, fp8=False, bulk=False, ring=1, staged_rows=0, stamps=False)
+        return replace(self, group=1, fp8=False, bulk=False, ring=1, staged_rows=0, cluster=1, stamps=False)
 
     @property
     def encode_threads(self) -> int:
@@ -91,6 +106,13 @@ class Build:
         return self.head_size * (1 if self.fp8 else 2) // 128 if self.stages_tables else 0
 
     @property
+    def table_bytes(self) -> int:
+        """In the shared memory of a CTA of antkv_decode."""
+        if self.cluster > 1:
+            return self.num_centroids * self.head_size // self.cluster
+        return self.num_tables * _TABLE
+
+    @property
     def code_bytes(self) -> int:
         """Of a K (or V) row."""
         code_bits = self.num_centroids.bit_length() - 1
@@ -111,8 +133,10 @@ class Build:
         """Of a CTA of antkv_decode; csrc/cuda/decode.cu asserts that it is the same."""
         row = self.group * self.head_size * 2
         pages = self.warps * 32 // VQ_BLOCK_SIZE
-        # Where a span is of, 8 numbers; addresses of its pages, the exact tokens of each warp, norms of the queries.
-        span = pages * self.page_bytes + 4 * row + 8 * 4 + pages * 8 + self.warps * 4 + self.group * 4
+        # Rows of the turned query are 4 channels longer. Where a span is of, 8 numbers; addresses of its pages, the
+        # exact tokens of each warp, norms of the queries.
+        turned = 2 * (row + self.group * 8)
+        span = pages * self.page_bytes + 2 * row + turned + 8 * 4 + pages * 8 + self.warps * 4 + self.group * 4
         logits_and_weights = self.warps * self.group * 32 * (4 + 2 * 2)
         # Queries that share the 8 columns of an mma, where parts of the channels lie side by side.
         merged_queries = 8 // (self.head_size // 32 if self.stages_tables else 2)
@@ -121,7 +145,7 @@ class Build:
         statistics = (self.warps + VQ_BLOCK_SIZE // 32) * self.group * 2 * 4
         barriers = 2 * self.ring * 8
         content = self.ring * _align(span) + max(logits_and_weights, merging) + statistics + barriers
-        return self.num_tables * _TABLE + _align(content)
+        return self.table_bytes + _align(content)
 
     @property
     def staged_anchor_bytes(self) -> int:
@@ -152,6 +176,7 @@ class Build:
             "WARPS": self.warps,
             "RING": self.ring,
             "STAGED_ROWS": self.staged_rows,
+            "CLUSTER_SIZE": self.cluster,
             "STAGED_ANCHORS": self.staged_anchor_bytes,
             "DECODE_SHARED": self.decode_shared_bytes,
             "ENCODE_SHARED": self.encode_shared_bytes,

@@ -299,7 +299,13 @@ _CORES = (
     Reliance(
         f"{_CORE}.collective_rpc", How.CALL, "method, args=", "status: calls a method that was added to the workers"
     ),
-    Reliance(_CORE, How.FIELDS, "scheduler vllm_config", "status, prefix_salt: of an engine core"),
+    Reliance(_CORE, How.FIELDS, "scheduler vllm_config batch_queue", "status, prefix_salt: of an engine core"),
+    Reliance(
+        "vllm.v1.core.sched.interface:SchedulerInterface.has_requests",
+        How.BEHAVIOUR,
+        "",
+        "status: an engine without requests does nothing",
+    ),
     Reliance(
         "vllm.v1.engine:EngineCoreRequest",
         How.FIELDS,

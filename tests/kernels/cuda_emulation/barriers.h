@@ -136,6 +136,13 @@ T* in_block(T* shared, int rank) {
     if (offset >= emulation::block->bytes) emulation::fail("an address is not in this block's shared memory");
     return (T*)(emulation::cluster->blocks.at((size_t)rank).shared + offset);
 }
+template <typename T>
+T load_of_cluster(const T* at) {
+    const emulation::Block* owner = emulation::block_of(at);
+    if (!owner || (const u8*)(at + 1) > owner->shared + owner->bytes)
+        emulation::fail("an address is in no shared memory of the cluster");
+    return load_constant(at);
+}
 inline void arrive_in_block(Barrier* barrier, int rank, ANTKV_SITE) { arrive(in_block(barrier, rank), file, line); }
 inline void copy_bulk_to_block(void* to, const void* from, u32 bytes, Barrier* barrier, int rank) {
     emulation::start_copy(in_block((u8*)to, rank), from, bytes, emulation::phases_of(in_block(barrier, rank)));

@@ -78,15 +78,6 @@ u32 site_of(const void* at) { return (u32)((size_t)at - library()); }
 
 void report(const char* what, u32 earlier, u32 later) { ++found[{what, earlier, later}]; }
 
-// The block in whose shared memory an address lies.
-Block* owner(const void* address) {
-    const auto inside = [=](const Block& b) { return address >= b.shared && address < b.shared + b.bytes; };
-    if (inside(*emulation::block)) return emulation::block;
-    for (Block& b : emulation::cluster->blocks)
-        if (inside(b)) return &b;
-    return nullptr;
-}
-
 // Whoever has written something in the ordinary way must have fenced it before a bulk copy reads or overwrites it.
 bool is_fenced(const Write& write, const Clock& known) {
     for (const u32 time : fences[write.who])
@@ -96,7 +87,7 @@ bool is_fenced(const Write& write, const Clock& known) {
 
 // Someone who knows `known` writes as `who`, at `time` of its own.
 void mark_write(const void* address, size_t bytes, const Clock& known, Write own) {
-    const Block* block = owner(address);
+    const Block* block = emulation::block_of(address);
     if (!block) return;
     const Shadow& shadow = shadows[block->rank];
     const size_t first = (size_t)((const u8*)address - block->shared) / kGrain;
@@ -124,7 +115,7 @@ void mark_write(const void* address, size_t bytes, const Clock& known, Write own
 
 // Someone who knows `known` reads as `who`.
 void mark_read(const void* address, size_t bytes, const Clock& known, u32 who, u32 site) {
-    const Block* block = owner(address);
+    const Block* block = emulation::block_of(address);
     if (!block) return;
     const Shadow& shadow = shadows[block->rank];
     const u32 warp = who / emulation::kWarpSize, lane = 1u << who % emulation::kWarpSize;
@@ -172,6 +163,21 @@ void end(Cluster&) {
     shadows.clear();
 }
 
+void end(const Block& block) {
+    const Busy guard;
+    Clock known;
+    for (const Thread& thread : emulation::cluster->threads)
+        if (thread.block == &block) raise(known, clocks[thread.number]);
+    const Shadow& shadow = shadows[block.rank];
+    for (u32 warp = 0; warp < num_warps; ++warp)
+        for (size_t cell = 0; cell < shadow.cells; ++cell) {
+            const Reads& reads = shadow.reads[warp * shadow.cells + cell];
+            for (u32 lanes = reads.lanes; lanes; lanes &= lanes - 1)
+                if (known[warp * emulation::kWarpSize + (u32)__builtin_ctz(lanes)] < reads.time)
+                    report("a block ends after read", reads.site, reads.site);
+        }
+}
+
 void release(Thread& thread, Clock& to) {
     const Busy guard;
     raise(to, clocks[thread.number]);
@@ -191,7 +197,7 @@ Agent start(Thread& thread, const void* to, size_t bytes, const void* from, cons
     const u32 number = next_agent++ % kAgents;
     Agent agent{num_threads + number, ++agent_times[number], clocks[thread.number]};
     agent.known[agent.number] = agent.time;
-    if (owner(from)) mark_read(from, bytes, agent.known, agent.number, site_of(site));
+    if (emulation::block_of(from)) mark_read(from, bytes, agent.known, agent.number, site_of(site));
     mark_write(to, bytes, agent.known, {agent.number, agent.time, site_of(site), false});
     return agent;
 }
@@ -204,7 +210,7 @@ void fence(Thread& thread) {
     fences[thread.number].push_back(clocks[thread.number][thread.number]);
 }
 void touch(const void* address, size_t bytes, bool writes, const void* site) {
-    if (busy || !emulation::cluster || !emulation::thread || !owner(address)) return;
+    if (busy || !emulation::cluster || !emulation::thread || !emulation::block_of(address)) return;
     const Busy guard;
     const u32 who = emulation::thread->number;
     if (writes) mark_write(address, bytes, clocks[who], {who, clocks[who][who], site_of(site), true});

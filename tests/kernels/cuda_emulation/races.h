@@ -3,6 +3,7 @@
 
 namespace emulation {
 struct Thread;
+struct Block;
 struct Cluster;
 }  // namespace emulation
 
@@ -18,6 +19,8 @@ struct Agent {
 
 void begin(emulation::Cluster&);
 void end(emulation::Cluster&);
+// All threads of a block are at their end: of the others that have looked into its shared memory, they must know.
+void end(const emulation::Block&);
 // By the thread that runs; `site` is where in the code.
 void touch(const void* address, size_t bytes, bool writes, const void* site = __builtin_return_address(0));
 void release(emulation::Thread&, Clock& to);

@@ -147,6 +147,15 @@ ANTKV_MACHINE unsigned chance(unsigned choices) {
 ANTKV_MACHINE Warp& warp() { return *thread->warp; }
 ANTKV_MACHINE int lane() { return (int)(thread->index.x % kWarpSize); }
 
+// The block of the cluster in whose shared memory an address lies, or null.
+inline Block* block_of(const void* address) {
+    const auto inside = [=](const Block& b) { return address >= b.shared && address < b.shared + b.bytes; };
+    if (inside(*block)) return block;
+    for (Block& b : cluster->blocks)
+        if (inside(b)) return &b;
+    return nullptr;
+}
+
 void land_a_copy();
 
 // Go on with the next thread that can.
@@ -213,6 +222,7 @@ inline void enter() {
         for (const BulkCopy& copy : cluster->copies)
             if (copy.to >= block->shared && copy.to < block->shared + block->bytes)
                 fail("block %lld of the cluster ends while bulk copies are under way", block->rank);
+        if (cluster->blocks.size() > 1) races::end(*block);
         mprotect(block->allocation(), block->mapped, PROT_NONE);
     }
     yield();
