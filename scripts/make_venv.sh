@@ -75,6 +75,11 @@ if [ "$purpose" != serve ]; then
         # Kernels for GPUs are checked here without one: nvcc, and the oldest Triton that they support beside the newest.
         say "Installing requirements/kernels.lock"
         pip_install --requirement requirements/kernels.lock
+        # In a folder of its own: torchvision's wheel is linked against the CUDA build of torch, and whoever found it among
+        # the others would believe in it.
+        say "Installing requirements/vision.lock"
+        [ .venv/vision -nt requirements/vision.lock ] ||
+            pip_install --upgrade --target .venv/vision --requirement requirements/vision.lock
         [ -d .venv/triton-3.6/triton ] || pip_install --target .venv/triton-3.6 triton==3.6.0
     fi
 fi

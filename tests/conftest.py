@@ -27,6 +27,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("antkv")
 
 
+@pytest.fixture(autouse=True)
+def gradients() -> Iterator[None]:
+    """The test that leaves them switched off is named, not the many after it."""
+    yield
+    enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert enabled
+
+
 @pytest.fixture
 def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
     """Checks that an error is one sentence for a person, and returns it."""

@@ -18,8 +18,9 @@ class Pages(NamedTuple):
     anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V, negative where unused.
     recent_k, recent_v: (num_blocks, num_kv_heads, page_size, head_size) model dtype, K after RoPE.
     scores: (num_blocks, num_kv_heads, 2, page_size) float32.
-    vq_*_stride: of the first seven; recency_*_stride: of the others. In units of 16 bytes, so that the compiler knows
-        that rows are aligned and reads 16 bytes at a time.
+    positions: (num_blocks, block_size, 3) int32, those of the tokens of VQ pages; not read where tokens have one.
+    vq_*_stride: of the first seven; recency_*_stride: of the next three. In units of 16 bytes, so that the compiler
+        knows that rows are aligned and reads 16 bytes at a time. position_stride: from block to block, in entries.
     """
 
     k_codes: torch.Tensor
@@ -32,10 +33,12 @@ class Pages(NamedTuple):
     recent_k: torch.Tensor
     recent_v: torch.Tensor
     scores: torch.Tensor
+    positions: torch.Tensor
     vq_block_stride: int
     vq_head_stride: int
     recency_block_stride: int
     recency_head_stride: int
+    position_stride: int
 
 
 class Tables(NamedTuple):
@@ -46,6 +49,7 @@ class Tables(NamedTuple):
     k_order: (head_size,) int32, the channel of K that stands at each place of decoded rows; not read where they are the
         same. Rows in full precision have their channels as the model has them.
     cos, sin: (max_position, rotary_half) float32; not read without RoPE.
+    sections: (rotary_half,) int32, which of three positions each pair turns by; not read where tokens have one.
     last_query: (max_model_len,) int32, the last query position that sees each token exactly.
     sinks: (num_heads,) float32, learned logits that take part in every softmax; not read where there are none.
     """
@@ -57,6 +61,7 @@ class Tables(NamedTuple):
     k_order: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
+    sections: torch.Tensor
     last_query: torch.Tensor
     sinks: torch.Tensor
 
@@ -129,7 +134,8 @@ class Shape(NamedTuple):
     rotary_half: rotary pairs; 0 without RoPE.
     is_neox: channel `c` turns with `c + rotary_half`, else with its neighbour.
     aligned: the halves of a head are whole sub-vectors.
-    composes: the table turns by `a + b` where it turns by `a` and then by `b`.
+    composes: the table turns by `a + b` where it turns by `a` and then by `b`, and K by its place in the sequence.
+    three_part: K of a token turns by three positions.
     anchor_rows, anchor_bytes: per block, K and V each; of a row.
     corrections: some anchors are kept as what their codes lose.
     exact_anchor: added to the offset of an anchor that is kept as it is; 0 where none is.
@@ -159,6 +165,7 @@ class Shape(NamedTuple):
     is_neox: bool
     aligned: bool
     composes: bool
+    three_part: bool
     anchor_rows: int
     anchor_pad: int
     anchor_bytes: int

@@ -139,9 +139,8 @@ def attend_coded(
     raw_first, raw_second = look_up_key_halves(
         first_codes, second_codes, head_centroids(tables.k_centroids, head, shape), shape
     )
-    key_first, key_second = turn(
-        raw_first, raw_second, tables, block * shape.block_size, offsets, present, tl.arange(0, shape.half_pad), shape
-    )
+    pairs, origin = tl.arange(0, shape.half_pad), block * shape.block_size
+    key_first, key_second = turn(raw_first, raw_second, tables, origin, block_id, offsets, present, pairs, pages, shape)
     if anchored:
         key_first, key_second = correct_keys(key_first, key_second, offsets, block_id, head, pages, tables, shape)
     key_first = key_first.to(query_first.dtype)

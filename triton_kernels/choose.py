@@ -32,7 +32,7 @@ def key_errors(
     first_channel, second_channel = channels_of_pairs(pairs, shape)
     first = decode_channels(codes, centroids, first_channel, shape)
     second = decode_channels(codes, centroids, second_channel, shape)
-    first, second = turn(first, second, tables, origin, offsets, offsets >= 0, pairs, shape)
+    first, second = turn(first, second, tables, origin, block_id, offsets, offsets >= 0, pairs, pages, shape)
     known = pairs < shape.head_size // 2
     first = load_exact(k_rows, channels_in_rows(first_channel, tables, shape), known).to(tl.float32) - first
     second = load_exact(k_rows, channels_in_rows(second_channel, tables, shape), known).to(tl.float32) - second

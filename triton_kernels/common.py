@@ -114,26 +114,35 @@ def turn(
     second: tl.tensor,
     tables: Tables,
     origin: tl.tensor,
+    block_id: tl.tensor,
     offsets: tl.tensor,
     mask: tl.tensor,
     pairs: tl.tensor,
+    pages: Pages,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Apply RoPE to `pairs` (P,) of rows at positions `origin + offsets` (N,), of a block that starts at `origin`.
 
-    first and second are (N, P), the results float32.
+    first and second are (N, P), the results float32. mask (N,): which rows there are.
     """
     first = first.to(tl.float32)
     second = second.to(tl.float32)
     if shape.rotary_half == 0:
         return first, second
-    cos, sin = angles(tables, origin, offsets, mask, pairs, shape)
+    cos, sin = angles(tables, origin, block_id, offsets, mask, pairs, pages, shape)
     return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
 def angles(
-    tables: Tables, origin: tl.tensor, offsets: tl.tensor, mask: tl.tensor, pairs: tl.tensor, shape: tl.constexpr
+    tables: Tables,
+    origin: tl.tensor,
+    block_id: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    pairs: tl.tensor,
+    pages: Pages,
+    shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Cosines and sines at `origin + offsets`, (N, P) float32 each; those of channels that do not turn are 1 and 0.
 
@@ -142,8 +151,9 @@ def angles(
     """
     turning = (pairs < shape.rotary_half)[None, :]
     if not shape.composes:
-        index = (origin + offsets)[:, None] * shape.rotary_half + pairs[None, :]
         known = mask[:, None] & turning
+        positions = turning_positions(origin + offsets, block_id, pairs, known, pages, tables, shape)
+        index = positions * shape.rotary_half + pairs[None, :]
         return tl.load(tables.cos + index, mask=known, other=1.0), tl.load(tables.sin + index, mask=known, other=0.0)
     index = offsets[:, None] * shape.rotary_half + pairs[None, :]
     cos = tl.load(tables.cos + index, mask=turning, other=1.0)
@@ -156,6 +166,28 @@ def angles(
     origin_cos *= magnitude
     origin_sin *= magnitude
     return cos * origin_cos - sin * origin_sin, sin * origin_cos + cos * origin_sin
+
+
+@triton.jit
+def turning_positions(
+    places: tl.tensor,
+    block_id: tl.tensor,
+    pairs: tl.tensor,
+    known: tl.tensor,
+    pages: Pages,
+    tables: Tables,
+    shape: tl.constexpr,
+) -> tl.tensor:
+    """By which position K of tokens turns in `pairs` (P,): (N, P), or (N, 1) for all of them. int32.
+
+    places (N,): of the tokens in the sequence; block_id: int64, of their VQ page or (N,) pages; known (N, P): where
+    there is a token and a pair that turns.
+    """
+    if not shape.three_part:
+        return places[:, None]
+    section = tl.load(tables.sections + pairs, mask=pairs < shape.rotary_half, other=0)
+    of_token = pages.positions + (block_id * pages.position_stride + places % shape.block_size * 3)
+    return tl.load(of_token[:, None] + section[None, :], mask=known, other=0)
 
 
 @triton.jit

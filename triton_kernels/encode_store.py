@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Rows, Shape, Tables
-from .common import ALWAYS, channels_in_rows, find_request, in_recency_page, in_vq_page, load_rows
+from .common import (
+    ALWAYS,
+    channels_in_rows,
+    find_request,
+    in_recency_page,
+    in_vq_page,
+    load_rows,
+    turning_positions,
+)
 
 #: Tokens from which larger tiles leave no multiprocessor idle.
 _MANY_TOKENS = 512
@@ -91,11 +99,15 @@ def store_codes(
     offset = positions % shape.block_size
     target = in_vq_page(codes, block, head, pages) + offset * shape.code_bytes
 
-    first = nearest(pointers, positions, real, head, 2 * pair, is_key, centroids, half_norms, tables, shape, BLOCK_C)
+    first = nearest(
+        pointers, positions, block, real, head, 2 * pair, is_key, centroids, half_norms, pages, tables, shape, BLOCK_C
+    )
     # An odd number of sub-vectors leaves the last pair without its second: it encodes zeros that are not stored.
     has_second = real & (tokens < tl.where(2 * pair + 1 < shape.num_sub_vectors, ALWAYS, 0))
     sub = (2 * pair + 1) % shape.num_sub_vectors
-    second = nearest(pointers, positions, has_second, head, sub, is_key, centroids, half_norms, tables, shape, BLOCK_C)
+    second = nearest(
+        pointers, positions, block, has_second, head, sub, is_key, centroids, half_norms, pages, tables, shape, BLOCK_C
+    )
     if shape.code_bits == 8:
         tl.store(target + 2 * pair, first.to(tl.uint8), mask=real)
         tl.store(target + 2 * pair + 1, second.to(tl.uint8), mask=has_second)
@@ -110,12 +122,14 @@ def store_codes(
 def nearest(
     pointers: tl.tensor,
     positions: tl.tensor,
+    block: tl.tensor,
     mask: tl.tensor,
     head: tl.tensor,
     sub: tl.tensor,
     is_key: tl.tensor,
     centroids: tl.tensor,
     half_norms: tl.tensor,
+    pages: Pages,
     tables: Tables,
     shape: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -128,7 +142,8 @@ def nearest(
     DEPTH: tl.constexpr = shape.sub_vector_size if shape.sub_vector_size > 16 else 16
     lane = tl.arange(0, DEPTH)
     in_sub = lane < shape.sub_vector_size
-    x = raw_sub_vectors(pointers, positions, mask, sub * shape.sub_vector_size + lane, in_sub, is_key, tables, shape)
+    channels = sub * shape.sub_vector_size + lane
+    x = raw_sub_vectors(pointers, positions, block, mask, channels, in_sub, is_key, pages, tables, shape)
     # Beyond float16's range the nearest centroid is that of the clamped value: no centroid lies there.
     x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     high = x.to(tl.float16)
@@ -152,10 +167,12 @@ def nearest(
 def raw_sub_vectors(
     pointers: tl.tensor,
     positions: tl.tensor,
+    block: tl.tensor,
     mask: tl.tensor,
     channels: tl.tensor,
     channel_mask: tl.tensor,
     is_key: tl.tensor,
+    pages: Pages,
     tables: Tables,
     shape: tl.constexpr,
 ) -> tl.tensor:
@@ -173,8 +190,9 @@ def raw_sub_vectors(
         partner = tl.where(is_first, channels + 1, channels - 1)
         pair = channels // 2
     other = load_places(pointers, mask, partner, turning, is_key, tables, shape)
-    angle = positions[:, None] * shape.rotary_half + pair[None, :]
     known = mask[:, None] & turning[None, :]
+    turned_by = turning_positions(positions, block, pair, known, pages, tables, shape)
+    angle = turned_by * shape.rotary_half + pair[None, :]
     cos = tl.load(tables.cos + angle, mask=known, other=1.0)
     sin = tl.load(tables.sin + angle, mask=known, other=0.0)
     signed = tl.where(is_first[None, :], other, -other)

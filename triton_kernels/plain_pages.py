@@ -99,9 +99,8 @@ def _write_keys(
     first_codes, second_codes = load_key_codes(codes, shape)
     centroids = head_centroids(tables.k_centroids, head, shape)
     key_first, key_second = look_up_key_halves(first_codes, second_codes, centroids, shape)
-    key_first, key_second = turn(
-        key_first, key_second, tables, block * shape.block_size, offsets, present, pairs, shape
-    )
+    origin = block * shape.block_size
+    key_first, key_second = turn(key_first, key_second, tables, origin, block_id, offsets, present, pairs, pages, shape)
     if shape.anchor_rows > 0:
         key_first, key_second = correct_keys(key_first, key_second, offsets, block_id, head, pages, tables, shape)
     first, second = channels_of_pairs(pairs, shape)

@@ -94,6 +94,48 @@ FAMILIES: dict[str, Family] = {
             special="its text model, a Llama; the tokens of an image are tokens",
         ),
         Family(
+            "llava",
+            "LlavaForConditionalGeneration",
+            "LLaVA",
+            served="run: with images",
+            special="its text model, here a Llama; the tokens of an image are tokens",
+        ),
+        Family(
+            "llava_next",
+            "LlavaNextForConditionalGeneration",
+            "LLaVA-NeXT, Granite-vision",
+            served="run: with images",
+            special="its text model, here a Granite; the tokens of an image are tokens",
+        ),
+        Family(
+            "mistral3",
+            "Mistral3ForConditionalGeneration",
+            "Mistral-3",
+            served="run: with images",
+            special="its text model, a Mistral; what looks at images is a Pixtral",
+        ),
+        Family(
+            "qwen2_vl",
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2-VL",
+            served="run: text",
+            special="M-RoPE: K turns by three positions of a token",
+        ),
+        Family(
+            "qwen2_5_vl",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen2.5-VL",
+            served="run: text",
+            special="M-RoPE: K turns by three positions of a token",
+        ),
+        Family(
+            "qwen3_vl",
+            "Qwen3VLForConditionalGeneration",
+            "Qwen3-VL",
+            served="run: text",
+            special="M-RoPE: K turns by three positions of a token",
+        ),
+        Family(
             "gpt_oss", "GptOssForCausalLM", "gpt-oss", special="experts, learned sinks, windows in every second layer"
         ),
     )

@@ -5,6 +5,8 @@ Servers refuse it before weights are read; `antkv doctor` and `antkv plan` say i
 
 from typing import Any
 
+from vllm_antkv.layer_windows import layer_windows
+
 
 def unserved_feature(config: Any) -> str | None:
     """The first feature that an antkv cache cannot serve, as a refusal names it; None: nothing is against the model.
@@ -22,7 +24,9 @@ def _features(config: Any) -> dict[str, bool]:
     return {
         "multi-head latent attention (MLA)": bool(getattr(config, "kv_lora_rank", None)),
         "encoder-decoder models": bool(getattr(config, "is_encoder_decoder", False)),
-        "M-RoPE": any("mrope_section" in rope for rope in ropes),
+        "M-RoPE beside sliding windows": (
+            any("mrope_section" in rope for rope in ropes) and any(layer_windows(config))
+        ),
         "ALiBi": _has_alibi(config),
         "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
         "attention that is not causal": not getattr(config, "is_causal", True),

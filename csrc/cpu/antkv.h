@@ -30,14 +30,21 @@ struct antkv_layer {
     // k_centroids and angles as whole numbers, see vllm_antkv/ops/fixed_point.py; null where float32 or tiles multiply keys
     const int16_t *k_fixed, *fixed_angles;
     const float* k_units;
-    // Centroids as (num_kv_heads, num_sub_vectors, sub_vector_size, num_centroids)
+    // Of 256 centroids: as (num_kv_heads, num_sub_vectors, sub_vector_size, num_centroids), and their squared norms / 2,
+    // (num_kv_heads, num_sub_vectors, num_centroids)
     const uint16_t *k_columns, *v_columns;
-    // (num_kv_heads, num_sub_vectors, num_centroids), squared norms / 2
     const float *k_half_norms, *v_half_norms;
+    // Of 4,096 centroids, see vllm_antkv/ops/byte_tables.py; null for the others
+    const uint8_t *k_bytes, *v_bytes;
+    const float *k_middles, *v_middles, *k_limits, *v_limits;
     const float *cos, *sin;  // (max_position, rotary_dim / 2); null without RoPE
     const int32_t* k_order;  // (head_size) channel of K at each place of a coded row; null where they are the same
     const int32_t* last_query;  // (max_model_len)
     const float* sinks;  // (num_heads) learned logits that take part in every softmax; null without
+    // Where tokens have three positions (M-RoPE), else null: those of the tokens of VQ page 0, (kBlockSize, 3), and by which
+    // of the three each pair of channels turns, (rotary_dim / 2).
+    const int32_t *positions, *sections;
+    int64_t position_stride;  // from page to page, in entries
     float scale;
     float soft_cap;  // logits become soft_cap tanh(logit / soft_cap); 0 without
     float rotary_magnitude;  // of every entry, (cos^2 + sin^2)^1/2: 1 but for YaRN and LongRoPE

@@ -1,6 +1,7 @@
 // What is asked once before the kernels serve anybody: what they were built from, and whether the processor's tiles
 // multiply as they should.
 #include <algorithm>
+#include <utility>
 
 #include "tiles/tiles.h"
 
@@ -16,6 +17,65 @@ BFloat to_bits(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     return (BFloat)(bits >> 16);
+}
+
+// Decode's products are of tiles that are not whole: as many columns, or rows, as heads are multiplied together.
+template <typename Tiles, int kHeads>
+bool weigh_right() {
+    using Values = typename Tiles::template Values<kHeads>;
+    alignas(64) BFloat rows[kKeys][kValues], packed[Values::kWeightElements];
+    alignas(64) float weights[kHeads][kKeys], sums[kHeads][kValues];
+    for (int t = 0; t < kKeys; ++t) {
+        for (int c = 0; c < kValues; ++c) rows[t][c] = to_bits(number(t, c));
+        for (int h = 0; h < kHeads; ++h) weights[h][t] = number(h, t + 3);
+    }
+    for (int h = 0; h < kHeads; ++h) std::fill_n(sums[h], kValues, 1.0f);
+    Values values;
+    values.clear();
+    Values::pack(weights[0], kKeys, kHeads, packed);
+    values.add(rows[0], packed);
+    values.add_to(sums[0], kValues, kHeads, kValues);
+    for (int h = 0; h < kHeads; ++h) {
+        for (int c = 0; c < kValues; ++c) {
+            float sum = 1;
+            for (int t = 0; t < kKeys; ++t) sum += number(h, t + 3) * number(t, c);
+            if (sums[h][c] != sum) return false;
+        }
+    }
+    return true;
+}
+
+template <typename Tiles, int kHeads>
+bool dot_right() {
+    using Logits = typename Tiles::template Logits<kHeads>;
+    alignas(64) BFloat keys[kKeys][kInner], queries[kDepth * Logits::kQueryElements];
+    alignas(64) float logits[kHeads][kKeys];
+    for (int t = 0; t < kKeys; ++t)
+        for (int k = 0; k < kInner; ++k) keys[t][k] = to_bits(number(t, k));
+    for (int i = 0; i < kDepth; ++i) {
+        BFloat rows[kHeads][kTileDepth];
+        for (int h = 0; h < kHeads; ++h)
+            for (int k = 0; k < kTileDepth; ++k) rows[h][k] = to_bits(number(h + 3, i * kTileDepth + k));
+        BitLanes vectors[kHeads];
+        std::memcpy(vectors, rows, sizeof vectors);
+        Logits::pack(vectors, queries + i * Logits::kQueryElements);
+    }
+    Logits().template multiply<kDepth, false>(keys[0], queries, kHeads, logits[0], kKeys);
+    for (int h = 0; h < kHeads; ++h) {
+        for (int t = 0; t < kKeys; ++t) {
+            float product = 0;
+            for (int k = 0; k < kInner; ++k) product += number(h + 3, k) * number(t, k);
+            if (logits[h][t] != product) return false;
+        }
+    }
+    return true;
+}
+
+template <typename Tiles, int... kHeads>
+bool decode_right(std::integer_sequence<int, kHeads...>) {
+    if constexpr (Tiles::kCheap)
+        if (!(dot_right<Tiles, kHeads>() && ...) || !dot_right<Tiles, 16>()) return false;
+    return (weigh_right<Tiles, kHeads>() && ...);
 }
 
 template <typename Tiles>
@@ -56,6 +116,9 @@ extern "C" int32_t antkv_tiles_multiply_right(int32_t tiles) {
     antkv_layer layer = {};
     layer.tiles = tiles;
     bool right = false;
-    antkv::with_tiles(layer, [&](auto of) { right = antkv::multiply_right<decltype(of)>(); });
+    antkv::with_tiles(layer, [&](auto of) {
+        using Tiles = decltype(of);
+        right = antkv::multiply_right<Tiles>() && antkv::decode_right<Tiles>(std::integer_sequence<int, 1, 2, 4, 8>{});
+    });
     return right;
 }

@@ -147,6 +147,35 @@ struct Angles {
           sin(layer.sin + (int64_t)position * (layer.rotary_dim / 2)) {}
 };
 
+// Cosines and sines that turn K of one token.
+class TokenAngles {
+  public:
+    TokenAngles(const Sequence& sequence, int position) {
+        const antkv_layer& layer = sequence.layer;
+        const int run = sequence.first_of_run(position, 1), half = layer.rotary_dim / 2;
+        if (run >= 0) {
+            const Angles angles(layer, run);
+            cos = angles.cos;
+            sin = angles.sin;
+            return;
+        }
+        const int32_t* three = sequence.three_positions(position);
+        for (int c = 0; c < half; ++c) {
+            const int64_t at = (int64_t)three[layer.sections[c]] * half + c;
+            own_[0][c] = layer.cos[at];
+            own_[1][c] = layer.sin[at];
+        }
+        cos = own_[0];
+        sin = own_[1];
+    }
+    TokenAngles(const TokenAngles&) = delete;
+
+    const float *cos, *sin;
+
+  private:
+    float own_[2][kMaxHeadSize / 2];
+};
+
 // Turn a query back by the position of a tile's first token: what K rows turned by their offsets are multiplied with.
 inline void turn_back(const antkv_layer& layer, int position, float* query) {
     if (!layer.cos) return;
@@ -166,9 +195,19 @@ inline void offset_keys(const antkv_layer& layer, int head, const uint8_t* codes
     }
 }
 
-// Decoded K rows of `count` tokens from `position` on as attention uses them, turned by their positions.
-inline void turned_keys(const antkv_layer& layer, int head, const uint8_t* codes, int position, int count, float* rows) {
-    offset_keys(layer, head, codes, count, rows);
+// Decoded K rows of `count` tokens of a VQ page, from `position` on, as attention uses them, turned by their positions.
+inline void turned_keys(const Sequence& sequence, int position, int count, float* rows) {
+    const antkv_layer& layer = sequence.layer;
+    const uint8_t* codes = sequence.vq_page(position / kBlockSize).codes(false, position % kBlockSize);
+    if (layer.positions) {
+        decode_rows(layer, sequence.head, false, codes, count, rows);
+        for (int t = 0; t < count; ++t) {
+            const TokenAngles angles(sequence, position + t);
+            rotate(layer, rows + (int64_t)t * layer.head_size, angles.cos, angles.sin, 1);
+        }
+        return;
+    }
+    offset_keys(layer, sequence.head, codes, count, rows);
     if (!layer.cos || position == 0) return;
     const Angles base(layer, position);
     for (int t = 0; t < count; ++t) {

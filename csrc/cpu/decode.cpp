@@ -7,6 +7,7 @@
 #include "bins.h"
 #include "fixed_logits.h"
 #include "logit_rules.h"
+#include "memory.h"
 #include "tile_logits.h"
 #include "tile_values.h"
 
@@ -39,7 +40,8 @@ class Split {
         std::copy_n(queries, group_ * size_, of_codes);
         prefetch_exact();
         for (int h = 0; h < group_; ++h) to_code_order(layer_, of_codes + h * size_);
-        if (!logits_in_16_bits(of_codes))
+        const int position = sequence_.first_of_run(begin_, count_);
+        if (position < 0 || !logits_in_16_bits(of_codes, position))
             for (int first = 0; first < count_; first += kBlockSize) coded_logits(of_codes, first);
         anchor_logits(queries);
         exact_logits(queries);
@@ -105,14 +107,15 @@ class Split {
         }
     }
 
-    // Logits of all coded tokens; the queries are in the order of codes. False where float32 is for this layer.
-    bool logits_in_16_bits(const float* queries) {
+    // Logits of all coded tokens, whose K turns by `position` and one more each; the queries are in the order of codes. False
+    // where float32 is for this layer.
+    bool logits_in_16_bits(const float* queries, int position) {
         if (fixed_logits_fit(layer_)) {
             for (int h = 0; h < group_; h += 16) {
                 const int num_heads = std::min(16, group_ - h);
-                if (num_heads <= 4) fixed_logits<1>(queries, h, num_heads);
-                else if (num_heads <= 8) fixed_logits<2>(queries, h, num_heads);
-                else fixed_logits<4>(queries, h, num_heads);
+                if (num_heads <= 4) fixed_logits<1>(queries, h, num_heads, position);
+                else if (num_heads <= 8) fixed_logits<2>(queries, h, num_heads, position);
+                else fixed_logits<4>(queries, h, num_heads, position);
             }
             return true;
         }
@@ -122,18 +125,18 @@ class Split {
                 for_tile_heads<16>(group_, [&](auto heads, int h, int num_heads) {
                     with_centroids(layer_, sequence_.head, layer_.k_centroids, [&](auto centroids) {
                         TileLogits<Tiles, heads>(layer_, queries + h * size_, num_heads)
-                            .run(centroids, begin_, count_, codes_of(false), is_coded(), logits_ + h * kSplit, kSplit);
+                            .run(centroids, position, count_, codes_of(false), is_coded(), logits_ + h * kSplit, kSplit);
                     });
                 });
             }
         });
     }
     template <int kSets>
-    void fixed_logits(const float* queries, int h, int num_heads) {
+    void fixed_logits(const float* queries, int h, int num_heads, int position) {
         const auto run = [&](auto head_size) {
             FixedLogits<kSets, head_size> fixed(layer_, sequence_.head, queries + h * size_, num_heads);
             with_centroids(layer_, sequence_.head, (const uint16_t*)layer_.k_fixed, [&](auto centroids) {
-                fixed.run(centroids, begin_, count_, codes_of(false), is_coded(), logits_ + h * kSplit, kSplit);
+                fixed.run(centroids, position, count_, codes_of(false), is_coded(), logits_ + h * kSplit, kSplit);
             });
         };
         if (size_ == 128 && layer_.rotary_dim == 128 && layer_.is_neox_style) run(std::integral_constant<int, 128>{});
@@ -171,8 +174,14 @@ class Split {
         for (int tile = first; tile < end; tile += kTile) {
             const int count = std::min(kTile, end - tile);
             if (!any_coded(tile, count)) continue;
+            const int position = sequence_.first_of_run(begin_ + tile, count);
+            if (position < 0) {
+                turned_keys(sequence_, begin_ + tile, count, rows);
+                dot_rows(group_, queries, rows, size_, count, logits_ + tile, kSplit);
+                continue;
+            }
             std::copy_n(queries, group_ * size_, turned);
-            for (int h = 0; h < group_; ++h) turn_back(layer_, begin_ + tile, turned + h * size_);
+            for (int h = 0; h < group_; ++h) turn_back(layer_, position, turned + h * size_);
             dot_codes(layer_, sequence_.head, page_of(first).codes(false, tile - first), count, group_, turned,
                       logits_ + tile, kSplit, rows);
         }
@@ -371,6 +380,13 @@ class Split {
 };
 
 }  // namespace
+
+void Decode::read_tables(const antkv_layer& layer, int head) {
+    const int64_t bytes = (int64_t)layer.num_centroids * layer.head_size * sizeof(uint16_t);
+    const void* k_table = fixed_logits_fit(layer) ? (const void*)layer.k_fixed : layer.k_centroids;
+    const void* v_table = tile_values_fit(layer) ? layer.v_bfloat16 : layer.v_centroids;
+    for (const void* table : {k_table, v_table}) read_ahead((const uint8_t*)table + head * bytes, bytes);
+}
 
 void Decode::split(const Sequence& sequence, antkv_rows query, antkv_rows key, antkv_rows value, int index,
                    float* partial) {

@@ -4,6 +4,7 @@
 
 #include "memory.h"
 #include "codes.h"
+#include "nearest_bytes.h"
 #include "nearest_tiles.h"
 #include "row_tiles.h"
 
@@ -47,11 +48,8 @@ void nearest(const antkv_layer& layer, const uint16_t* columns, const float* hal
     }
 }
 
-void pack(const antkv_layer& layer, const int* codes, int num_sub_vectors, uint8_t* to) {
-    if (layer.num_centroids == 256) {
-        for (int s = 0; s < num_sub_vectors; ++s) to[s] = (uint8_t)codes[s];
-        return;
-    }
+// Two codes in three bytes.
+void pack_12_bits(const int* codes, int num_sub_vectors, uint8_t* to) {
     for (int s = 0; s < num_sub_vectors; s += 2) {
         const int first = codes[s], second = s + 1 < num_sub_vectors ? codes[s + 1] : 0;
         uint8_t* pair = to + s / 2 * 3;
@@ -62,9 +60,10 @@ void pack(const antkv_layer& layer, const int* codes, int num_sub_vectors, uint8
 }
 
 // K as it was before RoPE.
-void unrotate(const antkv_layer& layer, int position, float* row) {
+void unrotate(const Sequence& sequence, int position, float* row) {
+    const antkv_layer& layer = sequence.layer;
     if (!layer.cos) return;
-    const Angles angles(layer, position);
+    const TokenAngles angles(sequence, position);
     rotate(layer, row, angles.cos, angles.sin, -1);
     if (layer.rotary_magnitude == 1) return;
     const float factor = 1 / (layer.rotary_magnitude * layer.rotary_magnitude);
@@ -92,12 +91,20 @@ struct Kind {
     const float* half_norms(int s) const {
         return (of_values ? layer.v_half_norms : layer.k_half_norms) + table(s) / layer.sub_vector_size;
     }
-    // What is coded of token `token` of the step, which is at `position`.
-    void load(int64_t token, int position, float* row) const {
-        widen(layer, row_of(layer, in_hand, token, head), layer.head_size, row);
+    template <int kSize>
+    ByteTable<kSize> bytes(int s) const {
+        const int64_t index = (int64_t)head * num_sub_vectors() + s;
+        constexpr int kBytes = ByteTable<kSize>::kCentroids / kLanes * ByteTable<kSize>::kBlock;
+        return {(of_values ? layer.v_bytes : layer.k_bytes) + index * kBytes,
+                (of_values ? layer.v_middles : layer.k_middles) + index * kSize,
+                (of_values ? layer.v_limits : layer.k_limits) + index * 3, centroids(s)};
+    }
+    // What is coded of `token`, which is in row `index` of the step.
+    void load(const antkv_step& step, int64_t index, const Token& token, float* row) const {
+        widen(layer, row_of(layer, in_hand, index, head), layer.head_size, row);
         if (of_values) return;
         to_code_order(layer, row);
-        unrotate(layer, position, row);
+        unrotate(Sequence(layer, step, token.request, head), token.position, row);
     }
     uint8_t* codes(const antkv_step& step, const Token& token) const {
         const VQPage page = Sequence(layer, step, token.request, head).vq_page(token.position / kBlockSize);
@@ -105,14 +112,14 @@ struct Kind {
     }
 };
 
-// Codes of tokens first .. first + count of the step, whosever they are.
+// Codes of tokens first .. first + count of the step, whosever they are; of 256 centroids.
 void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, int64_t first, int count) {
     const antkv_layer& layer = kind.layer;
     const int num_sub_vectors = kind.num_sub_vectors();
     alignas(64) float row[kMaxHeadSize], rows[kMaxHeadSize * kRun] = {};  // channel by channel
     int codes[kMaxHeadSize][kRun];
     for (int t = 0; t < count; ++t) {
-        kind.load(first + t, tokens[t].position, row);
+        kind.load(step, first + t, tokens[t], row);
         float* to = rows + t;
         for (int c = 0; c < layer.head_size; ++c, to += kRun) *to = row[c];
     }
@@ -126,13 +133,35 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
             nearest<kRun, 1>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
     }
     for (int t = 0; t < count; ++t) {
-        int coded[kMaxHeadSize];
-        for (int s = 0; s < num_sub_vectors; ++s) coded[s] = codes[s][t];
-        pack(layer, coded, num_sub_vectors, kind.codes(step, tokens[t]));
+        uint8_t* to = kind.codes(step, tokens[t]);
+        for (int s = 0; s < num_sub_vectors; ++s) to[s] = (uint8_t)codes[s][t];
     }
 }
 
-// The same of up to kTileRun tokens at once.
+// The same where there are 4,096 centroids.
+template <int kSize>
+void store_codes_of_12_bits(const Kind& kind, const antkv_step& step, const Token* tokens, int64_t first, int count) {
+    constexpr int kTogether = 4;
+    const int num_sub_vectors = kind.num_sub_vectors();
+    alignas(64) float rows[kRun * kMaxHeadSize];
+    int codes[kMaxHeadSize / kSize][kRun];
+    for (int t = 0; t < count; ++t) kind.load(step, first + t, tokens[t], rows + t * kMaxHeadSize);
+    for (int s = 0; s < num_sub_vectors; ++s) {
+        const ByteTable<kSize> table = kind.bytes<kSize>(s);
+        const float* sub_vectors = rows + s * kSize;
+        int t = 0;
+        for (; t + kTogether <= count; t += kTogether)
+            nearest_of_bytes<kTogether>(table, sub_vectors + t * kMaxHeadSize, kMaxHeadSize, codes[s] + t);
+        for (; t < count; ++t) nearest_of_bytes<1>(table, sub_vectors + t * kMaxHeadSize, kMaxHeadSize, codes[s] + t);
+    }
+    for (int t = 0; t < count; ++t) {
+        int coded[kMaxHeadSize / kSize];
+        for (int s = 0; s < num_sub_vectors; ++s) coded[s] = codes[s][t];
+        pack_12_bits(coded, num_sub_vectors, kind.codes(step, tokens[t]));
+    }
+}
+
+// Codes of up to kTileRun tokens at once, of 256 centroids.
 template <typename Tiles>
 void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, int64_t first, int count,
                  NearestTiles<Tiles>& nearest_tiles) {
@@ -141,14 +170,14 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
     for (int t = 0; t < rounded_up(count, 2 * kTileRows); t += kLanes) {
         for (int i = 0; i < kLanes; ++i) {
             const int at = std::min(t + i, count - 1);
-            kind.load(first + at, tokens[at].position, rows + i * size);
+            kind.load(step, first + at, tokens[at], rows + i * size);
         }
         nearest_tiles.load_tokens(t, rows);
     }
     uint8_t codes[kMaxHeadSize / 2][kTileRun];
     for (int s = 0; s < kind.num_sub_vectors(); ++s) {
         const auto compare = [&](int t) {
-            kind.load(first + t, tokens[t].position, rows);
+            kind.load(step, first + t, tokens[t], rows);
             float sub_vector[8 * kRun];
             for (int k = 0; k < sub_vector_size; ++k) sub_vector[k * kRun] = rows[s * sub_vector_size + k];
             int code;
@@ -231,7 +260,9 @@ extern "C" void antkv_encode_store(const antkv_layer* layer, const antkv_step* s
     {
         if (!coded) {
             for_runs(*layer, tokens, kRun, key, value, [&](const Kind& kind, int64_t first, int count) {
-                store_codes(kind, *step, &tokens[first], first, count);
+                if (layer->num_centroids == 256) store_codes(kind, *step, &tokens[first], first, count);
+                else if (layer->sub_vector_size == 16) store_codes_of_12_bits<16>(kind, *step, &tokens[first], first, count);
+                else store_codes_of_12_bits<32>(kind, *step, &tokens[first], first, count);
             });
         }
 #pragma omp for collapse(2) schedule(static)

@@ -33,12 +33,12 @@ class FixedLogits {
         for (int h = 0; h < num_heads; ++h) scale(layer.k_units + (int64_t)head * size_, h);
     }
 
-    // logits[h][t] = product of query h and token begin + t. begin: a multiple of 64. codes(t): the codes of kTokens tokens
-    // from t on; is_coded(t): whether any of them is asked for.
+    // logits[h][t] = product of query h and token t, whose K turns by position + t. codes(t): the codes of kTokens tokens from
+    // t on; is_coded(t): whether any of them is asked for.
     template <typename Table, typename Codes, typename IsCoded>
-    void run(Table centroids, int begin, int count, Codes codes, IsCoded is_coded, float* logits, int stride) {
+    void run(Table centroids, int position, int count, Codes codes, IsCoded is_coded, float* logits, int stride) {
         for (int first = 0; first < count; first += kTokens) {
-            if (first % kRun == 0) turn_queries(first == 0 ? begin : kRun);
+            if (first % kRun == 0) turn_queries(first == 0 ? position : kRun);
             if (!is_coded(first)) continue;
             const uint8_t* from = codes(first);
             for (int t = 0; t < kTokens; t += kLanes)

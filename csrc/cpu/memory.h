@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -16,6 +17,12 @@ inline Buffer floats(size_t count) {
     void* data = std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
     if (!data) throw std::bad_alloc();
     return Buffer((float*)data);
+}
+
+// Brings memory into the caches. Loads, as prefetches are dropped where there are many; the compiler takes what is loaded to
+// be used.
+inline void read_ahead(const void* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) asm volatile("" ::"r"(((const uint8_t*)from)[i]));
 }
 
 }  // namespace antkv

@@ -77,6 +77,23 @@ struct Sequence {
         return {layer.vq + id * layer.vq_block_stride + head * layer.vq_head_stride, layer};
     }
 
+    // The three positions of a token of a layer that has them.
+    const int32_t* three_positions(int position) const {
+        const int64_t id = step.vq_block_table[request * step.vq_table_stride + position / kBlockSize];
+        return layer.positions + id * layer.position_stride + position % kBlockSize * 3;
+    }
+    // By which position K of a token turns, if K of the `count` tokens from it on turns by one more each; else -1. It is where
+    // the token stands in the sequence; where tokens have three positions, those of a text are three times the same.
+    int first_of_run(int position, int count) const {
+        if (!layer.positions) return position;
+        const int first = three_positions(position)[0];
+        for (int t = 0; t < count; ++t) {
+            const int32_t* three = three_positions(position + t);
+            if (three[0] != first + t || three[1] != first + t || three[2] != first + t) return -1;
+        }
+        return first;
+    }
+
     // The recency page of a token, or null where it has none.
     uint8_t* recency_page(int position) const {
         const int page = position >> __builtin_ctz(layer.recency_block_size);

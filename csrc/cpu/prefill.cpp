@@ -58,7 +58,7 @@ void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
         }
         if (!any) continue;
         const VQPage page = sequence.vq_page(block);
-        turned_keys(layer_, sequence.head, page.codes(false, 0), first, count, keys_.get());
+        turned_keys(sequence, first, count, keys_.get());
         decode_rows(layer_, sequence.head, true, page.codes(true, 0), count, values_.get());
         for (int row = 0; block < own && row < layer_.anchor_rows; ++row) {
             correct(page, row, false, keys_.get());

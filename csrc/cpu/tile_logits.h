@@ -71,18 +71,19 @@ class TileLogits {
     TileLogits(const antkv_layer& layer, const float* queries, int num_heads)
         : layer_(layer), queries_(queries), num_heads_(num_heads) {}
 
-    // logits[h][t] = product of query h and token begin + t. codes(t): the codes of kKeys tokens from t on; is_coded(t): whether
-    // any of them is asked for.
+    // logits[h][t] = product of query h and token t, whose K turns by position + t. codes(t): the codes of kKeys tokens from
+    // t on; is_coded(t): whether any of them is asked for.
     template <typename Table, typename Codes, typename IsCoded>
-    void run(Table centroids, int begin, int count, Codes codes, IsCoded is_coded, float* logits, int stride) {
+    void run(Table centroids, int position, int count, Codes codes, IsCoded is_coded, float* logits, int stride) {
+        position_ = position;
         KeyChannels channels[8];
         const int num_channels = KeyChannels::list(layer_, channels);
         for (int i = 0; i < num_channels; i += kDepth) {
             set_channels(channels + i, std::min(kDepth, num_channels - i), count);
             for (int first = 0; first < count; first += kKeys) {
                 if (!is_coded(first)) continue;
-                if (depth_ == kDepth) add<kDepth>(centroids, codes(first), begin + first, i > 0, logits + first, stride);
-                else add<1>(centroids, codes(first), begin + first, i > 0, logits + first, stride);
+                if (depth_ == kDepth) add<kDepth>(centroids, codes(first), first, i > 0, logits + first, stride);
+                else add<1>(centroids, codes(first), first, i > 0, logits + first, stride);
             }
         }
     }
@@ -110,22 +111,22 @@ class TileLogits {
     }
 
     template <int kTiles, typename Table>
-    void add(Table centroids, const uint8_t* codes, int position, bool adds, float* logits, int stride) {
-        if (position / kRun != run_) {
-            run_ = position / kRun;
-            for (int i = 0; i < kTiles; ++i) turn_queries(i, run_ * kRun);
+    void add(Table centroids, const uint8_t* codes, int first, bool adds, float* logits, int stride) {
+        if (first / kRun != run_) {
+            run_ = first / kRun;
+            for (int i = 0; i < kTiles; ++i) turn_queries(i, position_ + run_ * kRun);
         }
         alignas(64) BFloat keys[kKeys * kTiles * kTileDepth];
         for (int i = 0; i < kTiles; ++i) {
             BFloat* to = keys + i * kTileDepth;
             switch (channels_[i].turn) {
                 case KeyChannels::kHalves:
-                    turn_keys<KeyChannels::kHalves, kTiles>(i, centroids, codes, position % kRun, to);
+                    turn_keys<KeyChannels::kHalves, kTiles>(i, centroids, codes, first % kRun, to);
                     break;
                 case KeyChannels::kNeighbours:
-                    turn_keys<KeyChannels::kNeighbours, kTiles>(i, centroids, codes, position % kRun, to);
+                    turn_keys<KeyChannels::kNeighbours, kTiles>(i, centroids, codes, first % kRun, to);
                     break;
-                default: turn_keys<KeyChannels::kNone, kTiles>(i, centroids, codes, position % kRun, to);
+                default: turn_keys<KeyChannels::kNone, kTiles>(i, centroids, codes, first % kRun, to);
             }
         }
         if (adds) products_.template multiply<kTiles, true>(keys, turned_, num_heads_, logits, stride);
@@ -203,7 +204,7 @@ class TileLogits {
     const int num_heads_;
     Logits products_;
     KeyChannels channels_[kDepth];
-    int depth_ = 0, run_ = -1;
+    int depth_ = 0, position_ = 0, run_ = -1;
     alignas(64) float cos_[kDepth][kRun][2][kLanes], sin_[kDepth][kRun][2][kLanes];
     alignas(64) BFloat turned_[kDepth * Logits::kQueryElements];
 };

@@ -102,7 +102,7 @@ class TokenTiles {
         }
         if (!any) return;
         const VQPage page = sequence.vq_page(first / kBlockSize);
-        turned_keys(layer_, sequence.head, page.codes(false, 0), first, count, keys_.get());
+        turned_keys(sequence, first, count, keys_.get());
         decode_rows(layer_, sequence.head, true, page.codes(true, 0), count, values_.get());
         for (int anchor = 0; !own && anchor < layer_.anchor_rows; ++anchor) {
             correct(page, anchor, false, keys_.get());

@@ -20,6 +20,7 @@ class OnDevice:
     def __init__(self, layer: LayerState, build: Callable[[LayerState], LayerOperations]) -> None:
         self._host = torch.empty(0, dtype=torch.uint8).set_(layer.vq.k_codes.untyped_storage())
         self._pages = self._host.to(DEVICE)
+        self._positions = layer.positions
         self.layer = replace(
             layer,
             vq=self._moved(layer.vq),
@@ -29,6 +30,7 @@ class OnDevice:
             k_order=None if layer.k_order is None else layer.k_order.to(DEVICE),
             rotary=None if layer.rotary is None else layer.rotary.to(DEVICE),
             last_query=layer.last_query.to(DEVICE),
+            positions=None if layer.positions is None else layer.positions.to(DEVICE),
             counts_rows=False,
             scratch=_scratch,
         )
@@ -44,6 +46,8 @@ class OnDevice:
     def upload(self):
         """Copy the engine's pages to the device."""
         self._pages.copy_(self._host)
+        if self._positions is not None:
+            self.layer.positions.copy_(self._positions)
 
     def _run(self, name, *arguments):
         self.upload()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
-TOOLS = ["dev", "browser", "deploy", "loadtest", "tasks", "wheel"]
+TOOLS = ["dev", "browser", "deploy", "loadtest", "tasks", "vision", "wheel"]
 
 
 def names(file):

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from tests.kernels.guarded import guarded
+from tests.kernels.three_positions import draw_positions
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
+from vllm_antkv.cache.positions import NUM_POSITIONS, POSITION_PAGE_BYTES, store_positions, view_positions
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.offline.attention import attend_window
@@ -33,7 +35,11 @@ NUM_BLOCKS = 1200
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer."""
+    """Of a layer.
+
+    three_parts: how pairs of channels are divided among three positions (M-RoPE): in "blocks", in "turns"; "": there is
+        one.
+    """
 
     preset: str = "antkv-1bit"
     head_size: int = 16
@@ -48,6 +54,7 @@ class Shape:
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    three_parts: str = ""
 
     @property
     def scale(self) -> float:
@@ -64,7 +71,10 @@ def rotary(shape: Shape) -> RotaryTable | None:
     if rotary_dim == 0:
         return None
     angles = torch.arange(shape.max_len)[:, None] * torch.logspace(0, -3, rotary_dim // 2)
-    return RotaryTable(guarded(shape.magnitude * angles.cos()), guarded(shape.magnitude * angles.sin()), shape.neox)
+    pairs = torch.arange(rotary_dim // 2)
+    sections = {"": None, "blocks": pairs * NUM_POSITIONS // len(pairs), "turns": pairs % NUM_POSITIONS}
+    cos, sin = guarded(shape.magnitude * angles.cos()), guarded(shape.magnitude * angles.sin())
+    return RotaryTable(cos, sin, shape.neox, sections[shape.three_parts])
 
 
 def k_order(shape: Shape) -> list[int] | None:
@@ -110,6 +120,7 @@ def codebook(shape: Shape) -> Codebook:
 class Sequence:
     """Rows of one request, and how far it has been computed.
 
+    positions: (length, 3), what K turns by where tokens have three positions.
     pages: what the block manager holds, 0 for a page that was freed; table: what the worker sees, who is never told.
     freed_blocks: of `vq_blocks`, how many lie before the layer's window and are somebody else's by now.
     num_prompt_tokens: those before are of a prompt; with 0, single tokens are computed as an answer's.
@@ -119,6 +130,7 @@ class Sequence:
     key: torch.Tensor
     value: torch.Tensor
     is_sink: torch.Tensor
+    positions: torch.Tensor
     output: torch.Tensor
     computed: int = 0
     num_prompt_tokens: int = 0
@@ -133,7 +145,8 @@ def draw_sequence(seed: int, length: int, shape: Shape) -> Sequence:
     query = torch.randn(length, shape.num_heads, shape.head_size, generator=generator).to(shape.dtype)
     key, value = torch.randn(2, length, shape.num_kv_heads, shape.head_size, generator=generator).to(shape.dtype)
     is_sink = torch.rand(length, generator=generator) < 0.02
-    return Sequence(query, key, value, is_sink, torch.full_like(query, torch.nan))
+    positions = draw_positions(generator, length, shape.max_len)
+    return Sequence(query, key, value, is_sink, positions, torch.full_like(query, torch.nan))
 
 
 class Workspace:
@@ -192,9 +205,17 @@ class Engine:
             counts_rows=True,
             max_num_reqs=64,
             scratch=workspace,
+            positions=self._position_pages(),
         )
         self.operations = operations(self.state)
         workspace.locked = True
+
+    def _position_pages(self) -> torch.Tensor | None:
+        """Farther apart than they are long, as in a pool."""
+        if not self.shape.three_parts:
+            return None
+        raw = torch.full((NUM_BLOCKS, 1, 1, POSITION_PAGE_BYTES + 64), 0xFF, dtype=torch.uint8)
+        return view_positions(guarded(raw)[..., :POSITION_PAGE_BYTES])
 
     def step(self, work: list[tuple[Sequence, int]]) -> None:
         """Compute the next `n` tokens of each sequence."""
@@ -218,6 +239,9 @@ class Engine:
             guarded(torch.cat([getattr(s, name)[part] for s, part in parts]))
             for name in ("query", "key", "value", "is_sink")
         )
+        if self.state.positions is not None:
+            slots = torch.cat([self._slots(s, part) for s, part in parts])
+            store_positions(self.state.positions, slots, torch.cat([s.positions[part] for s, part in parts]).T)
         output = guarded(torch.full_like(query, torch.nan))
         rows = StepRows(query, key, value, is_sink if self.config.sinks else None)
         run(self.operations, self.state, rows, output, step)
@@ -225,6 +249,10 @@ class Engine:
             sequence.output[part] = computed
             sequence.computed = part.stop
             self._release(sequence)
+
+    def _slots(self, sequence: Sequence, part: slice) -> torch.Tensor:
+        places = torch.arange(part.start, part.stop)
+        return torch.tensor(sequence.vq_blocks)[places // VQ_BLOCK_SIZE] * VQ_BLOCK_SIZE + places % VQ_BLOCK_SIZE
 
     def finish(self, sequence: Sequence) -> None:
         """Give everything back, dirty."""
@@ -241,6 +269,8 @@ class Engine:
         first_block = self.shape.rules.first_visible(sequence.computed) // VQ_BLOCK_SIZE
         for block in sequence.vq_blocks[sequence.freed_blocks : first_block]:
             self.raw[block] = 0xFF
+            if self.state.positions is not None:
+                self.state.positions[block] = -1
             self.free.append(block)
         sequence.freed_blocks = first_block
         keep = self.retention.needed_after(np.arange(len(sequence.pages)), sequence.computed)
@@ -263,6 +293,9 @@ class Engine:
         )
         rows = [tensor[None].double() for tensor in (sequence.query, sequence.key, sequence.value)]
         is_sink = sequence.is_sink[None] if self.config.sinks else None
-        unturned = RotaryTable(torch.ones(self.shape.max_len, 1), torch.zeros(self.shape.max_len, 1))
-        window = LayerWindow(0, *rows, self.shape.rules, rotary(self.shape) or unturned)
+        table = rotary(self.shape) or RotaryTable(torch.ones(self.shape.max_len, 1), torch.zeros(self.shape.max_len, 1))
+        if table.sections is not None:
+            # To the evaluator, which goes by the place in the window, this is a table like any other.
+            table = RotaryTable(*table.angles(sequence.positions), table.is_neox_style)
+        window = LayerWindow(0, *rows, self.shape.rules, table)
         return attend_window(window, method, is_sink)[0]

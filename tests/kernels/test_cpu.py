@@ -59,6 +59,8 @@ SHAPES = [
     Shape("antkv-1bit", 64, num_heads=8, num_kv_heads=1, window=40, soft_cap=2.0, has_sinks=True),
     Shape("antkv-2bit", 80, num_heads=3, num_kv_heads=1, window=129, reorders=True, has_sinks=True),
     Shape("antkv-0.75bit", 48, num_heads=6, num_kv_heads=2, soft_cap=1.0),
+    Shape("antkv-1bit", 64, num_heads=8, num_kv_heads=1, three_parts="blocks", reorders=True, magnitude=1.3),
+    Shape("antkv-2bit", 80, num_heads=3, num_kv_heads=1, rotary_dim=32, three_parts="turns", neox=False, window=129),
 ]
 
 
@@ -106,6 +108,9 @@ BFLOAT16_SHAPES = [
     Shape("antkv-1bit", 64, 16, 2, torch.bfloat16, window=60, has_sinks=True),
     Shape("antkv-2bit", 96, 10, 2, torch.bfloat16, soft_cap=2.0, has_sinks=True),
     Shape("antkv-0.75bit", 128, 4, 1, torch.bfloat16, window=129, soft_cap=1.0),
+    Shape("antkv-1bit", 128, 8, 2, torch.bfloat16, reorders=True, three_parts="blocks"),
+    Shape("antkv-1bit", 64, 16, 2, torch.bfloat16, three_parts="turns", magnitude=1.3, window=150),
+    Shape("antkv-0.75bit", 96, 10, 2, torch.bfloat16, neox=False, rotary_dim=64, three_parts="turns"),
 ]
 
 
@@ -205,10 +210,14 @@ def test_a_head_size_that_fills_no_vector_is_refused():
 
 @pytest.mark.parametrize(
     ("preset", "num_heads", "window"),
-    [*product(["antkv-4bit", "antkv-2bit", "antkv-1bit"], [1, 3, 4, 12], [None]), ("antkv-1bit", 4, 700)],
+    [
+        *product(["antkv-4bit", "antkv-2bit", "antkv-1bit"], [1, 3, 4, 12], [None]),
+        ("antkv-1bit", 4, 700),
+        ("antkv-0.75bit", 4, None),
+    ],
 )
-def test_long_contexts_add_values_up_by_code(float32_kernels, preset, num_heads, window):
-    """More coded tokens than centroids."""
+def test_long_contexts(float32_kernels, preset, num_heads, window):
+    """More coded tokens than centroids: values are added up by code. Tables of 4,096 are read ahead."""
     shape = Shape(preset, 16, num_heads=num_heads, num_kv_heads=1, max_len=1400, window=window)
     engine = Engine(AntKVConfig(anchor_share=0.05), shape, float32_kernels)
     sequence = draw_sequence(0, 1300, shape)

@@ -19,6 +19,8 @@ SHAPES = [
     Shape(window=40, soft_cap=2.0),
     Shape(window=20, has_sinks=True),
     Shape("antkv-4bit", 8, soft_cap=1.0, has_sinks=True),
+    Shape(three_parts="blocks", reorders=True),
+    Shape("antkv-0.75bit", 32, rotary_dim=24, three_parts="turns", neox=False, window=150),
 ]
 
 CONFIGS = st.builds(

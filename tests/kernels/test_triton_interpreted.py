@@ -300,7 +300,7 @@ def through_a_varlen_kernel(layer: LayerState) -> TritonOperations:
     [
         (Shape("antkv-1bit", 80, 3, 1, torch.bfloat16, reorders=True), 32, "model"),
         (Shape("antkv-1bit", 32, 6, 2, torch.float16, rotary_dim=16, magnitude=1.3, reorders=True), 128, "fp8"),
-        (Shape("antkv-2bit", 32, 3, 1, neox=False), 1, "fp8"),
+        (Shape("antkv-2bit", 32, 3, 1, neox=False, three_parts="turns"), 1, "fp8"),
         (Shape("antkv-0.75bit", 48, 3, 1, rotary_dim=0), 100, "model"),
     ],
     ids=lambda value: str(value),

@@ -25,6 +25,8 @@ SHAPES = [
     Shape("antkv-1bit", 16, 2, 1, window=100),
     Shape("antkv-1bit", 32, 3, 1, window=40, soft_cap=2.0, has_sinks=True),
     Shape("antkv-1bit", 64, 2, 1, torch.bfloat16, soft_cap=1.0, has_sinks=True),
+    Shape("antkv-1bit", 32, 2, 1, rotary_dim=24, three_parts="blocks", reorders=True, magnitude=1.3),
+    Shape("antkv-1bit", 16, 1, 1, three_parts="turns", neox=False, window=100),
 ]
 CONFIGS = [
     AntKVConfig(anchor_share=0.05, recency="none", prefix=0),

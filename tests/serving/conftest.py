@@ -85,11 +85,15 @@ def running_engine(
         "max_model_len": 1024,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
     }
+    options = {**defaults, **options}
     additional = {} if settings is None else {"antkv": settings}
+    if not options["enforce_eager"]:
+        # Weights of an earlier engine that are thrown away while this one is traced fail in the midst of it.
+        gc.collect()
     # VLLM collects garbage four times for each engine, a third of all time that these tests would take.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda generation=2: 0)
-        llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **{**defaults, **options})
+        llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **options)
         try:
             yield Engine(llm)
         finally:

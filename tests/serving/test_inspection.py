@@ -142,6 +142,33 @@ def test_asking_changes_no_answer_and_leaves_nothing_behind(engine: Engine, prom
     assert sum(report["sampled_attention"].values()) == pytest.approx(before + 1)
 
 
+def test_an_engine_at_rest_does_not_wake_its_workers(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's workers spin for a second after each call, and the metrics ask every five."""
+    core = type(engine.core)
+    ask, asked = core.collective_rpc, []
+
+    def listen(self: Any, method: str, *args: Any) -> Any:
+        asked.append(method)
+        return ask(self, method, *args)
+
+    monkeypatch.setattr(core, "collective_rpc", listen)
+    for num_requests in range(1, 3):
+        engine.complete([prompts[0]])
+        # A server takes this step by itself: it tells the workers which requests are finished.
+        engine.llm.llm_engine.step()
+        first = engine.core.antkv_status()
+        assert [engine.core.antkv_status() for _ in range(3)] == 3 * [first]
+        assert asked == num_requests * ["antkv_report"]
+    add(engine, "running", prompts[-1])
+    before = engine.core.antkv_status()["workers"][0]["tokens_stored"]
+    assert before > first["workers"][0]["tokens_stored"]
+    drain(engine)
+    assert engine.core.antkv_status()["workers"][0]["tokens_stored"] > before
+    assert asked == 4 * ["antkv_report"]
+
+
 def test_samples_take_turns_among_the_layers(engine: Engine, prompts: list[list[int]]) -> None:
     """A layer's forward stands aside for one step; nobody's does until somebody asks."""
     context = engine.core.vllm_config.compilation_config.static_forward_context

@@ -3,7 +3,6 @@
 Tiny configs in real vLLM, without weights: the refusal comes before they would be read.
 """
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from tests.serving.conftest import EMBEDDED
-from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, YARN
+from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN
 from vllm_antkv.attention.rope import rotary_tables
 from vllm_antkv.codebook import NoCodebookError
 from vllm_antkv.errors import AntKVError, UnsupportedModelError
@@ -47,13 +46,11 @@ WHISPER: dict[str, Any] = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {**ROPE, "mrope_section": [8, 12, 12]}
+SLIDING = {"use_sliding_window": True, "sliding_window": 150}
 FOPE = {**ROPE, "use_fope": True, "num_inv_freq": 16, "fope_sep_head": True, "fope_init_factor": 0.1}
 DUAL_CHUNK = {"chunk_size": 128, "local_size": 32, "original_max_position_embeddings": 256}
 DRAFT = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-NEEDS_TORCHVISION = pytest.mark.skipif(
-    importlib.util.find_spec("torchvision") is None, reason="vLLM needs torchvision to look at this model"
-)
 
 #: model type, architecture, its config, words of the sentence.
 MODELS = {
@@ -61,19 +58,24 @@ MODELS = {
     "DeepSeek-V3": ("deepseek_v3", "DeepseekV3ForCausalLM", MLA, "multi-head latent attention (MLA)"),
     "Whisper": ("whisper", "WhisperForConditionalGeneration", WHISPER, "encoder-decoder models"),
     "T5": ("t5", "T5ForConditionalGeneration", {"d_model": 128, "num_layers": 2}, "encoder-decoder models"),
-    "PaddleOCR-VL": (
-        "paddleocr_vl",
-        "PaddleOCRVLForConditionalGeneration",
-        {"text_config": {**SIZES, "rope_parameters": MROPE}},
-        "M-RoPE",
-    ),
     "PaliGemma": (
         "paligemma",
         "PaliGemmaForConditionalGeneration",
         {"text_config": {**SIZES, "model_type": "gemma", "head_dim": 64}},
         "images whose tokens attend to each other",
     ),
-    "text with M-RoPE": ("qwen2", "Qwen2ForCausalLM", {"hidden_size": 256, "rope_parameters": MROPE}, "M-RoPE"),
+    "M-RoPE and windows": (
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"hidden_size": 256, "rope_parameters": MROPE, "layer_types": WINDOWS, **SLIDING},
+        "M-RoPE beside sliding windows",
+    ),
+    "M-RoPE with four positions": (
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"hidden_size": 256, "rope_parameters": {**ROPE, "mrope_section": [8, 8, 8, 8]}},
+        "M-RoPE with 4 positions per token",
+    ),
     "dual chunk": (
         "qwen2",
         "Qwen2ForCausalLM",
@@ -100,16 +102,6 @@ MODELS = {
         "chunked attention",
     ),
 }
-#: Models that vLLM cannot look at without torchvision, which is not there on CPUs: as above.
-VISION_MODELS = {
-    "Qwen2-VL": (
-        "qwen2_vl",
-        "Qwen2VLForConditionalGeneration",
-        {"text_config": {**SIZES, "rope_parameters": MROPE}},
-        "M-RoPE",
-    ),
-}
-
 #: Options of the server, words of the sentence.
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "speculative decoding": ({"speculative_config": DRAFT}, "speculative decoding"),
@@ -150,10 +142,8 @@ def refusal(model: Path, **options: Any) -> AntKVError:
 
 @pytest.mark.parametrize(
     ("model_type", "architecture", "changes", "words"),
-    [
-        *(pytest.param(*case, id=name) for name, case in MODELS.items()),
-        *(pytest.param(*case, id=name, marks=NEEDS_TORCHVISION) for name, case in VISION_MODELS.items()),
-    ],
+    MODELS.values(),
+    ids=MODELS.keys(),
 )
 def test_a_model_is_refused(
     tmp_path: Path,

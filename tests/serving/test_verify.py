@@ -1,11 +1,13 @@
 """`antkv doctor MODEL --verify` on a trained model: real engines, and an exit code that says what they answered."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serving.conftest import EMBEDDED
+from tests.serving.tiny import make_model
 from vllm_antkv import cli
 from vllm_antkv.doctor import verify
 
@@ -33,3 +35,13 @@ def test_a_model_that_answers_otherwise_is_a_problem(
     code, findings = answers(capsys)
     assert code == 1
     assert all("other answers" in finding["detail"] and finding["state"] == "problem" for finding in findings)
+
+
+@pytest.mark.usefixtures("engine_environment")
+def test_a_model_that_vllm_itself_cannot_run_is_a_problem(tmp_path: Path) -> None:
+    """As one whose tokenizer knows more tokens than it has: vLLM starts, and fails at the first prompt."""
+    model = make_model(tmp_path, "llama", {"vocab_size": 64})
+    (finding,) = verify.check_answers(str(model), None)
+    assert finding.state == "problem"
+    assert "vLLM cannot answer with this model and --kv-cache-dtype auto" in finding.detail
+    assert "without an antkv cache" in finding.remedy

@@ -4,14 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    Idefics3ImageProcessor,
-    Idefics3Processor,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.serving.conftest import EMBEDDED
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
@@ -144,34 +137,6 @@ def make_model(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
     AutoModelForCausalLM.from_config(config_of(model_type, changes)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
     return folder
-
-
-#: Model type of a model that sees images.
-WITH_IMAGES = "idefics3"
-
-
-def make_model_with_images(folder: Path) -> int:
-    """A random one, whose text model is a Llama, with a processor of images; the token that stands for one."""
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]}
-    )
-    image_token: int = tokenizer.convert_tokens_to_ids("<image>")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = AutoConfig.for_model(
-        WITH_IMAGES,
-        text_config={**SIZES, "head_dim": 32, "vocab_size": 4160, "model_type": "llama"},
-        vision_config={**sizes, "image_size": 64, "patch_size": 8},
-        image_token_id=image_token,
-        pad_token_id=2,
-        scale_factor=2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    images = Idefics3ImageProcessor(size={"longest_edge": 64}, max_image_size={"longest_edge": 64})
-    Idefics3Processor(images, tokenizer, image_seq_len=16).save_pretrained(folder)
-    return image_token
 
 
 def make_codebook(folder: Path, model: Path, preset: str, sinks: SinkRule | None = None, **more: Any) -> None:

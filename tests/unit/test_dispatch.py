@@ -15,7 +15,7 @@ from vllm_antkv.ops import cpu, cuda, dispatch
 from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.dispatch import KERNELS, choose
 from vllm_antkv.ops.layer import LayerKind
-from vllm_antkv.ops.logits import LogitRules
+from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_a_gpu_runs_the_cuda_kernels_where_they_have_code_for_every_layer(monkey
         choose("cuda", gpu, [replace(llama, head_size=96)])
 
 
-def test_layers_whose_logits_are_no_mere_products_are_tritons(monkeypatch):
+def test_layers_that_are_not_plain_are_tritons(monkeypatch):
     built = []
     monkeypatch.setattr(cuda, "missing", lambda device, layers: None)
     monkeypatch.setattr(cuda, "CudaOperations", lambda layer: built.append("cuda"))
@@ -93,12 +93,14 @@ def test_layers_whose_logits_are_no_mere_products_are_tritons(monkeypatch):
     sliding, gpu = replace(plain, plain_logits=False), torch.device("cuda")
     kernels = choose("auto", gpu, [plain, sliding])
     assert kernels.name == "cuda"
-    for rules in (LogitRules(1.0), LogitRules(1.0, window=1024), LogitRules(1.0, soft_cap=50.0)):
-        kernels.build(SimpleNamespace(rules=rules))
-    assert built == ["cuda", "triton", "triton"]
-    assert choose("auto", gpu, [sliding, sliding]).name == "triton"
-    with pytest.raises(SettingsError, match="no code for sliding windows, soft caps and learned sinks"):
-        choose("cuda", gpu, [sliding])
+    table = RotaryTable(torch.ones(1, 64), torch.zeros(1, 64))
+    three_part = replace(plain, rotary=replace(table, sections=torch.zeros(64, dtype=torch.int64)))
+    for kind in (plain, replace(plain, rotary=table), sliding, three_part):
+        kernels.build(SimpleNamespace(kind=kind))
+    assert built == ["cuda", "cuda", "triton", "triton"]
+    assert choose("auto", gpu, [sliding, three_part]).name == "triton"
+    with pytest.raises(SettingsError, match="no code for sliding windows, soft caps, learned sinks and M-RoPE"):
+        choose("cuda", gpu, [three_part])
 
 
 def test_a_damaged_library_is_named(monkeypatch, tmp_path):

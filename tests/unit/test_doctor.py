@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from transformers import ArceeConfig, BloomConfig, LlamaConfig
+from transformers import ArceeConfig, BloomConfig, LlamaConfig, Qwen2VLConfig
 
 from vllm_antkv import cli, doctor
 from vllm_antkv.codebook import Codebook, CodebookHeader, ModelIdentity, codebook_path
@@ -227,6 +227,18 @@ def test_a_model_that_cannot_be_served_is_a_problem(tmp_path, user_cache):
     finding = by_name(doctor.check_model(str(tmp_path), None))["architecture"]
     assert finding.state == "problem"
     assert "ALiBi" in finding.detail
+
+
+@pytest.mark.parametrize(("kind", "state"), [("full_attention", "ok"), ("sliding_attention", "problem")])
+def test_m_rope_is_served_without_windows(tmp_path, user_cache, kind, state):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
+    text = {"hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1, "rope_parameters": rope}
+    text |= {"use_sliding_window": True, "sliding_window": 150, "layer_types": [kind]}
+    config = Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"], text_config=text)
+    config.save_pretrained(tmp_path)
+    finding = by_name(doctor.check_model(str(tmp_path), None))["architecture"]
+    assert finding.state == state
+    assert ("M-RoPE beside sliding windows" in finding.detail) == (state == "problem")
 
 
 def test_an_architecture_that_nobody_has_tested_is_to_be_verified(tmp_path, user_cache):

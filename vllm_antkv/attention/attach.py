@@ -1,7 +1,7 @@
 """Gives a loaded model's attention layers what they need for an antkv cache."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from vllm_antkv.attention.flash_attention import flash_attention
 from vllm_antkv.attention.impl import AntKVImpl, Attachment
 from vllm_antkv.attention.layer import RecencyLayer, recency_layer_name
 from vllm_antkv.attention.model_layers import ModelLayers, attention_layers, decoder_layer
+from vllm_antkv.attention.positions import PositionLayer, position_layer_name
 from vllm_antkv.attention.probe import probe
 from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
 from vllm_antkv.attention.startup import resolved_codebook
@@ -28,7 +29,7 @@ from vllm_antkv.cache.pages import PageLayout, page_layouts
 from vllm_antkv.cache.specs import vq_spec
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CodebookError
+from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels, choose
 from vllm_antkv.ops.fp8_tables import served
@@ -40,8 +41,12 @@ from vllm_antkv.select.recency import last_query_table
 logger = logging.getLogger("vllm.antkv")
 
 
-def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> Counters:
+def attach(
+    model: nn.Module, vllm_config: VllmConfig, device: torch.device, of_step: torch.Tensor | None = None
+) -> Counters:
     """Attach codebooks, rotary tables, sinks, the trained prefix and recency companions to every attention layer.
+
+    of_step: of a model with M-RoPE, as in `PositionLayer`.
 
     Returns what the layers count from now on.
 
@@ -75,7 +80,9 @@ def attach(model: nn.Module, vllm_config: VllmConfig, device: torch.device) -> C
         for index, layer in found.ours.items()
     ]
     kernels = choose(settings.kernels, device, kinds)
-    shared = _Shared.of(settings, codebook, vllm_config, device, kernels, max(found.coded))
+    shared = _Shared.of(settings, codebook, vllm_config, device, kernels, found.coded)
+    if of_step is not None:
+        shared = replace(shared, positions=_position_layer(found, rules, of_step, vllm_config))
     if shared.prefix_tokens is not None:
         set_prefix_tokens(vllm_config.compilation_config.static_forward_context, shared.prefix_tokens)
     for index, layout in zip(found.coded, _layouts(found, rules, shared), strict=True):
@@ -109,7 +116,7 @@ class _Shared:
     """What all layers of a worker have in common; other fields as in `Attachment`.
 
     prefix_tokens: where the codebook has a trained prefix.
-    last_layer: the index of the last layer with codes.
+    coded: indices of the layers with codes.
     """
 
     settings: AntKVConfig
@@ -120,7 +127,13 @@ class _Shared:
     counters: Counters
     last_queries: "_LastQueries"
     prefix_tokens: PrefixTokens | None
-    last_layer: int
+    coded: tuple[int, ...]
+    positions: PositionLayer | None = None
+
+    @property
+    def last_layer(self) -> int:
+        """The index of the last layer with codes."""
+        return max(self.coded)
 
     @classmethod
     def of(
@@ -130,7 +143,7 @@ class _Shared:
         vllm_config: VllmConfig,
         device: torch.device,
         kernels: Kernels,
-        last_layer: int,
+        coded: tuple[int, ...],
     ) -> "_Shared":
         """Make what is shared, and say which kernels run."""
         logger.info("antkv kernels: %s", kernels.title)
@@ -138,7 +151,7 @@ class _Shared:
         ids = codebook.header.prefix
         prefix_tokens = None if ids is None else PrefixTokens(ids, device)
         counters = Counters(device, kernels.name)
-        return cls(settings, codebook, vllm_config, device, kernels, counters, last_queries, prefix_tokens, last_layer)
+        return cls(settings, codebook, vllm_config, device, kernels, counters, last_queries, prefix_tokens, coded)
 
 
 class _LastQueries:
@@ -195,6 +208,8 @@ def _attach_layer(layer: Attention, index: int, own: _Own, shared: _Shared) -> N
         prefix=_layer_prefix(codebook, index, heads, shared),
         recency_name=name,
         recency=companion,
+        positions=shared.positions,
+        stores_positions=shared.positions is not None and index == min(shared.coded),
         counters=shared.counters,
         # It counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
         counts_rows=index == shared.last_layer,
@@ -211,6 +226,23 @@ def _attach_layer(layer: Attention, index: int, own: _Own, shared: _Shared) -> N
 
     # The layer builds its spec from head size and dtype; only this layer knows its page's bytes.
     layer.get_kv_cache_spec = MethodType(get_kv_cache_spec, layer)  # type: ignore[method-assign]
+
+
+def _position_layer(
+    found: ModelLayers, rules: dict[int, LogitRules], of_step: torch.Tensor, vllm_config: VllmConfig
+) -> PositionLayer:
+    """The companion of all layers, beside the first of them."""
+    for index in found.coded:
+        if rules[index].window is not None:
+            # Pages of such layers have a block table of their own, and the positions would need a second page in it.
+            raise UnsupportedModelError(
+                f"{found.every[index].layer_name} has a sliding window, which an antkv cache does not support beside "
+                "M-RoPE: serve this model with --kv-cache-dtype auto."
+            )
+    companion = PositionLayer(of_step)
+    name = position_layer_name(found.every[min(found.coded)].layer_name)
+    vllm_config.compilation_config.static_forward_context[name] = companion
+    return companion
 
 
 def _attach_reader(layer: Attention, source: Attention, rules: LogitRules) -> None:

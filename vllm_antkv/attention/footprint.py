@@ -6,6 +6,7 @@ from vllm.config import VllmConfig
 
 from vllm_antkv.cache.footprint import Footprint, footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts
+from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.features import num_sharing_layers
 from vllm_antkv.layer_windows import layer_windows
@@ -34,7 +35,16 @@ def served_footprint(
         all_slide=None not in windows,
         num_exact=of_exact.count(None),
     )
-    return layouts, footprint(layouts, settings, min(8192, model_config.max_model_len), coded, of_exact)
+    length = min(8192, model_config.max_model_len)
+    return layouts, footprint(layouts, settings, length, coded, of_exact, position_bytes(vllm_config))
+
+
+def position_bytes(vllm_config: VllmConfig) -> int:
+    """A KV head's share of a page of positions, which models with M-RoPE have."""
+    model_config = vllm_config.model_config
+    if not model_config.uses_mrope:
+        return 0
+    return -(-POSITION_PAGE_BYTES // model_config.get_num_kv_heads(vllm_config.parallel_config))
 
 
 def describe(

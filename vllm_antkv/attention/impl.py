@@ -35,6 +35,8 @@ class Attachment:
     prefix: rows of the codebook's trained prefix, if it has one.
     recency_name: name of the companion layer, for its metadata.
     recency: the companion layer.
+    positions: the companion of all layers of a model with M-RoPE; None for others.
+    stores_positions: this layer writes those of a step, before any layer reads them.
     counters: of this worker.
     counts_rows: this layer's tokens, sinks and anchors are the ones that are counted.
     last_query: (max_model_len,) int32, what is seen exactly (`select.recency`).
@@ -57,6 +59,8 @@ class Attachment:
     prefix: LayerPrefix | None
     recency_name: str
     recency: Any
+    positions: Any
+    stores_positions: bool
     counters: Counters
     counts_rows: bool
     last_query: torch.Tensor
@@ -67,7 +71,7 @@ class Attachment:
 
     def shared(self, source: "AntKVImpl", rules: LogitRules) -> Self:
         """What a layer is given that reads the cache of `source`, whose attachment this is."""
-        return replace(self, source=source, rules=rules, counts_rows=False)
+        return replace(self, source=source, rules=rules, counts_rows=False, stores_positions=False)
 
 
 class AntKVImpl(AttentionImpl[VQMetadata]):
@@ -146,6 +150,8 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         assert self._layer is not None, "vLLM has given this layer no pages"
         assert self._operations is not None
         num_tokens = attn_metadata.num_tokens
+        if self.attachment.stores_positions:
+            self.attachment.positions.store(attn_metadata.slot_mapping)
         step = attn_metadata.step(get_forward_context().attn_metadata[self.attachment.recency_name])
         if self.attachment.source is not None:
             self._read(self.attachment.source, query[:num_tokens], output[:num_tokens], step)
@@ -201,4 +207,5 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             max_num_reqs=attachment.max_num_reqs,
             scratch=attachment.scratch,
             varlen=attachment.varlen,
+            positions=None if attachment.positions is None else attachment.positions.pages,
         )

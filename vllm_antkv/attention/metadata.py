@@ -32,6 +32,7 @@ class VQMetadata(AttentionMetadata):
 
     num_tokens: new tokens of the step.
     block_table: (num_reqs, max_blocks) int32 of the VQ pages.
+    slot_mapping: (num_tokens,) int64, where in the VQ pages they are (`cache.positions.store_positions`).
     Others as in `ops.step.Step`.
     """
 
@@ -39,6 +40,7 @@ class VQMetadata(AttentionMetadata):
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    slot_mapping: torch.Tensor
     max_query_len: int
     max_seq_len: int
     is_prefilling: torch.Tensor | None
@@ -112,6 +114,7 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
             query_start_loc=common_attn_metadata.query_start_loc[: num_reqs + 1],
             seq_lens=common_attn_metadata.seq_lens[:num_reqs],
             block_table=common_attn_metadata.block_table_tensor[:num_reqs],
+            slot_mapping=common_attn_metadata.slot_mapping[: common_attn_metadata.num_actual_tokens],
             max_query_len=common_attn_metadata.max_query_len,
             max_seq_len=common_attn_metadata.max_seq_len,
             is_prefilling=None if is_prefilling is None else is_prefilling[:num_reqs],

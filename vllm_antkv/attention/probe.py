@@ -16,7 +16,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_antkv.attention.rope import rotary_modules, rotary_tables
+from vllm_antkv.attention.rope import rotary_modules, rotary_tables, three_part_tables
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.turns import turn_of
@@ -56,6 +56,9 @@ def probe(
     positions = torch.linspace(0, model_config.max_model_len - 1, num_tokens, device=device).long()
     # Neither BOS nor padding, whose embedding may be zero.
     tokens = torch.full_like(positions, model_config.get_vocab_size() // 2, dtype=torch.int32)
+    if model_config.uses_mrope:
+        # No two are alike: each pair of channels shows by which it turns.
+        positions = torch.stack((positions, positions.flip(0), positions.roll(num_tokens // 3)))
     keys: dict[int, torch.Tensor] = {}
     trail = _Trail(last_decoder_layer)
     with (
@@ -66,7 +69,7 @@ def probe(
     ):
         hidden = model(input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None)
         adds_residual = trail.adds_residual(hidden)
-    return Probed(_rotaries(model, layers, keys, positions, vllm_config), adds_residual)
+    return Probed(_rotaries(model, layers, keys, positions.movedim(-1, 0), vllm_config), adds_residual)
 
 
 def _rotaries(
@@ -82,11 +85,12 @@ def _rotaries(
         return dict.fromkeys(layers)
     model_config = vllm_config.model_config
     layer_types = tuple(getattr(model_config.hf_text_config, "layer_types", None) or ())
-    tables = [
-        table.to(positions.device)
-        for table in rotary_tables(model, layer_types, model_config.max_model_len)
-        if len(table.cos) >= model_config.max_model_len
-    ]
+    found_tables = (
+        three_part_tables(model)
+        if model_config.uses_mrope
+        else rotary_tables(model, layer_types, model_config.max_model_len)
+    )
+    tables = [table.to(positions.device) for table in found_tables if len(table.cos) >= model_config.max_model_len]
     found: dict[int, RotaryTable | None] = {}
     for index, layer in layers.items():
         turn = turn_of(keys[index], positions, tables, model_config.dtype) if index in keys else None

@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from vllm_antkv.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
+from vllm_antkv.cache.positions import NUM_POSITIONS
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.families import SERVED_ARCHITECTURES
 from vllm_antkv.features import rope_types, unserved_feature
@@ -74,7 +75,9 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
         "images whose tokens attend to each other, whatever their order": model_config.is_mm_prefix_lm,
         "models without attention": model_config.is_attention_free,
         "state-space or linear-attention layers": model_config.is_hybrid,
-        "M-RoPE": model_config.uses_mrope,
+        f"M-RoPE with {model_config.mrope_num_dims} positions per token": (
+            model_config.uses_mrope and model_config.mrope_num_dims != NUM_POSITIONS
+        ),
         "ALiBi": bool(model_config.uses_alibi),
     }
     if feature := unserved_feature(text_config):

@@ -5,19 +5,26 @@ use it.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
+from vllm.model_executor.models.interfaces import supports_multimodal
 
-from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.cache.positions import NUM_POSITIONS
+from vllm_antkv.ops.rope import RotaryTable, rotate
 from vllm_antkv.ops.turns import transformers_tables
 
 
 def rotary_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module that turns something, whatever it is called, by its name in the model."""
-    return [(name, module) for name, module in model.named_modules() if "rotaryemb" in type(module).__name__.lower()]
+    """Every module of the text model that turns something, whatever it is called, by its name there."""
+    text_model = model.get_language_model() if supports_multimodal(model) else model  # type: ignore[operator]
+    return [
+        (name, module) for name, module in text_model.named_modules() if "rotaryemb" in type(module).__name__.lower()
+    ]
 
 
 def rotary_tables(model: nn.Module, layer_types: tuple[str, ...], num_positions: int) -> list[RotaryTable]:
@@ -29,6 +36,31 @@ def rotary_tables(model: nn.Module, layer_types: tuple[str, ...], num_positions:
         num_positions: how many positions are needed; vLLM's own modules say how many they have.
     """
     return [table for _, module in rotary_modules(model) for table in _tables(module, layer_types, num_positions)]
+
+
+def three_part_tables(model: nn.Module) -> list[RotaryTable]:
+    """Every table of a model whose tokens have three positions (M-RoPE), as `rotary_tables`, with its sections."""
+    modules = [module for _, module in rotary_modules(model) if isinstance(module, MRotaryEmbedding)]
+    return [_with_sections(table, module) for module in modules for table in _tables(module, (), 0)]
+
+
+def _with_sections(table: RotaryTable, module: MRotaryEmbedding) -> RotaryTable:
+    """By which of three positions each pair turns is seen on a row whose pairs are all (1, 0).
+
+    In the dtype and on the device of the module's own table, which it would convert otherwise.
+    """
+    own = module.cos_sin_cache
+    table = table.to(own.device)
+    positions = torch.arange(NUM_POSITIONS, device=own.device) * ((len(table.cos) - 1) // (NUM_POSITIONS - 1))
+    pairs = own.new_zeros(table.rotary_dim)
+    first = slice(0, table.rotary_dim // 2) if table.is_neox_style else slice(0, None, 2)
+    pairs[first] = 1
+    row = torch.cat((pairs, own.new_zeros(module.head_size - table.rotary_dim)))[None]
+    _, turned = module.forward_native(positions[:, None], row.clone(), row)
+    by_each = rotate(row.float().expand(NUM_POSITIONS, 1, -1), positions, table)
+    errors = (by_each - turned.float().view(1, 1, -1)).abs()[:, 0, : table.rotary_dim]
+    of_pairs = errors.unflatten(1, (2, -1)).sum(1) if table.is_neox_style else errors.unflatten(1, (-1, 2)).sum(2)
+    return replace(table, sections=of_pairs.argmin(0))
 
 
 def _tables(module: nn.Module, layer_types: tuple[str, ...], num_positions: int) -> Iterator[RotaryTable]:

@@ -15,6 +15,7 @@ from vllm_antkv.codebook.automatic import Wanted, find_or_make
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.features import num_sharing_layers
+from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.presets import Preset, get_preset
 
 logger = logging.getLogger("vllm.antkv")
@@ -33,7 +34,7 @@ class ResolvedCodebook:
     num_bytes: of its centroids.
     layers: preset of every layer that has codes.
     exact: layers that `--kv-cache-dtype-skip-layers` names.
-    num_exact_pages: how many of those have pages of their own.
+    num_beside: how many of those have pages in the blocks of the VQ pages: without a window.
     prefix: token ids of its trained prefix.
     """
 
@@ -42,7 +43,7 @@ class ResolvedCodebook:
     num_bytes: int
     layers: tuple[str, ...]
     exact: tuple[int, ...]
-    num_exact_pages: int
+    num_beside: int
     prefix: tuple[int, ...]
 
     @property
@@ -79,6 +80,7 @@ def complete(vllm_config: VllmConfig) -> None:
     prefix = codebook.header.prefix or ()
     # Layers that read the cache of another have no pages.
     with_pages = range(identity.num_layers - num_sharing_layers(model_config.hf_text_config))
+    windows = layer_windows(model_config.hf_text_config)
     layers = tuple(codebook.header.layer_presets[index].name for index in with_pages if index not in exact)
     resolved = ResolvedCodebook(
         path=str(Path(path).resolve()),
@@ -86,7 +88,7 @@ def complete(vllm_config: VllmConfig) -> None:
         num_bytes=codebook.num_bytes,
         layers=layers,
         exact=exact,
-        num_exact_pages=len(with_pages) - len(layers),
+        num_beside=sum(index in exact and windows[index] is None for index in with_pages),
         prefix=prefix,
     )
     settings = codebook.settings(settings)

@@ -13,6 +13,7 @@ class Footprint:
     """Bytes of a sequence of `length` tokens in some layers, per KV head, and the bits per K or V element they make.
 
     exact: of the rows of layers that are not coded at all.
+    padding: all else that pages take, those of positions included (`cache.positions`).
     elements: of the tokens that later queries see, in a layer with a window no more than those in it.
     """
 
@@ -40,6 +41,7 @@ def footprint(
     length: int,
     windows: Sequence[int | None] = (),
     exact_windows: Sequence[int | None] = (),
+    position_bytes: int = 0,
 ) -> Footprint:
     """What a sequence of `length` tokens costs once it is computed.
 
@@ -51,19 +53,25 @@ def footprint(
         length: tokens.
         windows: of these layers, None for one without; empty: none has one.
         exact_windows: the same of the layers beside them that are not coded.
+        position_bytes: as in `pool_block_bytes`.
     """
     windows = windows or [None] * len(layouts)
     costs = []
     for window in dict.fromkeys((*windows, *exact_windows)):
         coded = [layout for layout, own in zip(layouts, windows, strict=True) if own == window]
         exact = sum(own == window for own in exact_windows)
-        costs.append(_of_layers(coded, [layouts[0]] * exact, settings, length, window))
+        costs.append(_of_layers(coded, [layouts[0]] * exact, settings, length, window, position_bytes))
     names = [field.name for field in fields(Footprint) if field.name != "length"]
     return Footprint(length, **{name: sum(getattr(cost, name) for cost in costs) for name in names})
 
 
 def _of_layers(
-    layouts: Sequence[PageLayout], exact: Sequence[PageLayout], settings: AntKVConfig, length: int, window: int | None
+    layouts: Sequence[PageLayout],
+    exact: Sequence[PageLayout],
+    settings: AntKVConfig,
+    length: int,
+    window: int | None,
+    position_bytes: int,
 ) -> Footprint:
     """Of layers that have the same window; exact: those that are not coded, as if they were."""
     first = (*layouts, *exact)[0]
@@ -81,7 +89,7 @@ def _of_layers(
     exact_bytes = len(exact) * 2 * first.row_bytes * seen
     # Those with a window have pages that do not lie beside VQ pages.
     beside = len(exact) if layouts and window is None else 0
-    total = (blocks + pages) * pool_block_bytes(layouts, beside) if layouts else 0
+    total = (blocks + pages) * pool_block_bytes(layouts, beside, position_bytes) if layouts else 0
     total += blocks * (len(exact) - beside) * first.exact_page_bytes
     padding = total - code_bytes - anchor_bytes - recency_bytes - exact_bytes
     elements = 2 * seen * first.head_size * (len(layouts) + len(exact))

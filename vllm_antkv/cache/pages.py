@@ -5,7 +5,8 @@ Two allocations come from vLLM's block pool for every attention layer:
 * a **VQ page** per 128 tokens: the codes of every token, and after them the block's few anchor rows (K, V and their
   offsets in the block). An anchor row is what its code loses, in FP8 (e4m3): the two add up to the row. Two of them,
   from an even one on, hold a row that is kept as it is, as sinks are (`select.anchors.EXACT_ANCHOR`). Codes and
-  anchors share a block table, so they share a page.
+  anchors share a block table, so they share a page. Models with M-RoPE have one page more beside those of all layers
+  (`cache.positions`).
 * a **recency page** per few tokens: full-precision rows of the tokens that are still needed exactly, and the Anchor
   Scores they have collected so far.
 
@@ -148,12 +149,13 @@ def page_layouts(
     return _patterned(layers) if all_slide else _unbalanced(layers, num_exact)
 
 
-def pool_block_bytes(layers: Sequence[PageLayout], num_exact: int = 0) -> int:
+def pool_block_bytes(layers: Sequence[PageLayout], num_exact: int = 0, position_bytes: int = 0) -> int:
     """Bytes of a block of vLLM's pool, per KV head, all layers together: the pages of either class fit into one.
 
     num_exact: as in `page_layouts`.
+    position_bytes: a KV head's share of a page of positions, where there are such pages (`cache.positions`).
     """
-    beside = num_exact * layers[0].exact_page_bytes
+    beside = num_exact * layers[0].exact_page_bytes + position_bytes
     return max(sum(layer.vq_page_bytes for layer in layers) + beside, sum(layer.recency_page_bytes for layer in layers))
 
 

@@ -43,16 +43,16 @@ class ClosedBlocks:
 
 
 class LastRequests:
-    """The last requests that an engine was given."""
+    """The last requests that an engine was given; count: of all that it was given."""
 
     def __init__(self) -> None:
         self._requests: deque[tuple[int, Request]] = deque(maxlen=_MAX_REQUESTS)
-        self._count = 0
+        self.count = 0
 
     def add(self, request: Request) -> None:
         """Remember a request, and forget the oldest."""
-        self._count += 1
-        self._requests.append((self._count, request))
+        self.count += 1
+        self._requests.append((self.count, request))
 
     def closed_blocks(self, manager: KVCacheManager) -> list[ClosedBlocks]:
         """Those with a closed block that can be read, newest first."""

@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from vllm_antkv.cache.pages import PageLayout
+from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.select.retention import PageRetention, page_retention
 
@@ -81,6 +82,18 @@ def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) ->
         "tokens_per_state": VQ_BLOCK_SIZE,
     }
     return FullAttentionSpec(**page) if window is None else SlidingWindowSpec(**page, sliding_window=window)
+
+
+def position_spec() -> FullAttentionSpec:
+    """The spec of pages of positions: they lie beside the VQ pages of all layers, on every rank, in every block."""
+    return FullAttentionSpec(
+        block_size=VQ_BLOCK_SIZE,
+        num_kv_heads=1,
+        head_size=POSITION_PAGE_BYTES,
+        dtype=torch.uint8,
+        state_content_bytes=POSITION_PAGE_BYTES,
+        tokens_per_state=VQ_BLOCK_SIZE,
+    )
 
 
 def exact_spec(

@@ -9,6 +9,7 @@ of that is the weight.
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -111,9 +112,9 @@ class EngineModel:
         return torch.stack([ratios[layer] for layer in sorted(ratios)]).cpu().numpy()
 
     def rotary_tables(self, num_positions: int) -> list[RotaryTable]:
-        """As `Source` says; they have all positions of the model."""
-        nothing = torch.zeros(2, num_positions, 0)
-        return [table or RotaryTable(*nothing) for table in self._probed.rotaries.values()]
+        """As `Source` says; they have all positions of the model. In text three positions are the same (M-RoPE)."""
+        nothing = RotaryTable(*torch.zeros(2, num_positions, 0))
+        return [replace(table or nothing, sections=None) for table in self._probed.rotaries.values()]
 
     @contextmanager
     def capturing(self, capture: Capture) -> Iterator[CaptureWindow]:
@@ -179,6 +180,8 @@ def _engine_options(job: Job) -> dict[str, Any]:
     return {
         "model": job.settings.model,
         "max_model_len": context,
+        # What is read is text.
+        "language_model_only": True,
         "max_num_seqs": BATCH,
         "max_num_batched_tokens": max(context, BATCH),
         "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, BATCH * context * token_bytes),

@@ -135,6 +135,8 @@ def _plugin() -> Finding:
 def check_hooks() -> Iterator[Finding]:
     """Every hook, and whether vLLM accepts the presets once they are installed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # What is on standard output is the report.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         from vllm_antkv.hooks import HOOKS
     except Exception as error:

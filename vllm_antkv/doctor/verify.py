@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_antkv.codebook import NoCodebookError, find_codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.doctor.finding import Finding
-from vllm_antkv.errors import AntKVError
+from vllm_antkv.errors import AntKVError, UnsupportedModelError, reason
 from vllm_antkv.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -96,17 +96,19 @@ def check_answers(model: str, codebooks: str | None) -> Iterator[Finding]:
     """
     from vllm_antkv.offline.models import ModelCard
 
+    remedy = "Give a model that vLLM serves without an antkv cache."
     try:
         card = ModelCard.read(model)
         preset = _preset(card, codebooks)
         prompts = _prompts(card)
         with _engine(card, "auto", AntKVConfig()) as (llm, tolerance):
             auto = complete(llm, prompts, NEW_TOKENS)
+        remedy = "Serve this model with --kv-cache-dtype auto."
         with _engine(card, preset, AntKVConfig(codebooks=codebooks, **EXACT)) as (llm, tolerance):
             batched = complete(llm, prompts, NEW_TOKENS)
             cached = complete(llm, prompts, NEW_TOKENS, together=False)
     except AntKVError as error:
-        yield Finding("answers", "problem", str(error), "Serve this model with --kv-cache-dtype auto.")
+        yield Finding("answers", "problem", str(error), remedy)
         return
     for name, found in (("in a batch, chunked", batched), ("alone, prefix hits", cached)):
         yield _verdict(name, preset, largest_difference(found, auto), tolerance)
@@ -154,5 +156,9 @@ def _engine(card: "ModelCard", kv_cache_dtype: str, config: AntKVConfig) -> "Ite
         llm = LLM(**options, max_num_batched_tokens=STEP_TOKENS, enforce_eager=True)
     try:
         yield llm, TOLERANCE[options["dtype"]]
+    except Exception as error:  # anything can fail in the code of a model that nobody has run here
+        raise UnsupportedModelError(
+            f"vLLM cannot answer with this model and --kv-cache-dtype {kv_cache_dtype} ({reason(error)})."
+        ) from error
     finally:
         shut_down(llm)

@@ -196,6 +196,8 @@ def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, co
         "kv_cache_dtype": kv_cache_dtype,
         "additional_config": {"antkv": settings} if kv_cache_dtype in PRESETS else {},
         "max_model_len": context,
+        # What is read here is text.
+        "language_model_only": True,
         "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, _CACHE_SLACK * _SEQUENCES_PER_CALL * context * token_bytes),
     }
 

@@ -10,6 +10,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from vllm_antkv.hooks.base import Hook, new_plugin_groups
 from vllm_antkv.hooks.patches import Patches
+from vllm_antkv.hooks.positions import positions_of_step
 from vllm_antkv.presets import PRESETS
 
 
@@ -19,7 +20,9 @@ def _install(patches: Patches) -> None:
         if self.vllm_config.cache_config.cache_dtype in PRESETS:
             from vllm_antkv.attention.attach import attach
 
-            self.antkv_counters = attach(self.worker.get_model(), self.vllm_config, self.worker.device)  # type: ignore[attr-defined]
+            has_three = self.vllm_config.model_config.uses_mrope
+            of_step = positions_of_step(self.worker.model_runner) if has_three else None  # type: ignore[attr-defined]
+            self.antkv_counters = attach(self.worker.get_model(), self.vllm_config, self.worker.device, of_step)  # type: ignore[attr-defined]
 
     load_model._antkv = True  # type: ignore[attr-defined]
     patches.set(WorkerWrapperBase, "load_model", load_model)

@@ -48,8 +48,22 @@ def _engine_status(self: EngineCore) -> dict[str, Any]:
         "pages_in_use": pages_in_use(manager),
         "tokens_in_use": tokens_in_use(self.scheduler),
         "num_layers": self.vllm_config.model_config.get_total_num_hidden_layers() - len(exact),
-        "workers": self.collective_rpc("antkv_report"),
+        "workers": _reports(self),
     }
+
+
+def _reports(core: EngineCore) -> list[Report]:
+    """Of all workers, who are asked only if they can have done something since: vLLM's spin for a second after a call.
+
+    What an engine without requests was told stays true until it gets one.
+    """
+    at_work = core.scheduler.has_requests() or bool(core.batch_queue)
+    count, reports = vars(core).get("antkv_reports_at_rest", (None, []))
+    if at_work or count != _last_requests(core).count:
+        reports = core.collective_rpc("antkv_report")
+    if not at_work:
+        vars(core)["antkv_reports_at_rest"] = (_last_requests(core).count, reports)
+    return reports
 
 
 def _engine_anchors(self: EngineCore, prompt: int | None, first_block: int) -> dict[str, Any]:

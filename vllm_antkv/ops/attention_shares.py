@@ -80,7 +80,7 @@ def _coded_rows(
     packed = vq.k_codes[block_ids, kv_head].flatten(0, 1)[:, None]
     rows = decode(unpack_codes(packed, layer.preset, centroids.shape[1]), centroids)
     if layer.rotary is not None:
-        rows = rotate(rows, positions.clamp(max=len(layer.rotary.cos) - 1), layer.rotary)
+        rows = rotate(rows, layer.turned_by(block_ids.repeat_interleave(VQ_BLOCK_SIZE), positions), layer.rotary)
     rows = layer.to_model_order(rows)
     offsets = vq.anchor_offsets[block_ids, kv_head].long()
     is_exact = offsets >= EXACT_ANCHOR

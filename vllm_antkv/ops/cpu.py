@@ -15,6 +15,7 @@ import torch
 
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.arguments import layer_fields, plain_tables, rows_argument, section_offset, step_argument
+from vllm_antkv.ops.byte_tables import byte_tables
 from vllm_antkv.ops.cpu_library import LayerArgument, WorkArgument, load
 from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.fixed_point import fixed_tables
@@ -216,13 +217,18 @@ def _check(layer: LayerState) -> None:
 def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
     """What the kernels read beside the pages, in their layouts."""
     tables = plain_tables(layer)
+    if layer.rotary is not None and layer.rotary.sections is not None:
+        tables["sections"] = layer.rotary.sections.int()
     if layer.rules.sinks is not None:
         tables["sinks"] = layer.rules.sinks.float()
     for name, centroids in (("k", layer.k_centroids), ("v", layer.v_centroids)):
         # Codebooks are float16: nothing is lost, and twice as much fits into a core's cache.
         tables[f"{name}_centroids"] = centroids.half()
-        tables[f"{name}_columns"] = centroids.half().transpose(2, 3)
-        tables[f"{name}_half_norms"] = centroids.square().sum(-1) / 2
+        if layer.preset.code_bits == 8:
+            tables[f"{name}_columns"] = centroids.half().transpose(2, 3)
+            tables[f"{name}_half_norms"] = centroids.square().sum(-1) / 2
+        else:
+            tables |= {f"{name}_{part}": table for part, table in byte_tables(centroids.half())._asdict().items()}
     if layer.recency.k.dtype != torch.bfloat16:
         return tables  # float32 multiplies
     if variant.tiles:
@@ -235,8 +241,11 @@ def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
 def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant) -> LayerArgument:
     recency, config = layer.recency, layer.config
     _, num_sub_vectors, num_centroids, size = layer.k_centroids.shape
+    positions = layer.positions if "sections" in tables else None
     return LayerArgument(
         **layer_fields(layer, tables),
+        positions=_address(positions),
+        position_stride=0 if positions is None else positions.stride(0),
         recency_scores=section_offset(recency.k, recency.scores),
         dtype=_DTYPES[recency.k.dtype],
         num_heads=layer.num_heads,

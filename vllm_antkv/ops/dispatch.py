@@ -54,15 +54,18 @@ def _triton_missing(device: torch.device, layers: Sequence[LayerKind]) -> str | 
 
 
 def _cuda_missing(device: torch.device, layers: Sequence[LayerKind]) -> str | None:
-    plain = [layer for layer in layers if layer.plain_logits]
+    plain = [layer for layer in layers if layer.is_plain]
     if layers and not plain:
-        return "the CUDA kernels have no code for sliding windows, soft caps and learned sinks, which all layers have"
+        return (
+            "the CUDA kernels have no code for sliding windows, soft caps, learned sinks and M-RoPE, and all layers "
+            "have one of them"
+        )
     return cuda.missing(device, plain)
 
 
 def _cuda(layer: LayerState) -> LayerOperations:
-    """Triton's kernels take the layers whose logits are no mere products."""
-    return cuda.CudaOperations(layer) if layer.rules.are_plain else _triton(layer)
+    """Triton's kernels take the layers whose logits are no mere products, or whose keys turn by three positions."""
+    return cuda.CudaOperations(layer) if layer.kind.is_plain else _triton(layer)
 
 
 def _triton(layer: LayerState) -> LayerOperations:

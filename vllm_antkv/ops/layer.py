@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm_antkv.cache.pages import RecencyPages, VQPages
-from vllm_antkv.config import AntKVConfig
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
@@ -37,6 +37,11 @@ class LayerKind:
     rotary: RotaryTable | None
     plain_logits: bool = True
 
+    @property
+    def is_plain(self) -> bool:
+        """Logits are mere products, of keys that turn by their place in the sequence."""
+        return self.plain_logits and (self.rotary is None or self.rotary.sections is None)
+
 
 @dataclass(frozen=True)
 class LayerState:
@@ -48,6 +53,8 @@ class LayerState:
         of RoPE stay pairs (`rope.interleaved`). None: channels as the model has them. Rows in full precision, in hand
         and in pages, are always in the model's order.
     rotary: for rows in `k_order`; None for a layer without RoPE.
+    positions: where that has `sections`: the three positions of every token, with its place in the VQ pages,
+        (num_blocks, VQ_BLOCK_SIZE, 3) int32. Everything else about a token goes by its place in the sequence.
     last_query: (max_model_len,) int32, the last query that sees each token exactly (`select.recency`).
     num_heads: query heads.
     rules: how its logits come about.
@@ -74,6 +81,7 @@ class LayerState:
     max_num_reqs: int
     scratch: Scratch
     varlen: Varlen | None = None
+    positions: torch.Tensor | None = None
 
     @property
     def kind(self) -> LayerKind:
@@ -91,6 +99,19 @@ class LayerState:
         """
         k, v = (centroids.half().float().square().sum(-1) / 2 for centroids in (self.k_centroids, self.v_centroids))
         return k, v
+
+    def turned_by(self, block_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """What `rotary` turns K of tokens by, as `RotaryTable.angles` takes it, and no more than it has.
+
+        Of places that no token has, this is any position.
+
+        block_ids, positions: (num_tokens,) integer, the tokens' VQ pages and places in the sequence.
+        """
+        assert self.rotary is not None
+        if self.rotary.sections is not None:
+            assert self.positions is not None
+            positions = self.positions[block_ids, positions % VQ_BLOCK_SIZE]
+        return positions.clamp(0, len(self.rotary.cos) - 1)
 
     @property
     def votes_on_prompt(self) -> bool:

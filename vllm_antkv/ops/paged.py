@@ -162,7 +162,7 @@ class ReferenceOperations:
         # Blocks fill from their first token, so whoever had the block before left its anchors until here.
         layer.vq.anchor_offsets[block_ids[offsets == 0]] = NO_ANCHOR
         key = layer.to_code_order(key)
-        raw_key = key if layer.rotary is None else unrotate(key, positions, layer.rotary)
+        raw_key = key if layer.rotary is None else unrotate(key, layer.turned_by(block_ids, positions), layer.rotary)
         layer.vq.k_codes[block_ids, :, offsets] = pack_codes(encode(raw_key, layer.k_centroids), layer.preset)
         layer.vq.v_codes[block_ids, :, offsets] = pack_codes(encode(value, layer.v_centroids), layer.preset)
 
@@ -208,7 +208,8 @@ class ReferenceOperations:
             rows.append(decode(unpack_codes(packed, layer.preset, centroids.shape[1]), centroids))
         if layer.rotary is not None:
             positions = first_position + torch.arange(len(rows[0]), device=block_ids.device)
-            rows[0] = rotate(rows[0], positions.clamp(max=len(layer.rotary.cos) - 1), layer.rotary)
+            turned_by = layer.turned_by(block_ids.repeat_interleave(VQ_BLOCK_SIZE), positions)
+            rows[0] = rotate(rows[0], turned_by, layer.rotary)
         return layer.to_model_order(rows[0]), rows[1]
 
     def _correct_anchors(

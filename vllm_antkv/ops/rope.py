@@ -16,11 +16,14 @@ class RotaryTable:
 
     cos, sin: (max_position, rotary_dim / 2) float32; with YaRN or LongRoPE they carry its magnitude too.
     is_neox_style: True when channel `c` turns with `c + rotary_dim / 2` (Llama), False when with its neighbour (GPT-J).
+    sections: (rotary_dim / 2,) int64, which of a token's three positions, in time, height and width, each pair of
+        channels turns by (M-RoPE). None: it has one.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     is_neox_style: bool = True
+    sections: torch.Tensor | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -29,7 +32,19 @@ class RotaryTable:
 
     def to(self, device: torch.device | str) -> "RotaryTable":
         """The same table on another device."""
-        return RotaryTable(self.cos.to(device), self.sin.to(device), self.is_neox_style)
+        sections = None if self.sections is None else self.sections.to(device)
+        return RotaryTable(self.cos.to(device), self.sin.to(device), self.is_neox_style, sections)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of tokens, (..., rotary_dim / 2) each.
+
+        positions: (...) integer, or (..., 3) where there are `sections`.
+        """
+        index = positions.long()
+        if self.sections is None:
+            return self.cos[index], self.sin[index]
+        index, pairs = index[..., self.sections], torch.arange(len(self.sections), device=index.device)
+        return self.cos[index, pairs], self.sin[index, pairs]
 
 
 def interleaved(table: RotaryTable, head_size: int, sub_vector_size: int) -> list[int]:
@@ -67,7 +82,8 @@ def reordered(table: RotaryTable, order: Sequence[int]) -> RotaryTable:
         kept = all(a % 2 == 0 and b == a + 1 for a, b in zip(first, second, strict=True))
     if not kept or any(pair >= num_pairs for pair in pairs):
         raise ValueError("the order parts channels that RoPE turns together")
-    return RotaryTable(table.cos[:, pairs].contiguous(), table.sin[:, pairs].contiguous(), table.is_neox_style)
+    cos, sin = table.cos[:, pairs].contiguous(), table.sin[:, pairs].contiguous()
+    return RotaryTable(cos, sin, table.is_neox_style, None if table.sections is None else table.sections[pairs])
 
 
 def rotate(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
@@ -75,7 +91,7 @@ def rotate(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> t
 
     Args:
         rows: (..., num_heads, head_size) floating point.
-        positions: (...) integer.
+        positions: as in `RotaryTable.angles`.
 
     Returns:
         Same shape and dtype as `rows`.
@@ -98,8 +114,8 @@ def rotated_gradient(gradient: torch.Tensor, positions: torch.Tensor, table: Rot
 
 
 def _factors(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> tuple[torch.Tensor, torch.Tensor]:
-    index = positions.long()
-    return table.cos[index].unsqueeze(-2).to(rows.dtype), table.sin[index].unsqueeze(-2).to(rows.dtype)
+    cos, sin = table.angles(positions)
+    return cos.unsqueeze(-2).to(rows.dtype), sin.unsqueeze(-2).to(rows.dtype)
 
 
 def _turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, table: RotaryTable) -> torch.Tensor:

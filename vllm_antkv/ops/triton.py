@@ -173,6 +173,8 @@ def _shape(layer: LayerState) -> Shape:
     anchor_rows, anchor_bytes = layer.vq.k_anchors.shape[2:]
     in_fp8 = layer.config.anchor_dtype == "fp8"
     exact_prefix, exact_reach = exact_bounds(layer.last_query)
+    three_part = layer.rotary is not None and layer.rotary.sections is not None
+    composes = layer.rotary is None or (len(layer.rotary.cos) >= VQ_BLOCK_SIZE and angles_are_linear(layer.rotary))
     return Shape(
         head_size=head_size,
         half_pad=max(triton.next_power_of_2(half), 16),
@@ -190,7 +192,8 @@ def _shape(layer: LayerState) -> Shape:
         rotary_half=rotary_half,
         is_neox=is_neox,
         aligned=is_neox and half % size == 0 and rotary_half % size == 0,
-        composes=layer.rotary is None or (len(layer.rotary.cos) >= VQ_BLOCK_SIZE and angles_are_linear(layer.rotary)),
+        composes=composes and not three_part,
+        three_part=three_part,
         anchor_rows=anchor_rows,
         anchor_pad=triton.next_power_of_2(max(anchor_rows, 1)),
         anchor_bytes=anchor_bytes,
@@ -220,10 +223,12 @@ def _pages(layer: LayerState) -> Pages:
         recent_k=recency.k,
         recent_v=recency.v,
         scores=recency.scores,
+        positions=layer.last_query.new_empty(0) if layer.positions is None else layer.positions,
         vq_block_stride=_units(vq.k_codes, 0),
         vq_head_stride=_units(vq.k_codes, 1),
         recency_block_stride=_units(recency.k, 0),
         recency_head_stride=_units(recency.k, 1),
+        position_stride=0 if layer.positions is None else layer.positions.stride(0),
     )
 
 
@@ -240,14 +245,17 @@ def _tables(layer: LayerState) -> Tables:
     centroids = [table.half().contiguous() for table in (layer.k_centroids, layer.v_centroids)]
     half_norms = layer.half_norms
     no_angles = layer.k_centroids.new_empty(0, dtype=torch.float32)
+    nothing = layer.last_query.new_empty(0)
+    sections = None if layer.rotary is None else layer.rotary.sections
     return Tables(
         k_centroids=centroids[0],
         v_centroids=centroids[1],
         k_half_norms=half_norms[0],
         v_half_norms=half_norms[1],
-        k_order=layer.last_query.new_empty(0) if layer.k_order is None else layer.k_order,
+        k_order=nothing if layer.k_order is None else layer.k_order,
         cos=no_angles if layer.rotary is None else layer.rotary.cos.contiguous(),
         sin=no_angles if layer.rotary is None else layer.rotary.sin.contiguous(),
+        sections=nothing if sections is None else sections.int(),
         last_query=layer.last_query,
         sinks=no_angles if layer.rules.sinks is None else layer.rules.sinks.float().contiguous(),
     )

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm.config import VllmConfig
 
 from vllm_antkv import __version__
-from vllm_antkv.attention.footprint import served_footprint
+from vllm_antkv.attention.footprint import position_bytes, served_footprint
 from vllm_antkv.attention.startup import resolved_codebook
 from vllm_antkv.cache.pages import pool_block_bytes
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
@@ -81,7 +81,6 @@ class Setup(BaseModel):
         """Read it from the configuration of a server with an antkv cache."""
         settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
         codebook = resolved_codebook(vllm_config)
-        num_exact = codebook.num_exact_pages
         layouts, cost = served_footprint(vllm_config, settings, codebook.presets, codebook.exact)
         model_config = vllm_config.model_config
         parts: dict[Part, int] = {
@@ -90,7 +89,7 @@ class Setup(BaseModel):
             "recency": cost.recency,
             "padding": cost.padding,
         }
-        if num_exact:
+        if cost.exact:
             parts["exact"] = cost.exact
         heads = model_config.get_total_num_kv_heads()
         return cls(
@@ -111,7 +110,7 @@ class Setup(BaseModel):
                     block_size=layouts[0].recency_block_size, bytes=sum(layout.recency_page_bytes for layout in layouts)
                 ),
             },
-            pool_page_bytes=heads * pool_block_bytes(layouts, num_exact),
+            pool_page_bytes=heads * pool_block_bytes(layouts, codebook.num_beside, position_bytes(vllm_config)),
             # It frees what is past a window, too.
             bf16_bytes_per_token=heads * 2 * cost.elements // cost.length,
             versions={"vllm_antkv": __version__, "vllm": vllm.__version__, "torch": torch.__version__},

@@ -14,9 +14,10 @@ struct AmxRegisters {
         uint8_t rows[16];
     };
 
+    // Assembly, as GCC's intrinsics say of a configuration that they read or write its first eight bytes alone.
     static Configuration configuration() {
         Configuration now;
-        _tile_storeconfig(&now);
+        asm volatile("sttilecfg %0" : "=m"(now));
         return now;
     }
     static void configure(const TileShapes& shapes) {
@@ -26,14 +27,14 @@ struct AmxRegisters {
             next.row_bytes[tile] = shapes.row_bytes[tile];
             next.rows[tile] = shapes.rows[tile];
         }
-        _tile_loadconfig(&next);
+        apply(next);
     }
     static void restore(const Configuration& before) {
-        if (before.palette) _tile_loadconfig(&before);
+        if (before.palette) apply(before);
         else _tile_release();
     }
 
-    // Assembly, as intrinsics take no template arguments, and GCC's do not say that they read and write memory.
+    // Intrinsics take no template arguments, and GCC's do not say that they read and write memory.
     template <int kTile>
     static void zero() {
         asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
@@ -52,6 +53,9 @@ struct AmxRegisters {
     static void dot() {
         asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kB), "i"(kA), "i"(kSums));
     }
+
+  private:
+    static void apply(const Configuration& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 };
 
 using AmxTiles = RegisterTiles<AmxRegisters>;

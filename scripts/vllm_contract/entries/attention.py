@@ -3,6 +3,7 @@
 from scripts.vllm_contract.reliance import How, Reliance
 
 _BACKEND = "vllm.v1.attention.backend"
+_INTERFACES = "vllm.model_executor.models.interfaces"
 _ROPE = "vllm.model_executor.layers.rotary_embedding"
 
 
@@ -106,7 +107,7 @@ _METADATA = (
         f"{_BACKEND}:CommonAttentionMetadata",
         How.FIELDS,
         "block_table_tensor is_prefilling max_query_len max_seq_len num_actual_tokens num_reqs query_start_loc "
-        "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound",
+        "query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound slot_mapping",
         "metadata: everything that is known of a step",
     ),
     Reliance("vllm.forward_context:get_forward_context", How.CALL, "-", "impl, sinks: of the step that runs"),
@@ -155,7 +156,7 @@ _LAYERS = (
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         How.SUBCLASS,
         "",
-        "layer: the recency companion of a layer",
+        "layer, positions: the recency companion of a layer, and that of all layers which has their positions",
     ),
     Reliance(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.bind_kv_cache",
@@ -213,11 +214,32 @@ _LAYERS = (
 )
 
 _ROTARY = (
+    Reliance(
+        f"{_INTERFACES}:supports_multimodal", How.CALL, "model", "rope: whether the text model is a part of the model"
+    ),
+    Reliance(f"{_INTERFACES}:SupportsMRoPE", How.NAME, "", "tests: models that say three positions of their tokens"),
+    *(
+        Reliance(f"vllm.model_executor.models.{module}:{name}", How.NAME, "", "tests: as above")
+        for module, name in (("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM"))
+    ),
+    Reliance(f"{_INTERFACES}:SupportsMultiModal", How.FIELDS, "get_language_model", "rope: the text model"),
     Reliance(f"{_ROPE}:get_rope", How.NAME, "", "tests: makes the rotary modules whose tables are read"),
     Reliance(
         f"{_ROPE}.base:RotaryEmbeddingBase._compute_cos_sin_cache", How.CALL, "-", "rope: cosines and sines in float32"
     ),
     Reliance(f"{_ROPE}.base:RotaryEmbeddingBase", How.FIELDS, "is_neox_style rotary_dim", "rope: which channels pair"),
+    Reliance(
+        f"{_ROPE}.mrope:MRotaryEmbedding",
+        How.FIELDS,
+        "cos_sin_cache head_size",
+        "rope: a row as it takes them, in the dtype and on the device of its table",
+    ),
+    Reliance(
+        f"{_ROPE}.mrope:MRotaryEmbedding.forward_native",
+        How.CALL,
+        "positions, query, key",
+        "rope: by which of three positions a pair of channels turns is seen in what it does",
+    ),
     Reliance(
         f"{_ROPE}.phi3_long_rope_scaled_rope:Phi3LongRoPEScaledRotaryEmbedding._compute_cos_sin_cache",
         How.CALL,

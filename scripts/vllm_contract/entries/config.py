@@ -30,8 +30,8 @@ ENTRIES = (
         How.FIELDS,
         "architecture dtype get_head_size get_num_kv_heads get_num_layers get_total_num_hidden_layers "
         "get_total_num_kv_heads get_vocab_size hf_config hf_text_config is_attention_free is_encoder_decoder is_hybrid "
-        "is_mm_prefix_lm max_model_len model revision runner_type served_model_name use_mla uses_alibi uses_mrope "
-        "using_transformers_backend",
+        "is_mm_prefix_lm max_model_len model mrope_num_dims revision runner_type served_model_name use_mla uses_alibi "
+        "uses_mrope using_transformers_backend",
         "startup, refusals, footprint: which model it is",
     ),
     Reliance(
@@ -57,7 +57,7 @@ ENTRIES = (
     Reliance(
         "vllm.engine.arg_utils:EngineArgs",
         How.FIELDS,
-        "add_cli_args decode_context_parallel_size prefill_context_parallel_size",
-        "refusals: before vLLM asks for more GPUs",
+        "add_cli_args decode_context_parallel_size language_model_only prefill_context_parallel_size",
+        "refusals: before vLLM asks for more GPUs; calibration, served evaluation: text alone",
     ),
 )

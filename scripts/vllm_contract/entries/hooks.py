@@ -208,6 +208,28 @@ _WORKERS = (
         "prefix_tokens: asked once per step by runner V1, before a graph is chosen; force_eager keeps graphs out",
     ),
     Reliance(f"{_V1}", How.FIELDS, "input_batch requests", "prefix_tokens: requests of a step, runner V1"),
+    Reliance(f"{_V1}", How.FIELDS, "mrope_positions", "positions: those of a step's tokens, in one buffer, runner V1"),
+    Reliance(
+        f"{_V1}._calc_mrope_positions",
+        How.BEHAVIOUR,
+        "",
+        "positions: of a prompt by its content, behind it one more than the token before; before every step",
+    ),
+    Reliance("vllm.v1.utils:CpuGpuBuffer", How.FIELDS, "gpu", "positions: the buffer's memory on the device"),
+    Reliance(f"{_V2}:GPUModelRunner", How.FIELDS, "model_state", "positions: where runner V2 has them"),
+    Reliance(
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState",
+        How.FIELDS,
+        "rope_state",
+        "positions: where runner V2 has them",
+    ),
+    Reliance(
+        "vllm.v1.worker.gpu.mm.rope:RopeState.prepare_positions",
+        How.BEHAVIOUR,
+        "",
+        "positions: of a step's tokens, in one buffer, runner V2",
+    ),
+    Reliance("vllm.v1.worker.gpu.mm.rope:RopeState", How.FIELDS, "positions", "positions: the buffer, runner V2"),
     Reliance(
         "vllm.v1.worker.gpu_input_batch:InputBatch",
         How.FIELDS,
@@ -277,7 +299,13 @@ _CORES = (
     Reliance(
         f"{_CORE}.collective_rpc", How.CALL, "method, args=", "status: calls a method that was added to the workers"
     ),
-    Reliance(_CORE, How.FIELDS, "scheduler vllm_config", "status, prefix_salt: of an engine core"),
+    Reliance(_CORE, How.FIELDS, "scheduler vllm_config batch_queue", "status, prefix_salt: of an engine core"),
+    Reliance(
+        "vllm.v1.core.sched.interface:SchedulerInterface.has_requests",
+        How.BEHAVIOUR,
+        "",
+        "status: an engine without requests does nothing",
+    ),
     Reliance(
         "vllm.v1.engine:EngineCoreRequest",
         How.FIELDS,

@@ -1,0 +1,113 @@
+"""Codes of 4,096 centroids are those of the nearest, whatever the numbers are like: bytes rule out none of these."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.engine import Engine, Sequence, Shape, codebook, draw_sequence
+from tests.kernels.test_cpu import float32_kernels  # noqa: F401
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops import cpu
+from vllm_antkv.ops.reference import unpack_codes
+from vllm_antkv.presets import PRESETS
+
+pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+
+#: Tokens of the steps: four are compared at once, and what is left one by one.
+STEPS = (11, 4, 1, 1, 43)
+#: Without RoPE, which would be undone in float32: K is then coded as it comes, and as V is.
+SHAPES = [Shape(preset, 64, rotary_dim=0) for preset in ("antkv-0.75bit", "antkv-0.375bit")]
+
+#: Changes rows, (num_tokens, num_kv_heads, head_size), and centroids, (num_kv_heads, num_sub_vectors, 4096, size).
+Change = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def usual(rows: torch.Tensor, centroids: torch.Tensor) -> None:
+    pass
+
+
+def far_from_zero(rows: torch.Tensor, centroids: torch.Tensor) -> None:
+    rows[..., 3] += 300
+    centroids[:, 0, :, 3] += 300
+
+
+def rows_with_outliers(rows: torch.Tensor, centroids: torch.Tensor) -> None:
+    rows[::7, :, 5] = 1e4
+
+
+def a_centroid_that_dwarfs_the_others(rows: torch.Tensor, centroids: torch.Tensor) -> None:
+    centroids[:, :, 7] *= 1e4
+    rows[::9] *= 1e4
+
+
+def tiny_rows(rows: torch.Tensor, centroids: torch.Tensor) -> None:
+    rows *= 1e-30
+
+
+def nearly_the_same(rows: torch.Tensor, centroids: torch.Tensor) -> None:
+    """What bytes cannot tell apart."""
+    centroids *= 1e-3
+    centroids[:, :, 0] = 50
+
+
+def one_centroid(rows: torch.Tensor, centroids: torch.Tensor) -> None:
+    centroids[:] = centroids[:, :, :1].clone()
+
+
+def pairs_of_equal_centroids(rows: torch.Tensor, centroids: torch.Tensor) -> None:
+    centroids[:, :, 1::2] = centroids[:, :, ::2]
+
+
+def coded(
+    operations, shape: Shape, change: Change, monkeypatch
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Rows, (num_tokens, num_kv_heads, num_sub_vectors, size), their codes, and the centroids, of K and of V."""
+    book, sequence = codebook(shape), draw_sequence(0, sum(STEPS), shape)
+    k, v = ((centroids := table.clone()) for table in (book.k[0], book.v[0]))
+    for rows, centroids in ((sequence.key, k), (sequence.value, v)):
+        change(rows, centroids)
+    monkeypatch.setattr("tests.kernels.engine.codebook", lambda _: replace(book, k=(k,), v=(v,)))
+    engine = Engine(AntKVConfig(), shape, operations)
+    for count in STEPS:
+        engine.step([(sequence, count)])
+    return [
+        (rows.unflatten(-1, centroids.shape[1::2]), codes_of(engine, sequence, name), centroids)
+        for rows, name, centroids in ((sequence.key, "k_codes", k), (sequence.value, "v_codes", v))
+    ]
+
+
+def codes_of(engine: Engine, sequence: Sequence, name: str) -> torch.Tensor:
+    """(num_tokens, num_kv_heads, num_sub_vectors)."""
+    packed = getattr(engine.state.vq, name)[sequence.vq_blocks].transpose(1, 2).flatten(0, 1)[: sequence.computed]
+    preset = PRESETS[engine.shape.preset]
+    return unpack_codes(packed, preset, preset.num_sub_vectors(engine.shape.head_size)).long()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [usual, far_from_zero, rows_with_outliers, a_centroid_that_dwarfs_the_others, tiny_rows, nearly_the_same],
+    ids=lambda change: change.__name__,
+)
+def test_no_centroid_is_nearer(float32_kernels, shape, change, monkeypatch):  # noqa: F811
+    for rows, codes, centroids in coded(float32_kernels, shape, change, monkeypatch):
+        distances = torch.cdist(
+            rows.double().permute(1, 2, 0, 3), centroids.double(), compute_mode="donot_use_mm_for_euclid_dist"
+        ).square()
+        distances = distances.permute(2, 0, 1, 3)  # tokens first
+        nearest, chosen = distances.amin(-1), distances.gather(-1, codes[..., None])[..., 0]
+        # What float32 keeps of a distance: a share of the squares that it is made of, both less the middle.
+        middles = centroids.median(2).values.double()
+        sizes = (rows.double() - middles).square().sum(-1)
+        assert (chosen - nearest <= 2**-18 * (sizes + chosen)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equal_distances_take_the_lower_code(float32_kernels, shape, monkeypatch):  # noqa: F811
+    for _, codes, _ in coded(float32_kernels, shape, pairs_of_equal_centroids, monkeypatch):
+        assert (codes % 2 == 0).all()
+        assert codes.unique().numel() > 100
+    for _, codes, _ in coded(float32_kernels, shape, one_centroid, monkeypatch):
+        assert (codes == 0).all()

@@ -1,0 +1,126 @@
+"""A model that sees images is served as any other: to the cache, the tokens of an image are tokens.
+
+`test_images.py` runs this file, in a process that has torchvision.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests.serving.conftest import Engine, assert_all_same
+from tests.serving.served_family import OPTIONS, PRESET, assert_served, learn
+from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, SeesImages, make_for_text
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, TOLERANCE, Completion
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.models import ModelCard
+
+Start = Callable[..., Any]
+#: Tokens before and after the image of each prompt; the last prompt has none.
+LENGTHS = ((3, 30), (120, 40), (5, 290), (200, None))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To one request.
+
+    ids: of the prompt, with as many tokens as an image has.
+    """
+
+    ids: list[int]
+    completion: Completion
+
+
+def make_requests(image_token: int) -> list[dict[str, Any]]:
+    """As vLLM takes them; each image has pixels of its own."""
+    requests = []
+    for number, (before, after) in enumerate(LENGTHS):
+        ids, more = [0, *range(3 + number, 2 + number + before)], {}
+        if after is not None:
+            ids = [*ids, image_token, *range(900, 900 + after)]
+            pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3), np.uint8)
+            more = {"multi_modal_data": {"image": Image.fromarray(pixels)}}
+        requests.append({"prompt_token_ids": ids, **more})
+    return requests
+
+
+def ask(engine: Engine, requests: list[dict[str, Any]], together: bool = True) -> list[Answer]:
+    """In one batch, or one after the other."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=5, ignore_eos=True)
+    answers = []
+    for batch in [requests] if together else [[request] for request in requests]:
+        for output in engine.llm.generate(batch, params, use_tqdm=False):
+            (best,) = output.outputs
+            logprobs = tuple({token: each.logprob for token, each in step.items()} for step in best.logprobs)
+            completion = Completion(tuple(best.token_ids), logprobs, output.num_cached_tokens)
+            answers.append(Answer(output.prompt_token_ids, completion))
+    return answers
+
+
+def completions(answers: list[Answer]) -> list[Completion]:
+    return [answer.completion for answer in answers]
+
+
+def evaluated(
+    folder: Path, codebooks: Path, requests: list[dict[str, Any]], answers: list[Answer]
+) -> list[torch.Tensor]:
+    """Log-probabilities after each prompt, from the offline evaluator on what the text model is given."""
+    card = ModelCard.read(str(folder))
+    method = build_method(PRESET, MethodRequest(card.name, card.identity, codebooks, AntKVConfig()))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    text_model, given = model.get_decoder(), []
+    processor = AutoProcessor.from_pretrained(folder)
+    hook = text_model.register_forward_pre_hook(
+        lambda module, args, options: given.append(options["inputs_embeds"]), with_kwargs=True
+    )
+    with torch.inference_mode():
+        for request, answer in zip(requests, answers, strict=True):
+            data = request.get("multi_modal_data")
+            pixels = processor.image_processor(images=[data["image"]], return_tensors="pt") if data else {}
+            model(input_ids=torch.tensor([answer.ids]), use_cache=False, **pixels)
+        hook.remove()
+        with quantised_past(model, method, MAX_MODEL_LEN):
+            hidden = [text_model(inputs_embeds=rows, use_cache=False).last_hidden_state[:, -1:] for rows in given]
+        # Some scale what comes out.
+        scale = getattr(model.config.get_text_config(), "logits_scaling", 1.0)
+        return [(model.lm_head(row)[0, -1] / scale).log_softmax(-1) for row in hidden]
+
+
+@pytest.mark.parametrize(("model_type", "kind"), WITH_IMAGES.items(), ids=WITH_IMAGES.keys())
+def test_with_images(start_engine: Start, tmp_path: Path, model_type: str, kind: SeesImages) -> None:
+    model = tmp_path / "model"
+    requests = make_requests(kind.make(model, model_type))
+    random = learn(model)
+    with start_engine(model, PRESET, {"codebooks": str(random)}, **OPTIONS) as engine:
+        batched = ask(engine, requests)
+        alone = ask(engine, requests, together=False)
+        assert_all_same(completions(batched), completions(alone))
+        assert any(answer.completion.num_cached_tokens for answer in alone)
+        engine.assert_all_blocks_free()
+    assert [len(answer.ids) for answer in batched] == [
+        before + (0 if after is None else kind.num_tokens + after) for before, after in LENGTHS
+    ]
+    for answer, logprobs in zip(batched, evaluated(model, random, requests, batched), strict=True):
+        for token, logprob in answer.completion.top_logprobs[0].items():
+            assert logprob == pytest.approx(float(logprobs[token]), abs=TOLERANCE["float32"])
+    with start_engine(model, "auto", **OPTIONS) as engine:
+        auto = ask(engine, requests)
+    with start_engine(model, PRESET, EXACT, **OPTIONS) as engine:
+        assert_all_same(completions(ask(engine, requests)), completions(auto))
+    assert len({answer.completion.tokens for answer in auto}) > 1, "images and prompts make a difference"
+
+
+@pytest.mark.parametrize("model_type", TEXT_ALONE)
+def test_text_alone(start_engine: Start, tmp_path: Path, model_type: str) -> None:
+    assert_served(start_engine, make_for_text(tmp_path / "model", model_type), language_model_only=True)

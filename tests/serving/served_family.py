@@ -1,0 +1,93 @@
+"""What holds for every family that is served: compared with the offline evaluator, with itself and with `auto`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving import documented
+from tests.serving.conftest import Completion, Engine, assert_all_same
+from tests.serving.tiny import make_codebook
+from vllm_antkv.codebook import SinkRule
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.doctor.verify import EXACT, LENGTHS, MAX_MODEL_LEN, STEP_TOKENS, TOLERANCE
+from vllm_antkv.errors import SettingsError
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.offline.pretrained import load_weights
+
+PRESET = "antkv-1bit"
+PROMPTS = [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate(LENGTHS)]
+OPTIONS: dict[str, Any] = {
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_batched_tokens": STEP_TOKENS,
+}
+#: Requests that fit together when they are short, and preempt each other as they grow.
+SHORT = [prompt[:60] for prompt in 4 * PROMPTS[1:]]
+#: Finds many sinks in random models.
+SINKS = SinkRule(layer=0, channels=(3,), threshold=0.05)
+
+
+def assert_served(start_engine: Callable[..., Any], model: Path, num_blocks: int = 80, **options: Any) -> None:
+    """Calibrate and evaluate a model, and serve text with it by several engines.
+
+    Args:
+        num_blocks: of the pool: enough for one long request, too few for many.
+        options: of every engine.
+    """
+    random = learn(model)
+    settings = {"codebooks": str(random)}
+    expected = expected_logprobs(model, PRESET, random)
+    options = {**OPTIONS, **options}
+    pool = {"num_gpu_blocks_override": num_blocks, "disable_log_stats": False}
+    with start_engine(model, PRESET, settings, **options, **pool) as engine:
+        batched = engine.complete(PROMPTS, max_tokens=8)
+        assert_as_expected(batched, expected, TOLERANCE["float32"])
+        alone = engine.complete(PROMPTS, max_tokens=8, together=False)
+        assert any(completion.num_cached_tokens for completion in alone)
+        assert_all_same(batched, alone)
+        growing = engine.complete(SHORT, max_tokens=16, together=False)
+        assert _num_preemptions(engine) == 0
+        assert_all_same(engine.complete(SHORT, max_tokens=16), growing)
+        assert _num_preemptions(engine) > 0
+        engine.assert_all_blocks_free()
+    with start_engine(model, "auto", **options) as engine:
+        auto = engine.complete(PROMPTS, max_tokens=8)
+    with start_engine(model, PRESET, EXACT, **options) as engine:
+        assert_all_same(engine.complete(PROMPTS, max_tokens=8), auto)
+
+
+def learn(model: Path) -> Path:
+    """Calibrate and evaluate with the commands of the documentation; a folder of random codebooks.
+
+    Codes of random centroids are far off: whoever reads other rows is seen. What was learned lies with the model.
+    """
+    learned, random = model / "antkv", model.parent / "random"
+    make_codebook(random, model, PRESET, SINKS)
+    documented.calibrate(model, PRESET, learned)
+    assert 0 < documented.divergence(model, PRESET, learned) < documented.divergence(model, PRESET, random)
+    return random
+
+
+def expected_logprobs(model: Path, preset: str, codebooks: Path | None = None) -> list[torch.Tensor]:
+    """Log-probabilities after each prompt, from the offline evaluator on the Hugging Face model in float32."""
+    card = ModelCard.read(str(model))
+    method = build_method(preset, MethodRequest(card.name, card.identity, codebooks, AntKVConfig()))
+    hf_model = load_weights(card.name, SettingsError, dtype=torch.float32).eval()
+    with torch.inference_mode(), quantised_past(hf_model, method, MAX_MODEL_LEN):
+        return [hf_model(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1) for ids in PROMPTS]
+
+
+def assert_as_expected(completions: list[Completion], expected: list[torch.Tensor], tolerance: float) -> None:
+    """After the prompts."""
+    for completion, logprobs in zip(completions, expected, strict=True):
+        for token, logprob in completion.top_logprobs[0].items():
+            assert logprob == pytest.approx(float(logprobs[token]), abs=tolerance)
+
+
+def _num_preemptions(engine: Engine) -> int:
+    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions")

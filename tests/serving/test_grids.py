@@ -1,0 +1,133 @@
+"""M-RoPE: where tokens have three positions, real vLLM serves what the evaluator computes, however it is scheduled."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.serving.conftest import Completion, assert_all_same
+from tests.serving.grids import GRIDS, PATCH, Turning, make_grid, positions_of, register
+from tests.serving.tiny import make_codebook
+from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
+from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
+from vllm_antkv.codebook import ModelIdentity, SinkRule
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, STEP_TOKENS, TOLERANCE
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.presets import PRESETS
+
+pytestmark = pytest.mark.serving
+
+Start = Callable[..., Any]
+PRESET = "antkv-1bit"
+OPTIONS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": STEP_TOKENS}
+SINKS = SinkRule(layer=0, channels=(3,), threshold=0.05)
+
+
+def pictures(*runs: int) -> list[int]:
+    """A prompt with runs of text and of patches in turns."""
+    tokens = [0]
+    for index, length in enumerate(runs):
+        tokens += [(PATCH if index % 2 else 3) + (17 * index + i) % 1000 for i in range(length)]
+    return tokens
+
+
+#: Pictures in the first chunk and the second, across the edges of blocks and of steps, at the end, and none.
+PROMPTS = [pictures(4, 60, 30), pictures(100, 80, 20), pictures(1, 200), pictures(150, 40, 90, 30, 5), pictures(140)]
+#: Requests that fit together when they are short, and preempt each other as they grow.
+SHORT = 4 * [pictures(9 + i, 30 + i, 11) for i in range(4)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered(engine_environment: None) -> None:
+    register()
+
+
+@pytest.fixture(scope="module", params=GRIDS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_grid(tmp_path_factory.mktemp("grid") / "model", name)
+    make_codebook(folder / "antkv", folder, PRESET, SINKS)
+    return folder
+
+
+def expected_logprobs(model: Path, name: str) -> Iterator[torch.Tensor]:
+    """Log-probabilities after each prompt, from the offline evaluator on a Hugging Face model that turns so."""
+    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
+    method = build_method(PRESET, MethodRequest(str(model), identity, None, AntKVConfig()))
+    for prompt in PROMPTS:
+        hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        hf_model.model.rotary_emb = turning = Turning(name, hf_model.config)
+        turning.prompt = prompt
+        with torch.inference_mode(), quantised_past(hf_model, method, MAX_MODEL_LEN):
+            yield hf_model(torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
+
+
+def test_positions_of_a_picture() -> None:
+    three, more = positions_of([0, 5, *[PATCH] * 9, 7, 8])
+    assert three[:, 2].tolist() == [2, 2, 2]
+    assert three[:, 9].tolist() == [2, 3, 2]
+    assert three[:, 10].tolist() == [2, 3, 3]
+    # Behind the largest position of seven columns.
+    assert three[:, 11:].tolist() == [[9, 10]] * 3
+    assert more == 11 - 13
+
+
+def test_what_is_served_is_what_the_evaluator_computes(start_engine: Start, model: Path, name: str) -> None:
+    with start_engine(model, PRESET, **OPTIONS, num_gpu_blocks_override=80, disable_log_stats=False) as engine:
+        batched = engine.complete(PROMPTS, max_tokens=8)
+        assert_as_expected(batched, list(expected_logprobs(model, name)))
+        alone = engine.complete(PROMPTS, max_tokens=8, together=False)
+        assert any(completion.num_cached_tokens for completion in alone)
+        assert_all_same(batched, alone)
+        growing = engine.complete(SHORT, max_tokens=16, together=False)
+        before = _num_preemptions(engine)
+        assert_all_same(engine.complete(SHORT, max_tokens=16), growing)
+        assert _num_preemptions(engine) > before
+        engine.assert_all_blocks_free()
+
+
+def assert_as_expected(completions: list[Completion], expected: list[torch.Tensor]) -> None:
+    for completion, logprobs in zip(completions, expected, strict=True):
+        for token, logprob in completion.top_logprobs[0].items():
+            assert logprob == pytest.approx(float(logprobs[token]), abs=TOLERANCE["float32"])
+
+
+def test_exact_rows_are_autos(start_engine: Start, model: Path) -> None:
+    with start_engine(model, "auto", **OPTIONS) as engine:
+        auto = engine.complete(PROMPTS, max_tokens=8)
+    with start_engine(model, PRESET, EXACT, **OPTIONS) as engine:
+        assert_all_same(engine.complete(PROMPTS, max_tokens=8), auto)
+
+
+def test_positions_are_a_page_of_the_pool(start_engine: Start, model: Path) -> None:
+    """So vLLM counts them where it decides how many blocks fit, and nothing lies beside the pool."""
+    memory = 8 << 20
+    with start_engine(model, PRESET, **OPTIONS, kv_cache_memory_bytes=memory) as engine:
+        config = engine.llm.llm_engine.vllm_config
+        heads = config.model_config.get_num_kv_heads(config.parallel_config)
+        num_layers = config.model_config.get_num_layers(config.parallel_config)
+        layouts = page_layouts(AntKVConfig(), [PRESETS[PRESET]] * num_layers, 32, torch.float32)
+        block_bytes = heads * pool_block_bytes(layouts) + POSITION_PAGE_BYTES
+        assert engine.block_pool.num_gpu_blocks == memory // block_bytes
+        # Those of a request are what the model was handed.
+        runner = engine.core.model_executor.driver_worker.worker.model_runner
+        context = runner.vllm_config.compilation_config.static_forward_context
+        (pages,) = [layer.pages for key, layer in context.items() if key.endswith(".antkv_positions")]
+        engine.complete(PROMPTS[3:4], max_tokens=1)
+        three, _ = positions_of(PROMPTS[3])
+        first = three.T[:VQ_BLOCK_SIZE]
+        assert any(torch.equal(page, first.int()) for page in pages)
+
+
+def _num_preemptions(engine: Any) -> int:
+    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions")

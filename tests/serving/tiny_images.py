@@ -1,0 +1,180 @@
+"""Tiny random models that see images: one line for each, and how they are made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, ProcessorMixin
+
+from tests.serving.conftest import EMBEDDED
+from tests.serving.tiny import SIZES
+
+#: Special tokens of all of them, behind the vocabulary of the embedded model.
+_TOKENS = [
+    "<image>",
+    "<fake_token_around_image>",
+    "<end_of_utterance>",
+    "<global-img>",
+    "[IMG]",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+]
+_TEXT = {**SIZES, "head_dim": 32, "vocab_size": 4160}
+_EYES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 8,
+}
+_SQUARE = {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}}
+_EDGE = {"longest_edge": 64}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+#: Channels that are turned by the position in time, height and width.
+MROPE = {**_ROPE, "mrope_section": [4, 6, 6]}
+
+
+@dataclass(frozen=True)
+class SeesImages:
+    """A model.
+
+    text: model type of its text model, and what that config has beside `_TEXT`.
+    vision: model type of what looks at images, if its config says one.
+    config: what the model's own config has.
+    processor: makes that of a model with this tokenizer.
+    image_token: what stands for an image in a prompt.
+    num_tokens: that an image of 64 x 64 has.
+    tower: what the names of the weights that look at images begin with in published models, where transformers writes
+        `vision_tower.`
+    """
+
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    config: dict[str, Any]
+    processor: Callable[[Any], ProcessorMixin]
+    image_token: str
+    num_tokens: int
+    tower: str = "vision_tower."
+
+    def make(self, folder: Path, model_type: str) -> int:
+        """Write it to `folder`; the id of the token that stands for an image."""
+        tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+        tokenizer.add_special_tokens({"additional_special_tokens": _TOKENS})
+        image: int = tokenizer.convert_tokens_to_ids(self.image_token)
+        config = AutoConfig.for_model(
+            model_type,
+            text_config={**_TEXT, **self.text},
+            vision_config={**_EYES, **self.vision},
+            image_token_id=image,
+            image_token_index=image,
+            tie_word_embeddings=False,
+            **self.config,
+        )
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+        weights = load_file(folder / "model.safetensors")
+        renamed = {name.replace("vision_tower.", self.tower): tensor for name, tensor in weights.items()}
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+        self.processor(tokenizer).save_pretrained(folder)
+        return image
+
+
+def _idefics3(tokenizer: Any) -> ProcessorMixin:
+    images = transformers.Idefics3ImageProcessor(size=_EDGE, max_image_size=_EDGE)
+    return transformers.Idefics3Processor(images, tokenizer, image_seq_len=16)
+
+
+def _llava(tokenizer: Any) -> ProcessorMixin:
+    images = transformers.CLIPImageProcessor(**_SQUARE)
+    return transformers.LlavaProcessor(
+        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+
+
+def _llava_next(tokenizer: Any) -> ProcessorMixin:
+    images = transformers.LlavaNextImageProcessor(image_grid_pinpoints=[[64, 64]], **_SQUARE)
+    return transformers.LlavaNextProcessor(images, tokenizer, patch_size=8, vision_feature_select_strategy="full")
+
+
+def _mistral3(tokenizer: Any) -> ProcessorMixin:
+    images = transformers.PixtralImageProcessor(size=_EDGE, patch_size=8)
+    return transformers.PixtralProcessor(images, tokenizer, patch_size=8, spatial_merge_size=2)
+
+
+#: By model type.
+WITH_IMAGES: dict[str, SeesImages] = {
+    "idefics3": SeesImages(
+        text={"model_type": "llama"},
+        vision={},
+        config={"pad_token_id": 2, "scale_factor": 2},
+        processor=_idefics3,
+        image_token="<image>",
+        # Three of them say that it is one.
+        num_tokens=19,
+    ),
+    "llava": SeesImages(
+        text={"model_type": "llama"},
+        vision={"model_type": "clip_vision_model"},
+        config={},
+        processor=_llava,
+        image_token="<image>",
+        num_tokens=64,
+        tower="vision_tower.vision_model.",
+    ),
+    "llava_next": SeesImages(
+        text={"model_type": "granite", "attention_multiplier": 0.1},
+        vision={"model_type": "siglip_vision_model"},
+        config={"vision_feature_select_strategy": "full", "image_grid_pinpoints": [[64, 64]]},
+        processor=_llava_next,
+        image_token="<image>",
+        # The whole image, its one part, and a token at the end of each row of that.
+        num_tokens=64 + 64 + 8,
+        tower="vision_tower.vision_model.",
+    ),
+    "mistral3": SeesImages(
+        text={"model_type": "mistral", "sliding_window": None},
+        vision={"model_type": "pixtral", "head_dim": 32},
+        config={"spatial_merge_size": 2},
+        processor=_mistral3,
+        image_token="[IMG]",
+        # A token at the end of each row.
+        num_tokens=4 * (4 + 1),
+    ),
+}
+
+#: Of models that are asked for text alone, as different configs name it.
+_CLOSED_EYES = {
+    "depth": 1,
+    "embed_dim": 64,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+}
+#: Served for text alone, `--language-model-only`: model type, and what its text config has beside SIZES.
+TEXT_ALONE: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"rope_parameters": MROPE},
+    "qwen2_5_vl": {"rope_parameters": MROPE},
+    "qwen3_vl": {"head_dim": 32, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+}
+
+
+def make_for_text(folder: Path, model_type: str) -> Path:
+    """A random one of TEXT_ALONE with the embedded model's tokenizer."""
+    config = AutoConfig.for_model(
+        model_type,
+        text_config={**SIZES, **TEXT_ALONE[model_type]},
+        vision_config=_CLOSED_EYES,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
+    return folder
