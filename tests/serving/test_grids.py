@@ -98,7 +98,7 @@ def test_sections_are_those_by_which_vllm_turns(
     assert torch.bincount(table.sections).tolist() == sections
     positions = torch.randint(512, (3, 9))
     query, key = torch.randn(2, 9, 64).to(dtype)
-    _, turned = module.forward_native(positions, query.clone(), key.clone())
+    _, turned = module(positions, query.clone(), key.clone())
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
     expected = rotate(key.float()[:, None], positions.T, table)[:, 0]
     torch.testing.assert_close(turned.float(), expected, atol=tolerance, rtol=tolerance)
