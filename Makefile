@@ -17,8 +17,8 @@ BIN := .venv/bin
 # What serving needs, and all that development needs.
 SERVE := .venv/.serve
 VENV := .venv/.stamp
-# Two processes, in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n 2 -p tests.scheduling --no-loadscope-reorder
+# Three on two cores, since tests wait for servers; in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n 3 -p tests.scheduling --no-loadscope-reorder
 # The environment that is active (docs/gpu-check.md), else .venv.
 PYTHON := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)/bin/python
 # Nothing here needs the network once .venv stands; vLLM must not phone home from a test.

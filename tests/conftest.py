@@ -84,17 +84,22 @@ LONG_FILES = (
     "serving/test_kill.py",
     "serving/test_windows.py",
     "kernels/test_cuda_mutants.py",
+    "kernels/test_cuda_clusters.py",
+    "serving/test_images.py",
+    "serving/test_grids.py",
     "kernels/test_cuda_compile.py",
     "unit/evaluate/test_embedded_quality.py",
     "unit/calibrate/test_once.py",
     "unit/laboratory/test_literature.py",
     "serving/test_cuts.py",
+    "kernels/test_cpu_cuts.py",
     "unit/calibrate/test_mix.py",
     "unit/evaluate/test_figures.py",
     "unit/test_retrieval_model.py",
     "unit/test_embedded_trainer.py",
     "kernels/test_sm_model.py",
     "unit/calibrate/test_kill.py",
+    "unit/test_hub.py",
 )
 
 

@@ -220,8 +220,10 @@ def test_blocks_that_single_tokens_fill_are_closed_by_the_scores_in_their_pages(
     torch.testing.assert_close(ours.recency.scores, reference.recency.scores, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-@pytest.mark.parametrize(("share", "anchor_dtype"), [(0.015, "fp8"), (0.0, "fp8"), (0.2, "fp8"), (0.03, "model")])
+@pytest.mark.parametrize(
+    ("num_splits", "share", "anchor_dtype"),
+    [(1, 0.015, "fp8"), (4, 0.015, "fp8"), (4, 0.0, "fp8"), (1, 0.2, "fp8"), (4, 0.03, "model")],
+)
 def test_a_long_past(monkeypatch, share, anchor_dtype, num_splits):
     """Anchors of several chunks of blocks, of which the last is not full, and no anchor rows, and many."""
     monkeypatch.setattr(triton_operations, "_MAX_SPLITS", num_splits)
@@ -298,7 +300,7 @@ def through_a_varlen_kernel(layer: LayerState) -> TritonOperations:
 @pytest.mark.parametrize(
     ("shape", "window", "anchor_dtype"),
     [
-        (Shape("antkv-1bit", 80, 3, 1, torch.bfloat16, reorders=True), 32, "model"),
+        (Shape("antkv-1bit", 48, 3, 1, torch.bfloat16, reorders=True), 32, "model"),
         (Shape("antkv-1bit", 32, 6, 2, torch.float16, rotary_dim=16, magnitude=1.3, reorders=True), 128, "fp8"),
         (Shape("antkv-2bit", 32, 3, 1, neox=False, three_parts="turns"), 1, "fp8"),
         (Shape("antkv-0.75bit", 48, 3, 1, rotary_dim=0), 100, "model"),

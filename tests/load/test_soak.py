@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "vllm-antkv.json"
 PRESET = "antkv-1bit"
 MAX_MODEL_LEN = 1024
-SOAK_MINUTES = 1.25
+SOAK_MINUTES = 0.75
 #: At first caches still fill up; a leaked request's pages would be far more.
 MAX_SLOPE = 150.0
 

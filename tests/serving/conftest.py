@@ -78,6 +78,8 @@ def running_engine(
     """A real engine with `--kv-cache-dtype kv_cache_dtype`; float32 and eager unless `options` say otherwise."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.triton_utils import dispatcher
 
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -93,6 +95,9 @@ def running_engine(
     # VLLM collects garbage four times for each engine, a third of all time that these tests would take.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda generation=2: 0)
+        if dispatcher._registry:
+            # An earlier engine has put them where vLLM looks through all modules for.
+            patch.setattr(CpuPlatform, "register_triton_kernel_overrides", lambda: None)
         llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **options)
         try:
             yield Engine(llm)
