@@ -32,7 +32,8 @@ from vllm_antkv.triton_kernels import anchor_score, close_blocks, decode, encode
 
 from scripts.sass_loops import nested_loops
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
-from vllm_antkv.config import AntKVConfig
+from vllm_antkv.cache.positions import NUM_POSITIONS
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.logits import LogitRules
@@ -68,6 +69,7 @@ class Case:
     """A layer and its settings.
 
     rotary_dim: None is all of a head, 0 is no RoPE.
+    three_part: tokens have three positions (M-RoPE).
     """
 
     preset: str
@@ -79,6 +81,7 @@ class Case:
     neox: bool = True
     scope: str = "block"
     ordered: bool = False
+    three_part: bool = False
 
     @property
     def name(self) -> str:
@@ -96,6 +99,8 @@ class Case:
             parts.append(self.scope)
         if self.ordered:
             parts.append("ordered")
+        if self.three_part:
+            parts.append("mrope")
         return " ".join(parts)
 
 
@@ -113,6 +118,7 @@ OTHER_CASES = (
     Case("antkv-1bit", scope="prompt"),
     Case("antkv-1bit", ordered=True),
     Case("antkv-1bit", 64, dtype=torch.float32),
+    Case("antkv-1bit", three_part=True),
 )
 
 
@@ -159,7 +165,9 @@ def measure(architectures: Sequence[int], layer: str | None, kernels: list[str] 
         for case in (*PRESET_CASES, *others):
             if layer in (None, case.name):
                 for kernel, compiled in compiled_kernels(case, kernels):
-                    table[f"{kernel} | {case.name} | sm_{architecture}"] = resources(kernel, compiled)
+                    # With three positions there is no loop over tiles that are turned together.
+                    counts = kernel.startswith("decode") and not case.three_part
+                    table[f"{kernel} | {case.name} | sm_{architecture}"] = resources(kernel, compiled, counts)
     return table
 
 
@@ -171,8 +179,8 @@ def compiled_kernels(case: Case, kernels: list[str] | None) -> list[tuple[str, A
     return compiled
 
 
-def resources(kernel: str, compiled: Any) -> Resources:
-    """Read the cubin with the tools that come with Triton."""
+def resources(kernel: str, compiled: Any, counts: bool) -> Resources:
+    """Read the cubin with the tools that come with Triton; counts: the instructions of decode too."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -181,7 +189,7 @@ def resources(kernel: str, compiled: Any) -> Resources:
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     per_token = None
-    if (decode := re.fullmatch(r"decode (\d+) w(\d+)", kernel)) is not None:
+    if counts and (decode := re.fullmatch(r"decode (\d+) w(\d+)", kernel)) is not None:
         per_token = instructions_per_token(compiled.asm["cubin"], int(decode[1]), int(decode[2]))
     return Resources(usage["REG"], usage["STACK"] + usage["LOCAL"], compiled.metadata.shared, per_token)
 
@@ -312,6 +320,7 @@ def _layer(case: Case, config: AntKVConfig) -> LayerState:
     centroids = torch.zeros(case.num_kv_heads, *tables)
     rotary_dim = case.head_size if case.rotary_dim is None else case.rotary_dim
     angles = torch.arange(MAX_LEN)[:, None] * torch.logspace(0, -3, rotary_dim // 2)
+    sections = torch.arange(rotary_dim // 2) % NUM_POSITIONS if case.three_part else None
     return LayerState(
         vq=VQPages.view(raw[..., : layout.vq_page_bytes], layout),
         recency=RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, case.dtype),
@@ -319,7 +328,8 @@ def _layer(case: Case, config: AntKVConfig) -> LayerState:
         v_centroids=centroids,
         preset=preset,
         k_order=torch.arange(case.head_size, dtype=torch.int32) if case.ordered else None,
-        rotary=RotaryTable(angles.cos(), angles.sin(), case.neox) if rotary_dim else None,
+        rotary=RotaryTable(angles.cos(), angles.sin(), case.neox, sections) if rotary_dim else None,
+        positions=torch.zeros(4, VQ_BLOCK_SIZE, NUM_POSITIONS, dtype=torch.int32) if case.three_part else None,
         last_query=last_query_table(config, MAX_LEN),
         config=config,
         num_heads=case.num_heads,

@@ -183,11 +183,13 @@ def turning_positions(
     places (N,): of the tokens in the sequence; block_id: int64, of their VQ page or (N,) pages; known (N, P): where
     there is a token and a pair that turns.
     """
-    if not shape.three_part:
-        return places[:, None]
-    section = tl.load(tables.sections + pairs, mask=pairs < shape.rotary_half, other=0)
-    of_token = pages.positions + (block_id * pages.position_stride + places % shape.block_size * 3)
-    return tl.load(of_token[:, None] + section[None, :], mask=known, other=0)
+    if shape.three_part:
+        section = tl.load(tables.sections + pairs, mask=pairs < shape.rotary_half, other=0)
+        of_token = pages.positions + (block_id * pages.position_stride + places % shape.block_size * 3)
+        positions = tl.load(of_token[:, None] + section[None, :], mask=known, other=0)
+    else:
+        positions = places[:, None]
+    return positions
 
 
 @triton.jit

@@ -29,10 +29,12 @@ ARCHITECTURES = ["80", "90", "100"]
         (NEWEST, "d8c256 h128 g4", KERNELS, ARCHITECTURES),
         # Codes of 12 bits are read and written in another way.
         (NEWEST, "d16c4096 h128 g4", ["encode_store", "decode"], ["90"]),
+        # Whatever reads positions: what the interpreter runs the compiler may refuse.
+        (NEWEST, "d8c256 h128 g4 mrope", ["encode_store", "anchor_score", "decode", "plain_pages"], ["90"]),
         # That it takes the same source, to machine code no worse: any one architecture shows it.
         (OLDEST, "d8c256 h128 g4", KERNELS, ["90"]),
     ],
-    ids=["newest, 8-bit codes", "newest, 12-bit codes", "oldest, 8-bit codes"],
+    ids=["newest, 8-bit codes", "newest, 12-bit codes", "newest, three positions", "oldest, 8-bit codes"],
 )
 def test_resources_are_as_recorded(triton, layer, kernels, architectures):
     command = [sys.executable, "-m", "scripts.compile_triton", "--layer", layer, "--check", str(RECORD)]
