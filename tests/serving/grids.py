@@ -73,23 +73,3 @@ def make_grid(folder: Path, name: str) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [architecture]}))
     return folder
-
-
-class Turning(nn.Module):
-    """Takes the place of a rotary module of transformers: turns by the positions of one prompt, and what follows it.
-
-    prompt: set before the model is called.
-    """
-
-    def __init__(self, name: str, config: Any) -> None:
-        super().__init__()
-        self._module = GRIDS[name][3](config)
-        self.prompt: list[int] = []
-
-    def forward(self, like: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of the tokens at these places in the sequence, (1, num_tokens)."""
-        num_tokens = int(position_ids.max()) + 1
-        # What follows is text.
-        three, _ = positions_of(self.prompt + [0] * max(num_tokens - len(self.prompt), 0))
-        found: tuple[torch.Tensor, torch.Tensor] = self._module(like, three[:, position_ids[0]][:, None])
-        return found

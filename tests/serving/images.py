@@ -3,7 +3,8 @@
 `test_images.py` runs this file, in a process that has torchvision.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from tests.serving.conftest import Engine, assert_all_same
 from tests.serving.served_family import OPTIONS, PRESET, assert_served, learn
 from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, SeesImages, make_for_text
+from tests.serving.turning import Turning
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, TOLERANCE, Completion
 from vllm_antkv.evaluate.methods import build_method
@@ -82,19 +84,36 @@ def evaluated(
     text_model, given = model.get_decoder(), []
     processor = AutoProcessor.from_pretrained(folder)
     hook = text_model.register_forward_pre_hook(
-        lambda module, args, options: given.append(options["inputs_embeds"]), with_kwargs=True
+        lambda module, args, options: given.append({**options, "use_cache": False}), with_kwargs=True
     )
     with torch.inference_mode():
         for request, answer in zip(requests, answers, strict=True):
             data = request.get("multi_modal_data")
             pixels = processor.image_processor(images=[data["image"]], return_tensors="pt") if data else {}
-            model(input_ids=torch.tensor([answer.ids]), use_cache=False, **pixels)
+            ids = torch.tensor([answer.ids])
+            if "image_grid_thw" in pixels:
+                pixels["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+            model(input_ids=ids, use_cache=False, **pixels)
         hook.remove()
-        with quantised_past(model, method, MAX_MODEL_LEN):
-            hidden = [text_model(inputs_embeds=rows, use_cache=False).last_hidden_state[:, -1:] for rows in given]
+        hidden = []
+        for options in given:
+            with turning_as(text_model, options.get("position_ids")), quantised_past(model, method, MAX_MODEL_LEN):
+                hidden.append(text_model(**options).last_hidden_state[:, -1:])
         # Some scale what comes out.
         scale = getattr(model.config.get_text_config(), "logits_scaling", 1.0)
         return [(model.lm_head(row)[0, -1] / scale).log_softmax(-1) for row in hidden]
+
+
+@contextmanager
+def turning_as(text_model: Any, positions: torch.Tensor | None) -> Iterator[None]:
+    """While open, a model with M-RoPE turns by these positions, (3, 1, num_tokens), of one prompt."""
+    if positions is None or positions.ndim < 3:
+        yield
+        return
+    rotary = text_model.rotary_emb
+    text_model.rotary_emb = Turning(rotary, positions[-3:, 0])
+    yield
+    text_model.rotary_emb = rotary
 
 
 @pytest.mark.parametrize(("model_type", "kind"), WITH_IMAGES.items(), ids=WITH_IMAGES.keys())

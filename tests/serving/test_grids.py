@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from tests.serving.conftest import Completion, assert_all_same
-from tests.serving.grids import GRIDS, PATCH, Turning, make_grid, positions_of, register
+from tests.serving.grids import GRIDS, PATCH, make_grid, positions_of, register
 from tests.serving.tiny import make_codebook
+from tests.serving.turning import Turning
+from vllm_antkv.attention.rope import three_part_tables
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
 from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
 from vllm_antkv.codebook import ModelIdentity, SinkRule
@@ -19,6 +24,7 @@ from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, STEP_TOKENS, TOLERANC
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.ops.rope import rotate
 from vllm_antkv.presets import PRESETS
 
 pytestmark = pytest.mark.serving
@@ -66,10 +72,36 @@ def expected_logprobs(model: Path, name: str) -> Iterator[torch.Tensor]:
     method = build_method(PRESET, MethodRequest(str(model), identity, None, AntKVConfig()))
     for prompt in PROMPTS:
         hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        hf_model.model.rotary_emb = turning = Turning(name, hf_model.config)
-        turning.prompt = prompt
+        three, _ = positions_of(prompt)
+        hf_model.model.rotary_emb = Turning(GRIDS[name][3](hf_model.config), three)
         with torch.inference_mode(), quantised_past(hf_model, method, MAX_MODEL_LEN):
             yield hf_model(torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize(("rotary_dim", "is_neox_style"), [(64, True), (32, False)])
+def test_sections_are_those_by_which_vllm_turns(
+    dtype: torch.dtype, in_turns: bool, rotary_dim: int, is_neox_style: bool
+) -> None:
+    sections = [rotary_dim // 4, rotary_dim // 8, rotary_dim // 8]
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections, "mrope_interleaved": in_turns}
+    with set_current_vllm_config(VllmConfig()):
+        module = get_rope(
+            64,
+            512,
+            is_neox_style=is_neox_style,
+            rope_parameters={**rope, "partial_rotary_factor": rotary_dim / 64},
+            dtype=dtype,
+        )
+    (table,) = three_part_tables(nn.ModuleList([module]))
+    assert torch.bincount(table.sections).tolist() == sections
+    positions = torch.randint(512, (3, 9))
+    query, key = torch.randn(2, 9, 64).to(dtype)
+    _, turned = module.forward_native(positions, query.clone(), key.clone())
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    expected = rotate(key.float()[:, None], positions.T, table)[:, 0]
+    torch.testing.assert_close(turned.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_positions_of_a_picture() -> None:
@@ -123,9 +155,10 @@ def test_positions_are_a_page_of_the_pool(start_engine: Start, model: Path) -> N
         runner = engine.core.model_executor.driver_worker.worker.model_runner
         context = runner.vllm_config.compilation_config.static_forward_context
         (pages,) = [layer.pages for key, layer in context.items() if key.endswith(".antkv_positions")]
-        engine.complete(PROMPTS[3:4], max_tokens=1)
-        three, _ = positions_of(PROMPTS[3])
+        engine.complete(PROMPTS[1:2], max_tokens=1)
+        three, _ = positions_of(PROMPTS[1])
         first = three.T[:VQ_BLOCK_SIZE]
+        assert any(len(set(positions)) == 3 for positions in first.tolist())
         assert any(torch.equal(page, first.int()) for page in pages)
 
 

@@ -22,6 +22,10 @@ _TOKENS = [
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
 ]
 _TEXT = {**SIZES, "head_dim": 32, "vocab_size": 4160}
 _EYES = {
@@ -106,6 +110,18 @@ def _mistral3(tokenizer: Any) -> ProcessorMixin:
     return transformers.PixtralProcessor(images, tokenizer, patch_size=8, spatial_merge_size=2)
 
 
+def _qwen(tokenizer: Any) -> ProcessorMixin:
+    cut = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 64 * 64, "longest_edge": 64 * 64}}
+    videos = transformers.Qwen2VLVideoProcessor(**cut)
+    return transformers.Qwen2VLProcessor(transformers.Qwen2VLImageProcessor(**cut), tokenizer, videos)
+
+
+def _qwen3(tokenizer: Any) -> ProcessorMixin:
+    of_qwen2 = _qwen(tokenizer)
+    videos = transformers.Qwen3VLVideoProcessor(patch_size=8, merge_size=2)
+    return transformers.Qwen3VLProcessor(of_qwen2.image_processor, tokenizer, videos)
+
+
 #: By model type.
 WITH_IMAGES: dict[str, SeesImages] = {
     "idefics3": SeesImages(
@@ -145,25 +161,41 @@ WITH_IMAGES: dict[str, SeesImages] = {
         # A token at the end of each row.
         num_tokens=4 * (4 + 1),
     ),
+    "qwen2_vl": SeesImages(
+        text={"rope_parameters": MROPE},
+        vision={"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 2},
+        config={},
+        processor=_qwen,
+        image_token="<|image_pad|>",
+        num_tokens=4 * 4,
+    ),
+    "qwen2_5_vl": SeesImages(
+        text={"rope_parameters": MROPE},
+        vision={"depth": 2, "num_heads": 2, "out_hidden_size": 128, "fullatt_block_indexes": [1], "window_size": 32},
+        config={},
+        processor=_qwen,
+        image_token="<|image_pad|>",
+        num_tokens=4 * 4,
+    ),
+    "qwen3_vl": SeesImages(
+        text={"rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        vision={
+            "depth": 2,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 64,
+        },
+        config={},
+        processor=_qwen3,
+        image_token="<|image_pad|>",
+        num_tokens=4 * 4,
+    ),
 }
 
-#: Of models that are asked for text alone, as different configs name it.
-_CLOSED_EYES = {
-    "depth": 1,
-    "embed_dim": 64,
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_heads": 2,
-    "out_hidden_size": 128,
-    "deepstack_visual_indexes": [0],
-    "fullatt_block_indexes": [0],
-}
 #: Served for text alone, `--language-model-only`: model type, and what its text config has beside SIZES.
-TEXT_ALONE: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"rope_parameters": MROPE},
-    "qwen2_5_vl": {"rope_parameters": MROPE},
-    "qwen3_vl": {"head_dim": 32, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
-}
+TEXT_ALONE: dict[str, dict[str, Any]] = {"qwen2_vl": {"rope_parameters": MROPE}}
+_CLOSED_EYES = {"depth": 1, "embed_dim": 64, "hidden_size": 128, "num_heads": 2}
 
 
 def make_for_text(folder: Path, model_type: str) -> Path:

@@ -73,6 +73,7 @@ def with_values(layer: LayerState, recent: float, anchors: float) -> LayerState:
             {"anchor_share": 0.05, "sinks": False},
             Shape(dtype=torch.bfloat16, rotary_dim=8, magnitude=1.3, reorders=True),
         ),
+        ({"anchor_share": 0.05}, Shape(three_parts="turns", reorders=True)),
     ],
 )
 def test_shares_are_those_of_the_specification(monkeypatch, settings, shape, chunk_blocks, kv_head):

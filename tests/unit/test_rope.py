@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -58,6 +60,31 @@ def test_rotate_is_the_rope_of_gpt_j():
     table = make_table(is_neox_style=False, dtype=torch.float64)
     expected = gptj_rope(rows[None], table.sin[positions][None], table.cos[positions][None])
     torch.testing.assert_close(rotate(rows, positions, table), expected[0])
+
+
+@given(tables, st.integers(0, 1000))
+def test_each_pair_turns_by_its_own_of_three_positions(table, seed):
+    rows, first = draw_rows(seed, 9)
+    positions = torch.stack((first, first.flip(0), (first + seed) % MAX_POSITION), dim=-1)
+    sections = torch.randint(3, (table.rotary_dim // 2,), generator=torch.Generator().manual_seed(seed))
+    three_part = replace(table, sections=sections)
+    turned = rotate(rows, positions, three_part)
+    of_channel = sections.repeat(2) if table.is_neox_style else sections.repeat_interleave(2)
+    for section in range(3):
+        channels = (of_channel == section).nonzero().flatten()
+        expected = rotate(rows, positions[:, section], table)[..., channels]
+        torch.testing.assert_close(turned[..., channels], expected)
+    torch.testing.assert_close(unrotate(turned, positions, three_part), rows)
+
+
+@given(tables, st.integers(0, 1000))
+def test_sections_go_with_their_pairs(table, seed):
+    rows, first = draw_rows(seed, 9)
+    positions = torch.stack((first, first.flip(0), first.roll(1)), dim=-1)
+    three_part = replace(table, sections=torch.arange(table.rotary_dim // 2) % 3)
+    order = interleaved(table, 64, 4)
+    turned = rotate(rows, positions, three_part)[..., order]
+    torch.testing.assert_close(rotate(rows[..., order], positions, reordered(three_part, order)), turned)
 
 
 def test_partial_rotation_leaves_the_other_channels_alone():
