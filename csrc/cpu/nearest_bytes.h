@@ -129,6 +129,8 @@ void nearest_of_bytes(const ByteTable<kSize>& table, const float* rows, int stri
         at_most[t] = to_all_lanes(kInfinity);
     }
     for (int c = 0; c < kCentroids; c += kLanes) {
+        // The next sub-vector's table comes from memory meanwhile.
+        for (int i = 0; i < ByteTable<kSize>::kBlock; i += 64) __builtin_prefetch(table.block(c + kCentroids) + i);
         const auto* norms = (const float*)table.block(c);
         const auto* bytes = (const uint8_t*)(norms + 2 * kLanes);
         const Lanes half_norms = load_lanes(norms), units = load_lanes(norms + kLanes);

@@ -6,7 +6,8 @@ batches is bounded, and by how much depends on the length of the sequences, the 
 
     matrices    the larger of: their operations at the GPU's sustained rate, their bytes at its bandwidth
     attention   16-bit: the bytes of K and V, at the share of the bandwidth that FlashAttention 3 uses; FP8: half of
-                them; antkv: the larger of all bytes of a sequence, and the cycles that decode is designed for
+                them; antkv: the larger of all bytes of a sequence, and the cycles that a model of the
+                GPU predicts for decode
     a step      both, one after the other; sampling, launches, all-reduces and the scheduler come on top
 
 Everything is computed. Nothing here was measured.
@@ -24,10 +25,10 @@ from vllm_antkv.presets import PRESETS
 STREAMED = 0.88
 #: Cycles of a multiprocessor per token and KV head that the CUDA kernels take at head size 128, as a model of it
 #: predicts (docs/kernels-cuda.md); for 4 bits Triton's instructions, as if one were issued in every cycle.
-DESIGN_CYCLES = {
+PREDICTED_CYCLES = {
     "antkv-4bit": 20.0,
-    "antkv-2bit": 13.2,
-    "antkv-1bit": 11.5,
+    "antkv-2bit": 11.2,
+    "antkv-1bit": 9.7,
     "antkv-0.75bit": 12.7,
     "antkv-0.375bit": 11.6,
 }
@@ -64,7 +65,7 @@ def step_bound(
     kv_bytes = batch * shape.heads * sequence_bytes(shape, kv_cache_dtype, context, settings)
     attention = kv_bytes / (STREAMED * gpu.bandwidth)
     if kv_cache_dtype in PRESETS:
-        cycles = batch * shape.seen(context) * shape.heads * DESIGN_CYCLES[kv_cache_dtype] * shape.head_size / 128
+        cycles = batch * shape.seen(context) * shape.heads * PREDICTED_CYCLES[kv_cache_dtype] * shape.head_size / 128
         attention = max(attention, cycles / (gpu.multiprocessors * gpu.clock))
     return StepBound(kv_cache_dtype, context, batch, weight_bytes + kv_bytes, matrices, attention)
 

@@ -1,11 +1,14 @@
 """What bounds a decode step follows from sizes; the figures by hand are of Llama-3-8B on an H100."""
 
+import re
+from pathlib import Path
+
 import pytest
 from transformers import LlamaConfig, PreTrainedModel
 
 from vllm_antkv.evaluate.capacity import DecodeShape, largest_batch
 from vllm_antkv.evaluate.gpus import GPUS
-from vllm_antkv.evaluate.step_bound import bounds, step_bound
+from vllm_antkv.evaluate.step_bound import PREDICTED_CYCLES, bounds, step_bound
 
 LLAMA_3_8B = DecodeShape(
     num_layers=32, num_kv_heads=8, head_size=128, matrix_weights=7_504_658_432, weights=8_030_261_248
@@ -32,6 +35,15 @@ def test_llama_3_8b_has_the_weights_that_it_is_known_for():
     assert DecodeShape.of(config) == LLAMA_3_8B
 
 
+def test_cycles_are_those_that_the_docs_predict():
+    page = (Path(__file__).parents[3] / "docs" / "kernels-cuda.md").read_text()
+    rows = page.partition("## Predicted cycles")[2]
+    documented = {
+        name: float(cycles) for name, cycles in re.findall(r"^\| `(antkv-\S+bit)`[^|]*\| ([\d.]+) \|", rows, re.M)
+    }
+    assert documented == {name: cycles for name, cycles in PREDICTED_CYCLES.items() if name != "antkv-4bit"}
+
+
 def test_by_hand():
     bound = step_bound(LLAMA_3_8B, H100, "auto", 1024, 400)
     assert bound.matrices == pytest.approx(2 * 7.504658e9 * 400 / 700e12, rel=1e-5)
@@ -39,7 +51,9 @@ def test_by_hand():
     coded = step_bound(LLAMA_3_8B, H100, "antkv-1bit", 32768, 8)
     assert coded.matrices == pytest.approx(2 * 7.504658e9 / 3.35e12, rel=1e-5), "few requests: the weights are read"
     assert bound.read_bytes == 2 * LLAMA_3_8B.matrix_weights + 400 * 1024 * 131072
-    assert coded.attention == pytest.approx(8 * 32768 * 256 * 11.5 / (132 * 1.755e9), rel=1e-5)
+    assert coded.attention == pytest.approx(
+        8 * 32768 * 256 * PREDICTED_CYCLES["antkv-1bit"] / (132 * 1.755e9), rel=1e-5
+    )
 
 
 def test_the_batch_fits_and_one_more_does_not():
