@@ -97,7 +97,7 @@ def running_engine(
         patch.setattr(gc, "collect", lambda generation=2: 0)
         if dispatcher._registry:
             # An earlier engine has put them where vLLM looks through all modules for.
-            patch.setattr(CpuPlatform, "register_triton_kernel_overrides", lambda: None)
+            patch.setattr(CpuPlatform, "register_triton_kernel_overrides", lambda _: None)
         llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **options)
         try:
             yield Engine(llm)
