@@ -68,6 +68,8 @@ def resumed(engine: Engine, sequence: Sequence) -> Sequence:
     def copied(blocks: list[int]) -> list[int]:
         copies = [engine.free.pop() if block else 0 for block in blocks]
         engine.raw[copies] = engine.raw[blocks]
+        if engine.state.positions is not None:
+            engine.state.positions[copies] = engine.state.positions[blocks]
         return copies
 
     pages, freed = copied(sequence.pages), sequence.freed_blocks

@@ -79,7 +79,7 @@ def running_engine(
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.platforms.cpu import CpuPlatform
-    from vllm.triton_utils import dispatcher
+    from vllm.triton_utils.dispatcher import _registry
 
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -95,9 +95,9 @@ def running_engine(
     # VLLM collects garbage four times for each engine, a third of all time that these tests would take.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda generation=2: 0)
-        if dispatcher._registry:
+        if _registry:
             # An earlier engine has put them where vLLM looks through all modules for.
-            patch.setattr(CpuPlatform, "register_triton_kernel_overrides", lambda: None)
+            patch.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(lambda: None))
         llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **options)
         try:
             yield Engine(llm)

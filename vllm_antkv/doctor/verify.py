@@ -142,7 +142,10 @@ def _prompts(card: "ModelCard") -> list[list[int]]:
 
 @contextmanager
 def _engine(card: "ModelCard", kv_cache_dtype: str, config: AntKVConfig) -> "Iterator[tuple[LLM, float]]":
-    """An engine, and how much its log-probabilities may differ from those of another."""
+    """An engine, and how much its log-probabilities may differ from those of another.
+
+    Raises UnsupportedModelError where vLLM does not start, or fails while this is open.
+    """
     from vllm_antkv.evaluate.served import engine_options, shut_down, starting
 
     options: dict[str, Any] = engine_options(card, kv_cache_dtype, config, min(MAX_MODEL_LEN, card.max_context))

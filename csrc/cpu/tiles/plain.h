@@ -34,6 +34,8 @@ struct PlainRegisters {
     // 0 on, are added, and then added to the sum. Denormal numbers count as 0, also in between.
     template <int kSums, int kA, int kB>
     static void dot() {
+        // AMX raises an exception for tiles that do not fit each other.
+        if (rows(kSums) != rows(kA) || columns(kSums) != columns(kB) || columns(kA) != rows(kB)) __builtin_trap();
         for (int row = 0; row < rows(kSums); ++row) {
             Lanes first = {}, second = {};
             for (int pair = 0; pair < columns(kA); ++pair) {

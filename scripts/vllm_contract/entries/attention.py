@@ -227,6 +227,9 @@ _ROTARY = (
     Reliance(
         f"{_ROPE}.base:RotaryEmbeddingBase._compute_cos_sin_cache", How.CALL, "-", "rope: cosines and sines in float32"
     ),
+    Reliance(
+        f"{_ROPE}.base:RotaryEmbedding.forward_native", How.CALL, "positions, query, key", "tests: what M-RoPE turns"
+    ),
     Reliance(f"{_ROPE}.base:RotaryEmbeddingBase", How.FIELDS, "is_neox_style rotary_dim", "rope: which channels pair"),
     Reliance(
         f"{_ROPE}.mrope:MRotaryEmbedding",

@@ -70,6 +70,13 @@ _BACKEND = (
         "backend: answers a class path; ours for the presets",
     ),
     Reliance(
+        "vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides",
+        How.WRAP,
+        "cls",
+        "tests: what the first engine of a process has done is not done again",
+    ),
+    Reliance("vllm.triton_utils.dispatcher:_registry", How.NAME, "", "tests: whether there was one"),
+    Reliance(
         "vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
         How.WRAP,
         "cls, selected_backend, attn_selector_config, num_heads=",
