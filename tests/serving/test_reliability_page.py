@@ -20,7 +20,7 @@ STARTS = (
     test_bad_starts.VLLMS,
     test_bad_starts.CODEBOOKS,
 )
-REFUSALS = (test_refusals.MODELS, test_refusals.VISION_MODELS, test_refusals.OPTIONS)
+REFUSALS = (test_refusals.MODELS, test_refusals.OPTIONS)
 
 COUNTS = {
     "codebook files": len(test_bad_codebooks.TABLE),
