@@ -13,7 +13,7 @@ ONE_HEAD = Shape(num_heads=1, num_kv_heads=1)
 
 SHAPES = [
     Shape("antkv-4bit", 8, 2, 1),
-    Shape("antkv-2bit", 96, 1, 1, torch.float16),
+    Shape("antkv-2bit", 48, 1, 1, torch.float16),
     Shape("antkv-1bit", 80, 1, 1, torch.bfloat16, reorders=True),
     Shape("antkv-1bit", 128, 8, 1, torch.bfloat16),
     Shape("antkv-1bit", 16, 3, 1),

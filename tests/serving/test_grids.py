@@ -45,8 +45,8 @@ def pictures(*runs: int) -> list[int]:
 
 #: Pictures in the first chunk and the second, across the edges of blocks and of steps, at the end, and none.
 PROMPTS = [pictures(4, 60, 30), pictures(100, 80, 20), pictures(1, 200), pictures(150, 40, 90, 30, 5), pictures(140)]
-#: Requests that fit together when they are short, and preempt each other as they grow.
-SHORT = 4 * [pictures(9 + i, 30 + i, 11) for i in range(4)]
+#: Four of each fit together when they are short, and preempt each other as they grow.
+SHORT = [pictures(9 + i, 30 + i, 11) for i in range(4)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,7 +123,7 @@ def test_what_is_served_is_what_the_evaluator_computes(start_engine: Start, mode
         assert_all_same(batched, alone)
         growing = engine.complete(SHORT, max_tokens=16, together=False)
         before = _num_preemptions(engine)
-        assert_all_same(engine.complete(SHORT, max_tokens=16), growing)
+        assert_all_same(engine.complete(4 * SHORT, max_tokens=16), 4 * growing)
         assert _num_preemptions(engine) > before
         engine.assert_all_blocks_free()
 
