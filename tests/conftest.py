@@ -100,6 +100,11 @@ LONG_FILES = (
     "kernels/test_sm_model.py",
     "unit/calibrate/test_kill.py",
     "unit/test_hub.py",
+    "unit/calibrate/test_run.py",
+    "unit/calibrate/test_refine.py",
+    "unit/evaluate/test_tasks.py",
+    "unit/offline/test_attention.py",
+    "kernels/test_cuda_stamps.py",
 )
 
 
