@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from vllm.model_executor.models.interfaces import SupportsMRoPE
 
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout
@@ -17,6 +19,14 @@ from vllm_antkv.hooks.positions import positions_of_step
 from vllm_antkv.presets import PRESETS
 
 NUM_BLOCKS = 4
+
+
+class Text(nn.Module):
+    """A model that vLLM has no positions for, if it has M-RoPE."""
+
+
+class TextWithPositions(Text, SupportsMRoPE):
+    """A model that vLLM asks for positions."""
 
 
 @given(data=st.data(), num_padded=st.integers(0, 3))
@@ -50,9 +60,16 @@ def test_a_sequence_has_a_share_in_every_block_that_it_holds():
     assert with_them.padding == without.padding + share
 
 
-@pytest.mark.parametrize(
-    "runner", [SimpleNamespace(), SimpleNamespace(mrope_positions=SimpleNamespace(gpu=torch.zeros(4, 9)))]
-)
-def test_a_runner_that_says_them_otherwise_is_refused(runner):
+@pytest.mark.parametrize("where", [{}, {"mrope_positions": SimpleNamespace(gpu=torch.zeros(4, 9))}])
+def test_a_runner_that_says_them_otherwise_is_refused(where):
+    runner = SimpleNamespace(get_model=TextWithPositions)
+    vars(runner).update(where)
     with pytest.raises(UnsupportedModelError, match="does not say by which three positions"):
+        positions_of_step(runner)
+
+
+def test_a_text_model_that_vllm_has_no_positions_for_is_refused():
+    runner = SimpleNamespace(get_model=Text)
+    vars(runner).update(mrope_positions=SimpleNamespace(gpu=torch.zeros(NUM_POSITIONS, 9)))
+    with pytest.raises(UnsupportedModelError, match="vLLM does not know how Text gives its tokens three"):
         positions_of_step(runner)

@@ -7,6 +7,7 @@ every step, into memory that stays where it is, so that CUDA graphs can read it.
 from typing import Any
 
 import torch
+from vllm.model_executor.models.interfaces import supports_mrope
 
 from vllm_antkv.cache.positions import NUM_POSITIONS
 from vllm_antkv.errors import UnsupportedModelError
@@ -16,8 +17,15 @@ def positions_of_step(runner: Any) -> torch.Tensor:
     """(3, at least max_num_batched_tokens) int64 of a model runner of either version, on its device.
 
     Raises:
-        UnsupportedModelError: it keeps them elsewhere, or in another shape.
+        UnsupportedModelError: it keeps them elsewhere, or in another shape, or vLLM has none for the loaded model.
     """
+    model = runner.get_model()
+    if not supports_mrope(model):
+        # Otherwise an assertion of vLLM's would end the engine at the first request.
+        raise UnsupportedModelError(
+            f"The config of this model has M-RoPE (mrope_section), but vLLM does not know how {type(model).__name__} "
+            "gives its tokens three positions, and serves it with no KV cache."
+        )
     # Runner V1 has them itself, V2 in the state of the model.
     buffer = getattr(runner, "mrope_positions", None)
     state = getattr(getattr(runner, "model_state", None), "rope_state", None)

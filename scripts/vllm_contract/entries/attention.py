@@ -217,6 +217,12 @@ _ROTARY = (
     Reliance(
         f"{_INTERFACES}:supports_multimodal", How.CALL, "model", "rope: whether the text model is a part of the model"
     ),
+    Reliance(
+        f"{_INTERFACES}:supports_mrope",
+        How.CALL,
+        "model",
+        "positions: whether vLLM has three positions for a model's tokens",
+    ),
     Reliance(f"{_INTERFACES}:SupportsMRoPE", How.NAME, "", "tests: models that say three positions of their tokens"),
     *(
         Reliance(f"vllm.model_executor.models.{module}:{name}", How.NAME, "", "tests: as above")
