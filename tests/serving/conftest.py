@@ -5,7 +5,7 @@ vLLM's in-process mode starts an engine in seconds. One engine is alive at a tim
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     with running_server(tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One real server of the embedded model; see `tests.serving.embedded_server`."""
+    from tests.serving.embedded_server import SharedServer
+
+    with ExitStack() as held:
+        yield SharedServer(held, lambda: tmp_path_factory.mktemp("embedded"))
 
 
 @pytest.fixture(scope="session")
