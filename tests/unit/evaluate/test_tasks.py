@@ -72,5 +72,6 @@ def test_without_the_harness_it_says_how_to_install_it(tmp_path: Path, capsys: p
 
 @pytest.mark.skipif(not HARNESS, reason="lm-evaluation-harness is not installed: pip install 'vllm-antkv[tasks]'")
 def test_a_task_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert run(tmp_path, "--kv-cache-dtype", "auto") == 2
+    """Neither in the user's folder nor among the harness's own, which are looked at next."""
+    assert run(tmp_path, "--kv-cache-dtype", "auto", "--include-path", str(tmp_path)) == 2
     assert "no-such-task" in capsys.readouterr().err.splitlines()[-1]
