@@ -84,7 +84,7 @@ def check_tasks(run: TaskRun) -> None:
         UnsupportedModelError: the harness is not installed.
         SettingsError: a task that it does not know.
     """
-    manager = _task_manager(run.include_path)
+    manager = _task_manager(run.include_path, run.tasks)
     unknown = [task for task in run.tasks if not manager.match_tasks([task])]
     if unknown:
         raise SettingsError(
@@ -159,7 +159,7 @@ def _evaluate(
     results = simple_evaluate(
         model=model,
         tasks=list(run.tasks),
-        task_manager=_task_manager(run.include_path),
+        task_manager=_task_manager(run.include_path, run.tasks),
         num_fewshot=run.num_fewshot,
         limit=run.limit,
         apply_chat_template=run.apply_chat_template,
@@ -196,12 +196,16 @@ def read_scores(results: dict[str, dict[str, Any]], tasks: Sequence[str]) -> Ite
 
 
 @cache
-def _task_manager(include_path: Path | None) -> Any:
-    """The harness's list of tasks: it reads over ten thousand files for it."""
+def _task_manager(include_path: Path | None, tasks: tuple[str, ...]) -> Any:
+    """The harness's list of tasks, for which it reads over ten thousand files; the user's own alone, where they do."""
     try:
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found,import-untyped]
     except ImportError:
         raise UnsupportedModelError(
             "lm-evaluation-harness is not installed: `pip install 'vllm-antkv[tasks]'`."
         ) from None
-    return TaskManager(include_path=None if include_path is None else str(include_path))
+    if include_path is None:
+        return TaskManager()
+    own = TaskManager(include_path=str(include_path), include_defaults=False)
+    # Groups and tags may name tasks of the harness.
+    return own if set(tasks) <= set(own.all_subtasks) else TaskManager(include_path=str(include_path))
