@@ -195,7 +195,7 @@ class Soak:
 
 def soak(server: Server, kv_cache_dtype: str, minutes: float, max_model_len: int, max_slope: float) -> Report:
     """Load a running server and look at it."""
-    load = Soak(server, max_model_len)
+    load, before = Soak(server, max_model_len), metrics(server.url)
     asyncio.run(load.run(60 * minutes))
     held = wait_until_idle(server.url, _IDLE_SECONDS)
     after = metrics(server.url)
@@ -204,8 +204,8 @@ def soak(server: Server, kv_cache_dtype: str, minutes: float, max_model_len: int
         kv_cache_dtype=kv_cache_dtype,
         minutes=minutes,
         requests=dict(load.requests),
-        generated_tokens=int(after["vllm:generation_tokens_total"]),
-        preemptions=int(after["vllm:num_preemptions_total"]),
+        generated_tokens=_grown("vllm:generation_tokens_total", before, after),
+        preemptions=_grown("vllm:num_preemptions_total", before, after),
         errors=len(load.errors),
         first_errors=load.errors[:_KEPT_ERRORS],
         answers=dict(load.answers),
@@ -215,6 +215,11 @@ def soak(server: Server, kv_cache_dtype: str, minutes: float, max_model_len: int
         held_at_end=held,
     )
     return report.judged()
+
+
+def _grown(name: str, before: dict[str, float], after: dict[str, float]) -> int:
+    """What was counted since: the server may have answered others."""
+    return int(after[name] - before.get(name, 0.0))
 
 
 def _tenths(samples: list[dict[str, float]]) -> dict[str, list[float]]:

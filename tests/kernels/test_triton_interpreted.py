@@ -24,6 +24,7 @@ from vllm_antkv.triton_kernels.plain_pages import merge_attention
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.guarded import guarded, guarding
+from tests.kernels.quick_interpreter import quicken
 from tests.kernels.test_guarded import ending
 from tests.kernels.triton_cases import CONFIGS, ONE_HEAD, SHAPES, assert_offline, serve
 from tests.kernels.varlen_reference import varlen
@@ -35,6 +36,8 @@ from vllm_antkv.ops.layer import LayerState, VotingBeside
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.triton import TritonOperations
+
+quicken(encode_store.store_codes.fn)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ vLLM's in-process mode starts an engine in seconds. One engine is alive at a tim
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ ENGINE_ENVIRONMENT = {
 
 #: Enough for every request of these tests, and soon filled with zeros.
 KV_CACHE_BYTES = 64 << 20
+
+#: The real one: `made_quickly` puts another in its place.
+_collect_garbage = gc.collect
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "models" / "embedded"
@@ -78,8 +81,6 @@ def running_engine(
     """A real engine with `--kv-cache-dtype kv_cache_dtype`; float32 and eager unless `options` say otherwise."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.triton_utils.dispatcher import _registry
 
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -91,13 +92,8 @@ def running_engine(
     additional = {} if settings is None else {"antkv": settings}
     if not options["enforce_eager"]:
         # Weights of an earlier engine that are thrown away while this one is traced fail in the midst of it.
-        gc.collect()
-    # VLLM collects garbage four times for each engine, a third of all time that these tests would take.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda generation=2: 0)
-        if _registry:
-            # An earlier engine has put them where vLLM looks through all modules for.
-            patch.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(lambda: None))
+        _collect_garbage()
+    with made_quickly(eager=options["enforce_eager"]):
         llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **options)
         try:
             yield Engine(llm)
@@ -105,6 +101,23 @@ def running_engine(
             llm.llm_engine.engine_core.shutdown()
             del llm
             cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def made_quickly(eager: bool) -> Iterator[None]:
+    """Engines that are started while this is open do not repeat what one has done for all that follow in a process."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.triton_utils.dispatcher import _registry
+
+    # Of an eager engine vLLM still compiles a line of its sampler, in every process anew.
+    stance = torch.compiler.set_stance("force_eager" if eager else "default")
+    with stance, pytest.MonkeyPatch.context() as patch:
+        # VLLM collects garbage four times for each engine, a third of all time that these tests would take.
+        patch.setattr(gc, "collect", lambda generation=2: 0)
+        if _registry:
+            # An earlier engine has put them where vLLM looks through all modules for.
+            patch.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(lambda: None))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -116,6 +129,10 @@ def engine_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENGINE_ENVIRONMENT.items():
             patch.setenv(name, value)
+        from vllm.model_executor.models import registry
+
+        # VLLM looks at a class that its cache does not know in a process of its own, and imports it in this one then.
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         yield
     torch.set_num_threads(threads)
 
@@ -127,7 +144,24 @@ def start_engine(engine_environment: None) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def eager(engine_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def users_cache(engine_environment: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where codebooks are kept that were learned at a start: an empty folder. What vLLM keeps of its own stays."""
+    from vllm import envs
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", envs.VLLM_CACHE_ROOT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "vllm-antkv"
+
+
+@pytest.fixture
+def quick_engines(engine_environment: None) -> Iterator[None]:
+    """For tests whose eager engines are started by the code that they test."""
+    with made_quickly(eager=True):
+        yield
+
+
+@pytest.fixture
+def eager(quick_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that evaluation starts are not compiled, which would take longer than all else that they do."""
     from vllm_antkv.evaluate import served, tasks
 
@@ -158,6 +192,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     with running_server(tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One real server of the embedded model; see `tests.serving.embedded_server`."""
+    from tests.serving.embedded_server import SharedServer
+
+    with ExitStack() as held:
+        yield SharedServer(held, lambda: tmp_path_factory.mktemp("embedded"))
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ PRESET = "antkv-1bit"
 API_KEY = "sesame"
 MODEL_NAME = "tiny"
 _VLLM = Path(sys.executable).with_name("vllm")
+_CACHE = "VLLM_CACHE_ROOT"
 _STOP_SECONDS = 60
 
 
@@ -85,8 +86,8 @@ def make_odd_model(folder: Path, context: int) -> Path:
 
 
 def vllm_environment() -> dict[str, str]:
-    """Of a server on a small machine; nothing of the in-process engines' settings."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    """Of a server on a small machine; nothing of the in-process engines' settings but the place of vLLM's cache."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_") or name == _CACHE}
     return kept | {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",

@@ -3,13 +3,8 @@
 Float32, so that rounding in batched matrix products stays far below the tolerance.
 """
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,24 +141,17 @@ def test_sinks_change_what_is_served(
 
 
 def test_same_with_tensor_parallelism(
-    default: dict[str, Any], alone: list[Completion], prompts: list[list[int]], tmp_path: Path
+    start_engine: Start,
+    default: dict[str, Any],
+    alone: list[Completion],
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two worker processes with a KV head each; in-process engines cannot do that, so this one is a script."""
-    task = {
-        "model": str(EMBEDDED),
-        "preset": PRESET,
-        "settings": default,
-        "prompts": prompts,
-        "out": str(tmp_path / "out"),
-    }
-    script = Path(__file__).with_name("tensor_parallel.py")
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(script), json.dumps(task)], check=True, env=environment)
-    served = [
-        Completion(tuple(tokens), tuple({int(token): value for token, value in step.items()} for step in steps), 0)
-        for tokens, steps in json.loads((tmp_path / "out").read_text())
-    ]
-    assert_all_same(served, alone)
+    """Two worker processes with a KV head each."""
+    # There as here (`made_quickly`).
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    with start_engine(EMBEDDED, PRESET, default, tensor_parallel_size=2) as engine:
+        assert_all_same(engine.complete(prompts), alone)
 
 
 def test_reused_blocks_show_nothing_of_their_former_request(

@@ -22,7 +22,7 @@ def gpt_j(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("gpt-j"), "gptj", {"rotary_dim": 16, "num_key_value_heads": 4})
 
 
-@pytest.mark.usefixtures("engine_environment")
+@pytest.mark.usefixtures("quick_engines")
 def test_it_is_calibrated_and_answers_as_without_the_cache(gpt_j: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["calibrate", str(gpt_j), "--preset", PRESET, "--text", str(TEXT), "--out", str(gpt_j / "antkv")]
     assert cli.run([*command, "--samples", "3", "--seq-len", "128"]) == 0

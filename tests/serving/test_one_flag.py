@@ -13,17 +13,16 @@ from vllm_antkv.codebook import Codebook, ModelIdentity
 pytestmark = pytest.mark.serving
 
 #: Of the context, and so of a calibration window: short, since it is a test.
-CONTEXT = 128
+CONTEXT = 32
 
 
-def test_a_server_learns_its_codebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_learns_its_codebook(tmp_path: Path, users_cache: Path) -> None:
     """That servers that start together learn one is tested in tests/unit/calibrate/test_once.py."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     odd_model, log = make_odd_model(tmp_path / "model", CONTEXT), tmp_path / "server.log"
     with serving(odd_model, log, **{"--max-model-len": str(CONTEXT)}) as url:
         assert answer(url) == "length"
         status = httpx.get(f"{url}/antkv/status", timeout=PATIENCE).json()
-    (path,) = (tmp_path / "cache" / "vllm-antkv").rglob("*.safetensors")
+    (path,) = users_cache.rglob("*.safetensors")
     codebook = Codebook.load(path, PRESET, ModelIdentity.from_hf_config(LlamaConfig.from_pretrained(odd_model)))
     assert codebook.identity in str(status)
     said = log.read_text()

@@ -1,7 +1,6 @@
 """Codebooks of models with quantised weights, whose K and V only vLLM can compute."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,11 +11,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tests.patience import PATIENCE
 from tests.quantised import quantised
 from tests.serving.conftest import EMBEDDED
-from tests.serving.server import PRESET, make_odd_model, vllm_environment
+from tests.serving.server import PRESET, make_odd_model
 from vllm_antkv.attention.startup import resolved_codebook
+from vllm_antkv.calibrate import once
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.job import Job, prepare
 from vllm_antkv.calibrate.settings import CalibrationSettings
@@ -29,7 +28,8 @@ from vllm_antkv.offline.sinks import SinkChannels
 
 pytestmark = pytest.mark.serving
 
-CONTEXT = 128
+#: Of the model that learns its own codebook, and so of a calibration window: short, since it is a test.
+CONTEXT = 32
 WINDOWS, SEQ_LEN = 3, 300
 
 
@@ -43,16 +43,14 @@ def w8a8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_flag_serves_a_quantised_model_without_its_original(
     start_engine: Callable[..., Any],
     w8a8: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    users_cache: Path,
     said: list[str],
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with start_engine(w8a8, PRESET, max_model_len=CONTEXT, dtype="bfloat16") as engine:
-        (completion,) = engine.complete([[0, *range(3, 43)]], max_tokens=8)
+        (completion,) = engine.complete([[0, *range(3, 20)]], max_tokens=8)
         served = resolved_codebook(engine.core.vllm_config)
     assert len(completion.tokens) == 8
-    (path,) = (tmp_path / "cache" / "vllm-antkv").rglob("*.safetensors")
+    (path,) = users_cache.rglob("*.safetensors")
     codebook = Codebook.load(path, PRESET, ModelIdentity.from_hf_config(read_config(str(w8a8), CalibrationError)))
     assert served.identity == codebook.identity
     record = codebook.header.calibration
@@ -61,15 +59,15 @@ def test_one_flag_serves_a_quantised_model_without_its_original(
         assert any(words in line for line in said)
 
 
-def test_weights_that_vllm_cannot_run_end_with_a_sentence(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick_engines")
+def test_weights_that_vllm_cannot_run_end_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = quantised(EMBEDDED, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not a tensor")
-    command = [sys.executable, "-m", "vllm_antkv.calibrate.once", str(broken), PRESET, str(tmp_path / "out")]
-    ended = subprocess.run(
-        command, env=vllm_environment(), capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert ended.returncode == 1
-    last_line = ended.stderr.strip().splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", ["once", str(broken), PRESET, str(tmp_path / "out")])
+    assert once.main() == 1
+    last_line = capsys.readouterr().err.strip().splitlines()[-1]
     assert last_line.startswith(
         f"K and V of {broken} are taken from vLLM's own forward pass, as no gradient flows through quantised weights, "
         "but vLLM does not start ("

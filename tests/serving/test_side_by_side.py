@@ -6,37 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.server import EMBEDDED, Server, running_server
+from loadtest.server import EMBEDDED, Server
+from tests.serving.embedded_server import API_KEY, SharedServer, embedded_server
 from vllm_antkv import cli
 from vllm_antkv.evaluate.side_by_side import first_difference
 
 pytestmark = pytest.mark.serving
 
-KEY = "sesame"
-OPTIONS = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--api-key", KEY]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 #: Longer than a block of codes, so that the cache shows.
 PROMPT = (EMBEDDED.parents[1] / "LICENSE").read_text()[:1500]
 TOKENS = 12
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded model at 1 bit, with the centroids that are shipped."""
-    log = tmp_path_factory.mktemp("one") / "server.log"
-    with running_server(str(EMBEDDED), "antkv-1bit", log, OPTIONS, ENVIRONMENT) as running:
-        yield running
+@pytest.fixture
+def server(shared_server: SharedServer) -> Server:
+    return shared_server.running()
 
 
 @pytest.fixture(scope="module")
 def auto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The same model with vLLM's own cache."""
-    log = tmp_path_factory.mktemp("auto") / "server.log"
-    with running_server(str(EMBEDDED), "auto", log, OPTIONS, ENVIRONMENT) as running:
+    with embedded_server(tmp_path_factory.mktemp("auto"), "auto") as running:
         yield running
 
 
-def run(this: Server, other: Server, *more: str, key: str = KEY) -> int:
+def run(this: Server, other: Server, *more: str, key: str = API_KEY) -> int:
     asked = ("--prompt", PROMPT, "--max-tokens", str(TOKENS), "--api-key", key)
     return cli.run(["diff", this.url, other.url, *asked, *more])
 

@@ -20,7 +20,7 @@ def answers(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any
     return code, json.loads(capsys.readouterr().out)["sections"]["Answers"]
 
 
-def test_a_model_that_answers_the_same_is_said_to(engine_environment: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_answers_the_same_is_said_to(quick_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
     code, findings = answers(capsys)
     assert code == 0
     assert [finding["what"] for finding in findings] == ["in a batch, chunked", "alone, prefix hits"]
@@ -28,7 +28,7 @@ def test_a_model_that_answers_the_same_is_said_to(engine_environment: None, caps
 
 
 def test_a_model_that_answers_otherwise_is_a_problem(
-    engine_environment: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    quick_engines: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one whose rows are not what they should be: here they are left to their codes."""
     monkeypatch.setattr(verify, "EXACT", {"recency": "none", "prefix": 0, "anchor_share": 0.0, "sinks": False})
@@ -37,7 +37,7 @@ def test_a_model_that_answers_otherwise_is_a_problem(
     assert all("other answers" in finding["detail"] and finding["state"] == "problem" for finding in findings)
 
 
-@pytest.mark.usefixtures("engine_environment")
+@pytest.mark.usefixtures("quick_engines")
 def test_a_model_that_vllm_itself_cannot_run_is_a_problem(tmp_path: Path) -> None:
     """As one whose tokenizer knows more tokens than it has: vLLM starts, and fails at the first prompt."""
     model = make_model(tmp_path, "llama", {"vocab_size": 64})

@@ -6,7 +6,7 @@ from vllm_antkv.cli import compare, retrieval
 from vllm_antkv.cli.tables import print_table, table, wrapped
 from vllm_antkv.evaluate.report import PerplexityReport
 from vllm_antkv.evaluate.retrieval import RetrievalCell, RetrievalReport
-from vllm_antkv.offline.score import OwnFidelity
+from vllm_antkv.offline.fidelity import OwnFidelity
 
 
 def shown(made, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import signal
 import subprocess
 import sys
@@ -33,9 +34,13 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path
 
 
-#: Kills itself after a few checkpoints, which nobody can do from outside at the same moment on every machine.
-KILLED = """
-import os, signal, sys
+#: Runs the command in forked children, which import PyTorch once for all: one that is left alone, one that is killed,
+#: one that goes on. It kills itself after a few checkpoints, which nobody can do from outside at the same moment on
+#: every machine. The last line says how each ended, and after how many steps of the run.
+RUNS = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
 import train_embedded
 save, saved = train_embedded.Trainer.save, []
 def save_and_die(self, path, elapsed):
@@ -43,16 +48,16 @@ def save_and_die(self, path, elapsed):
     saved.append(path)
     if len(saved) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-train_embedded.Trainer.save = save_and_die
-train_embedded.app()
+def train(run, save=save):
+    child = os.fork()
+    if not child:
+        train_embedded.Trainer.save = save
+        train_embedded.app(["train", "--run", str(run), *sys.argv[2:]])
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code, torch.load(run / "checkpoint.pt", weights_only=True)["step"]
+whole, broken = (Path(sys.argv[1], name) for name in ("whole", "broken"))
+print(json.dumps([train(whole), train(broken, save_and_die), train(broken)]))
 """
-
-
-def train(cache: Path, run: Path, *program: str) -> int:
-    """The exit code of a tiny training run of ``STEPS`` steps that checkpoints after every step."""
-    shape = "--layers 1 --hidden 64 --intermediate 64 --heads 1 --kv-heads 1 --rows-per-step 1 --checkpoint-seconds 0"
-    command = [sys.executable, *program, "train", "--cache", str(cache), "--run", str(run), "--steps", str(STEPS)]
-    return subprocess.run([*command, *shape.split()], cwd=MODELS, stderr=subprocess.DEVNULL, check=False).returncode
 
 
 def load(run: Path) -> Any:
@@ -69,15 +74,16 @@ def flat(state: Any) -> list[Any]:
 
 
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(cache: Path, tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert train(cache, whole, "train_embedded.py") == 0
-    assert train(cache, broken, "-c", KILLED) == -signal.SIGKILL
-    assert 0 < load(broken)["step"] < STEPS
-    assert train(cache, broken, "train_embedded.py") == 0
+    """Tiny runs of ``STEPS`` steps that checkpoint after every step."""
+    shape = "--layers 1 --hidden 64 --intermediate 64 --heads 1 --kv-heads 1 --rows-per-step 1 --checkpoint-seconds 0"
+    options = ["--cache", str(cache), "--steps", str(STEPS), *shape.split()]
+    command = [sys.executable, "-c", RUNS, str(tmp_path), *options]
+    said = subprocess.run(command, cwd=MODELS, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    ended = json.loads(said.stdout.splitlines()[-1])
+    assert ended == [[0, STEPS], [-signal.SIGKILL, 3], [0, STEPS]]
 
-    first, second = load(whole), load(broken)
+    first, second = load(tmp_path / "whole"), load(tmp_path / "broken")
     del first["elapsed"], second["elapsed"]
-    assert first["step"] == STEPS
     for one, other in zip(flat(first), flat(second), strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 

@@ -13,16 +13,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 from huggingface_hub import snapshot_download
-from transformers.utils.logging import disable_progress_bar
 
-from vllm_antkv.calibrate.original import original_of
 from vllm_antkv.calibrate.progress import say
-from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import codebook_path
 from vllm_antkv.errors import AntKVError, CalibrationError, reason
-from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.presets import get_preset
 
 #: Half of what k-means would take at most: the codebook is hardly better with more (`docs/calibration.md`), and
@@ -43,7 +39,6 @@ def main() -> int:
     given = parser.parse_args()
     # When the server ends, nobody reads any more: the next line of progress then ends this process too.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    disable_progress_bar()
     texts = [] if given.text is None else [given.text]
     try:
         _calibrate_once(given.model, given.revision, given.preset, texts, given.out)
@@ -56,10 +51,22 @@ def main() -> int:
 def _calibrate_once(model: str, revision: str | None, preset: str, texts: list[str], out: Path) -> None:
     with _held(out, preset):
         if not codebook_path(out, preset).exists():
-            folder = original_of(_local_folder(model, revision))
-            context = read_config(folder, CalibrationError).get_text_config().max_position_embeddings
-            calibrate(CalibrationSettings(folder, [preset], texts, out, samples=num_samples(context, preset)))
+            _calibrate(model, revision, preset, texts, out)
             say(f"{preset} is learned.")
+
+
+def _calibrate(model: str, revision: str | None, preset: str, texts: list[str], out: Path) -> None:
+    # They take seconds to import, which is for nothing where another server has made it, or nothing can be written.
+    from transformers.utils.logging import disable_progress_bar
+
+    from vllm_antkv.calibrate.original import original_of
+    from vllm_antkv.calibrate.run import calibrate
+    from vllm_antkv.offline.pretrained import read_config
+
+    disable_progress_bar()
+    folder = original_of(_local_folder(model, revision))
+    context = read_config(folder, CalibrationError).get_text_config().max_position_embeddings
+    calibrate(CalibrationSettings(folder, [preset], texts, out, samples=num_samples(context, preset)))
 
 
 def _held(out: Path, preset: str) -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_antkv import __version__
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
-from vllm_antkv.offline.score import OwnFidelity
+from vllm_antkv.offline.fidelity import OwnFidelity
 
 
 class PerplexityReport(BaseModel):

@@ -84,7 +84,7 @@ def check_tasks(run: TaskRun) -> None:
         UnsupportedModelError: the harness is not installed.
         SettingsError: a task that it does not know.
     """
-    manager = _task_manager(run.include_path)
+    manager = _task_manager(run)
     unknown = [task for task in run.tasks if not manager.match_tasks([task])]
     if unknown:
         raise SettingsError(
@@ -159,7 +159,7 @@ def _evaluate(
     results = simple_evaluate(
         model=model,
         tasks=list(run.tasks),
-        task_manager=_task_manager(run.include_path),
+        task_manager=_task_manager(run),
         num_fewshot=run.num_fewshot,
         limit=run.limit,
         apply_chat_template=run.apply_chat_template,
@@ -195,13 +195,28 @@ def read_scores(results: dict[str, dict[str, Any]], tasks: Sequence[str]) -> Ite
             )
 
 
+def _task_manager(run: TaskRun) -> Any:
+    """The harness's list of tasks: of the user's folder alone, where all that is asked for is in it.
+
+    Groups are not, as their tasks may be the harness's own.
+
+    Raises UnsupportedModelError when the harness is not installed.
+    """
+    if run.include_path is not None:
+        own = _tasks_of(run.include_path, include_defaults=False)
+        if set(run.tasks) <= set(own.all_subtasks):
+            return own
+    return _tasks_of(run.include_path, include_defaults=True)
+
+
 @cache
-def _task_manager(include_path: Path | None) -> Any:
-    """The harness's list of tasks: it reads over ten thousand files for it."""
+def _tasks_of(include_path: Path | None, include_defaults: bool) -> Any:
+    """Its own are in over ten thousand files, all of which it reads."""
     try:
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found,import-untyped]
     except ImportError:
         raise UnsupportedModelError(
             "lm-evaluation-harness is not installed: `pip install 'vllm-antkv[tasks]'`."
         ) from None
-    return TaskManager(include_path=None if include_path is None else str(include_path))
+    path = None if include_path is None else str(include_path)
+    return TaskManager(include_path=path, include_defaults=include_defaults)

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel
 
 from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.fidelity import OwnFidelity
 from vllm_antkv.offline.method import Method
 
 #: Tokens in one forward pass: enough to keep two cores or a GPU busy, few enough for the activations of an 8B model.
@@ -17,19 +17,6 @@ _LOGITS_CHUNK = 128
 
 #: Called after every batch with the number of windows done since the last call.
 Progress = Callable[[int], None]
-
-
-class OwnFidelity(BaseModel):
-    """One entry of `fidelity` in the JSON of `antkv eval compare`.
-
-    kl: mean divergence of the next-token distributions from the model's own, in nats.
-    top1_agreement: share of positions with the model's own most likely token.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    kl: float
-    top1_agreement: float
 
 
 @dataclass(frozen=True)

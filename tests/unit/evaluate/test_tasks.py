@@ -1,13 +1,16 @@
 """`antkv eval tasks` before any engine starts, and how the harness's results are read."""
 
 import importlib.util
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_antkv import cli
-from vllm_antkv.evaluate.tasks import TasksReport, metric_rows, read_scores
+from vllm_antkv.evaluate import tasks
+from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, metric_rows, read_scores
 
 EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 HARNESS = importlib.util.find_spec("lm_eval") is not None
@@ -70,7 +73,43 @@ def test_without_the_harness_it_says_how_to_install_it(tmp_path: Path, capsys: p
     assert "pip install 'vllm-antkv[tasks]'" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not HARNESS, reason="lm-evaluation-harness is not installed: pip install 'vllm-antkv[tasks]'")
-def test_a_task_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.fixture
+def folders_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Those that the harness takes tasks from, by name; of its own, one stands for over a hundred."""
+    manager = pytest.importorskip("lm_eval.tasks.manager", reason="pip install 'vllm-antkv[tasks]'")
+    monkeypatch.setattr(manager, "__file__", str(Path(manager.__file__).parent / "piqa" / "manager.py"))
+    found: list[str] = []
+    build = manager.TaskIndex.build
+
+    def recorded(paths: list[Path]) -> dict[str, Any]:
+        found.extend(path.name for path in paths)
+        return build(paths)
+
+    monkeypatch.setattr(manager.TaskIndex, "build", staticmethod(recorded))
+    tasks._tasks_of.cache_clear()
+    yield found
+    tasks._tasks_of.cache_clear()
+
+
+def test_a_task_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture, folders_read: list[str]) -> None:
+    check_tasks(TaskRun(tasks=("piqa",)))
     assert run(tmp_path, "--kv-cache-dtype", "auto") == 2
     assert "no-such-task" in capsys.readouterr().err.splitlines()[-1]
+    # Once for both.
+    assert folders_read == ["piqa"]
+
+
+@pytest.mark.parametrize(
+    ("names", "folders"),
+    [(("mine",), ["own"]), (("mine", "piqa"), ["own", "piqa", "own"]), (("ours",), ["own", "piqa", "own"])],
+    ids=["own", "own and theirs", "a group of both"],
+)
+def test_the_harness_s_tasks_are_read_where_own_ones_do_not_do(
+    tmp_path: Path, folders_read: list[str], names: tuple[str, ...], folders: list[str]
+) -> None:
+    (tmp_path / "own").mkdir()
+    definitions = [{"task": "mine", "dataset_path": "json"}, {"group": "ours", "task": ["mine", "piqa"]}]
+    for number, definition in enumerate(definitions):
+        (tmp_path / "own" / f"{number}.yaml").write_text(json.dumps(definition))
+    check_tasks(TaskRun(tasks=names, include_path=tmp_path / "own"))
+    assert folders_read == folders

@@ -14,40 +14,34 @@ from pathlib import Path
 import httpx
 import pytest
 
-from loadtest.api import completion
+from loadtest.api import completion, headers
 from loadtest.run import run
 from loadtest.scenario import Scenario
-from loadtest.server import EMBEDDED, running_server
-from loadtest.soak import ENVIRONMENT, soak
+from loadtest.server import Server
+from loadtest.soak import soak
 from loadtest.stream import StreamReader
 from loadtest.watch import metrics
 from tests.patience import PATIENCE
+from tests.serving.embedded_server import API_KEY, MAX_MODEL_LEN, PRESET, SharedServer
 
 pytestmark = pytest.mark.serving
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "vllm-antkv.json"
-PRESET = "antkv-1bit"
-MAX_MODEL_LEN = 1024
 SOAK_MINUTES = 0.75
 #: At first caches still fill up; a leaked request's pages would be far more.
 MAX_SLOPE = 150.0
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    log = tmp_path_factory.mktemp("load") / "server.log"
-    options = {
-        "--dtype": "float32",
-        "--max-model-len": str(MAX_MODEL_LEN),
-        "--kv-cache-memory-bytes": str(1 << 24),
-        "--served-model-name": "embedded",
-        "--shutdown-timeout": str(PATIENCE),
-    }
-    small = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **ENVIRONMENT}
-    arguments = ["--enforce-eager", *(part for pair in options.items() for part in pair)]
-    with running_server(str(EMBEDDED), PRESET, log, arguments, small) as running:
-        yield running
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load tests send it."""
+    monkeypatch.setenv("VLLM_API_KEY", API_KEY)
+
+
+@pytest.fixture
+def server(shared_server: SharedServer) -> Server:
+    return shared_server.running()
 
 
 def test_a_soak_leaves_the_server_as_it_was(server):
@@ -77,11 +71,13 @@ def test_everything_that_the_dashboard_shows_is_published(server):
     assert set(re.findall(r"vllm:\w+", DASHBOARD.read_text())) <= metrics(server.url).keys()
 
 
-def test_a_server_that_is_asked_to_stop_ends_its_answers(server):
-    """As a pod of the Helm chart is. The last test of this server."""
+def test_a_server_that_is_asked_to_stop_ends_its_answers(shared_server):
+    """As a pod of the Helm chart is."""
+    server = shared_server.to_be_ended()
     request = completion("embedded", "Once upon a time", 400)
     reader = StreamReader(time.perf_counter())
-    with httpx.stream("POST", server.url + request.path, json=request.body, timeout=PATIENCE) as response:
+    url = server.url + request.path
+    with httpx.stream("POST", url, json=request.body, headers=headers(), timeout=PATIENCE) as response:
         lines = response.iter_lines()
         reader.feed(next(lines), time.perf_counter())
         os.kill(server.pid, signal.SIGTERM)
