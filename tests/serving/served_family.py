@@ -50,7 +50,7 @@ def assert_served(start_engine: Callable[..., Any], model: Path, num_blocks: int
         alone = engine.complete(PROMPTS, max_tokens=8, together=False)
         assert any(completion.num_cached_tokens for completion in alone)
         assert_all_same(batched, alone)
-        growing = engine.complete(SHORT, max_tokens=16)
+        growing = engine.complete(SHORT, max_tokens=16, together=False)
         assert _num_preemptions(engine) == 0
         assert_all_same(engine.complete(4 * SHORT, max_tokens=16), 4 * growing)
         assert _num_preemptions(engine) > 0
