@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from torch import cpu as torch_cpu
 
+from tests.kernels.amx.emulated import AMX_FLAGS, amx
 from vllm_antkv.ops import cpu
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FLAGS = {
     "plain": ["-march=x86-64-v3"],
     "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"],
-    "amx": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
+    "amx": AMX_FLAGS,
 }
 FEATURES = {variant.name: variant.features for variant in cpu.VARIANTS} | {"plain": cpu.PLAIN_TILES.features}
 TINY = 2.0**-126  # the smallest normal number
@@ -36,11 +37,12 @@ def compiled(name: str, folder) -> ctypes.CDLL:
 @pytest.fixture(scope="module", params=FLAGS)
 def tiles(request, tmp_path_factory):
     library = compiled(request.param, tmp_path_factory.mktemp("tiles"))
-    has = torch_cpu.get_capabilities()
-    if not all(has.get(feature) for feature in FEATURES[request.param]):
-        pytest.skip(f"this processor has no {request.param}; the code compiles")
-    if request.param == "amx" and not torch_cpu._init_amx():
-        pytest.skip("Linux does not permit tile registers")
+    with amx():
+        has = torch_cpu.get_capabilities()
+        if not all(has.get(feature) for feature in FEATURES[request.param]):
+            pytest.skip(f"this processor has no {request.param}; the code compiles")
+        if request.param == "amx" and not torch_cpu._init_amx():
+            pytest.skip("Linux does not permit tile registers")
     library.name = request.param
     return library
 
@@ -93,6 +95,11 @@ def flushed(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x).astype(np.float32)
 
 
+def rounded(exact: np.ndarray) -> np.ndarray:
+    """float64 to float32 without denormal numbers: those that are after rounding, as if exponents had no end."""
+    return np.where(np.abs(exact) < TINY * (1 - 2.0**-25), np.copysign(0, exact), exact).astype(np.float32)
+
+
 def tdpbf16ps(a: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarray:
     """The pseudo-code of Intel's manual. float64 holds a product and its sum with a float32 number of like size."""
     sums = start.copy()
@@ -102,7 +109,7 @@ def tdpbf16ps(a: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarray:
             half = np.zeros((32, 32), np.float32)
             for k in range(first + odd, first + 32, 2):
                 exact = np.multiply.outer(flushed(a[:, k]).astype(np.float64), flushed(b[k]).astype(np.float64))
-                half = flushed((half.astype(np.float64) + exact).astype(np.float32))
+                half = rounded(half.astype(np.float64) + exact)
             halves.append(half)
         sums = flushed(flushed(sums) + flushed(halves[0] + halves[1]))
     return sums
@@ -134,6 +141,8 @@ def test_numbers_that_are_not_usual(tiles):
     a[4, 5], b[5, 4] = -np.inf, 2
     a[5, 6], b[6, 5] = np.nan, 1
     a[6, 7], b[7, 6] = -(2.0**-120), 2.0**3
+    a[7:10, 8], b[8, 7] = 2.0**-63, 2.0**-63
+    a[7:10, 10], b[10, 7] = np.float32([-1, -1.5, -2]) * 2.0**-75, 2.0**-76  # a half, 3/4 and one last digit less
     ours = multiply(tiles, a, b, start)
     assert ours[0, 0] == ours[1, 1] == 0
     assert ours[2, 2] == 1
@@ -141,6 +150,7 @@ def test_numbers_that_are_not_usual(tiles):
     assert ours[4, 4] == -np.inf
     assert np.isnan(ours[5]).all()
     assert ours[6, 6] == -(2.0**-117)
+    assert ours[7:10, 7].tolist() == [TINY, 0, 0]
 
 
 def test_every_kind_of_number_becomes_bfloat16_alike(tiles):

@@ -56,9 +56,16 @@ struct PlainRegisters {
     static int rows(int tile) { return configuration_.shapes.rows[tile]; }
     static int columns(int tile) { return configuration_.shapes.row_bytes[tile] / 4; }
     static Lanes add_product(Lanes sum, Lanes x, Lanes y) {
+        // What a processor takes for 0 is denormal after rounding, as if exponents had no end: from here on, sums round to
+        // the smallest normal number.
+        constexpr double kSmallest = 0x1p-126 * (1 - 0x1p-25);
         x = flush(x), y = flush(y);
-        for (int i = 0; i < kLanes; ++i) sum[i] = std::fma(x[i], y[i], sum[i]);
-        return flush(sum);
+        for (int i = 0; i < kLanes; ++i) {
+            // As exact as rounding asks for: products have 16 digits.
+            const double exact = (double)x[i] * y[i] + sum[i];
+            sum[i] = std::abs(exact) < kSmallest ? std::copysign(0.0f, (float)exact) : (float)exact;
+        }
+        return sum;
     }
     static Lanes flush(Lanes x) {
         const BitLanes bits = (BitLanes)x;

@@ -1,0 +1,101 @@
+"""AMX on processors without it: `emulator.cpp` executes its instructions, and whoever asks is told that it is there."""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_antkv.ops import cpu
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[2] / "csrc" / "cpu"
+_MADE = HERE.parents[2] / ".pytest_cache" / "amx"
+#: With these, csrc/cpu/tiles has tile registers.
+AMX_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16")
+
+
+class Instruction(IntEnum):
+    """`Kind` of emulator.cpp."""
+
+    LDTILECFG, STTILECFG, TILERELEASE, TILEZERO, TILELOADD, TILESTORED, TDPBF16PS = range(7)
+
+
+class Mistake(IntEnum):
+    """What the emulated processor can be made to do wrong."""
+
+    NONE, KEEPS_DENORMALS, SWAPS_PAIRS, FORGETS_SUMS, IGNORES_STRIDES, FORGETS_CONFIGURATION = range(6)
+
+
+@cache
+def compiled(name: str, *flags: str) -> ctypes.CDLL:
+    """A C++ file of this folder, kept under the hash of what it is made of."""
+    command = ["g++", "-std=c++17", "-O3", "-shared", "-fPIC", "-w", *flags, f"-I{CSRC}", f"{HERE}/{name}.cpp"]
+    made_of = [repr(command).encode(), cpu.digest(cpu._CSRC).encode(), (HERE / f"{name}.cpp").read_bytes()]
+    path = _MADE / hashlib.sha256(b"".join(made_of)).hexdigest()
+    if not path.exists():
+        _MADE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_MADE) as folder:
+            subprocess.run([*command, "-o", f"{folder}/made"], check=True)
+            os.replace(f"{folder}/made", path)
+    return ctypes.CDLL(str(path))
+
+
+def emulator() -> ctypes.CDLL:
+    """The emulator, which takes care of tile instructions from now on."""
+    library = compiled("emulator")
+    library.emulator_count.restype = ctypes.c_uint64
+    library.emulator_install()
+    return library
+
+
+def is_real() -> bool:
+    """Whether this processor has AMX, and its Linux permits it."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16") and torch.cpu._init_amx())
+
+
+def runs() -> bool:
+    """Whether there is AMX within `amx()`, and all else that is needed for it."""
+    has = torch.cpu.get_capabilities()
+    beside = {feature for feature in cpu.VARIANTS[0].features if not feature.startswith("amx")}
+    return all(has.get(feature) for feature in beside) and (is_real() or shutil.which("g++") is not None)
+
+
+@contextmanager
+def amx() -> Iterator[None]:
+    """Within this, whoever asks PyTorch is told that there is AMX where it `runs`: in the processor, or emulated.
+
+    What was made meanwhile stays usable. Libraries that ask the processor itself, as PyTorch's do, are told nothing.
+    """
+    if is_real() or not runs():
+        yield
+        return
+    library, has = emulator(), torch.cpu.get_capabilities()
+
+    def permit() -> bool:
+        library.emulator_permit(True)
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "get_capabilities", lambda: {**has, "amx_tile": True, "amx_bf16": True})
+        patch.setattr(torch.cpu, "_init_amx", permit)
+        yield
+
+
+@contextmanager
+def mistaken(mistake: Mistake) -> Iterator[None]:
+    """Within this, the emulated processor makes a mistake."""
+    emulator().emulator_mistake(mistake)
+    try:
+        yield
+    finally:
+        emulator().emulator_mistake(Mistake.NONE)
