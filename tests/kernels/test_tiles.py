@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FLAGS = {
     "plain": ["-march=x86-64-v3"],
     "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"],
-    "amx": AMX_FLAGS,
+    "amx": [*AMX_FLAGS],
 }
 FEATURES = {variant.name: variant.features for variant in cpu.VARIANTS} | {"plain": cpu.PLAIN_TILES.features}
 TINY = 2.0**-126  # the smallest normal number

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache
@@ -20,8 +20,8 @@ from vllm_antkv.ops import cpu
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc" / "cpu"
 _MADE = HERE.parents[2] / ".pytest_cache" / "amx"
-#: With these, csrc/cpu/tiles has tile registers.
-AMX_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16")
+#: With these, csrc/cpu/tiles has tile registers; those of the build for tiles (setup.py).
+AMX_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-mamx-tile", "-mamx-bf16")
 
 
 class Instruction(IntEnum):
@@ -38,16 +38,25 @@ class Mistake(IntEnum):
 
 @cache
 def compiled(name: str, *flags: str) -> ctypes.CDLL:
-    """A C++ file of this folder, kept under the hash of what it is made of."""
-    command = ["g++", "-std=c++17", "-O3", "-shared", "-fPIC", "-w", *flags, f"-I{CSRC}", f"{HERE}/{name}.cpp"]
-    made_of = [repr(command).encode(), cpu.digest(cpu._CSRC).encode(), (HERE / f"{name}.cpp").read_bytes()]
-    path = _MADE / hashlib.sha256(b"".join(made_of)).hexdigest()
+    """A C++ file of this folder."""
+    source = HERE / f"{name}.cpp"
+
+    def build(folder: Path) -> None:
+        command = ["g++", "-std=c++17", "-O3", "-shared", "-fPIC", "-w", *flags, f"-I{CSRC}", source]
+        subprocess.run([*command, "-o", folder / "made"], check=True)
+
+    return ctypes.CDLL(str(made(build, repr(flags).encode() + source.read_bytes())))
+
+
+def made(build: Callable[[Path], None], of: bytes) -> Path:
+    """What `build` puts into a folder as "made": kept under the hash of the kernels and of what else it is made of."""
+    path = _MADE / hashlib.sha256(cpu.digest(cpu._CSRC).encode() + of).hexdigest()
     if not path.exists():
         _MADE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_MADE) as folder:
-            subprocess.run([*command, "-o", f"{folder}/made"], check=True)
+            build(Path(folder))
             os.replace(f"{folder}/made", path)
-    return ctypes.CDLL(str(path))
+    return path
 
 
 def emulator() -> ctypes.CDLL:
