@@ -1,5 +1,6 @@
 """What every test relies on: no network, no telemetry, one thread, and a way to say that an error reads well."""
 
+import gc
 import logging
 import os
 import sys
@@ -25,6 +26,17 @@ hypothesis.settings.register_profile(
     "antkv", deadline=None, derandomize=True, max_examples=50, suppress_health_check=SLOW
 )
 hypothesis.settings.load_profile("antkv")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays, a million objects: no collection of garbage looks at them, and few there are meanwhile."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
