@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("antkv")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported stays, a million objects: no collection of garbage looks at them, and few there are meanwhile."""
+    """What is imported stays, a million objects: no garbage is collected meanwhile, nor looked for among them later."""
     gc.disable()
     try:
         return (yield)
