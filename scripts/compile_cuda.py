@@ -6,7 +6,9 @@ python scripts/compile_cuda.py --check FILE       compare with a record; exit st
 """
 
 import argparse
+import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ from pathlib import Path
 from vllm_antkv.ops.cuda_build import Build
 
 SOURCES = Path(__file__).parents[1] / "csrc" / "cuda"
+_MADE = Path(__file__).parents[1] / ".pytest_cache" / "nvcc"
 #: Compute capability and the most shared memory of a CTA, in bytes.
 ARCHITECTURES = {"80": 166912, "90": 232448}
 BUILDS = (
@@ -99,21 +102,50 @@ def nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which(installed)
 
 
+def compiled(source: Path, *options: str) -> tuple[Path, str]:
+    """The machine code of a CUDA source, and what nvcc said; both are kept under the hash of what they are made of.
+
+    Raises SystemExit, with what nvcc said, where it failed.
+    """
+    command = [nvcc() or "nvcc", "-cubin", "-std=c++17", f"-I{SOURCES}", *options, str(source)]
+    made_of = [
+        repr(command).encode(),
+        _compiler(),
+        source.read_bytes(),
+        *(p.read_bytes() for p in sorted(SOURCES.iterdir())),
+    ]
+    code = _MADE / f"{hashlib.sha256(b''.join(made_of)).hexdigest()}.cubin"
+    said = code.with_suffix(".txt")
+    if not code.exists():
+        _MADE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_MADE) as folder:
+            made = Path(folder, "kernels.cubin")
+            report = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+            if report.returncode:
+                raise SystemExit(report.stderr)
+            made.with_suffix(".txt").write_text(report.stderr)
+            os.replace(made.with_suffix(".txt"), said)
+            os.replace(made, code)
+    return code, said.read_text()
+
+
+@cache
+def _compiler() -> bytes:
+    return subprocess.run([nvcc() or "nvcc", "--version"], capture_output=True, check=True).stdout
+
+
 @cache
 def compile_source(source: str, build: Build, architecture: str) -> dict[str, Resources]:
     """The kernels of csrc/cuda/<source>.cu."""
     definitions = [f"-D{name}={value}" for name, value in build.definitions.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [nvcc() or "nvcc", "-cubin", f"-arch=sm_{architecture}", "-std=c++17", "-Xptxas", "-v", *definitions]
-        command += [str(SOURCES / f"{source}.cu"), "-o", f"{folder}/kernels.cubin"]
-        report = subprocess.run(command, capture_output=True, text=True)
-    if report.returncode or "warning" in report.stderr:
-        raise SystemExit(report.stderr)
+    _, said = compiled(SOURCES / f"{source}.cu", f"-arch=sm_{architecture}", "-Xptxas", "-v", *definitions)
+    if "warning" in said:
+        raise SystemExit(said)
     shared = {"decode": build.decode_shared_bytes, "encode_store": build.encode_shared_bytes}
     pattern = r"properties for antkv_(\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers"
     return {
         name: Resources(int(registers), int(stack), int(spills), shared.get(name, 0))
-        for name, stack, spills, registers in re.findall(pattern, report.stderr, re.DOTALL)
+        for name, stack, spills, registers in re.findall(pattern, said, re.DOTALL)
     }
 
 

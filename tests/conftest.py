@@ -1,5 +1,6 @@
 """What every test relies on: no network, no telemetry, one thread, and a way to say that an error reads well."""
 
+import gc
 import logging
 import os
 import sys
@@ -25,6 +26,22 @@ hypothesis.settings.register_profile(
     "antkv", deadline=None, derandomize=True, max_examples=50, suppress_health_check=SLOW
 )
 hypothesis.settings.load_profile("antkv")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays, a million objects: no garbage is collected meanwhile, nor looked for among them later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries count what is left of them when the process ends."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,12 @@
 import ctypes
 import subprocess
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from scripts.compile_cuda import SOURCES, nvcc
+from scripts.compile_cuda import SOURCES, compiled
 from scripts.sm_model.constants import Constants
 from scripts.sm_model.machine import Cta, Machine
 from scripts.sm_model.memory import GlobalMemory, SharedMemory
@@ -27,14 +26,9 @@ def nvdisasm() -> Path:
 @cache
 def functions(source: Path, *options: str) -> dict[str, Function]:
     """The kernels of a CUDA source in machine code, by name. options: of nvcc."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/kernels.cubin"
-        command = [nvcc() or "nvcc", "-cubin", "-std=c++17", "-lineinfo", f"-I{SOURCES}", *options]
-        subprocess.run([*command, str(source), "-o", path], check=True)
-        listing = subprocess.run(
-            [str(nvdisasm()), "-c", "-hex", "-g", path], check=True, capture_output=True, text=True
-        )
-    return parse(listing.stdout)
+    code, _ = compiled(source, "-lineinfo", *options)
+    command = [str(nvdisasm()), "-c", "-hex", "-g", str(code)]
+    return parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def kernels_of(build: Build) -> dict[str, Function]:

@@ -4,6 +4,7 @@ vLLM's in-process mode starts an engine in seconds. One engine is alive at a tim
 """
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 
 from vllm_antkv.doctor.verify import Completion, complete
 
+_FEW_COLLECTIONS = str(Path(__file__).with_name("few_collections"))
 ENGINE_ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(filter(None, (_FEW_COLLECTIONS, os.environ.get("PYTHONPATH")))),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",

@@ -26,8 +26,8 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
     "max_num_batched_tokens": STEP_TOKENS,
 }
-#: Four of each fit together when they are short, and preempt each other as they grow.
-SHORT = [prompt[:60] for prompt in PROMPTS[1:]]
+#: Eight of each fit together when they are short, and preempt each other as they grow.
+SHORT = [prompt[:60] for prompt in PROMPTS[1:3]]
 #: Finds many sinks in random models.
 SINKS = SinkRule(layer=0, channels=(3,), threshold=0.05)
 
@@ -50,9 +50,9 @@ def assert_served(start_engine: Callable[..., Any], model: Path, num_blocks: int
         alone = engine.complete(PROMPTS, max_tokens=8, together=False)
         assert any(completion.num_cached_tokens for completion in alone)
         assert_all_same(batched, alone)
-        growing = engine.complete(SHORT, max_tokens=16)
+        growing = engine.complete(SHORT, max_tokens=16, together=False)
         assert _num_preemptions(engine) == 0
-        assert_all_same(engine.complete(4 * SHORT, max_tokens=16), 4 * growing)
+        assert_all_same(engine.complete(8 * SHORT, max_tokens=16), 8 * growing)
         assert _num_preemptions(engine) > 0
         engine.assert_all_blocks_free()
     with start_engine(model, "auto", **options) as engine:

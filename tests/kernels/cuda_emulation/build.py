@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[2] / "csrc" / "cuda"
 _MADE = HERE.parents[2] / ".pytest_cache" / "cuda_emulation"
-_FLAGS = ("-std=c++17", "-g", "-march=native", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w", "-fPIC")
+_FLAGS = ("-std=c++17", "-g1", "-march=native", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w", "-fPIC")
 #: races.cpp stands in for the runtime of -fsanitize=thread. Undefined behaviour ends the process.
 _WATCHED = ("-O1", "-fsanitize=thread", "-fsanitize=alignment,bounds,shift,null", "-fno-sanitize-recover=all")
 _DETECTOR = ("-O3",)
@@ -22,12 +22,18 @@ _DETECTOR = ("-O3",)
 
 def library_of(parts: Mapping[str, Sequence[str]]) -> Path:
     """The library of C++ files of this folder, by name, and the kernels that they include. parts: their definitions."""
-    return _linked([_object_of(name, (*_WATCHED, *definitions)) for name, definitions in parts.items()], ["-shared"])
+    return _linked([_watched_object_of(name, definitions) for name, definitions in parts.items()], ["-shared"])
 
 
 def program_of(name: str) -> Path:
     """The program of a C++ file of this folder and the kernels that it includes."""
-    return _linked([_object_of(name, _WATCHED)], [])
+    return _linked([_watched_object_of(name)], [])
+
+
+def _watched_object_of(name: str, definitions: Sequence[str] = ()) -> Path:
+    """With the standard library as it was read once for all of them."""
+    standard = _made(["g++", *_FLAGS, *_WATCHED, "-x", "c++-header", f"{HERE}/standard.h"], _sources(), ".gch")
+    return _object_of(name, (*_WATCHED, "-include", str(standard.with_suffix("")), *definitions))
 
 
 def _object_of(name: str, options: Sequence[str]) -> Path:
@@ -40,8 +46,8 @@ def _linked(objects: Sequence[Path], kind: Sequence[str]) -> Path:
     return _made(["g++", *kind, *map(str, (*objects, detector)), "-lubsan", "-ldl"])
 
 
-def _made(command: Sequence[str], of: bytes = b"") -> Path:
-    path = _MADE / hashlib.sha256(repr(command).encode() + of).hexdigest()
+def _made(command: Sequence[str], of: bytes = b"", suffix: str = "") -> Path:
+    path = _MADE / f"{hashlib.sha256(repr(command).encode() + of).hexdigest()}{suffix}"
     if not path.exists():
         _MADE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_MADE) as folder:

@@ -4,17 +4,7 @@
 // waited for, and no sooner, so that a missing wait shows.
 #pragma once
 
-#include <immintrin.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <unordered_map>
-#include <vector>
+#include "standard.h"
 
 #define ANTKV_KERNEL(threads) extern "C" void
 #define ANTKV_DEVICE inline

@@ -7,9 +7,6 @@
 
 #include <dlfcn.h>
 
-#include <map>
-#include <string>
-
 namespace races {
 namespace {
 

@@ -2,9 +2,6 @@
 // without one of them has it for nothing; one that is wrong without it, and passes all tests, is not tested.
 #pragma once
 
-#include <map>
-#include <string>
-
 #define ANTKV_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 namespace emulation {
