@@ -22,6 +22,13 @@ struct Centroids {
     static constexpr int kTable = (kTwelveBits ? 4096 : 256) * kSize;  // entries of a sub-vector
     const uint16_t* data;
 
+    // Channels whose codes are whole bytes.
+    static constexpr int kTogether = kTwelveBits ? 2 * kSize : kSize;
+    // Centroids from the kTogether channels on that `c` is among, and the first byte of their codes. A loop that counts
+    // channels from there has its tables at fixed distances, and one register for all of them.
+    Centroids from(unsigned c) const { return {data + (size_t)(c / kTogether) * (kTogether / kSize) * kTable}; }
+    static unsigned byte_of(unsigned c) { return c / kTogether * (kTwelveBits ? 3 : 1); }
+
     // Channels c .. c + 16 of the row that the codes stand for. In registers: small stores before a wide load would stall it.
     __m256i sixteen(const uint8_t* codes, unsigned c) const {
         const unsigned s = c / kSize;

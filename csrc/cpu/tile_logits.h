@@ -137,9 +137,12 @@ class TileLogits {
     template <KeyChannels::Turn kTurn, int kTiles, typename Table>
     void turn_keys(int i, Table centroids, const uint8_t* codes, int offset, BFloat* keys) const {
         const unsigned first = channels_[i].first, second = std::max(channels_[i].second, 0);
+        const Table from_first = centroids.from(first), from_second = centroids.from(second);
+        const uint8_t *a_codes = codes + Table::byte_of(first), *b_codes = codes + Table::byte_of(second);
         const int64_t stride = layer_.code_bytes;
-        for (int t = 0; t < kKeys; ++t, codes += stride, keys += kTiles * kTileDepth) {
-            const Lanes a = sixteen(centroids, codes, first), b = sixteen(centroids, codes, second);
+        for (int t = 0; t < kKeys; ++t, a_codes += stride, b_codes += stride, keys += kTiles * kTileDepth) {
+            const Lanes a = sixteen(from_first, a_codes, first % Table::kTogether);
+            const Lanes b = sixteen(from_second, b_codes, second % Table::kTogether);
             const auto &cos = cos_[i][offset + t], &sin = sin_[i][offset + t];
             if constexpr (kTurn == KeyChannels::kHalves) {
                 const Lanes cosine = load_lanes(cos[0]), sine = load_lanes(sin[0]);

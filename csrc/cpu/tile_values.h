@@ -21,17 +21,18 @@ void add_in_tiles(const antkv_layer& layer, Table centroids, int num_tokens, Cod
     const int64_t code_bytes = layer.code_bytes;
     for (int c = 0; c < layer.head_size; c += kValues) {
         const int size = std::min(kValues, layer.head_size - c);
+        const Table table = centroids.from(c);
         sums.clear();
         for (int first = 0; first < num_tokens; first += kKeys) {
             if (!is_coded(first)) continue;
-            const uint8_t* from = codes(first);
+            const uint8_t* from = codes(first) + Table::byte_of(c);
             Values::pack(weights + first, stride, num_heads, packed);
             if constexpr (!Tiles::kCheap) {
                 if (size % kTileDepth == 0) {
                     const auto row = [&](int t, int half) {
-                        const int at = c + half * kTileDepth;
-                        const __m256i low = centroids.sixteen(from + t * code_bytes, at);
-                        const __m256i high = centroids.sixteen(from + t * code_bytes, at + kLanes);
+                        const int at = half * kTileDepth;
+                        const __m256i low = table.sixteen(from + t * code_bytes, at);
+                        const __m256i high = table.sixteen(from + t * code_bytes, at + kLanes);
                         return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
                     };
                     sums.add_rows(row, size / kTileDepth, packed);
@@ -40,7 +41,7 @@ void add_in_tiles(const antkv_layer& layer, Table centroids, int num_tokens, Cod
             }
             for (int t = 0; t < kKeys; ++t, from += code_bytes)
                 for (int i = 0; i < size; i += kLanes)
-                    _mm256_store_si256((__m256i*)(rows + t * kValues + i), centroids.sixteen(from, c + i));
+                    _mm256_store_si256((__m256i*)(rows + t * kValues + i), table.sixteen(from, i));
             sums.add(rows, packed);
         }
         sums.add_to(out + c, layer.head_size, num_heads, size);

@@ -163,3 +163,26 @@ def test_another_library_finds_tile_registers_as_it_configured_them(library):
     with mistaken(Mistake.FORGETS_CONFIGURATION):
         products(library, "usual", (16, 16, 16), 0)
     assert not configured().any()
+
+
+def decode_counts(context: int) -> dict[Instruction, int]:
+    """Tile instructions of a step for a token behind a context, of one KV head."""
+    shape = Shape("antkv-1bit", 128, 8, 1, torch.bfloat16, max_len=1100)
+    others, sequence = partial(CpuOperations, variant=cpu.VARIANTS[1]), draw_sequence(0, context + 1, shape)
+    engine = Engine(AntKVConfig(), shape, others)
+    engine.step([(sequence, context)])
+    engine.operations = CpuOperations(engine.state, AMX)
+    before = {instruction: emulator().emulator_count(instruction) for instruction in Instruction}
+    engine.step([(sequence, 1)])
+    return {instruction: emulator().emulator_count(instruction) - count for instruction, count in before.items()}
+
+
+def test_decode_multiplies_each_tile_once():
+    """Of K four tiles of 32 channels for 16 tokens, with all heads; of V as many. The docs predict by these counts."""
+    short, long = decode_counts(512), decode_counts(1024)
+    for_32_tokens = {instruction: (long[instruction] - short[instruction]) / 16 for instruction in Instruction}
+    assert for_32_tokens[Instruction.TDPBF16PS] == 2 * (4 + 4)
+    assert for_32_tokens[Instruction.TILELOADD] == 2 * (4 + 4) + 2 * 2 + 2 * 2, (
+        "queries and weights, 64 channels at a time"
+    )
+    assert for_32_tokens[Instruction.TILESTORED] == 2 * 2, "logits, 64 channels at a time; values stay in tiles"
