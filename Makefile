@@ -28,7 +28,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Containers set it. Every process would then compile all modules of vLLM again, which takes longer than importing them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-quick vllm-contract wheel audit gpu-bundle gpu-check bench-cpu lint format docs lock clean
+.PHONY: help venv demo test test-quick vllm-contract wheel audit gpu-bundle gpu-check bench-cpu lint lint-types lint-docs lint-imports lint-style format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -74,12 +74,24 @@ gpu-check:
 bench-cpu: $(VENV)
 	$(BIN)/python -m benchmarks.cpu_decode $(ARGS)
 
+# Side by side, the longest first.
 lint: $(VENV)
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-docs lint-imports lint-style
+
+lint-types lint-docs lint-imports lint-style: $(VENV)
+
+lint-types:
+	$(BIN)/mypy
+
+lint-docs:
+	$(BIN)/mkdocs build --strict --quiet
+
+lint-imports:
+	$(BIN)/lint-imports
+
+lint-style:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)
 	$(BIN)/ruff check --fix .

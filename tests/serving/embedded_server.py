@@ -19,7 +19,13 @@ _OPTIONS = {
     "--served-model-name": "embedded",
     "--shutdown-timeout": str(PATIENCE),
 }
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **ENVIRONMENT}
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # A line of the sampler, for log-probabilities: the server of `tests.serving.server` compiles it.
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    **ENVIRONMENT,
+}
 
 
 def embedded_server(folder: Path, kv_cache_dtype: str) -> AbstractContextManager[Server]:
