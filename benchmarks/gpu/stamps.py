@@ -14,7 +14,8 @@ from vllm_antkv.ops.cuda_arguments import ResultsArgument
 from vllm_antkv.ops.cuda_backend import Argument, Backend
 from vllm_antkv.ops.cuda_build import Build
 
-#: What begins with a stamp, in the order of the kernel's `Phase`: once a CTA, with every span, with every split.
+#: What begins with a stamp, in the order of the kernel's `Phase`: once a CTA, with every span, with every split;
+#: then what the bringing warp does.
 PHASES = (
     "start",
     "tables",
@@ -25,8 +26,11 @@ PHASES = (
     "weights",
     "kept values",
     "values of codes",
-    "votes",
     "merge of warps",
+    "bringing: beginning of a split",
+    "bringing: wait for room",
+    "bringing: a span",
+    "bringing: votes",
     "end",
 )
 #: Of a CTA, before the first span has come.
@@ -57,7 +61,8 @@ class StampedBackend:
         """See `Backend`."""
         results = arguments[-1]
         if kernel == "antkv_decode" and isinstance(results, ResultsArgument):
-            self.stamps = torch.zeros(_BLOCKS, build.warps, _STAMPS, dtype=torch.int64, device=self._device)
+            shape = _BLOCKS, build.decode_threads // 32, _STAMPS
+            self.stamps = torch.zeros(shape, dtype=torch.int64, device=self._device)
             results.stamps = self.stamps.data_ptr()
         self._inner.launch(replace(build, stamps=True), kernel, grid, threads, shared, arguments)
 

@@ -1,10 +1,11 @@
-// The warp that brings spans to the others: it finds the splits, resolves their blocks, and turns the query.
+// The warp that brings spans to the others: it finds the splits, resolves their blocks, turns the query, and counts votes.
 //
 // It is ahead by the ring, across splits, so that nobody waits for the chain from a request to its blocks to their codes.
 // The VQ page of a head is one run of bytes (codes, anchors, offsets of anchors), so one bulk copy brings it.
 #pragma once
 
 #include "items.cuh"
+#include "stamps.cuh"
 #include "votes.cuh"
 
 // The query turned back by some position, of which a lane has neighbouring channels and their rotary partners.
@@ -94,19 +95,6 @@ struct Plain {
     }
 };
 
-// Of the queries as the model has them.
-ANTKV_DEVICE void write_norms(const Inputs& in, int hand, float (&to)[kGroup], Lane lane) {
-    float squares[kGroup] = {};
-#pragma unroll
-    for (int q = 0; q < kGroup; ++q) {
-        const u16* from = in.query.at(hand, in.head * kGroup + q) + lane.index * kTurned * 2;
-        for (int i = 0; i < 2 * kTurned; ++i) squares[q] += to_float(from[i]) * to_float(from[i]);
-    }
-    sums_of_warp(squares);
-    if (lane.index == 0)
-        for (int q = 0; q < kGroup; ++q) to[q] = square_root(squares[q]);
-}
-
 // Whose turn in the ring it is.
 struct Turn {
     int slot = 0;
@@ -167,7 +155,36 @@ ANTKV_DEVICE void write_exact(u32 exact, u32 (&to)[kWarps], Lane lane) {
     if (lane.index % kLanes == 0) to[lane.index / kLanes] = word;
 }
 
-ANTKV_DEVICE void bring_split(const Inputs& in, Shared& shared, const Items& items, int item, Lane lane, Turn& turn) {
+// The ring as the bringing warp sees it.
+struct Ring {
+    const Inputs& in;
+    Shared& shared;
+    const Lane lane;
+    Stamps& stamps;
+    Turn turn;
+    u32 due = 0;  // slots with spans that votes are to be counted of: a bit each
+
+    // The slot whose turn it is, when all that attend are done with it.
+    ANTKV_DEVICE Span& take() {
+        Span& span = shared.ring[turn.slot];
+        stamps.mark(Phase::kRoom);
+        wait(&shared.empty[turn.slot], turn.parity ^ 1);
+        if (due >> turn.slot & 1) {
+            stamps.mark(Phase::kVotes);
+            count_votes(in, span, lane);
+            due ^= 1u << turn.slot;
+            // The next span is written where other lanes have read.
+            sync_warp();
+        }
+        return span;
+    }
+    ANTKV_DEVICE Barrier* full() const { return &shared.full[turn.slot]; }
+};
+
+ANTKV_DEVICE void bring_split(Ring& ring, const Items& items, int item) {
+    const Inputs& in = ring.in;
+    const Lane lane = ring.lane;
+    ring.stamps.mark(Phase::kSplit);
     const int length = in.step.seq_lens[items.request], hand = in.step.query_start_loc[items.request];
     const int begin = items.split * in.layer.split;
     const int end = items.split + 1 == items.num_splits ? length : begin + in.layer.split;
@@ -176,40 +193,46 @@ ANTKV_DEVICE void bring_split(const Inputs& in, Shared& shared, const Items& ite
     const Plain plain(in, hand, lane);
     Turned query = turn_back(in, begin, hand, lane);
     const Turning by_half(in.layer, 16, lane), by_rest(in.layer, kSpan - 16, lane);
-    for (int token = begin; token < end; token += kSpan, turn.advance()) {
-        Span& span = shared.ring[turn.slot];
+    for (int token = begin; token < end; token += kSpan, ring.turn.advance()) {
+        const bool is_last = token + kSpan >= end;
         const int num_pages = smaller((end - token + kBlockSize - 1) / kBlockSize, kSpanPages);
         const u8* page = nullptr;
         if (lane.index < num_pages)
             page = vq_page(in.layer, in.step, items.request, in.head, token / kBlockSize + lane.index);
         const u32 exact = find_exact(in.layer.last_query, token, end, length - 1, lane);
-        wait(&shared.empty[turn.slot], turn.parity ^ 1);
-        bring_pages(in, span, page, num_pages, hand, &shared.full[turn.slot], lane);
+        Span& span = ring.take();
+        ring.stamps.mark(Phase::kBring);
+        bring_pages(in, span, page, num_pages, hand, ring.full(), lane);
         plain.write(span.plain, lane);
         write_query(query, span.query[0], lane);
         by_half.apply(query);
         write_query(query, span.query[1], lane);
         by_rest.apply(query);
         write_exact(exact, span.exact, lane);
-        if (token + kSpan >= end && is_voted_on(in, end, length - 1)) write_norms(in, hand, span.norms, lane);
+        if (is_last && is_voted_on(in, end, length - 1)) ring.due |= 1u << ring.turn.slot;
         if (lane.index < kSpanPages) span.pages_at[lane.index] = page;
         if (lane.index == 0)
-            span.work = {token, end, length - 1, token + kSpan >= end, hand, items.request, item, items.num_splits};
+            span.work = {token, end, length - 1, is_last, hand, items.request, item, items.num_splits};
         sync_warp();
-        if (lane.index == 0) arrive(&shared.full[turn.slot]);
+        if (lane.index == 0) arrive(ring.full());
     }
 }
 
-// Brings the splits `item`, of which `items` stands at the first, `item + stride`, ...
-ANTKV_DEVICE void bring_all(const Inputs& in, Shared& shared, Items& items, int item, int stride, Lane lane) {
-    Turn turn;
+// Brings the splits `item`, of which `items` stands at the first, `item` + the workers, ...
+ANTKV_DEVICE void bring_all(const Inputs& in, Shared& shared, Items& items, int item, Lane lane, Stamps& stamps) {
+    Ring ring = {in, shared, lane, stamps};
     do {
-        bring_split(in, shared, items, item, lane, turn);
-        item += stride;
+        bring_split(ring, items, item);
+        item += (int)gridDim.x;
     } while (items.find(item, lane.index));
-    wait(&shared.empty[turn.slot], turn.parity ^ 1);
-    if (lane.index == 0) shared.ring[turn.slot].work.token = kNoMore;
+    Span& span = ring.take();
+    if (lane.index == 0) span.work.token = kNoMore;
     // Nothing is copied; the phase waits for lane 0, which has written.
-    if (lane.index < kBringing) arrive(&shared.full[turn.slot]);
-    if (lane.index == 0) arrive(&shared.full[turn.slot]);
+    if (lane.index < kBringing) arrive(ring.full());
+    if (lane.index == 0) arrive(ring.full());
+    while (ring.due) {
+        ring.turn.advance();
+        ring.take();
+    }
+    stamps.mark(Phase::kEnd);
 }

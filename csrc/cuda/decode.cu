@@ -103,6 +103,19 @@ ANTKV_DEVICE void write_output(const Layer& layer, const Results& results, int t
         results.lse[(i64)token * layer.num_kv_heads * kGroup + head * kGroup + q] = maximum / kLog2E + logarithm(total);
 }
 
+// Leave the logits that votes are counted from in the split's last span, whose queries and codes nobody needs then.
+ANTKV_DEVICE void leave_logits(const Tile& tile, Span& span) {
+    const int token = tile.token + tile.lane.index, place = token - tile.position / kBlockSize * kBlockSize;
+    const bool votes = is_voted_on(tile.in, tile.end, tile.position) && place >= 0 && token < tile.end;
+    float logits[kGroup] = {};
+    if (votes)
+        for (int q = 0; q < kGroup; ++q) logits[q] = tile.logits()[q][tile.lane.index];
+    // The warps' outputs will lie where logits are, too.
+    sync_attending();
+    if (votes)
+        for (int q = 0; q < kGroup; ++q) span.voting[q][place] = logits[q];
+}
+
 // Join the warps, a few queries at a time: that is what shared memory has room for. The only split of a request is its
 // output.
 ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work, const Sums& sums,
@@ -115,7 +128,6 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
     float* partial = work.num_splits > 1 ? partial_at(in.layer, in.results, work.item, in.head) : nullptr;
     float(*output)[kValueColumns][kHeadSize] = ((Merging*)shared.scratch)->output;
     for (int group = 0; group < kValueGroups; ++group) {
-        sync_attending();
         for (int i = 0; i < 2; ++i) {
             const int column = lane.column * 2 + i;
             for (int own = 0; own < kOwnSets; ++own) {
@@ -147,9 +159,15 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
             partial[kGroup * kHeadSize + q] = maximum;
             partial[kGroup * (kHeadSize + 1) + q] = total;
         }
+        // The next queries, or the next tile, are written where these warps' outputs are.
+        sync_attending();
     }
-    // The next tile writes where the warps' outputs are.
-    sync_attending();
+}
+
+ANTKV_DEVICE void give_back(Shared& shared, int slot, Lane lane) {
+    // Also, the next tile writes what this one has read.
+    sync_warp();
+    if (lane.index == 0) arrive(&shared.empty[slot]);
 }
 
 ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tables, Lane lane, int warp,
@@ -161,7 +179,7 @@ ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tab
     for (Turn turn;; turn.advance()) {
         stamps.mark(Phase::kWait);
         wait(&shared.full[turn.slot], turn.parity);
-        const Span& span = shared.ring[turn.slot];
+        Span& span = shared.ring[turn.slot];
         const uint4 first = *(const uint4*)&span.work;
         const u32 exact = span.exact[warp];
         if ((int)first.x == kNoMore) {
@@ -170,26 +188,27 @@ ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tab
         }
         const Tile tile = {in, shared, span, tables, lane, warp, (int)first.x + warp * kTokens, (int)first.y, (int)first.z};
         if (tile.token < tile.end) attend(tile, exact, rotation, sums, stamps);
-        if (first.w) {
-            stamps.mark(Phase::kVotes);
-            if (is_voted_on(in, tile.end, tile.position)) count_votes(in, shared, span, lane, warp);
-            stamps.mark(Phase::kMerge);
-            write_split(in, shared, span.work, sums, lane, warp);
-            clear(sums);
+        if (!first.w) {
+            give_back(shared, turn.slot, lane);
+            continue;
         }
-        // Also, the next tile writes what this one has read.
-        sync_warp();
-        if (lane.index == 0) arrive(&shared.empty[turn.slot]);
+        stamps.mark(Phase::kMerge);
+        const Work work = span.work;
+        leave_logits(tile, span);
+        give_back(shared, turn.slot, lane);
+        write_split(in, shared, work, sums, lane, warp);
+        clear(sums);
     }
 }
 
 }  // namespace
 
-// Grid: (workers, num_kv_heads), in clusters of `kCluster` workers. Shared memory: the tables, then `Shared`.
+// Grid: (workers, num_kv_heads), in clusters of `kCluster` workers. Shared memory: the tables, then `Shared`. A
+// multiprocessor has one CTA, which the compiler is told lest it spill for a second.
 #if ANTKV_CLUSTER_SIZE > 1
-ANTKV_KERNEL(kDecodeThreads) ANTKV_CLUSTER(kCluster)
+ANTKV_KERNEL(kDecodeThreads, 1) ANTKV_CLUSTER(kCluster)
 #else
-ANTKV_KERNEL(kDecodeThreads)
+ANTKV_KERNEL(kDecodeThreads, 1)
 #endif
 antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query, Rows key, Rows value,
              ANTKV_ARGUMENT(Results) results) {
@@ -216,7 +235,7 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     if (warp == kWarps) {
         // The others meet when they have brought the tables.
         if constexpr (kCluster > 1) sync_cluster();
-        if (has_work) bring_all(in, shared, items, item, (int)gridDim.x, lane);
+        if (has_work) bring_all(in, shared, items, item, lane, stamps);
     } else {
         stamps.mark(Phase::kTables);
         const Tables tables(layer, in.head, lane, memory);

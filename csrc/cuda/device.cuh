@@ -38,7 +38,7 @@ struct alignas(8) Barrier {
 #include "emulation.h"
 #else
 
-#define ANTKV_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+#define ANTKV_KERNEL(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__)
 #define ANTKV_DEVICE __device__ __forceinline__
 #define ANTKV_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
 // A structure passed by value and read where the launch has put it.
@@ -141,6 +141,9 @@ template <typename T>
 ANTKV_DEVICE T load_constant(const T* at) {
     return __ldg(at);
 }
+
+// Nobody waits for it. Exact where no other thread adds there meanwhile.
+ANTKV_DEVICE void add_to(float* at, float x) { atomicAdd(at, x); }
 
 // `count` times `size` bytes behind `at`, in one instruction.
 ANTKV_DEVICE const u8* behind(const u8* at, u32 count, u32 size) {

@@ -50,11 +50,13 @@ struct Span {
     alignas(16) u8 pages[kSpanPages][kPageBytes];
     alignas(16) u16 raw[kGroup][kHeadSize];  // the queries as they are
     u16 plain[kGroup][kHeadSize];            // the same, scaled for base-2 exponentials, float16
-    uint2 query[kTiles][kGroup][kQueryQuads];  // `plain` turned back, in the order of codes
+    union {
+        uint2 query[kTiles][kGroup][kQueryQuads];  // `plain` turned back, in the order of codes
+        float voting[kGroup][kBlockSize];  // of a split's last span, when all have attended: logits of the query's block
+    };
     Work work;
     const u8* pages_at[kSpanPages];          // in global memory
     u32 exact[kWarps];                       // tokens of each warp that the query sees in full precision
-    float norms[kGroup];                     // of the queries, where they vote: in the last span
 };
 
 struct Weighing {
@@ -69,8 +71,7 @@ struct Merging {
 struct Shared {
     Span ring[kRing];
     alignas(16) u8 scratch[larger(sizeof(Weighing), sizeof(Merging))];
-    float2 statistics[kWarps][kGroup];               // maximum and sum of each warp
-    float2 block_statistics[kTilesPerPage][kGroup];  // the same, of the tiles of the query's own block alone
+    float2 statistics[kWarps][kGroup];  // maximum and sum of each warp
     Barrier full[kRing], empty[kRing];
 
     ANTKV_DEVICE float (*logits(int warp))[kTokens] { return ((Weighing*)scratch)->logits[warp]; }

@@ -19,8 +19,12 @@ enum class Phase : u64 {
     kWeights,
     kKeptValues,
     kValues,
-    kVotes,
     kMerge,
+    // Of the warp that brings spans.
+    kSplit,
+    kRoom,
+    kBring,
+    kVotes,
     kEnd
 };
 
@@ -29,8 +33,8 @@ struct Stamps {
 
     ANTKV_DEVICE Stamps(const Results& results, Lane lane, int warp) {
         if constexpr (kStamps) {
-            if (blockIdx.y || blockIdx.x >= kStampedBlocks || lane.index || warp == kWarps) return;
-            next = results.stamps + ((int)blockIdx.x * kWarps + warp) * kStampsOfWarp;
+            if (blockIdx.y || blockIdx.x >= kStampedBlocks || lane.index) return;
+            next = results.stamps + ((int)blockIdx.x * (kWarps + 1) + warp) * kStampsOfWarp;
             end = next + kStampsOfWarp;
         }
     }

@@ -1,66 +1,82 @@
 // Votes of a single query on the rows of its own block, from which the block's anchors are chosen when it closes: what
 // `anchor_score` of vllm_antkv/ops/reference.py adds up, from logits that are there already.
 //
-// For queries that see all rows of their own block in full precision, as they do unless there is no recency at all.
+// For queries that see all rows of their own block in full precision, as they do unless there is no recency at all. The
+// warps that attend leave the logits in the span; the one that brings spans, which has time, counts when it gets it back.
 #pragma once
 
-#include "rows.cuh"
+#include "split.cuh"
 
 // Of the last span of a split: its query is in the split, and with it the block that is voted on.
 ANTKV_DEVICE bool is_voted_on(const Inputs& in, int end, int position) { return in.results.votes && end > position; }
 
-// Where a token's scores are, of K and V, and what they were so far: of the query's own token, nothing but being a sink.
-struct Slot {
-    float *key, *value, carried[2];
-};
-
-ANTKV_DEVICE Slot find_slot(const Inputs& in, const Work& work, int token) {
+// Where a token's scores are: of K, and `recency_block_size` behind it of V. Null where its page is gone.
+ANTKV_DEVICE float* scores_at(const Inputs& in, const Work& work, int token) {
     const Layer& layer = in.layer;
     u8* page = recency_page(layer, in.step, work.request, in.head, token / layer.recency_block_size);
-    if (!page) return {};
-    float* scores = (float*)(page + layer.recency_scores) + token % layer.recency_block_size;
-    Slot slot = {scores, scores + layer.recency_block_size};
-    if (token < work.position)
-        slot.carried[0] = *slot.key, slot.carried[1] = *slot.value;
-    else if (in.results.is_sink && in.results.is_sink[work.hand])
-        slot.carried[0] = slot.carried[1] = ANTKV_INFINITY;
-    return slot;
+    return page ? (float*)(page + layer.recency_scores) + token % layer.recency_block_size : nullptr;
 }
 
-// All attending warps come here together. Logits are those of the last span, relative to base 2.
-ANTKV_DEVICE void count_votes(const Inputs& in, Shared& shared, const Span& span, Lane lane, int warp) {
-    const Work& work = span.work;
-    const int block = work.position / kBlockSize * kBlockSize;
-    const int tile = (work.token + warp * kTokens - block) / kTokens, token = block + tile * kTokens + lane.index;
-    const int num_tiles = (work.position - block) / kTokens + 1;
-    const bool votes = work.token + warp * kTokens >= block && tile < num_tiles;
-    Slot slot = {};
-    if (votes) {
-        if (token <= work.position) slot = find_slot(in, work, token);
-        float maxima[kGroup], totals[kGroup];
-        for (int q = 0; q < kGroup; ++q)
-            totals[q] = maxima[q] = token <= work.position ? shared.logits(warp)[q][lane.index] : -ANTKV_INFINITY;
-        largest_of_warp(maxima);
-        for (int q = 0; q < kGroup; ++q) totals[q] = exp2_fast(totals[q] - maxima[q]);
-        sums_of_warp(totals);
-        if (lane.index == 0)
-            for (int q = 0; q < kGroup; ++q) shared.block_statistics[tile][q] = {maxima[q], totals[q]};
-    }
-    sync_attending();
-    if (!votes || token > work.position) return;
-    float key_vote = 0, value_vote = 0;
-    for (int q = 0; q < kGroup; ++q) {
-        float2 tiles[kTilesPerPage];
-        float maximum = -ANTKV_INFINITY, total = 0;
-        for (int i = 0; i < kTilesPerPage; ++i) {
-            if (i < num_tiles) tiles[i] = shared.block_statistics[i][q];
-            else tiles[i] = {-ANTKV_INFINITY, 0};
-            maximum = fmaxf(maximum, tiles[i].x);
+// A lane has every 32nd token of the block, and takes so many queries of the group together.
+constexpr int kVoters = kBlockSize / kWarp, kQueriesAtOnce = smaller(kGroup, 4);
+struct Votes {
+    float key[kVoters], value[kVoters];
+};
+
+// num_tokens: of the block, up to the query's own.
+ANTKV_DEVICE void add_votes(const Span& span, int first, int num_tokens, Lane lane, Votes& votes) {
+    float logits[kQueriesAtOnce][kVoters], maxima[kQueriesAtOnce], totals[kQueriesAtOnce], squares[kQueriesAtOnce];
+    for (int i = 0; i < kQueriesAtOnce; ++i) {
+        const int q = smaller(first + i, kGroup - 1);
+        maxima[i] = -ANTKV_INFINITY, totals[i] = squares[i] = 0;
+        for (int own = 0; own < kVoters; ++own) {
+            const int token = own * kWarp + lane.index;
+            logits[i][own] = token < num_tokens ? span.voting[q][token] : -ANTKV_INFINITY;
+            maxima[i] = fmaxf(maxima[i], logits[i][own]);
         }
-        for (int i = 0; i < kTilesPerPage; ++i) total += tiles[i].y * exp2_fast(tiles[i].x - maximum);
-        const float share = exp2_fast(shared.logits(warp)[q][lane.index] - maximum) * reciprocal(total);
-        value_vote += share;
-        key_vote += share * (1 - share) * span.norms[q];
+        for (int channel = lane.index; channel < kHeadSize; channel += kWarp) {
+            const float x = to_float(span.raw[q][channel]);
+            squares[i] += x * x;
+        }
     }
-    if (slot.key) *slot.key = slot.carried[0] + key_vote, *slot.value = slot.carried[1] + value_vote;
+    largest_of_warp(maxima);
+    for (int i = 0; i < kQueriesAtOnce; ++i)
+        for (int own = 0; own < kVoters; ++own) totals[i] += logits[i][own] = exp2_fast(logits[i][own] - maxima[i]);
+    sums_of_warp(totals);
+    sums_of_warp(squares);
+    for (int i = 0; i < kQueriesAtOnce && first + i < kGroup; ++i) {
+        const float unit = reciprocal(totals[i]), norm = square_root(squares[i]);
+        for (int own = 0; own < kVoters; ++own) {
+            const float share = logits[i][own] * unit;
+            votes.value[own] += share;
+            votes.key[own] += share * (1 - share) * norm;
+        }
+    }
+}
+
+// By a whole warp. Logits are relative to base 2.
+ANTKV_DEVICE void count_votes(const Inputs& in, const Span& span, Lane lane) {
+    const Work work = span.work;
+    const int block = work.position / kBlockSize * kBlockSize, num_tokens = work.position - block + 1;
+    // Before anything waits for them; those of no token are not used.
+    float* scores[kVoters];
+    for (int own = 0; own < kVoters; ++own)
+        scores[own] = scores_at(in, work, smaller(block + own * kWarp + lane.index, work.position));
+    const bool is_sink = in.results.is_sink && in.results.is_sink[work.hand];
+    Votes votes = {};
+#pragma unroll 1
+    for (int first = 0; first < kGroup; first += kQueriesAtOnce) add_votes(span, first, num_tokens, lane, votes);
+    for (int own = 0; own < kVoters; ++own) {
+        const int token = own * kWarp + lane.index;
+        if (!scores[own] || token >= num_tokens) continue;
+        float *key = scores[own], *value = key + in.layer.recency_block_size;
+        if (token < num_tokens - 1) {
+            add_to(key, votes.key[own]);
+            add_to(value, votes.value[own]);
+        } else {
+            // What the query's own token had was another's.
+            *key = is_sink ? ANTKV_INFINITY : votes.key[own];
+            *value = is_sink ? ANTKV_INFINITY : votes.value[own];
+        }
+    }
 }

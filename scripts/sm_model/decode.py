@@ -21,13 +21,17 @@ TILE = 32
 CLUSTERED = ("antkv-0.75bit",)
 #: Tokens of the runs whose difference is steady decoding: the first have all that a CTA starts with.
 SHORT, LONG = 1024, 5120
+#: Requests of `SHORT` tokens that a CTA decodes one after another.
+SEVERAL = 4
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """cycles: of a multiprocessor per (token, KV head), within a split. split_cycles: what a split takes besides, while
-    others are under way. vote_cycles: what the votes of a single token take, per KV head. split: tokens of a split.
+    """cycles: of a multiprocessor per (token, KV head), within a split. split: tokens of a split.
 
+    Per KV head, besides, while others are under way: split_cycles, of a split; request_cycles, of a request, with its
+    splits at `SHORT` tokens and the rows that it sees in full precision; vote_cycles, of the votes of its token.
+    last_vote_cycles: of the votes of a launch's last request, while nothing else is under way.
     table_cycles: what tables in the shared memory of a cluster take to come, once a launch; 0 without clusters.
     instructions: of all warps per tile of 32 tokens; by kind in `kinds`. wavefronts of shared memory and sectors that
     pass L1, per tile. shares: how the schedulers spend their cycles.
@@ -35,7 +39,9 @@ class Prediction:
 
     cycles: float
     split_cycles: float
+    request_cycles: float
     vote_cycles: float
+    last_vote_cycles: float
     split: int
     instructions: float
     kinds: dict[str, float]
@@ -46,10 +52,20 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Run:
-    """report: of a CTA that decoded KV head 0 of one request alone.
+class Work:
+    """requests: of `length` tokens each, in splits of `split`, for each CTA of a cluster. votes: their tokens vote."""
 
-    output, expected: (group, head_size), of its machine code and of the specification.
+    length: int
+    split: int = SPLIT
+    requests: int = 1
+    votes: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """report: of a CTA that decoded KV head 0 of its requests.
+
+    output, expected: (group, head_size), of its machine code and of the specification, of the first request.
     """
 
     report: Report
@@ -57,22 +73,20 @@ class Run:
     expected: torch.Tensor
 
 
-def run(
-    preset: str, length: int, config: AntKVConfig, constants: Constants, split: int = SPLIT, votes: bool = False
-) -> Run:
-    """A request of `length` tokens with random contents, in splits of `split` tokens, for each CTA of a cluster."""
-    torch.manual_seed(length)
+def run(preset: str, work: Work, config: AntKVConfig, constants: Constants) -> Run:
+    """Requests with random contents."""
+    torch.manual_seed(work.length)
     clustered = preset in CLUSTERED
-    requests = Requests(preset, CLUSTER if clustered else 1, length, 1, config, device="cpu")
+    requests = Requests(preset, work.requests * (CLUSTER if clustered else 1), work.length, 1, config, device="cpu")
     backend, state = ModelledBackend(constants, NUM_KV_HEADS if clustered else 0), requests.state
     others = ReferenceOperations(state)
-    operations = CudaOperations(state, backend=backend, others=others, split=split)
+    operations = CudaOperations(state, backend=backend, others=others, split=work.split)
     storage = state.vq.k_codes.untyped_storage()
     backend.streamed.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     tokens = Tokens.random(requests.step.num_reqs, device="cpu")
     rows = (tokens.query, tokens.key, tokens.value)
     expected = torch.empty_like(tokens.output)
-    if votes:
+    if work.votes:
         operations.anchor_score(*rows, None, None, requests.step)
     with np.errstate(all="ignore"):  # lanes that are switched off compute with whatever they hold
         operations.attend(*rows, tokens.output, None, requests.step)
@@ -86,16 +100,23 @@ def predict(preset: str, constants: Constants, anchor_share: float | None = None
     config = AntKVConfig()
     if anchor_share is not None:
         config = AntKVConfig(anchor_share=anchor_share, sinks=anchor_share > 0)
-    # Pairs that differ in nothing but the number of tokens, the number of splits, and votes.
-    schedules = (SHORT, SHORT, False), (LONG, LONG, False), (LONG, LONG // 2, False), (SHORT, SHORT, True)
-    short, long, cut, voting = (run(preset, at[0], config, constants, *at[1:]).report for at in schedules)
+    # Pairs that differ in nothing but the number of tokens, of splits, of requests, and votes.
+    schedules = (
+        *(Work(SHORT, SHORT), Work(LONG, LONG), Work(LONG, LONG // 2)),
+        *(Work(SHORT, SHORT, SEVERAL), Work(SHORT, SHORT, SEVERAL, votes=True), Work(SHORT, SHORT, votes=True)),
+    )
+    short, long, cut, several, voting, last = (run(preset, work, config, constants).report for work in schedules)
     num_tokens = LONG - SHORT
+    cycles = (long.cycles - short.cycles) / num_tokens
+    last_vote = last.cycles - short.cycles
     tiles = num_tokens / TILE
     kinds = per_tile(short, long, tiles)
     return Prediction(
-        cycles=(long.cycles - short.cycles) / num_tokens,
+        cycles=cycles,
         split_cycles=cut.cycles - long.cycles,
-        vote_cycles=voting.cycles - short.cycles,
+        request_cycles=(several.cycles - short.cycles) / (SEVERAL - 1) - SHORT * cycles,
+        vote_cycles=(voting.cycles - several.cycles - last_vote) / (SEVERAL - 1),
+        last_vote_cycles=last_vote,
         split=SPLIT,
         instructions=sum(kinds.values()),
         kinds=kinds,

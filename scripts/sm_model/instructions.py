@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from scripts.sm_model.constants import Constants
-from scripts.sm_model.decode import TILE, Run, per_tile, run
+from scripts.sm_model.decode import TILE, Run, Work, per_tile, run
 from vllm_antkv.config import AntKVConfig
 
 #: Tables in shared memory, in L2, and in both: K's in that of a cluster.
@@ -31,7 +31,7 @@ def main() -> None:
 
 def measure(preset: str) -> tuple[Run, Run]:
     """A short and a longer run at default settings."""
-    short, long = (run(preset, length, AntKVConfig(), Constants()) for length in LENGTHS)
+    short, long = (run(preset, Work(length), AntKVConfig(), Constants()) for length in LENGTHS)
     return short, long
 
 

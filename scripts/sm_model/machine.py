@@ -314,6 +314,21 @@ class Machine:
             return _save(i, _address(_inside(i.operands[0])), lambda warp: warp.cta.generic)
         return _save(i, _address(_inside(i.operands[0])), lambda warp: warp.cta.memory)
 
+    def _redg(self, i: Instruction, position: int) -> Callable[[Warp, Group, np.ndarray], Effect]:
+        if not {"ADD", "F32"} <= i.modifiers:
+            raise NotImplementedError(f"the model does not know {i.text}")
+        address, more = _address(_inside(i.operands[0])), number(i.operands[1])
+
+        def step(warp: Warp, group: Group, active: np.ndarray) -> Effect:
+            addresses, memory = address(warp)[active], warp.cta.memory
+            # Lanes may add to the same place.
+            for at, x in zip(addresses, warp.registers[more][active].view(np.float32), strict=True):
+                there = np.array([at], np.uint64)
+                memory.write(there, (memory.read(there, 4).view(np.float32) + x).view(np.uint8))
+            return Effect(addresses, 4)
+
+        return step
+
     def _ldl(self, i: Instruction, position: int) -> Callable[[Warp, Group, np.ndarray], Effect]:
         address, count = _address(_inside(i.operands[1])), _width(i) // 4
 
@@ -414,6 +429,7 @@ _ALIASES = {
     **dict.fromkeys(("VOTEU",), "VOTE"),
     "LD": "LDG",
     "ST": "STG",
+    "RED": "REDG",
     **dict.fromkeys(
         ("LDGDEPBAR", "DEPBAR", "ENDCOLLECTIVE", "MEMBAR", "FENCE", "ERRBAR", "CGAERRBAR", "CCTL", "YIELD", "FCHK"),
         "NOP",

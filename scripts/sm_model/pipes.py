@@ -10,8 +10,9 @@ from scripts.sm_model.sass import Instruction
 _KINDS = (
     ("LDS", r"LDS|LDSM"),
     ("STS", r"STS|STSM|ATOMS"),
-    ("LDG", r"LDG|LD|LDGSTS|LDL|UBLKCP"),
-    ("STG", r"STG|ST|STL|RED|ATOMG|ATOM"),
+    ("LDG", r"LDG|LD|LDGSTS|UBLKCP"),
+    ("STG", r"STG|ST|REDG?|ATOMG|ATOM"),
+    ("LOCAL", r"LDL|STL"),
     ("LDC", r"LDC|ULDC|S2R|S2UR|CS2R"),
     ("SHFL", r"SHFL|VOTE|VOTEU|R2UR|ELECT|REDUX"),
     ("HMMA", r"HMMA|HGMMA|IMMA|QMMA"),
@@ -26,7 +27,7 @@ _KINDS = (
 )
 KINDS = (*(name for name, _ in _KINDS), "INT")
 #: What goes through the queue to the pipe of loads and stores, which all four schedulers share.
-_QUEUED = frozenset(("LDS", "STS", "LDG", "STG"))
+_QUEUED = frozenset(("LDS", "STS", "LDG", "STG", "LOCAL"))
 
 
 @cache

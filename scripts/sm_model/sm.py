@@ -278,7 +278,7 @@ class Multiprocessor:
             return self._cluster_free + c.cluster_latency
         if in_shared or i.name in ("LDL", "STL"):
             return self._lsu_free + c.shared_latency - 1
-        if i.name in ("STG", "ST"):
+        if i.name in ("STG", "ST", "REDG", "RED"):
             return self._lsu_free
         touched = sectors(addresses, width)
         self.report.asked[i.source] += len(np.unique(addresses)) * width

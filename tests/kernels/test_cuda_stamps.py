@@ -51,8 +51,8 @@ def test_stamps_change_no_bit_and_have_every_phase():
     found = stamps[1]
     # One CTA of head 0 has work: a span of 256 tokens, and one of 44, in which two warps attend.
     assert (found[1:] == 0).all()
-    for warp, row in enumerate(found[0]):
-        words = row[row != 0]
+    *attending, bringing = (row[row != 0] for row in found[0])
+    for warp, words in enumerate(attending):
         assert (words >> 8).diff().min() > 0
         names = [PHASES[word - 1] for word in (words & 0xFF).tolist()]
         attended = ["logits of codes", "kept keys", "weights", "kept values", "values of codes"]
@@ -60,8 +60,16 @@ def test_stamps_change_no_bit_and_have_every_phase():
             *START_UP[:3],
             *("wait for a span", *attended),
             *("wait for a span", *(attended if warp < 2 else [])),
-            *("votes", "merge of warps", "wait for a span", "end"),
+            *("merge of warps", "wait for a span", "end"),
         ]
+    assert (bringing >> 8).diff().min() > 0
+    assert [PHASES[word - 1].removeprefix("bringing: ") for word in (bringing & 0xFF).tolist()] == [
+        *("start", "beginning of a split"),
+        *("wait for room", "a span") * 2,
+        # The end, and round the ring to the slot of the second span.
+        *("wait for room",) * 4,
+        *("votes", "end"),
+    ]
     assert set(cycles_of(found)) == {*START_UP, *PHASES} - {"end"}
 
 

@@ -9,7 +9,7 @@ from scripts.sm_model.constants import Constants, measured
 from scripts.sm_model.decode import Prediction
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu-log.md"
-MODEL = vars(Prediction(10.0, 0.0, 0.0, 2048, 800.0, {}, 0.0, 0.0, {}))
+MODEL = vars(Prediction(10.0, 0.0, 0.0, 0.0, 0.0, 2048, 800.0, {}, 0.0, 0.0, {}))
 
 
 def cells(text: str) -> dict[str, list[str]]:

@@ -29,8 +29,8 @@ PREDICTED_CYCLES = {
     "antkv-4bit": 20.0,
     "antkv-2bit": 11.2,
     "antkv-1bit": 9.7,
-    "antkv-0.75bit": 12.7,
-    "antkv-0.375bit": 11.6,
+    "antkv-0.75bit": 12.4,
+    "antkv-0.375bit": 11.4,
 }
 
 

@@ -6,7 +6,7 @@
 
 #include "standard.h"
 
-#define ANTKV_KERNEL(threads) extern "C" void
+#define ANTKV_KERNEL(...) extern "C" void
 #define ANTKV_DEVICE inline
 #define ANTKV_CLUSTER(blocks)
 #define ANTKV_ARGUMENT(type) const type
@@ -127,6 +127,8 @@ T load_constant(const T* at) {
     }
     return *at;
 }
+
+inline void add_to(float* at, float x) { *at += x; }
 
 inline void copy16_async(void* shared, const void* global) {
     if (((size_t)shared | (size_t)global) % 16) {
