@@ -119,7 +119,6 @@ LONG_FILES = (
     "unit/test_hub.py",
     "unit/calibrate/test_run.py",
     "unit/calibrate/test_refine.py",
-    "unit/evaluate/test_tasks.py",
     "unit/offline/test_attention.py",
     "kernels/test_cuda_stamps.py",
 )
