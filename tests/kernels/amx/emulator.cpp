@@ -105,6 +105,8 @@ bool decode(const uint8_t* at, const greg_t* registers, Instruction& found) {
     found.reg = (modrm >> 3 & 7) + more_reg;
     found.rm = low + more_base;
     if (!kind_of(at[3], at[2] & 3, mode != 3, found.kind) || (found.vvvv && found.kind != kDot)) return false;
+    // Fields that say nothing are 0.
+    if (found.kind <= kRelease ? found.reg || (mode == 3 && low) : found.kind == kZero && low) return false;
     at += 5;
     found.address = found.stride = 0;
     if (mode != 3) {
@@ -238,8 +240,8 @@ void pass_on(const struct sigaction& before, int signal, siginfo_t* info, void* 
     else sigaction(signal, &before, nullptr), raise(signal);
 }
 
-// Executes the instruction at `at`, and those of the same kind right behind it: a signal costs more than they do. False where
-// there is none.
+// Executes the tile instruction at `at`, and those right behind it: a signal costs more than they do. False where there is
+// none.
 bool run(const uint8_t* at, greg_t* registers) {
     Instruction found;
     bool any = false;

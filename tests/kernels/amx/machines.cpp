@@ -65,6 +65,8 @@ void dot() { AmxRegisters::dot<0, 4, 6>(); }
 // tdpbf16ps tmm0, tmm4, tmm4, which assemblers refuse.
 void dot_of_two() { asm volatile(".byte 0xC4, 0xE2, 0x5A, 0x5C, 0xC4"); }
 void illegal() { asm volatile("ud2"); }
+// tilerelease but for a bit.
+void nearly_release() { asm volatile(".byte 0xC4, 0xE2, 0x78, 0x49, 0xC1"); }
 
 // Loads tile 0 by an address of some form, and stores it with rows of 64 bytes.
 void load_by(int form, const char* from, int64_t stride, void* to) {

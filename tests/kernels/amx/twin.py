@@ -1,4 +1,4 @@
-"""The build for tiles with plain C++ in the place of tile registers, and all else compiled as it is."""
+"""The build for tiles with plain C++ in the place of tile registers, and all else as it is."""
 
 import shutil
 import subprocess
