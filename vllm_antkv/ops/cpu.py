@@ -84,8 +84,8 @@ class Variant:
 
 _AVX512 = ("avx2", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
 _TILES = (*_AVX512, "avx512_bf16", "avx512_vbmi", "avx512_vnni")
-#: Query heads of a KV head for which a key in whole numbers takes less than one in tile registers, where decoding it takes
-#: as long for one head as for sixteen (docs/performance.md).
+#: Query heads of a KV head for which a key in whole numbers takes less than one in tile registers, where decoding it
+#: takes as long for one head as for sixteen (docs/performance.md).
 _FEW_HEADS = 8
 #: The fastest first.
 VARIANTS = (
