@@ -86,15 +86,20 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logger.removeFilter(listen)
 
 
-#: Files that take long, the longest first: begun last, one of them would run alone at the end.
+#: Files that take long, the longest first: begun last, one of them would run alone at the end. Those that share a
+#: server are together, and last of them the soak, which ends it.
 LONG_FILES = (
     "kernels/test_cuda.py",
     "serving/test_exactness.py",
     "serving/test_families.py",
     "kernels/test_triton.py",
+    "serving/test_bad_requests.py",
+    "serving/test_dashboard.py",
+    "serving/test_prometheus.py",
+    "serving/test_status.py",
+    "serving/test_tasks.py",
     "serving/test_side_by_side.py",
     "serving/test_soak.py",
-    "serving/test_bad_requests.py",
     "serving/test_kill.py",
     "kernels/test_triton_compile.py",
     "serving/test_one_flag.py",
@@ -119,7 +124,6 @@ LONG_FILES = (
     "unit/test_hub.py",
     "unit/calibrate/test_run.py",
     "unit/calibrate/test_refine.py",
-    "unit/evaluate/test_tasks.py",
     "unit/offline/test_attention.py",
     "kernels/test_cuda_stamps.py",
 )

@@ -69,10 +69,15 @@ def calibrated_rule(model: nn.Module, windows: torch.Tensor) -> SinkRule:
     return rule
 
 
+def shipped_codebook() -> Codebook:
+    """The embedded model's own."""
+    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(EMBEDDED))
+    return Codebook.load(find_codebook(str(EMBEDDED), identity, PRESET))
+
+
 def write_codebook(model: Path, rule: SinkRule) -> Codebook:
     """Beside the planted model: the centroids of the embedded model, whose K and V are alike but for sinks."""
-    embedded = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(EMBEDDED))
-    codebook = Codebook.load(find_codebook(str(EMBEDDED), embedded, PRESET))
+    codebook = shipped_codebook()
     identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
     header = codebook.header.model_copy(update={"model": identity, "sinks": rule})
     path = codebook_path(model / "antkv", PRESET)

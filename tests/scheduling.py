@@ -6,17 +6,13 @@ from xdist.scheduler import LoadFileScheduling
 
 #: Files that ask the same server: in one process they start it once.
 SERVER_FILES = (
-    (
-        "tests/serving/test_bad_requests.py",
-        "tests/serving/test_dashboard.py",
-        "tests/serving/test_prometheus.py",
-        "tests/serving/test_status.py",
-        "tests/serving/test_tasks.py",
-    ),
-    (
-        "tests/serving/test_side_by_side.py",
-        "tests/serving/test_soak.py",
-    ),
+    "tests/serving/test_bad_requests.py",
+    "tests/serving/test_dashboard.py",
+    "tests/serving/test_prometheus.py",
+    "tests/serving/test_side_by_side.py",
+    "tests/serving/test_soak.py",
+    "tests/serving/test_status.py",
+    "tests/serving/test_tasks.py",
 )
 
 
@@ -25,7 +21,7 @@ class FileScheduling(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         scope = super()._split_scope(nodeid)
-        return next((files[0] for files in SERVER_FILES if scope in files), scope)
+        return SERVER_FILES[0] if scope in SERVER_FILES else scope
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:

@@ -1,4 +1,4 @@
-// Logits of single queries to coded keys in whole numbers of 16 bits: decode where there are no tile registers.
+// Logits of single queries to coded keys in whole numbers of 16 bits: decode where tile registers would not be faster.
 #pragma once
 
 #include <cmath>

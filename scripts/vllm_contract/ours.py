@@ -5,8 +5,10 @@ Types are followed as far as annotations go, ours and vLLM's: `vllm_config.cache
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from scripts.vllm_contract.reliance import parameters
@@ -14,6 +16,8 @@ from scripts.vllm_contract.sources import Definition, Function, Module, Sources,
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("vllm_antkv", "scripts", "benchmarks", "loadtest", "docker", "tests")
+#: Wherever it stands in a line. What has none imports nothing of vLLM.
+_IMPORT = re.compile(r"\b(from|import)\b.*\bvllm\b")
 
 
 @dataclass(frozen=True, order=True)
@@ -53,21 +57,26 @@ def python_files() -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
+@cache
+def _importing_files() -> dict[Path, ast.Module]:
+    """Those of our files that may import something of vLLM, parsed."""
+    texts = ((path, path.read_text()) for path in python_files())
+    return {path: ast.parse(text) for path, text in texts if _IMPORT.search(text)}
+
+
 def uses(sources: Sources) -> list[Use]:
     """Every use, by what `sources` say where names are defined."""
     found: set[Use] = set()
-    for path in python_files():
-        text = path.read_text()
-        if "vllm" in text:
-            found.update(_File(sources, path.relative_to(ROOT).as_posix(), text).walk())
+    for path, tree in _importing_files().items():
+        found.update(_File(sources, path.relative_to(ROOT).as_posix(), tree).walk())
     return sorted(found)
 
 
 def unknown_imports(sources: Sources) -> list[str]:
     """Imports from vLLM that these sources do not have, as `file:line module name`."""
     found = []
-    for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in _importing_files().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and _of_vllm(node.module):
                 for alias in node.names:
                     if sources.find(node.module or "", alias.name) is None:
@@ -80,9 +89,8 @@ def _of_vllm(module: str | None) -> bool:
 
 
 class _File:
-    def __init__(self, sources: Sources, path: str, text: str) -> None:
-        self.sources, self.path = sources, path
-        self.tree = ast.parse(text)
+    def __init__(self, sources: Sources, path: str, tree: ast.Module) -> None:
+        self.sources, self.path, self.tree = sources, path, tree
         self.found: set[Use] = set()
         self.imported: dict[str, _Thing] = {}
         self.attributes: dict[str, _Thing] = {}

@@ -165,9 +165,9 @@ def test_another_library_finds_tile_registers_as_it_configured_them(library):
     assert not configured().any()
 
 
-def decode_counts(context: int) -> dict[Instruction, int]:
+def decode_counts(num_heads: int, context: int) -> dict[Instruction, int]:
     """Tile instructions of a step for a token behind a context, of one KV head."""
-    shape = Shape("antkv-1bit", 128, 8, 1, torch.bfloat16, max_len=1100)
+    shape = Shape("antkv-1bit", 128, num_heads, 1, torch.bfloat16, max_len=1100)
     others, sequence = partial(CpuOperations, variant=cpu.VARIANTS[1]), draw_sequence(0, context + 1, shape)
     engine = Engine(AntKVConfig(), shape, others)
     engine.step([(sequence, context)])
@@ -177,12 +177,15 @@ def decode_counts(context: int) -> dict[Instruction, int]:
     return {instruction: emulator().emulator_count(instruction) - count for instruction, count in before.items()}
 
 
-def test_decode_multiplies_each_tile_once():
-    """Of K four tiles of 32 channels for 16 tokens, with all heads; of V as many. The docs predict by these counts."""
-    short, long = decode_counts(512), decode_counts(1024)
+@pytest.mark.parametrize(("num_heads", "of_keys"), [(8, 0), (16, 1)])
+def test_decode_multiplies_each_tile_once(num_heads, of_keys):
+    """Of V four tiles of 32 channels for 16 tokens and eight heads; of K as many for sixteen, and none for eight."""
+    short, long = decode_counts(num_heads, 512), decode_counts(num_heads, 1024)
     for_32_tokens = {instruction: (long[instruction] - short[instruction]) / 16 for instruction in Instruction}
-    assert for_32_tokens[Instruction.TDPBF16PS] == 2 * (4 + 4)
-    assert for_32_tokens[Instruction.TILELOADD] == 2 * (4 + 4) + 2 * 2 + 2 * 2, (
-        "queries and weights, 64 channels at a time"
+    of_values = num_heads // 8
+    assert for_32_tokens[Instruction.TDPBF16PS] == 2 * (4 * of_keys + 4 * of_values)
+    queries_and_weights = 2 * 2 * of_keys + 2 * 2 * of_values
+    assert for_32_tokens[Instruction.TILELOADD] == 2 * (4 * of_keys + 4 * of_values) + queries_and_weights
+    assert for_32_tokens[Instruction.TILESTORED] == 2 * 2 * of_keys, (
+        "logits, 64 channels at a time; values stay in tiles"
     )
-    assert for_32_tokens[Instruction.TILESTORED] == 2 * 2, "logits, 64 channels at a time; values stay in tiles"

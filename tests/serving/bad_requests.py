@@ -145,7 +145,7 @@ class Raw:
 
 
 def _json(body: object) -> bytes:
-    return json.dumps({"model": "tiny", **body} if isinstance(body, dict) else body).encode()
+    return json.dumps({"model": "embedded", **body} if isinstance(body, dict) else body).encode()
 
 
 RAW: dict[str, Raw] = {
@@ -157,15 +157,17 @@ RAW: dict[str, Raw] = {
     "body null": Raw("body", content=b"null"),
     "body without a closing bracket a hundred thousand times": Raw("error parsing the body", content=DEEP.encode()),
     "body nested a hundred thousand times": Raw("error parsing the body", content=(DEEP + "]" * 100_000).encode()),
-    "body not UTF-8": Raw("error parsing the body", content=b'{"model": "tiny", "prompt": "\xff\xfe"}'),
+    "body not UTF-8": Raw("error parsing the body", content=b'{"model": "embedded", "prompt": "\xff\xfe"}'),
     "body of zeros": Raw("JSON", content=bytes(1000)),
     "half of a surrogate pair": Raw(
-        "TextEncodeInput", content=b'{"model": "tiny", "prompt": "\\ud800", "max_tokens": 2}'
+        "TextEncodeInput", content=b'{"model": "embedded", "prompt": "\\ud800", "max_tokens": 2}'
     ),
-    "temperature not a number": Raw("temperature", content=b'{"model": "tiny", "prompt": "a", "temperature": NaN}'),
-    "temperature infinite": Raw("temperature", content=b'{"model": "tiny", "prompt": "a", "temperature": Infinity}'),
+    "temperature not a number": Raw("temperature", content=b'{"model": "embedded", "prompt": "a", "temperature": NaN}'),
+    "temperature infinite": Raw(
+        "temperature", content=b'{"model": "embedded", "prompt": "a", "temperature": Infinity}'
+    ),
     "number of 5000 digits": Raw(
-        "error parsing the body", content=b'{"model": "tiny", "prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}"
+        "error parsing the body", content=b'{"model": "embedded", "prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}"
     ),
     "ten MiB of prompt": Raw("context length", content=_json({"prompt": "a" * (10 << 20)})),
     "a million token ids": Raw("context length", content=_json({"prompt": [5] * 10**6})),

@@ -189,21 +189,18 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One real `vllm serve` for the whole session; see `tests.serving.server`."""
-    from tests.serving.server import running_server
-
-    with running_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One real server of the embedded model; see `tests.serving.embedded_server`."""
     from tests.serving.embedded_server import SharedServer
 
     with ExitStack() as held:
         yield SharedServer(held, lambda: tmp_path_factory.mktemp("embedded"))
+
+
+@pytest.fixture(scope="module")
+def server(shared_server: Any) -> Any:
+    """It, for a file of tests that leave it as it is."""
+    return shared_server.running()
 
 
 @pytest.fixture(scope="session")

@@ -1,37 +1,77 @@
-"""A real server of the embedded model, with the centroids that are shipped; tests that ask it alike share one."""
+"""A real server of the embedded model with the centroids that are shipped; tests that ask it alike share one."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.server import EMBEDDED, Server, running_server
+import httpx
+
+from loadtest.server import EMBEDDED, running_server
+from loadtest.server import Server as LoadedServer
 from loadtest.soak import ENVIRONMENT
 from tests.patience import PATIENCE
+from tests.planted import shipped_codebook
+from vllm_antkv.codebook import Codebook, SinkRule, codebook_path
 
 PRESET = "antkv-1bit"
 API_KEY = "sesame"
+MODEL_NAME = "embedded"
 MAX_MODEL_LEN = 1024
 _OPTIONS = {
     "--api-key": API_KEY,
     "--dtype": "float32",
     "--max-model-len": str(MAX_MODEL_LEN),
     "--kv-cache-memory-bytes": str(1 << 24),
-    "--served-model-name": "embedded",
+    "--served-model-name": MODEL_NAME,
     "--shutdown-timeout": str(PATIENCE),
 }
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # A line of the sampler, for log-probabilities: the server of `tests.serving.server` compiles it.
-    "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_PLUGINS": "antkv",
     **ENVIRONMENT,
 }
 
 
-def embedded_server(folder: Path, kv_cache_dtype: str) -> AbstractContextManager[Server]:
-    """A server that runs while this is open, with its log in `folder`."""
-    arguments = ["--enforce-eager", *(part for pair in _OPTIONS.items() for part in pair)]
-    return running_server(str(EMBEDDED), kv_cache_dtype, folder / "server.log", arguments, _ENVIRONMENT)
+@dataclass(frozen=True)
+class Server(LoadedServer):
+    """A running server.
+
+    codebook: the file that it serves: of its rule for sinks, every token is one.
+    """
+
+    codebook: Path
+
+    def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:
+        """GET with this API key, or with none."""
+        return httpx.get(self.url + path, headers=_authorisation(key), timeout=PATIENCE)
+
+    def complete(self, prompt: list[int], max_tokens: int) -> None:
+        """Generate exactly `max_tokens` tokens."""
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+        url = self.url + "/v1/completions"
+        httpx.post(url, json=body, headers=_authorisation(API_KEY), timeout=PATIENCE).raise_for_status()
+
+
+def _authorisation(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+@contextmanager
+def embedded_server(folder: Path, kv_cache_dtype: str) -> Iterator[Server]:
+    """A server that runs while this is open, with its codebook and log in `folder`."""
+    path = codebook_path(folder / "codebooks", PRESET)
+    codebook = shipped_codebook()
+    rule = SinkRule(layer=0, channels=(0,), threshold=1e-30)
+    Codebook(codebook.header.model_copy(update={"sinks": rule}), codebook.k, codebook.v).save(path)
+    settings = {"--additional-config": json.dumps({"antkv": {"codebooks": str(path.parent)}})}
+    options = _OPTIONS | (settings if kv_cache_dtype == PRESET else {})
+    arguments = ["--enforce-eager", *(part for pair in options.items() for part in pair)]
+    log = folder / "server.log"
+    with running_server(str(EMBEDDED), kv_cache_dtype, log, arguments, _ENVIRONMENT) as running:
+        yield Server(running.url, running.pid, path)
 
 
 class SharedServer:

@@ -9,59 +9,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
-from tests.unit.evaluate.conftest import random_codebook
-from vllm_antkv.codebook import ModelIdentity, SinkRule, codebook_path
 
 PRESET = "antkv-1bit"
-API_KEY = "sesame"
 MODEL_NAME = "tiny"
 _VLLM = Path(sys.executable).with_name("vllm")
 _CACHE = "VLLM_CACHE_ROOT"
 _STOP_SECONDS = 60
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server.
-
-    codebook: the file that it serves.
-    """
-
-    url: str
-    codebook: Path
-
-    def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:
-        """GET with this API key, or with none."""
-        return httpx.get(self.url + path, headers=_authorisation(key), timeout=PATIENCE)
-
-    def complete(self, prompt: list[int], max_tokens: int) -> None:
-        """Generate exactly `max_tokens` tokens."""
-        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
-        url = self.url + "/v1/completions"
-        httpx.post(url, json=body, headers=_authorisation(API_KEY), timeout=PATIENCE).raise_for_status()
-
-
-def tiny_model(folder: Path) -> tuple[Path, Path]:
-    """The embedded model's configuration and tokenizer without its weights, and a codebook of random centroids.
-
-    Every token is a sink by the codebook's rule.
-    """
-    model = folder / "model"
-    shutil.copytree(EMBEDDED, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
-    path = codebook_path(folder / "codebooks", PRESET)
-    random_codebook(identity, sinks=SinkRule(layer=0, channels=(0,), threshold=1e-30)).save(path)
-    return model, path
 
 
 def make_odd_model(folder: Path, context: int) -> Path:
@@ -113,20 +75,6 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def running_server(folder: Path, kv_cache_dtype: str = PRESET) -> Iterator[Server]:
-    """A server of the tiny model with random weights, always the same; its log is `folder/server.log`."""
-    model, codebook = tiny_model(folder)
-    options = {
-        "--kv-cache-dtype": kv_cache_dtype,
-        "--additional-config": f'{{"antkv": {{"codebooks": "{codebook.parent}"}}}}',
-        "--api-key": API_KEY,
-        "--load-format": "dummy",
-    }
-    with serving(model, folder / "server.log", **options) as url:
-        yield Server(url, codebook)
-
-
-@contextmanager
 def serving(model: Path, log: Path, **options: str) -> Iterator[str]:
     """A server of a model with these options; yields its URL."""
     with socket.socket() as free:
@@ -159,10 +107,6 @@ def answer(url: str) -> str:
     body = {"model": MODEL_NAME, "prompt": "The river", "max_tokens": 8, "ignore_eos": True}
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
     return str(response.raise_for_status().json()["choices"][0]["finish_reason"])
-
-
-def _authorisation(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -22,7 +22,7 @@ from tests.serving.bad_requests import (
     UNKNOWN_MODELS,
     WIRE,
 )
-from tests.serving.server import API_KEY, MODEL_NAME, Server
+from tests.serving.embedded_server import API_KEY, MODEL_NAME, Server
 from vllm_antkv.server.routes import STATUS_PATH
 
 pytestmark = pytest.mark.serving

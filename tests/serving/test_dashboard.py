@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE
-from tests.serving.server import API_KEY, MODEL_NAME, PRESET, Server
+from tests.serving.embedded_server import API_KEY, MODEL_NAME, PRESET, Server
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 
 playwright = pytest.importorskip(

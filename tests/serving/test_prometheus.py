@@ -17,7 +17,7 @@ import yaml
 from tests.house.test_dashboard import DASHBOARD, documented_queries, queries
 from tests.patience import PATIENCE
 from tests.serving.conftest import ROOT
-from tests.serving.server import MODEL_NAME, Server
+from tests.serving.embedded_server import MODEL_NAME, Server
 
 PROMETHEUS = shutil.which("prometheus")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.server import EMBEDDED, Server
-from tests.serving.embedded_server import API_KEY, SharedServer, embedded_server
+from tests.serving.embedded_server import API_KEY, embedded_server
 from vllm_antkv import cli
 from vllm_antkv.evaluate.side_by_side import first_difference
 
@@ -16,11 +16,6 @@ pytestmark = pytest.mark.serving
 #: Longer than a block of codes, so that the cache shows.
 PROMPT = (EMBEDDED.parents[1] / "LICENSE").read_text()[:1500]
 TOKENS = 12
-
-
-@pytest.fixture
-def server(shared_server: SharedServer) -> Server:
-    return shared_server.running()
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from loadtest.soak import soak
 from loadtest.stream import StreamReader
 from loadtest.watch import metrics
 from tests.patience import PATIENCE
-from tests.serving.embedded_server import API_KEY, MAX_MODEL_LEN, PRESET, SharedServer
+from tests.serving.embedded_server import API_KEY, MAX_MODEL_LEN, MODEL_NAME, PRESET, SharedServer
 
 pytestmark = pytest.mark.serving
 
@@ -74,7 +74,7 @@ def test_everything_that_the_dashboard_shows_is_published(server):
 def test_a_server_that_is_asked_to_stop_ends_its_answers(shared_server):
     """As a pod of the Helm chart is."""
     server = shared_server.to_be_ended()
-    request = completion("embedded", "Once upon a time", 400)
+    request = completion(MODEL_NAME, "Once upon a time", 400)
     reader = StreamReader(time.perf_counter())
     url = server.url + request.path
     with httpx.stream("POST", url, json=request.body, headers=headers(), timeout=PATIENCE) as response:

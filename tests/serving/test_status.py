@@ -18,7 +18,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
-from tests.serving.server import MODEL_NAME, PRESET, Server, run_vllm
+from tests.serving.embedded_server import MODEL_NAME, PRESET, Server
+from tests.serving.server import run_vllm
 from vllm_antkv import plugin
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig

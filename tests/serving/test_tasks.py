@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.serving.conftest import EMBEDDED
-from tests.serving.server import API_KEY, Server
+from tests.serving.embedded_server import API_KEY, Server
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, evaluate_tasks, evaluate_tasks_on_server
 from vllm_antkv.offline.models import ModelCard
@@ -69,4 +69,4 @@ def test_a_running_server(run: TaskRun, server: Server, monkeypatch: pytest.Monk
     monkeypatch.setenv("OPENAI_API_KEY", API_KEY)
     report: Any = evaluate_tasks_on_server(ModelCard.read(str(EMBEDDED)), "antkv-1bit", server.url, run)
     check(report)
-    assert report.cap_hits == 1.0, "random weights do not write the end of a sentence in four tokens"
+    assert report.cap_hits == 0.5, "one of the two sentences ends within four tokens"

@@ -84,6 +84,9 @@ class Variant:
 
 _AVX512 = ("avx2", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
 _TILES = (*_AVX512, "avx512_bf16", "avx512_vbmi", "avx512_vnni")
+#: Query heads of a KV head for which a key in whole numbers takes less than one in tile registers, where decoding it
+#: takes as long for one head as for sixteen (docs/performance.md).
+_FEW_HEADS = 8
 #: The fastest first.
 VARIANTS = (
     Variant("amx", "tiles", 3, (*_TILES, "amx_tile", "amx_bf16")),
@@ -233,7 +236,7 @@ def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
         return tables  # float32 multiplies
     if variant.tiles:
         tables["v_bfloat16"] = layer.v_centroids.bfloat16()
-    if not variant.has_registers:
+    if not variant.has_registers or layer.num_heads // len(layer.k_centroids) <= _FEW_HEADS:
         tables |= fixed_tables(layer.k_centroids, layer.rotary) or {}
     return tables
 
