@@ -35,6 +35,16 @@ ENTRIES = (
     Reliance(
         "vllm.benchmarks.serve:add_cli_args", How.CALL, "parser", "tests: options of `vllm bench serve` in the docs"
     ),
+    Reliance("vllm.entrypoints.cli.main:main", How.CALL, "-", "tests: the command `vllm`"),
     Reliance("vllm.utils.argparse_utils:FlexibleArgumentParser", How.FIELDS, "parse_args", "tests: vLLM's parser"),
+    Reliance("vllm:envs", How.FIELDS, "VLLM_CACHE_ROOT", "tests: where vLLM keeps its own while ours is elsewhere"),
+    Reliance("vllm.envs:VLLM_CACHE_ROOT", How.NAME, "", "tests: as above"),
+    Reliance("vllm.model_executor.models:registry", How.FIELDS, "_run_in_subprocess", "tests: as below"),
+    Reliance(
+        "vllm.model_executor.models.registry:_run_in_subprocess",
+        How.WRAP,
+        "fn",
+        "tests: a class is looked at in the process that imports it",
+    ),
     Reliance("vllm.utils.math_utils:cdiv", How.CALL, "a, b", "managers: pages of so many tokens"),
 )
