@@ -124,7 +124,7 @@ BFLOAT16_SHAPES = [
 ]
 
 
-@settings(max_examples=14, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     config=CONFIGS,
     shape=st.sampled_from(BFLOAT16_SHAPES),

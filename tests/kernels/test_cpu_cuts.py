@@ -79,7 +79,7 @@ def resumed(engine: Engine, sequence: Sequence) -> Sequence:
     return resumed
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(config=CONFIGS, shape=st.sampled_from(SHAPES), length=st.integers(1, 390), data=st.data())
 def test_a_prompt_is_the_same_bit_by_bit_however_it_is_cut(kernels, config, shape, length, data):  # noqa: F811
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
