@@ -1,11 +1,8 @@
 """AMX on processors without it: `emulator.cpp` executes its instructions, and whoever asks is told that it is there."""
 
 import ctypes
-import hashlib
-import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -15,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.kept import kept
 from vllm_antkv.ops import cpu
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc" / "cpu"
-_MADE = HERE.parents[2] / ".pytest_cache" / "amx"
 #: With these, csrc/cpu/tiles has tile registers; those of the build for tiles (setup.py).
 AMX_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-mamx-tile", "-mamx-bf16")
 
@@ -49,14 +46,8 @@ def compiled(name: str, *flags: str) -> ctypes.CDLL:
 
 
 def made(build: Callable[[Path], None], of: bytes) -> Path:
-    """What `build` puts into a folder as "made": kept under the hash of the kernels and of what else it is made of."""
-    path = _MADE / hashlib.sha256(cpu.digest(cpu._CSRC).encode() + of).hexdigest()
-    if not path.exists():
-        _MADE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_MADE) as folder:
-            build(Path(folder))
-            os.replace(f"{folder}/made", path)
-    return path
+    """What `build` makes (`kept`) of the kernels and what else it names."""
+    return kept("amx", cpu.digest(cpu._CSRC).encode() + of, build)
 
 
 def emulator() -> ctypes.CDLL:

@@ -4,16 +4,15 @@ Whatever is made is kept under the hash of what it is made of.
 """
 
 import hashlib
-import os
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from tests.kernels.kept import kept
+
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[2] / "csrc" / "cuda"
-_MADE = HERE.parents[2] / ".pytest_cache" / "cuda_emulation"
 _FLAGS = ("-std=c++17", "-g1", "-march=native", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w", "-fPIC")
 #: races.cpp stands in for the runtime of -fsanitize=thread. Undefined behaviour ends the process.
 _WATCHED = ("-O1", "-fsanitize=thread", "-fsanitize=alignment,bounds,shift,null", "-fno-sanitize-recover=all")
@@ -47,14 +46,11 @@ def _linked(objects: Sequence[Path], kind: Sequence[str]) -> Path:
 
 
 def _made(command: Sequence[str], of: bytes = b"", suffix: str = "") -> Path:
-    path = _MADE / f"{hashlib.sha256(repr(command).encode() + of).hexdigest()}{suffix}"
-    if not path.exists():
-        _MADE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_MADE) as folder:
-            result = subprocess.run([*command, "-o", f"{folder}/made"], capture_output=True, text=True)
-            assert result.returncode == 0, result.stderr
-            os.replace(f"{folder}/made", path)
-    return path
+    def build(folder: Path) -> None:
+        result = subprocess.run([*command, "-o", f"{folder}/made"], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+
+    return kept("cuda_emulation", repr(command).encode() + of, build, suffix)
 
 
 @cache
