@@ -7,30 +7,48 @@ batches is bounded, and by how much depends on the length of the sequences, the 
     matrices    the larger of: their operations at the GPU's sustained rate, their bytes at its bandwidth
     attention   16-bit: the bytes of K and V, at the share of the bandwidth that FlashAttention 3 uses; FP8: half of
                 them; antkv: the larger of all bytes of a sequence, and the cycles that a model of the
-                GPU predicts for decode
+                GPU predicts for decode: of its tokens, and of the sequence beside them, for it sees up to 128 rows
+                of its own block in full precision
     a step      both, one after the other; sampling, launches, all-reduces and the scheduler come on top
 
 Everything is computed. Nothing here was measured.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.capacity import DecodeShape, largest_batch, sequence_bytes
 from vllm_antkv.evaluate.gpus import Gpu
+from vllm_antkv.ops.cuda import SPLIT
 from vllm_antkv.presets import PRESETS
 
 #: Share of the bandwidth that attention to a 16-bit or FP8 cache uses.
 STREAMED = 0.88
-#: Cycles of a multiprocessor per token and KV head that the CUDA kernels take at head size 128, as a model of it
-#: predicts (docs/kernels-cuda.md); for 4 bits Triton's instructions, as if one were issued in every cycle.
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """Of a multiprocessor per KV head at head size 128.
+
+    token: of each token. request: besides, of a request whose own block is full, as one split. split: of each more.
+    """
+
+    token: float
+    request: float = 0
+    split: float = 0
+
+
+#: What the CUDA kernels take, as a model of a multiprocessor predicts (docs/kernels-cuda.md), where what a split takes
+#: is a small difference of long runs, at 0.75 bit below zero. For 4 bits Triton's instructions for tokens alone, as if
+#: one were issued in every cycle.
 PREDICTED_CYCLES = {
-    "antkv-4bit": 20.0,
-    "antkv-2bit": 11.2,
-    "antkv-1bit": 9.7,
-    "antkv-0.75bit": 12.4,
-    "antkv-0.375bit": 11.4,
+    "antkv-4bit": Cycles(20.0),
+    "antkv-2bit": Cycles(11.2, 10641, 3690),
+    "antkv-1bit": Cycles(9.7, 8717, 3492),
+    "antkv-0.75bit": Cycles(12.4, 10632, -690),
+    "antkv-0.375bit": Cycles(11.4, 9955, 6889),
 }
 
 
@@ -65,9 +83,15 @@ def step_bound(
     kv_bytes = batch * shape.heads * sequence_bytes(shape, kv_cache_dtype, context, settings)
     attention = kv_bytes / (STREAMED * gpu.bandwidth)
     if kv_cache_dtype in PRESETS:
-        cycles = batch * shape.seen(context) * shape.heads * PREDICTED_CYCLES[kv_cache_dtype] * shape.head_size / 128
+        cycles = batch * shape.heads * sequence_cycles(kv_cache_dtype, shape.seen(context)) * shape.head_size / 128
         attention = max(attention, cycles / (gpu.multiprocessors * gpu.clock))
     return StepBound(kv_cache_dtype, context, batch, weight_bytes + kv_bytes, matrices, attention)
+
+
+def sequence_cycles(preset: str, seen: float) -> float:
+    """Of a multiprocessor per KV head at head size 128, for a sequence of which the next token sees `seen` tokens."""
+    cycles = PREDICTED_CYCLES[preset]
+    return seen * cycles.token + cycles.request + (math.ceil(seen / SPLIT) - 1) * cycles.split
 
 
 def bounds(shape: DecodeShape, gpu: Gpu, caches: Sequence[str], contexts: Sequence[int]) -> Iterator[StepBound]:

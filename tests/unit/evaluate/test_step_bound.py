@@ -8,7 +8,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from vllm_antkv.evaluate.capacity import DecodeShape, largest_batch
 from vllm_antkv.evaluate.gpus import GPUS
-from vllm_antkv.evaluate.step_bound import PREDICTED_CYCLES, bounds, step_bound
+from vllm_antkv.evaluate.step_bound import PREDICTED_CYCLES, Cycles, bounds, step_bound
 
 LLAMA_3_8B = DecodeShape(
     num_layers=32, num_kv_heads=8, head_size=128, matrix_weights=7_504_658_432, weights=8_030_261_248
@@ -37,10 +37,11 @@ def test_llama_3_8b_has_the_weights_that_it_is_known_for():
 
 def test_cycles_are_those_that_the_docs_predict():
     page = (Path(__file__).parents[3] / "docs" / "kernels-cuda.md").read_text()
-    rows = page.partition("## Predicted cycles")[2]
-    documented = {
-        name: float(cycles) for name, cycles in re.findall(r"^\| `(antkv-\S+bit)`[^|]*\| ([\d.]+) \|", rows, re.M)
-    }
+    rows = page.partition("## Predicted cycles")[2].partition("\n\nThe last column")[0]
+    documented = {}
+    for name, cells in re.findall(r"^\| `(antkv-\S+bit)`[^|]*\|(.*)\|$", rows, re.M):
+        token, _, _, split, request, *_ = (re.match(r" (-?[\d,.]+)", cell) for cell in cells.split("|"))
+        documented[name] = Cycles(*(float(cell[1].replace(",", "")) for cell in (token, request, split)))
     assert documented == {name: cycles for name, cycles in PREDICTED_CYCLES.items() if name != "antkv-4bit"}
 
 
@@ -51,9 +52,11 @@ def test_by_hand():
     coded = step_bound(LLAMA_3_8B, H100, "antkv-1bit", 32768, 8)
     assert coded.matrices == pytest.approx(2 * 7.504658e9 / 3.35e12, rel=1e-5), "few requests: the weights are read"
     assert bound.read_bytes == 2 * LLAMA_3_8B.matrix_weights + 400 * 1024 * 131072
-    assert coded.attention == pytest.approx(
-        8 * 32768 * 256 * PREDICTED_CYCLES["antkv-1bit"] / (132 * 1.755e9), rel=1e-5
-    )
+    cycles = PREDICTED_CYCLES["antkv-1bit"]
+    one_split, sixteen = 1024 * cycles.token + cycles.request, 32768 * cycles.token + cycles.request + 15 * cycles.split
+    assert coded.attention == pytest.approx(8 * 256 * sixteen / (132 * 1.755e9), rel=1e-5)
+    short = step_bound(LLAMA_3_8B, H100, "antkv-1bit", 1024, 3000)
+    assert short.attention == pytest.approx(3000 * 256 * one_split / (132 * 1.755e9), rel=1e-5)
 
 
 def test_the_batch_fits_and_one_more_does_not():
