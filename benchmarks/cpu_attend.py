@@ -50,7 +50,7 @@ def main() -> None:
         for batch in arguments.batches:
             # Around the context: the open block of a request is half full on average.
             lengths = [context + (37 * request + 64) % 128 - 64 for request in range(batch)]
-            layers = [_Layer(arguments, lengths, seed) for seed in range(arguments.layers)]
+            layers = [Layer(arguments, lengths, seed) for seed in range(arguments.layers)]
             sides: dict[str, list[Operations]] = defaultdict(list)
             for layer in layers:
                 for variant in variants:
@@ -115,7 +115,7 @@ def _seconds(call: Call) -> float:
     return time.perf_counter() - start
 
 
-class _Layer:
+class Layer:
     """Pages of random content, and a step over the last tokens of every request."""
 
     def __init__(self, arguments: argparse.Namespace, lengths: list[int], seed: int) -> None:

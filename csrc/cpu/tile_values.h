@@ -39,9 +39,14 @@ void add_in_tiles(const antkv_layer& layer, Table centroids, int num_tokens, Cod
                     continue;
                 }
             }
-            for (int t = 0; t < kKeys; ++t, from += code_bytes)
-                for (int i = 0; i < size; i += kLanes)
-                    _mm256_store_si256((__m256i*)(rows + t * kValues + i), table.sixteen(from, i));
+            const auto decode = [&](int channels) {
+                for (int t = 0; t < kKeys; ++t, from += code_bytes)
+                    for (int i = 0; i < channels; i += kLanes)
+                        _mm256_store_si256((__m256i*)(rows + t * kValues + i), table.sixteen(from, i));
+            };
+            // A number that the compiler knows gives every table an address in the instruction that reads it.
+            if (size == kValues) decode(kValues);
+            else decode(size);
             sums.add(rows, packed);
         }
         sums.add_to(out + c, layer.head_size, num_heads, size);

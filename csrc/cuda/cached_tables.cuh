@@ -14,7 +14,8 @@
 // See `Tables`.
 struct CachedTables {
     static constexpr int kKeysAtOnce = kPairs, kValuesAtOnce = kSets;
-    static constexpr int kOrders = 1;
+    // All the same. Where queries are few, mma has two columns for each, of which lanes take one.
+    static constexpr int kOrders = kGroup <= 4 ? 2 : 1;
     // Fewer queries at a time, and half the registers of sums.
     static constexpr int kSetColumns = 2;
     static constexpr int kTableBytes = kCentroids * kHeadSize;  // of K or V of a head
@@ -61,6 +62,9 @@ struct CachedTables {
 
     ANTKV_DEVICE static int key_quad(int column, int, int j, bool second) {
         return kPairs * column + j + (second ? kQuads / 2 : 0);
+    }
+    ANTKV_DEVICE static int query_offset(Lane lane, int j, bool second, bool) {
+        return key_quad(lane.column, 0, j, second) * 8;
     }
     ANTKV_DEVICE static int value_set(int, int turn) { return turn; }
     ANTKV_DEVICE static int value_quad(int row, int set) { return kSets * row + set; }
@@ -109,7 +113,9 @@ struct CachedTables {
     ANTKV_DEVICE static Place place(const u8* centroids, u32 quad) {
         const u32 s = quad * 4 / kSubVector, channel = quad * 4 % kSubVector;
         const bool odd = s % 2;
-        return {centroids + channel, s * 3 / 2, odd ? 0xfff0u : 0xfffu, odd ? kSubVector / 16u : (u32)kSubVector};
+        // Opaque, lest they be worked out again for every tile.
+        return {centroids + channel, opaque(s * 3 / 2), opaque(odd ? 0xfff0u : 0xfffu),
+                opaque(odd ? kSubVector / 16u : (u32)kSubVector)};
     }
     template <bool kShared>
     ANTKV_DEVICE static Load load(const Place& place, const u8* codes, int behind_it) {

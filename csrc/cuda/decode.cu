@@ -44,9 +44,11 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
     const Keys first_keys = fetch_keys(tile, 0);
     const Anchors anchors = find_anchors(tile, 0);
     const Keys second_keys = fetch_keys(tile, 1);
-    coded_logits(tile, rotation, 0, first_keys);
+    Logits logits;
+    coded_logits(tile, rotation, 0, first_keys, logits);
     const Values first_values = fetch_values(tile, 0);
-    coded_logits(tile, rotation, 1, second_keys);
+    coded_logits(tile, rotation, 1, second_keys, logits);
+    const Values second_values = fetch_values(tile, 1);
     stamps.mark(Phase::kKeptKeys);
     ExactRow own = {};
     if (exact) own = find_row(tile, exact);
@@ -55,16 +57,17 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
         find_exact_anchors(tile, anchors, own);
         keys_kept = ballot_warp(own.key), values_kept = ballot_warp(own.value);
     }
-    sync_warp();
-    if (anchors.of_keys()) correct_all_logits(tile, anchors, exact);
-    if (keys_kept) {
+    if (anchors.of_keys() || keys_kept || tile.is_last) {
+        put_logits(tile, logits);
+        sync_warp();
+        if (anchors.of_keys()) correct_all_logits(tile, anchors, exact);
         for (int half = 0; half < kTiles; ++half)
             if (keys_kept >> half * 16 & 0xffff) exact_logits(tile, own.key, half);
+        sync_warp();
+        take_logits(tile, logits);
     }
-    sync_warp();
     stamps.mark(Phase::kWeights);
-    const Values second_values = fetch_values(tile, 1);
-    write_weights(tile, values_kept, sums);
+    write_weights(tile, values_kept, logits, sums);
     sync_warp();
     stamps.mark(Phase::kKeptValues);
     if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
@@ -73,12 +76,12 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
     coded_values(tile, 1, second_values, sums);
     if (values_kept) {
         for (int half = 0; half < kTiles; ++half)
-            if (values_kept >> half * 16 & 0xffff) exact_values(tile, own.value, half, sums);
+            if (values_kept & value_tokens(half)) exact_values(tile, own.value, half, sums);
     }
 }
 
 ANTKV_DEVICE void clear(Sums& sums) {
-    for (int q = 0; q < kGroup; ++q) sums.maximum[q] = -ANTKV_INFINITY, sums.total[q] = 0;
+    for (int i = 0; i < kOwnQueries; ++i) sums.maximum[i] = -ANTKV_INFINITY, sums.total[i] = 0;
     for (int set = 0; set < kOwnSets; ++set)
         for (int group = 0; group < kValueGroups; ++group)
             for (int half = 0; half < 2; ++half)
@@ -105,26 +108,32 @@ ANTKV_DEVICE void write_output(const Layer& layer, const Results& results, int t
 
 // Leave the logits that votes are counted from in the split's last span, whose queries and codes nobody needs then.
 ANTKV_DEVICE void leave_logits(const Tile& tile, Span& span) {
-    const int token = tile.token + tile.lane.index, place = token - tile.position / kBlockSize * kBlockSize;
-    const bool votes = is_voted_on(tile.in, tile.end, tile.position) && place >= 0 && token < tile.end;
-    float logits[kGroup] = {};
-    if (votes)
-        for (int q = 0; q < kGroup; ++q) logits[q] = tile.logits()[q][tile.lane.index];
+    const int first = tile.token - tile.position / kBlockSize * kBlockSize;
+    const bool votes = is_voted_on(tile.in, tile.end, tile.position) && first >= 0 && tile.token < tile.end;
+    Logits logits;
+    if (votes) take_logits(tile, logits);
     // The warps' outputs will lie where logits are, too.
     sync_attending();
-    if (votes)
-        for (int q = 0; q < kGroup; ++q) span.voting[q][place] = logits[q];
+    if (!votes) return;
+    for (int i = 0; i < kOwnQueries; ++i) {
+        const int q = own_query(tile.lane, i);
+        for (int k = 0; k < 4; ++k) {
+            const int token = tile.lane.row + 8 * k;
+            if (q < kGroup && tile.token + token < tile.end) span.voting[q][first + token] = logits.of[i][k];
+        }
+    }
 }
 
 // Join the warps, a few queries at a time: that is what shared memory has room for. The only split of a request is its
 // output.
 ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work, const Sums& sums,
                               Lane lane, int warp) {
-    float totals[kGroup];
-    for (int q = 0; q < kGroup; ++q) totals[q] = sums.total[q];
-    sums_of_warp(totals);
-    if (lane.index == 0)
-        for (int q = 0; q < kGroup; ++q) shared.statistics[warp][q] = {sums.maximum[q], totals[q]};
+    for (int i = 0; i < kOwnQueries; ++i) {
+        float total = sums.total[i];
+        for (int step = 0; step < 3; ++step) total += from_lane_xor(total, peer(step));
+        const int q = own_query(lane, i);
+        if (lane.row == 0 && q < kGroup) shared.statistics[warp][q] = {sums.maximum[i], total};
+    }
     float* partial = work.num_splits > 1 ? partial_at(in.layer, in.results, work.item, in.head) : nullptr;
     float(*output)[kValueColumns][kHeadSize] = ((Merging*)shared.scratch)->output;
     for (int group = 0; group < kValueGroups; ++group) {
@@ -186,7 +195,8 @@ ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tab
             stamps.mark(Phase::kEnd);
             return;
         }
-        const Tile tile = {in, shared, span, tables, lane, warp, (int)first.x + warp * kTokens, (int)first.y, (int)first.z};
+        const Tile tile = {in, shared, span, tables, lane, warp, (int)first.x + warp * kTokens, (int)first.y, (int)first.z,
+                           (bool)first.w};
         if (tile.token < tile.end) attend(tile, exact, rotation, sums, stamps);
         if (!first.w) {
             give_back(shared, turn.slot, lane);
@@ -213,7 +223,7 @@ ANTKV_KERNEL(kDecodeThreads, 1)
 antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query, Rows key, Rows value,
              ANTKV_ARGUMENT(Results) results) {
     ANTKV_DYNAMIC_SHARED(memory);
-    const Lane lane((int)threadIdx.x);
+    const Lane lane(threadIdx.x);
     const int warp = (int)threadIdx.x / kWarp, item = (int)blockIdx.x;
     const Inputs in = {layer, step, query, key, value, results, (int)blockIdx.y};
     Stamps stamps(results, lane, warp);

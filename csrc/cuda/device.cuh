@@ -166,7 +166,18 @@ ANTKV_DEVICE void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-ANTKV_DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+// Looks at the lowest three of each four bits of the selector, in its lower half.
+ANTKV_DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    u32 word;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(a), "r"(b), "r"(selector));
+    return word;
+}
+// The same number, of which the compiler knows nothing more: what seldom runs and is computed from it keeps no registers.
+template <typename T>
+ANTKV_DEVICE T opaque(T x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 ANTKV_DEVICE void sync_block() { __syncthreads(); }
 ANTKV_DEVICE void sync_warp() { __syncwarp(); }
 ANTKV_DEVICE u32 ballot_warp(bool condition) { return __ballot_sync(0xffffffffu, condition); }

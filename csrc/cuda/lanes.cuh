@@ -12,7 +12,7 @@ constexpr int kSets = kQuads / 8;   // of V: quads per lane, for each of four to
 // Lane = 4 row + column, as in the operands of mma.m16n8k16: `row` is a token of K or a channel of V^T.
 struct Lane {
     int index, row, column;
-    ANTKV_DEVICE explicit Lane(int thread) : index(thread % kWarp), row(index / 4), column(index % 4) {}
+    ANTKV_DEVICE explicit Lane(u32 thread) : index((int)(thread % kWarp)), row(index / 4), column(index % 4) {}
 };
 
 // Four channels of a token.

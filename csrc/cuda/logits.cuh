@@ -11,12 +11,14 @@ ANTKV_DEVICE void turn(Quad& first, Quad& second, const u32 (&cosine)[2], const 
     second.high = fma_f16x2(a.high, sine[1], mul_f16x2(b.high, cosine[1]));
 }
 
-// A product of two K rows, 8 tokens apart, with all queries; columns of B are (query, order).
-ANTKV_DEVICE void add_key_quads(const Quad (&rows)[2], const uint2 (*query)[kQueryQuads], int quad, Lane lane,
-                                float (&logits)[kKeyGroups][4]) {
+// A product of two K rows, 8 tokens apart, with all queries; columns of B are (query, order). A column needs the channels
+// that the rows of its order have at this step.
+ANTKV_DEVICE void add_key_quads(const Tile& tile, const Quad (&rows)[2], const uint2 (*query)[kQueryQuads], int j,
+                                bool second, float (&logits)[kKeyGroups][4]) {
     for (int group = 0; group < kKeyGroups; ++group) {
-        const int q = group * kKeyColumns + lane.row / Tables::kOrders;
-        const uint2 b = query[q < kGroup ? q : kGroup - 1][quad];
+        const int q = group * kKeyColumns + tile.lane.row / Tables::kOrders;
+        const u8* row = (const u8*)query[q < kGroup ? q : kGroup - 1];
+        const uint2 b = *(const uint2*)(row + tile.tables.query_offset(tile.lane, j, second, is_turned(group)));
         const u32 a[4] = {rows[0].low, rows[1].low, rows[0].high, rows[1].high};
         mma_f16(logits[group], a, b.x, b.y);
     }
@@ -33,14 +35,13 @@ ANTKV_DEVICE Keys fetch_keys(const Tile& tile, int half) {
     return keys;
 }
 
-ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation, int half, const Keys& keys) {
+ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation, int half, const Keys& keys, Logits& own) {
     const Lane lane = tile.lane;
     const Tables& tables = tile.tables;
     const uint2(*query)[kQueryQuads] = tile.span.query[half];
     // An mma waits for the one before it in its sum: where there is one group alone, it has two sums.
     constexpr int kLast = kKeyGroups == 1;
     float logits[kLast + 1][kKeyGroups][4] = {};
-    const int order = lane.row % Tables::kOrders;
 #pragma unroll
     for (int j = 0; j < kPairs; j += Tables::kKeysAtOnce) {
         Tables::KeyLoad first[2], second[2];
@@ -54,30 +55,46 @@ ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation, int h
                 low[row] = Tables::key_operand(first[row], i), high[row] = Tables::key_operand(second[row], i);
                 turn(low[row], high[row], rotation.cosine[row][j + i], rotation.sine[row][j + i]);
             }
-            // A column of B needs the channels that the rows of its order have at this step.
-            add_key_quads(low, query, Tables::key_quad(lane.column, order, j + i, false), lane, logits[0]);
-            add_key_quads(high, query, Tables::key_quad(lane.column, order, j + i, true), lane, logits[kLast]);
+            add_key_quads(tile, low, query, j + i, false, logits[0]);
+            add_key_quads(tile, high, query, j + i, true, logits[kLast]);
         }
     }
-    // Of the columns of a query, one has the order of the row.
-    for (int i = 0; i < 2; ++i) {
-        const int column = lane.column * 2 + i;
-        if (column % Tables::kOrders != order) continue;
-        for (int group = 0; group < kKeyGroups; ++group) {
-            const int q = group * kKeyColumns + column / Tables::kOrders;
-            if (q >= kGroup) continue;
-            for (int row = 0; row < 2; ++row) {
-                float logit = logits[0][group][row * 2 + i];
-                if (kLast) logit += logits[kLast][group][row * 2 + i];
-                tile.logits()[q][half * 16 + row * 8 + lane.row] = logit;
+    if (kLast)
+        for (int i = 0; i < 4; ++i) logits[0][0][i] += logits[kLast][0][i];
+    for (int i = 0; i < kOwnQueries; ++i) {
+        const bool second = own_column(lane, i) % 2;
+        for (int row = 0; row < 2; ++row) {
+            float* to = &own.of[i][half * 2 + row];
+            for (int group = 0; group < kKeyGroups; ++group) {
+                const float(&x)[4] = logits[0][group];
+                if (group == 0 || group == own_group(lane, i)) *to = second ? x[row * 2 + 1] : x[row * 2];
             }
         }
     }
 }
 
+// Through shared memory, where other lanes correct them.
+ANTKV_DEVICE void put_logits(const Tile& tile, const Logits& logits) {
+    const Lane lane(opaque((u32)tile.lane.index));
+    for (int i = 0; i < kOwnQueries; ++i) {
+        const int q = own_query(lane, i);
+        const float(&x)[4] = logits.of[i];
+        if (q < kGroup) *(float4*)&tile.logits()[q][place_of(q, lane.row)] = {x[0], x[1], x[2], x[3]};
+    }
+}
+ANTKV_DEVICE void take_logits(const Tile& tile, Logits& logits) {
+    const Lane lane(opaque((u32)tile.lane.index));
+    for (int i = 0; i < kOwnQueries; ++i) {
+        const int q = own_query(lane, i);
+        if (q >= kGroup) continue;
+        const float4 x = *(const float4*)&tile.logits()[q][place_of(q, lane.row)];
+        logits.of[i][0] = x.x, logits.of[i][1] = x.y, logits.of[i][2] = x.z, logits.of[i][3] = x.w;
+    }
+}
+
 // own_row: of the lane's token, or null. half: of the tile.
 ANTKV_DEVICE void exact_logits(const Tile& tile, const u8* own_row, int half) {
-    const Lane lane = tile.lane;
+    const Lane lane(opaque((u32)tile.lane.index));
     const u8* rows[2];
     for (int i = 0; i < 2; ++i) rows[i] = (const u8*)from_lane((i64)own_row, half * 16 + i * 8 + lane.row);
     float logits[kExactGroups][4] = {};
@@ -97,7 +114,8 @@ ANTKV_DEVICE void exact_logits(const Tile& tile, const u8* own_row, int half) {
         for (int i = 0; i < 4; ++i) {
             const int q = group * 8 + lane.column * 2 + i % 2;
             if (q >= kGroup || !rows[i / 2]) continue;
-            tile.logits()[q][half * 16 + i / 2 * 8 + lane.row] = logits[group][i] * (tile.in.layer.scale * kLog2E);
+            const int place = place_of(q, half * 16 + i / 2 * 8 + lane.row);
+            tile.logits()[q][place] = logits[group][i] * (tile.in.layer.scale * kLog2E);
         }
     }
 }
@@ -105,7 +123,7 @@ ANTKV_DEVICE void exact_logits(const Tile& tile, const u8* own_row, int half) {
 // What 8 anchors add to logits: their rows are the upper ones of A, the queries as they are B. A lane has every fourth 8
 // channels of row `first` + its own. lanes: of `anchors`, the first of them.
 ANTKV_DEVICE void correct_logits(const Tile& tile, Anchors anchors, int lanes, int first, u32 exact) {
-    const Lane lane = tile.lane;
+    const Lane lane(opaque((u32)tile.lane.index));
     const int token = from_lane(anchors.at, lanes + lane.row);
     const bool hit = (anchors.hits >> (lanes + lane.row) & 1) && !(exact >> token & 1);
     const u8* row = anchor_page(tile) + tile.in.layer.k_anchors + (first + lane.row) * kHeadSize;
@@ -126,7 +144,7 @@ ANTKV_DEVICE void correct_logits(const Tile& tile, Anchors anchors, int lanes, i
     for (int group = 0; group < kExactGroups; ++group) {
         for (int i = 0; i < 2; ++i) {
             const int q = group * 8 + lane.column * 2 + i;
-            if (hit && q < kGroup) tile.logits()[q][token] += logits[group][i] * kFp8Unit;
+            if (hit && q < kGroup) tile.logits()[q][place_of(q, token)] += logits[group][i] * kFp8Unit;
         }
     }
 }

@@ -16,6 +16,35 @@ constexpr int kValueColumns = 8 / Tables::kSetColumns;  // and for V
 constexpr int kValueGroups = (kGroup + kValueColumns - 1) / kValueColumns;
 constexpr int kOwnSets = kSets / Tables::kSetColumns;   // sets of a part, neighbours, which are added up apart
 constexpr int kExactGroups = (kGroup + 7) / 8;
+
+// A lane's own queries: those whose logits mma leaves with it, in the columns that have the order of its rows. Of four
+// orders only half of the lanes have such columns; so in every second group orders are turned by two, for the other half.
+constexpr int kOwnQueries = Tables::kOrders == 1 ? 2 * kKeyGroups : (kGroup + 3) / 4;
+ANTKV_DEVICE constexpr bool is_turned(int group) { return Tables::kOrders == 4 && group % 2; }
+ANTKV_DEVICE int own_group(Lane lane, int own) {
+    if constexpr (Tables::kOrders == 1) return own / 2;
+    if constexpr (Tables::kOrders == 2) return own;
+    return own * 2 + (lane.column + lane.row / 2) % 2;
+}
+ANTKV_DEVICE int own_column(Lane lane, int own) {
+    return lane.column * 2 + (Tables::kOrders == 1 ? own : lane.row) % 2;
+}
+// Beyond the group where it fills no product.
+ANTKV_DEVICE int own_query(Lane lane, int own) {
+    return own_group(lane, own) * kKeyColumns + own_column(lane, own) / Tables::kOrders;
+}
+// The lane of row 0 that has a query, and which of its own it is.
+ANTKV_DEVICE int owner_of(int q) {
+    if constexpr (Tables::kOrders == 1) return q % 8 / 2;
+    return Tables::kOrders == 2 ? q % 4 : q % 2 * 2 + q / 2 % 2;
+}
+ANTKV_DEVICE constexpr int own_of(int q) { return Tables::kOrders == 1 ? q / 8 * 2 + q % 2 : q / 4; }
+// Lanes with the same queries are 8: in three steps, with the lane that differs in these bits, all of them meet.
+ANTKV_DEVICE constexpr int peer(int step) { return step == 1 ? Tables::kOrders == 4 ? 9 : 8 : 4 << step; }
+
+// Of a token in a query's row of logits or weights. The four tokens of a lane lie side by side, for what it computes and for
+// what it multiplies with V; lanes that write together, of other queries, do so in other banks.
+ANTKV_DEVICE int place_of(u32 q, u32 token) { return (int)((token % 8 ^ q * 2 % 8) * 4 + token / 8); }
 // Of a turned query's row, one of which nobody reads: queries that lanes read together lie in other banks.
 constexpr int kQueryQuads = kQuads + 1;
 constexpr float kLog2E = 1.4426950408889634f;
@@ -60,8 +89,9 @@ struct Span {
 };
 
 struct Weighing {
+    // Tokens at `place_of`.
     float logits[kWarps][kGroup][kTokens];
-    u16 weights[kWarps][2][kGroup][kTokens];  // [coded, exact], tokens in the order of mma's B
+    u16 weights[kWarps][2][kGroup][kTokens];  // [coded, exact]
 };
 struct Merging {
     float output[kWarps][kValueColumns][kHeadSize];
@@ -84,10 +114,15 @@ struct Rotation {
     u32 cosine[2][kPairs][2], sine[2][kPairs][2];  // [row of a half, 8 apart], float16 pairs of channels
 };
 
+// What a lane has of a tile's logits: of its own queries, tokens `row`, `row` + 8, `row` + 16 and `row` + 24.
+struct Logits {
+    float of[kOwnQueries][4];
+};
+
 // What a warp has added up.
 struct Sums {
     float output[kOwnSets][kValueGroups][2][4];
-    float maximum[kGroup], total[kGroup];  // `total` is of the lane's own tokens
+    float maximum[kOwnQueries], total[kOwnQueries];  // `total` is of the lane's own tokens
 };
 
 // What decoding is handed.
@@ -108,6 +143,7 @@ struct Tile {
     const Lane lane;
     const int warp;
     const int token, end, position;  // the first token; as in `Work`
+    const bool is_last;               // of the split's spans
 
     // Of K; those of V are `kCodeSection` behind.
     ANTKV_DEVICE const u8* codes() const {

@@ -15,8 +15,10 @@ ANTKV_DEVICE u32 load_codes(const u8* codes) {
     return *codes;
 }
 
-// `permute_bytes` selector: byte `index` of the codes above byte 0 of the column.
-ANTKV_DEVICE u32 code_selector(int index) { return 0x5504u | (u32)index << 4; }
+// Byte `index` of a word of codes above a column. The column lies in the upper half of the selector, at which
+// `permute_bytes` does not look: one register for both. Opaque where it is kept, lest the compiler take it apart again.
+ANTKV_DEVICE u32 look_up(u32 column, int index) { return column << 16 | 0x7706u | (u32)index << 4; }
+ANTKV_DEVICE u32 place_in_table(u32 codes, u32 look_up) { return permute_bytes(codes, look_up, look_up); }
 
 // See `Tables`. What a lane reads depends on codes for its row alone; the columns are worked out once.
 struct StagedTables {
@@ -36,8 +38,9 @@ struct StagedTables {
     static constexpr int kSetColumns = kSets;
 
     const u8* data;
-    u32 key_column[kPairs][2], key_selector[kPairs];
-    u32 value_column[kSets], value_selector[kSets], value_factor[kSets];
+    // Where head size 64 has too few pairs for all orders, the quads of a pair change places.
+    static constexpr bool kSwapped = kPairs == 2;
+    u32 key[kPairs][1 + kSwapped], value[kSets], value_factor[kSets];
     int key_code[2], value_code;  // where the lane's codes start in a row of codes
 
     ANTKV_DEVICE StagedTables(const Layer& layer, int head, Lane lane, u8* shared) : data(shared) {
@@ -48,16 +51,16 @@ struct StagedTables {
         sync_threads<kThreads>(1);
         const int order = lane.row % kOrders;
         for (int j = 0; j < kPairs; ++j) {
-            for (int second = 0; second < 2; ++second)
-                key_column[j][second] = key_quad(lane.column, order, j, second) * kQuadBytes;
-            key_selector[j] = code_selector(key_quad(lane.column, order, j, false) % kPairs * 4 / kSubVector);
+            for (int second = 0; second <= kSwapped; ++second) {
+                const int quad = key_quad(lane.column, order, j, second);
+                key[j][second] = opaque(look_up(quad * kQuadBytes, quad % kPairs * 4 / kSubVector));
+            }
         }
         for (int second = 0; second < 2; ++second)
             key_code[second] = lane.column * kKeyCodes + (takes_upper(order, second) ? kSubVectors / 2 : 0);
         for (int i = 0; i < kSets; ++i) {
             const int set = value_set(lane.column, i), quad = value_quad(lane.row, set);
-            value_column[i] = quad * kQuadBytes + kValueColumn;
-            value_selector[i] = code_selector(set * 4 / kSubVector);
+            value[i] = opaque(look_up(quad * kQuadBytes + kValueColumn, set * 4 / kSubVector));
             if constexpr (kFp8) {
                 const float scale = layer.v_scales[head * kSubVectors + quad * 4 / kSubVector] * kFp8Unit;
                 value_factor[i] = pack_f16(scale, scale);
@@ -68,7 +71,7 @@ struct StagedTables {
 
     // Of the lanes that are served together, no two read the same columns.
     ANTKV_DEVICE static int key_quad(int column, int order, int j, bool second) {
-        int turn = kPairs == 4 ? (j + order) % 4 : j ^ (order & 1);
+        int turn = kPairs == 4 ? j ^ order : j ^ (order & 1);
         if (kWide) turn = kPairs == 4 ? j ^ 2 * order : j;
         return kPairs * column + turn + (takes_upper(order, second) ? kQuads / 2 : 0);
     }
@@ -103,18 +106,25 @@ struct StagedTables {
     ANTKV_DEVICE ValueRow fetch_value(const u8* row) const { return load_codes<kValueCodes>(row + value_code); }
     ANTKV_DEVICE KeyLoad load_keys(KeyRow codes, int j, bool second) const {
         if constexpr (kWide) {
-            const u32 at = permute_bytes(codes.words[second], key_column[j][second], key_selector[j]);
-            const uint4 words = *(const uint4*)(data + at);
+            const uint4 words = *(const uint4*)(key_at(codes, j, second));
             KeyLoad load;
             load.quads[0] = {words.x, words.y};
             load.quads[kKeysAtOnce - 1] = {words.z, words.w};
             return load;
         } else {
-            return {load_quad(data, codes.words[second], key_column[j][second], key_selector[j])};
+            return {load_quad(key_at(codes, j, second))};
         }
     }
+    ANTKV_DEVICE int query_offset(Lane, int j, bool second, bool turned) const {
+        const u32 own = kSwapped ? key[j][second != turned] : key[turned ? j ^ 2 : j][0];
+        return (own >> 16) * (8 / kQuadBytes) + (second && !kSwapped ? kQuads / 2 * 8 : 0);
+    }
+    ANTKV_DEVICE const u8* key_at(KeyRow codes, int j, bool second) const {
+        const u8* table = data + (second && !kSwapped ? kQuads / 2 * kQuadBytes : 0);
+        return table + place_in_table(codes.words[second], key[j][second && kSwapped]);
+    }
     ANTKV_DEVICE ValueLoad load_values(ValueRow codes, int turn) const {
-        Quad quad = load_quad(data + kValueTable, codes, value_column[turn], value_selector[turn]);
+        Quad quad = load_quad(data + kValueTable + place_in_table(codes, value[turn]));
         if constexpr (kFp8) {
             quad.low = mul_f16x2(quad.low, value_factor[turn]);
             quad.high = mul_f16x2(quad.high, value_factor[turn]);
@@ -127,8 +137,7 @@ struct StagedTables {
         transpose({loads[0].quads[i], loads[1].quads[i], loads[2].quads[i], loads[3].quads[i]}, a);
     }
 
-    ANTKV_DEVICE static Quad load_quad(const u8* table, u32 codes, u32 column, u32 selector) {
-        const u8* at = table + permute_bytes(codes, column, selector);
+    ANTKV_DEVICE static Quad load_quad(const u8* at) {
         if constexpr (kFp8) {
             return widen_e4m3(*(const u32*)at);
         } else {

@@ -10,6 +10,8 @@
 //   kOrders                   orders in which rows of K take their pairs: mma's B has a column per (query, order)
 //   kSetColumns               parts of the sets of V: mma's B has a column per (query, part); lanes may read sets of any
 //   key_quad(column, order, j, second)    quad of K that a lane has first (or second, its rotary partner) in pair `j`
+//   query_offset(lane, j, second, turned) bytes to the channels of a query that the lane's column of B needs then; `turned`:
+//                                         its order is two further
 //   value_set(column, turn), value_quad(row, set)    the set that a lane reads in its turn, the quad of V that it is
 //   key_scale(layer, head, quad)          of what load_keys brings; partners share it
 //   value_scale(layer, head), value_unit  of what load_values brings, and of the sums of V with it; its inverse

@@ -4,16 +4,21 @@
 #include "rows.cuh"
 
 // Move the maxima up to the logits of this tile.
-ANTKV_DEVICE void raise_maxima(const float (&logits)[kGroup], Lane lane, Sums& sums) {
-    float factors[kGroup], largest[kGroup];
-    for (int q = 0; q < kGroup; ++q) largest[q] = logits[q];
-    largest_of_warp(largest);
-    for (int q = 0; q < kGroup; ++q) {
-        const float maximum = fmaxf(sums.maximum[q], largest[q]);
-        factors[q] = exp2_fast(sums.maximum[q] - maximum);
-        sums.maximum[q] = maximum;
-        sums.total[q] *= factors[q];
+ANTKV_DEVICE void raise_maxima(const Logits& logits, Lane lane, Sums& sums) {
+    float own[kOwnQueries], factors[kGroup];
+    for (int i = 0; i < kOwnQueries; ++i) {
+        const float(&x)[4] = logits.of[i];
+        own[i] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
     }
+    for (int step = 0; step < 3; ++step)
+        for (int i = 0; i < kOwnQueries; ++i) own[i] = fmaxf(own[i], from_lane_xor(own[i], peer(step)));
+    for (int i = 0; i < kOwnQueries; ++i) {
+        const float maximum = fmaxf(sums.maximum[i], own[i]);
+        own[i] = exp2_fast(sums.maximum[i] - maximum);
+        sums.maximum[i] = maximum;
+        sums.total[i] *= own[i];
+    }
+    for (int q = 0; q < kGroup; ++q) factors[q] = from_lane(own[own_of(q)], owner_of(q));
 #pragma unroll
     for (int group = 0; group < kValueGroups; ++group) {
 #pragma unroll
@@ -31,31 +36,45 @@ ANTKV_DEVICE void raise_maxima(const float (&logits)[kGroup], Lane lane, Sums& s
     }
 }
 
-// A lane of mma's B has tokens c, c + 4, c + 8 and c + 12 of a tile: their weights lie side by side.
-ANTKV_DEVICE int weight_place(int token) { return token / 16 * 16 + token % 4 * 4 + token / 4 % 4; }
-
 // exact: tokens whose rows take the place of their codes.
-ANTKV_DEVICE void write_weights(const Tile& tile, u32 exact, Sums& sums) {
+ANTKV_DEVICE void write_weights(const Tile& tile, u32 exact, Logits& logits, Sums& sums) {
     const Lane lane = tile.lane;
-    const bool visible = tile.token + lane.index < tile.end, own_exact = exact >> lane.index & 1;
-    float logits[kGroup];
-    bool above = false;
-    for (int q = 0; q < kGroup; ++q) {
-        logits[q] = visible ? tile.logits()[q][lane.index] : -ANTKV_INFINITY;
-        above |= logits[q] > sums.maximum[q] + kSlack;
+    const int left = tile.end - tile.token - lane.row;  // tokens up to the end, from the lane's first on
+    if (tile.end - tile.token < kTokens) {
+        for (int k = 0; k < 4; ++k)
+            for (int i = 0; i < kOwnQueries; ++i)
+                if (8 * k >= left) logits.of[i][k] = -ANTKV_INFINITY;
     }
+    bool above = false;
+    for (int i = 0; i < kOwnQueries; ++i)
+        for (int k = 0; k < 4; ++k) above |= logits.of[i][k] > sums.maximum[i] + kSlack;
     if (ballot_warp(above)) raise_maxima(logits, lane, sums);
-    const int at = weight_place(lane.index);
-    for (int q = 0; q < kGroup; ++q) {
-        const float weight = exp2_fast(logits[q] - sums.maximum[q]);
-        sums.total[q] += weight;
-        tile.weights(0)[q][at] = (u16)pack_f16(own_exact ? 0 : weight, 0);
-        if (exact) tile.weights(1)[q][at] = (u16)pack(own_exact ? weight * tile.tables.value_unit : 0, 0);
+    for (int i = 0; i < kOwnQueries; ++i) {
+        float weights[4];
+        for (int k = 0; k < 4; ++k) {
+            weights[k] = exp2_fast(logits.of[i][k] - sums.maximum[i]);
+            sums.total[i] += weights[k];
+        }
+        const int q = own_query(lane, i), place = place_of(q, lane.row);
+        if (q >= kGroup) continue;
+        if (exact) {
+            float rows[4];
+            for (int k = 0; k < 4; ++k) {
+                const bool is_exact = exact >> (lane.row + 8 * k) & 1;
+                rows[k] = is_exact ? weights[k] * tile.tables.value_unit : 0;
+                if (is_exact) weights[k] = 0;
+            }
+            *(uint2*)&tile.weights(1)[q][place] = {pack(rows[0], rows[1]), pack(rows[2], rows[3])};
+        }
+        *(uint2*)&tile.weights(0)[q][place] = {pack_f16(weights[0], weights[1]), pack_f16(weights[2], weights[3])};
     }
 }
 
-// Adds the values of a set of channels of 16 tokens: A is those of the lane's tokens c, c + 4, c + 8, c + 12, of the set
-// that its columns hold.
+// V's halves of a tile: `half` * 4 to `half` * 4 + 3 of each 8 tokens, of which a lane has one each.
+ANTKV_DEVICE int value_token(int half, Lane lane, int i) { return half * 4 + lane.column + i * 8; }
+ANTKV_DEVICE u32 value_tokens(int half) { return 0x0f0f0f0fu << half * 4; }
+
+// Adds the values of a set of channels of 16 tokens: A is those of the lane's four tokens, of the set that its columns hold.
 template <bool kBrain>
 ANTKV_DEVICE void add_values(const u32 (&a)[2][4], const uint2 (&weights)[kValueGroups], int set, Lane lane, Sums& sums) {
     // Columns of B are (query, part): a lane's weights count where its column is of the part that its tokens have in A.
@@ -72,7 +91,7 @@ ANTKV_DEVICE void load_weights(const Tile& tile, int kind, int half, uint2 (&wei
     for (int group = 0; group < kValueGroups; ++group) {
         const int q = group * kValueColumns + tile.lane.row / Tables::kSetColumns;
         const u16* row = tile.weights(kind)[q < kGroup ? q : kGroup - 1];
-        weights[group] = *(const uint2*)(row + half * 16 + tile.lane.column * 4);
+        weights[group] = *(const uint2*)(row + place_of(q, value_token(half, tile.lane, 0)));
     }
 }
 
@@ -84,7 +103,7 @@ ANTKV_DEVICE Values fetch_values(const Tile& tile, int half) {
     const u8* codes = tile.codes() + kCodeSection;
     Values values;
     for (int i = 0; i < 4; ++i)
-        values.tokens[i] = tile.tables.fetch_value(codes + (half * 16 + tile.lane.column + 4 * i) * kCodeBytes);
+        values.tokens[i] = tile.tables.fetch_value(codes + value_token(half, tile.lane, i) * kCodeBytes);
     return values;
 }
 
@@ -106,11 +125,11 @@ ANTKV_DEVICE void coded_values(const Tile& tile, int half, const Values& values,
 
 // own_row: of the lane's token, or null.
 ANTKV_DEVICE void exact_values(const Tile& tile, const u8* own_row, int half, Sums& sums) {
-    const Lane lane = tile.lane;
+    const Lane lane(opaque((u32)tile.lane.index));
     uint2 weights[kValueGroups];
     load_weights(tile, 1, half, weights);
     const u8* rows[4];
-    for (int i = 0; i < 4; ++i) rows[i] = (const u8*)from_lane((i64)own_row, half * 16 + lane.column + 4 * i);
+    for (int i = 0; i < 4; ++i) rows[i] = (const u8*)from_lane((i64)own_row, value_token(half, lane, i));
 #pragma unroll
     for (int set = 0; set < kSets; set += 2) {
         Quad first[4], second[4];
@@ -135,12 +154,11 @@ ANTKV_DEVICE void widen_correction(u32 word, float (&channels)[4]) {
 
 // What an anchor adds to the sums of the channels that a lane has. Both columns of a lane are of the same query.
 ANTKV_DEVICE void correct_values(const Tile& tile, const u8* row, int token, Sums& sums) {
-    const Lane lane = tile.lane;
-    const int place = weight_place(token);
+    const Lane lane(opaque((u32)tile.lane.index));
     float weights[kValueGroups];
     for (int group = 0; group < kValueGroups; ++group) {
         const int q = group * kValueColumns + lane.column * 2 / Tables::kSetColumns;
-        const u16 weight = tile.weights(0)[kGroup % kValueColumns && q >= kGroup ? kGroup - 1 : q][place];
+        const u16 weight = tile.weights(0)[q < kGroup ? q : kGroup - 1][place_of(q, token)];
         weights[group] = f16_to_float(weight) * (kFp8Unit * tile.tables.value_unit);
     }
     // Two neighbouring quads at a time: a set of each column, or both sets of one.

@@ -12,8 +12,8 @@ from scripts.sm_model.constants import Constants
 from scripts.sm_model.decode import TILE, Run, Work, per_tile, run
 from vllm_antkv.config import AntKVConfig
 
-#: Tables in shared memory, in L2, and in both: K's in that of a cluster.
-PRESETS = ("antkv-1bit", "antkv-0.375bit", "antkv-0.75bit")
+#: Tables in shared memory, read 16 and 8 bytes at a time, in L2, and in both: K's in that of a cluster.
+PRESETS = ("antkv-1bit", "antkv-2bit", "antkv-0.375bit", "antkv-0.75bit")
 #: Tokens: the second run has so many tiles more.
 LENGTHS = (256, 512)
 

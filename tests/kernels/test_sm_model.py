@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -61,8 +62,19 @@ def test_look_ups_in_shared_memory_wait_for_no_bank():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_queries_that_are_read_together_lie_in_other_banks(preset):
     lines = (SOURCES / "logits.cuh").read_text().splitlines()
-    (read,) = (number for number, line in enumerate(lines, 1) if "const uint2 b = query[" in line)
+    (read,) = (number for number, line in enumerate(lines, 1) if "const uint2 b = " in line)
     assert runs_of(preset)[1].report.conflicts["logits.cuh", read] == 0
+
+
+@needs_compiler
+@pytest.mark.parametrize("preset", PRESETS[:2])
+def test_logits_and_weights_that_are_moved_together_lie_in_other_banks(preset):
+    conflicts = runs_of(preset)[1].report.conflicts
+    for file in ("logits.cuh", "values.cuh"):
+        lines = enumerate((SOURCES / file).read_text().splitlines(), 1)
+        moves = [number for number, line in lines if re.search(r"\*\)&tile\.(logits|weights)\(", line)]
+        assert len(moves) == 2
+        assert [conflicts.get((file, number)) for number in moves] == [0, 0]
 
 
 @needs_compiler

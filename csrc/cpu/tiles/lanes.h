@@ -89,6 +89,14 @@ inline BitLanes to_bfloat16(Lanes low, Lanes high) {
 #endif
 }
 
+// 32 bfloat16 numbers, one in the lower half of every lane.
+inline void widen(BitLanes numbers, BitLanes (&lanes)[2]) {
+    typedef uint16_t Row __attribute__((vector_size(2 * kLanes)));
+    Row rows[2];
+    std::memcpy(rows, &numbers, sizeof rows);
+    for (int i = 0; i < 2; ++i) lanes[i] = __builtin_convertvector(rows[i], BitLanes);
+}
+
 // Transposed in place: lane i of row j becomes lane j of row i.
 inline void transpose(Lanes (&rows)[kLanes]) {
 #if defined(__AVX512F__)
@@ -99,6 +107,12 @@ inline void transpose(Lanes (&rows)[kLanes]) {
         for (int j = 0; j < kLanes; ++j) columns[j][i] = rows[i][j];
     for (int i = 0; i < kLanes; ++i) rows[i] = load_lanes(columns[i]);
 #endif
+}
+
+// Lanes of `a` and `b` in turns, those of a first: 0 .. 8 of both, and 8 .. 16.
+inline void interleave(Lanes a, Lanes b, Lanes& low, Lanes& high) {
+    low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    high = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
 // Row i gets lanes i, i + kCount, ... of the rows in turn.

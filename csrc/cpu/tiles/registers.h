@@ -160,12 +160,16 @@ struct RegisterTiles {
 
         // Weights of kKeys tokens. weights: `stride` floats from head to head.
         static void pack(const float* weights, int stride, int num_heads, BFloat* to) {
-            for (int first = 0; first < kKeys; first += kTileRows) {
-                for (int h = 0; h < kHeads; ++h, to += 2 * kTileDepth) {
-                    BitLanes weight = {};
-                    if (h < num_heads) weight = round_to_bfloat16(load_lanes(weights + (int64_t)h * stride + first));
-                    store_pairs(to, weight >> 16);
-                    store_pairs(to + kTileDepth, weight);
+            for (int h = 0; h < kHeads; ++h, to += 2 * kTileDepth) {
+                BitLanes weight[2] = {};
+                if (h < num_heads) {
+                    const float* row = weights + (int64_t)h * stride;
+                    widen(to_bfloat16(load_lanes(row), load_lanes(row + kLanes)), weight);
+                }
+                for (int i = 0; i < 2; ++i) {
+                    BFloat* rows = to + i * 2 * kHeads * kTileDepth;
+                    store_pairs(rows, weight[i]);
+                    store_pairs(rows + kTileDepth, weight[i] << 16);
                 }
             }
         }
@@ -197,7 +201,14 @@ struct RegisterTiles {
             Registers::template store<1>(sums[1], sizeof(Lanes));
             for (int h = 0; h < num_heads; ++h) {
                 float* to = out + (int64_t)h * stride;
-                for (int c = 0; c < size; ++c) to[c] += sums[c / kTileDepth][2 * h + c % 2][c % kTileDepth / 2];
+                for (int c = 0; c < size; c += kTileDepth, to += kTileDepth) {
+                    const auto& rows = sums[c / kTileDepth];
+                    Lanes low, high;
+                    interleave(load_lanes(rows[2 * h]), load_lanes(rows[2 * h + 1]), low, high);
+                    store_lanes(to, load_lanes(to) + low);
+                    // Heads have channels in whole times 16.
+                    if (c + kLanes < size) store_lanes(to + kLanes, load_lanes(to + kLanes) + high);
+                }
             }
         }
 

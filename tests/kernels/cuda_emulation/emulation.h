@@ -178,6 +178,10 @@ ANTKV_MACHINE u32 ballot_warp(bool condition) {
     for (int lane = 0; lane < 32; ++lane) mask |= (u32)emulation::read<bool>(shown[lane]) << lane;
     return mask;
 }
+template <typename T>
+T opaque(T x) {
+    return x;
+}
 inline int first_bit(u32 mask) { return __builtin_ctz(mask); }
 
 #include "barriers.h"
