@@ -119,10 +119,14 @@ def _start(problem: Problem, rng: np.random.Generator) -> np.ndarray:
     num_points = min(len(problem.points), SEEDING_POINTS * problem.num_centroids)
     chances = problem.weights.astype(np.float64)
     chosen = rng.choice(len(problem.points), num_points, replace=False, p=chances / chances.sum())
+    # Of float32 it would make float64, in pieces, for every centroid anew.
     start, _ = kmeans_plusplus(
-        problem.points[chosen], problem.num_centroids, random_state=int(rng.integers(2**31)), n_local_trials=1
+        problem.points[chosen].astype(np.float64),
+        problem.num_centroids,
+        random_state=int(rng.integers(2**31)),
+        n_local_trials=1,
     )
-    return start
+    return start.astype(np.float32)
 
 
 def _thinned(problem: Problem, rng: np.random.Generator) -> Problem:
