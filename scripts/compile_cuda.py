@@ -103,11 +103,15 @@ def nvcc() -> str | None:
 
 
 def compiled(source: Path, *options: str) -> tuple[Path, str]:
-    """The machine code of a CUDA source, and what nvcc said; both are kept under the hash of what they are made of.
+    """The machine code of a CUDA source with its lines, and what nvcc said of its resources.
+
+    Both are kept under the hash of what they are made of.
 
     Raises SystemExit, with what nvcc said, where it failed.
     """
-    command = [nvcc() or "nvcc", "-cubin", "-std=c++17", f"-I{SOURCES}", *options, str(source)]
+    # All that anybody asks for, so that who asks for lines takes what was compiled for the resources.
+    asked = ("-lineinfo", "-Xptxas", "-v")
+    command = [nvcc() or "nvcc", "-cubin", "-std=c++17", f"-I{SOURCES}", *asked, *options, str(source)]
     made_of = [
         repr(command).encode(),
         _compiler(),
@@ -138,7 +142,7 @@ def _compiler() -> bytes:
 def compile_source(source: str, build: Build, architecture: str) -> dict[str, Resources]:
     """The kernels of csrc/cuda/<source>.cu."""
     definitions = [f"-D{name}={value}" for name, value in build.definitions.items()]
-    _, said = compiled(SOURCES / f"{source}.cu", f"-arch=sm_{architecture}", "-Xptxas", "-v", *definitions)
+    _, said = compiled(SOURCES / f"{source}.cu", f"-arch=sm_{architecture}", *definitions)
     if "warning" in said:
         raise SystemExit(said)
     shared = {"decode": build.decode_shared_bytes, "encode_store": build.encode_shared_bytes}

@@ -26,7 +26,7 @@ def nvdisasm() -> Path:
 @cache
 def functions(source: Path, *options: str) -> dict[str, Function]:
     """The kernels of a CUDA source in machine code, by name. options: of nvcc."""
-    code, _ = compiled(source, "-lineinfo", *options)
+    code, _ = compiled(source, *options)
     command = [str(nvdisasm()), "-c", "-hex", "-g", str(code)]
     return parse(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
