@@ -27,7 +27,7 @@ from vllm_antkv.ops import cpu
 
 _OPERATIONS = ("encode_store", "anchor_score", "attend")
 _TILES = re.compile(r"tile|tdp|ldtilecfg|sttilecfg")
-#: Cycles of the unit for products of tiles for one of 16 rows (Intel's optimization manual).
+#: Cycles of the unit for products of tiles for one of 16 rows: assumed.
 _CYCLES_OF_PRODUCT = 16
 #: What llvm-mca 19 has wrong, by processor: instructions, and what has the ports and the latency that they have. On
 #: Sapphire Rapids two units take products of 64 bytes where LLVM knows one (as OSACA's measured model has it),
