@@ -23,12 +23,13 @@ ANTKV_DEVICE void correct_all_logits(const Tile& tile, Anchors anchors, u32 exac
     }
 }
 
-ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, Sums& sums) {
+ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exact, Sums& sums) {
     for (int first = 0;;) {
         const u8* rows = anchor_page(tile) + tile.in.layer.v_anchors + first * kHeadSize;
         for (u32 left = anchors.hits >> kAnchorsAtOnce; left; left &= left - 1) {
             const int row = first_bit(left), token = from_lane(anchors.at, kAnchorsAtOnce + row);
-            correct_values(tile, rows + row * kHeadSize, token, sums);
+            // Exact tokens have no weight here. Without this test the compiler spills where tables are in L2.
+            if (kCentroids == 256 || !(exact >> token & 1)) correct_values(tile, rows + row * kHeadSize, token, sums);
         }
         if (kStagesAnchors) return;
         first += kAnchorsAtOnce;
@@ -70,7 +71,7 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
     write_weights(tile, values_kept, logits, sums);
     sync_warp();
     stamps.mark(Phase::kKeptValues);
-    if (anchors.of_values()) correct_all_values(tile, anchors, sums);
+    if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
     stamps.mark(Phase::kValues);
     coded_values(tile, 0, first_values, sums);
     coded_values(tile, 1, second_values, sums);
