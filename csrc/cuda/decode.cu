@@ -28,7 +28,8 @@ ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exac
         const u8* rows = anchor_page(tile) + tile.in.layer.v_anchors + first * kHeadSize;
         for (u32 left = anchors.hits >> kAnchorsAtOnce; left; left &= left - 1) {
             const int row = first_bit(left), token = from_lane(anchors.at, kAnchorsAtOnce + row);
-            if (!(exact >> token & 1)) correct_values(tile, rows + row * kHeadSize, token, sums);
+            // Exact tokens have no weight here. Without this test the compiler spills where tables are in L2.
+            if (kCentroids == 256 || !(exact >> token & 1)) correct_values(tile, rows + row * kHeadSize, token, sums);
         }
         if (kStagesAnchors) return;
         first += kAnchorsAtOnce;

@@ -41,14 +41,14 @@ class Cycles:
 
 
 #: What the CUDA kernels take, as a model of a multiprocessor predicts (docs/kernels-cuda.md), where what a split takes
-#: is a small difference of long runs, at 0.75 bit below zero. For 4 bits Triton's instructions for tokens alone, as if
-#: one were issued in every cycle.
+#: is a small difference of long runs. For 4 bits Triton's instructions for tokens alone, as if one were issued in every
+#: cycle.
 PREDICTED_CYCLES = {
     "antkv-4bit": Cycles(20.0),
-    "antkv-2bit": Cycles(11.2, 10641, 3690),
-    "antkv-1bit": Cycles(9.7, 8717, 3492),
-    "antkv-0.75bit": Cycles(12.4, 10632, -690),
-    "antkv-0.375bit": Cycles(11.4, 9955, 6889),
+    "antkv-2bit": Cycles(10.3, 12559, 3300),
+    "antkv-1bit": Cycles(9.2, 8830, 4313),
+    "antkv-0.75bit": Cycles(12.7, 9969, 4158),
+    "antkv-0.375bit": Cycles(11.1, 9462, 6556),
 }
 
 
