@@ -24,30 +24,30 @@ class Split {
     // Tokens begin .. end, from the first of a VQ block on; the first `hidden` are before the query's window.
     Split(const Sequence& sequence, antkv_rows query, antkv_rows key, antkv_rows value, int begin, int end, int hidden,
           float* logits)
-        : sequence_(sequence), layer_(sequence.layer), query_(query), key_(key), value_(value),
-          group_(num_queries_per_kv(sequence.layer)), size_(sequence.layer.head_size), begin_(begin),
-          count_(end - begin), hidden_(hidden), own_block_((sequence.end - 1) / kBlockSize), logits_(logits) {
+        : sequence_(sequence), layer_(sequence.layer), query_(query), group_(num_queries_per_kv(sequence.layer)),
+          size_(sequence.layer.head_size), begin_(begin), count_(end - begin), hidden_(hidden),
+          own_block_((sequence.end - 1) / kBlockSize), logits_(logits) {
         sequence.seen_through_codes(sequence.end - 1, begin, count_, coded_);
         // Their rows in full precision may be gone.
         std::fill_n(coded_, hidden_, true);
         for (const bool* at = coded_; (at = (const bool*)std::memchr(at, 0, coded_ + count_ - at)); ++at)
             exact_[num_exact_++] = at - coded_;
+        find_exact(key, value);
     }
 
     // Writes the unnormalised output (group, head_size), and the maximum and the sum (group) it is relative to.
     void run(const float* queries, float* output, float* max, float* total) {
         alignas(64) float of_codes[kMaxGroup * kMaxHead];
         std::copy_n(queries, group_ * size_, of_codes);
-        prefetch_exact();
         for (int h = 0; h < group_; ++h) to_code_order(layer_, of_codes + h * size_);
         const int position = sequence_.first_of_run(begin_, count_);
         if (position < 0 || !logits_in_16_bits(of_codes, position))
             for (int first = 0; first < count_; first += kBlockSize) coded_logits(of_codes, first);
         anchor_logits(queries);
-        exact_logits(queries);
+        if (num_exact_) exact_logits(queries);
         softmax(max, total);
         std::fill_n(output, group_ * size_, 0.0f);
-        exact_values(output);
+        if (num_exact_) exact_values(output);
         anchor_values(output);
         if (values_by_tiles(output)) return;
         if (by_code())
@@ -95,16 +95,22 @@ class Split {
         for (; anchors <= end; anchors += 64) __builtin_prefetch(anchors);
     }
 
-    // Rows in full precision are read last.
-    void prefetch_exact() const {
-        const int bytes = size_ * element_size(layer_);
+    // Where rows in full precision are. They are read last, and asked for here.
+    void find_exact(antkv_rows key, antkv_rows value) {
+        // Tiles take rows in multiples of kKeys. Zeros, as a weight of 0 times what is not a number is none either.
+        alignas(64) static constexpr BFloat kNothing[kMaxHead] = {};
+        const int bytes = size_ * element_size(layer_), padded = (num_exact_ + kKeys - 1) / kKeys * kKeys;
         for (int i = 0; i < num_exact_; ++i) {
-            for (const bool of_values : {false, true}) {
-                const antkv_rows in_hand = of_values ? value_ : key_;
-                const auto* row = (const uint8_t*)sequence_.exact_row(in_hand, of_values, begin_ + exact_[i]);
-                for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+            const auto rows = sequence_.exact_rows(key, value, begin_ + exact_[i]);
+            exact_keys_[i] = (const BFloat*)rows.key;
+            exact_values_[i] = (const BFloat*)rows.value;
+            for (int at = 0; at < bytes; at += 64) {
+                __builtin_prefetch(rows.key + at);
+                __builtin_prefetch(rows.value + at);
             }
         }
+        std::fill(exact_keys_ + num_exact_, exact_keys_ + padded, kNothing);
+        std::fill(exact_values_ + num_exact_, exact_values_ + padded, kNothing);
     }
 
     // Logits of all coded tokens, whose K turns by `position` and one more each; the queries are in the order of codes. False
@@ -196,58 +202,51 @@ class Split {
         });
     }
     void exact_logits(const float* queries) {
-        if (exact_rows_in_bfloat16()) return exact_logits_in_bfloat16();
+        if (exact_rows_in_tiles()) return exact_logits_in_tiles();
         alignas(64) float rows[kTile * kMaxHead];
         for (int first = 0; first < num_exact_; first += kTile) {
             const int count = std::min(kTile, num_exact_ - first);
-            widen_exact(key_, false, exact_ + first, count, rows);
+            widen_exact(false, first, count, rows);
             for_products(queries, rows, exact_ + first, count, [](float& logit, float product) { logit = product; });
         }
     }
-    // Whether rows in full precision are multiplied as they lie: half as many products as in float32, and no conversions.
-    bool exact_rows_in_bfloat16() const {
-        return layer_.tiles == ANTKV_AVX512_BF16 && layer_.dtype == ANTKV_BFLOAT16 && size_ % kTileDepth == 0;
+    // Whether rows in full precision are multiplied as they are: half as many products as in float32 or fewer, and no
+    // conversions.
+    bool exact_rows_in_tiles() const {
+        return layer_.tiles && layer_.dtype == ANTKV_BFLOAT16 && size_ % kTileDepth == 0;
     }
-    void exact_logits_in_bfloat16() {
+    void exact_logits_in_tiles() {
         const auto* queries = (const BFloat*)row_of(layer_, query_, sequence_.first, sequence_.head * group_);
-        const BFloat* rows[kSplit];
-        list_exact(key_, false, rows);
-        for_bfloat16([&](auto tiles) {
-            for_heads(group_, [&](auto heads, int h) {
-                alignas(64) float products[heads * kTile];
-                for (int first = 0; first < num_exact_; first += kTile) {
-                    const int count = std::min(kTile, num_exact_ - first);
-                    decltype(tiles)::template dot_rows<heads>(queries + h * size_, rows + first, size_, count, products, kTile);
-                    for (int i = 0; i < heads; ++i)
-                        for (int t = 0; t < count; ++t)
-                            logits_[(h + i) * kSplit + exact_[first + t]] = products[i * kTile + t];
-                }
-            });
+        with_tiles(layer_, [&](auto tiles) {
+            const auto put = [&](int h, int first, Lanes products) {
+                float* to = logits_ + h * kSplit;
+                if (are_neighbours(first)) return store_lanes(to + exact_[first], products);
+                for (int t = first; t < std::min(first + kLanes, num_exact_); ++t) to[exact_[t]] = products[t - first];
+            };
+            decltype(tiles)::dot_rows(group_, queries, exact_keys_, size_, num_exact_, put);
         });
     }
-    void exact_values_in_bfloat16(float* output) {
+    // Whether kLanes tokens from one of `exact_` on stand side by side.
+    bool are_neighbours(int first) const {
+        const int last = first + kLanes - 1;
+        return last < num_exact_ && exact_[last] - exact_[first] == last - first;
+    }
+    void exact_values_in_tiles(float* output) {
         alignas(64) float weights[8 * kSplit];
-        const BFloat* rows[kSplit];
-        list_exact(value_, true, rows);
         const int padded = (num_exact_ + kKeys - 1) / kKeys * kKeys;
-        std::fill(rows + num_exact_, rows + padded, rows[0]);
-        for_bfloat16([&](auto tiles) {
+        with_tiles(layer_, [&](auto tiles) {
             for_tile_heads<8>(group_, [&](auto heads, int h, int num_heads) {
                 using Values = typename decltype(tiles)::template Values<heads>;
                 Values sums;
-                BFloat packed[Values::kWeightElements];
-                for (int i = 0; i < num_heads; ++i) {
-                    float *to = weights + i * kSplit, *from = logits_ + (h + i) * kSplit;
-                    for (int t = 0; t < num_exact_; ++t) to[t] = std::exchange(from[exact_[t]], 0.0f);
-                    std::fill(to + num_exact_, to + padded, 0.0f);
-                }
+                alignas(64) BFloat packed[Values::kWeightElements];
+                for (int i = 0; i < num_heads; ++i) take_exact(logits_ + (h + i) * kSplit, padded, weights + i * kSplit);
                 for (int c = 0; c < size_; c += kValues) {
                     const int num_channels = std::min(kValues, size_ - c);
                     sums.clear();
-                    for (int first = 0; first < num_exact_; first += kKeys) {
+                    for (int first = 0; first < padded; first += kKeys) {
                         Values::pack(weights + first, kSplit, num_heads, packed);
                         const auto row = [&](int t, int half) {
-                            return _mm512_loadu_si512(rows[first + t] + c + half * kTileDepth);
+                            return load_pairs(exact_values_[first + t] + c + half * kTileDepth);
                         };
                         sums.add_rows(row, num_channels / kTileDepth, packed);
                     }
@@ -256,20 +255,20 @@ class Split {
             });
         });
     }
-    // Calls `use` with the tiles that have instructions for that.
-    template <typename Use>
-    void for_bfloat16(Use use) {
-        with_tiles(layer_, [&](auto tiles) {
-            if constexpr (!decltype(tiles)::kCheap) use(tiles);
-        });
+    // A head's weights of rows in full precision, which its codes then do not have.
+    void take_exact(float* from, int padded, float* to) const {
+        for (int first = 0; first < padded; first += kLanes) {
+            if (are_neighbours(first)) {
+                store_lanes(to + first, load_lanes(from + exact_[first]));
+                store_lanes(from + exact_[first], Lanes{});
+                continue;
+            }
+            for (int t = first; t < first + kLanes; ++t) to[t] = t < num_exact_ ? std::exchange(from[exact_[t]], 0.0f) : 0;
+        }
     }
-    void list_exact(antkv_rows in_hand, bool of_values, const BFloat** rows) const {
-        for (int i = 0; i < num_exact_; ++i)
-            rows[i] = (const BFloat*)sequence_.exact_row(in_hand, of_values, begin_ + exact_[i]);
-    }
-    void widen_exact(antkv_rows in_hand, bool of_values, const int* tokens, int count, float* rows) {
-        for (int i = 0; i < count; ++i)
-            widen(layer_, sequence_.exact_row(in_hand, of_values, begin_ + tokens[i]), size_, rows + i * size_);
+    void widen_exact(bool of_values, int first, int count, float* rows) const {
+        const auto* from = (of_values ? exact_values_ : exact_keys_) + first;
+        for (int i = 0; i < count; ++i) widen(layer_, from[i], size_, rows + i * size_);
     }
     // Calls use(logit, product with the row) for all heads and tokens.
     template <typename Use>
@@ -303,11 +302,11 @@ class Split {
 
     // Adds the values that are there in full precision; the weights of their codes become 0.
     void exact_values(float* output) {
-        if (exact_rows_in_bfloat16()) return exact_values_in_bfloat16(output);
+        if (exact_rows_in_tiles()) return exact_values_in_tiles(output);
         alignas(64) float rows[kTile * kMaxHead];
         for (int first = 0; first < num_exact_; first += kTile) {
             const int count = std::min(kTile, num_exact_ - first);
-            widen_exact(value_, true, exact_ + first, count, rows);
+            widen_exact(true, first, count, rows);
             add_instead_of_codes(rows, exact_ + first, count, output);
         }
     }
@@ -371,12 +370,14 @@ class Split {
 
     const Sequence& sequence_;
     const antkv_layer& layer_;
-    antkv_rows query_, key_, value_;
+    antkv_rows query_;
     const int group_, size_, begin_, count_, hidden_, own_block_;
     float* logits_;  // (group, kSplit), weights after `softmax`
     // Tokens of the split: whether the query sees them through their codes, and those it does not.
     bool coded_[kSplit];
     int exact_[kSplit], num_exact_ = 0;
+    // Rows in full precision, in the dtype of the model.
+    const BFloat *exact_keys_[kSplit], *exact_values_[kSplit];
 };
 
 }  // namespace

@@ -116,6 +116,19 @@ struct Sequence {
         return recency_row(recency_page(position), of_values, position);
     }
 
+    // Both of a token.
+    struct ExactRows {
+        const uint8_t *key, *value;
+    };
+    ExactRows exact_rows(antkv_rows key, antkv_rows value, int position) const {
+        if (position >= start) {
+            const int row = first + position - start;
+            return {row_of(layer, key, row, head), row_of(layer, value, row, head)};
+        }
+        uint8_t* page = recency_page(position);
+        return {recency_row(page, false, position), recency_row(page, true, position)};
+    }
+
     // Position of the first token that the query at position `query` sees, and of the last query that sees a token.
     int first_visible(int query) const { return std::max(query - layer.window + 1, 0); }
     int last_that_sees(int position) const { return position + layer.window - 1; }

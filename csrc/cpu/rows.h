@@ -1,9 +1,7 @@
 // Products of rows in float32 with queries and with weights.
 #pragma once
 
-#include <algorithm>
-#include <type_traits>
-
+#include "heads.h"
 #include "simd.h"
 
 namespace antkv {
@@ -60,23 +58,6 @@ void add_rows(const float* weights, int weight_stride, const float* rows, int si
         }
         for (int h = 0; h < kHeads; ++h)
             for (int v = 0; v < vectors; ++v) store(out + h * size + c + v * W, total[h][v]);
-    }
-}
-
-// Call `kernel(std::integral_constant<int, n>, first)` for runs of n heads that together are `num_heads`.
-template <typename Kernel>
-void for_heads(int num_heads, Kernel kernel) {
-    for (int h = 0; h < num_heads;) {
-        switch (std::min(num_heads - h, 8)) {
-            case 8: kernel(std::integral_constant<int, 8>{}, h); h += 8; break;
-            case 7: kernel(std::integral_constant<int, 7>{}, h); h += 7; break;
-            case 6: kernel(std::integral_constant<int, 6>{}, h); h += 6; break;
-            case 5: kernel(std::integral_constant<int, 5>{}, h); h += 5; break;
-            case 4: kernel(std::integral_constant<int, 4>{}, h); h += 4; break;
-            case 3: kernel(std::integral_constant<int, 3>{}, h); h += 3; break;
-            case 2: kernel(std::integral_constant<int, 2>{}, h); h += 2; break;
-            default: kernel(std::integral_constant<int, 1>{}, h); h += 1;
-        }
     }
 }
 

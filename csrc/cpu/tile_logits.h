@@ -212,18 +212,4 @@ class TileLogits {
     alignas(64) BFloat turned_[kDepth * Logits::kQueryElements];
 };
 
-// Calls kernel(std::integral_constant<int, n>, first, count) for runs of `count` heads, at most n, which together are
-// `num_heads`.
-template <int kMost, typename Kernel>
-void for_tile_heads(int num_heads, Kernel kernel) {
-    for (int h = 0; h < num_heads; h += kMost) {
-        const int count = std::min(kMost, num_heads - h);
-        if (count == 1) kernel(std::integral_constant<int, 1>{}, h, count);
-        else if (count == 2) kernel(std::integral_constant<int, 2>{}, h, count);
-        else if (count <= 4) kernel(std::integral_constant<int, 4>{}, h, count);
-        else if (count <= 8) kernel(std::integral_constant<int, 8>{}, h, count);
-        else if constexpr (kMost == 16) kernel(std::integral_constant<int, 16>{}, h, count);
-    }
-}
-
 }  // namespace antkv

@@ -33,7 +33,7 @@ void add_in_tiles(const antkv_layer& layer, Table centroids, int num_tokens, Cod
                         const int at = half * kTileDepth;
                         const __m256i low = table.sixteen(from + t * code_bytes, at);
                         const __m256i high = table.sixteen(from + t * code_bytes, at + kLanes);
-                        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+                        return (BitLanes)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
                     };
                     sums.add_rows(row, size / kTileDepth, packed);
                     continue;

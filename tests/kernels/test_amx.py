@@ -122,7 +122,9 @@ def test_everything_in_tile_registers_is_what_it_is_in_plain_ones(library, kind,
         library.product(plain, pointer(a), pointer(b), depth, pointer(sums), pointer(few))
         library.logits(plain, heads, pointer(keys), pointer(queries), pointer(logits))
         library.values(plain, min(heads, 8), pointer(keys), pointer(weights), pointer(values))
-        results.append((sums, few, logits, values))
+        listed, weighted = np.zeros((16, 32), np.float32), added.copy()
+        library.rows_anywhere(plain, heads, *map(pointer, (keys, queries, weights, listed, weighted)))
+        results.append((sums, few, logits, values, listed, weighted))
     for ours, expected in zip(*results, strict=True):
         assert_same_bits(ours, expected)
 
@@ -165,11 +167,11 @@ def test_another_library_finds_tile_registers_as_it_configured_them(library):
     assert not configured().any()
 
 
-def decode_counts(num_heads: int, context: int) -> dict[Instruction, int]:
+def decode_counts(num_heads: int, context: int, config: AntKVConfig) -> dict[Instruction, int]:
     """Tile instructions of a step for a token behind a context, of one KV head."""
     shape = Shape("antkv-1bit", 128, num_heads, 1, torch.bfloat16, max_len=1100)
     others, sequence = partial(CpuOperations, variant=cpu.VARIANTS[1]), draw_sequence(0, context + 1, shape)
-    engine = Engine(AntKVConfig(), shape, others)
+    engine = Engine(config, shape, others)
     engine.step([(sequence, context)])
     engine.operations = CpuOperations(engine.state, AMX)
     before = {instruction: emulator().emulator_count(instruction) for instruction in Instruction}
@@ -180,7 +182,7 @@ def decode_counts(num_heads: int, context: int) -> dict[Instruction, int]:
 @pytest.mark.parametrize(("num_heads", "of_keys"), [(8, 0), (16, 1)])
 def test_decode_multiplies_each_tile_once(num_heads, of_keys):
     """Of V four tiles of 32 channels for 16 tokens and eight heads; of K as many for sixteen, and none for eight."""
-    short, long = decode_counts(num_heads, 512), decode_counts(num_heads, 1024)
+    short, long = (decode_counts(num_heads, context, AntKVConfig()) for context in (512, 1024))
     for_32_tokens = {instruction: (long[instruction] - short[instruction]) / 16 for instruction in Instruction}
     of_values = num_heads // 8
     assert for_32_tokens[Instruction.TDPBF16PS] == 2 * (4 * of_keys + 4 * of_values)
@@ -189,3 +191,13 @@ def test_decode_multiplies_each_tile_once(num_heads, of_keys):
     assert for_32_tokens[Instruction.TILESTORED] == 2 * 2 * of_keys, (
         "logits, 64 channels at a time; values stay in tiles"
     )
+
+
+@pytest.mark.parametrize(("num_heads", "of_coded_keys"), [(8, 0), (16, 1)])
+def test_decode_multiplies_rows_in_full_precision_in_tiles(num_heads, of_coded_keys):
+    """Of V the tiles of coded rows; of K four for 16 rows and up to sixteen heads, whose logits are stored once."""
+    short, long = (decode_counts(num_heads, 512, AntKVConfig(prefix=prefix)) for prefix in (32, 128))
+    more_than_of_codes = {instruction: (long[instruction] - short[instruction]) / 3 for instruction in Instruction}
+    assert more_than_of_codes[Instruction.TDPBF16PS] == 2 * 4 * (1 - of_coded_keys)
+    assert more_than_of_codes[Instruction.TILELOADD] == (2 * 4 + 4) * (1 - of_coded_keys), "rows, and queries"
+    assert more_than_of_codes[Instruction.TILESTORED] == 2 * (1 - 2 * of_coded_keys)

@@ -3,6 +3,7 @@
 
 #include <initializer_list>
 
+#include "../heads.h"
 #include "operand.h"
 
 namespace antkv {
@@ -105,42 +106,63 @@ struct RegisterTiles {
                     std::memcpy(to + 2 * (pair * kHeads + h), (const BFloat*)&rows[h] + 2 * pair, 2 * sizeof(BFloat));
         }
 
-        // logits[h][t] (+)= queries[h] . keys[t] of kKeys tokens. keys: (kKeys, 32 kDepth), kDepth at most 2; queries: kDepth
-        // times what `pack` writes.
+        // logits[h][t] (+)= queries[h] . keys[t] of kKeys tokens. keys: (kKeys, 32 kDepth); queries: kDepth times what
+        // `pack` writes.
         template <int kDepth, bool kAdd>
         void multiply(const BFloat* keys, const BFloat* queries, int num_heads, float* logits, int stride) {
-            using R = Registers;
-            constexpr int64_t kKeyBytes = sizeof(BFloat) * kTileDepth * kDepth, kRowBytes = sizeof(float) * kHeads;
-            const BFloat* lower = keys + kTileRows * kDepth * kTileDepth;
-            alignas(64) float products[kKeys * kHeads];
-            R::template zero<0>();
-            R::template zero<1>();
-            R::template load<6>(queries, kRowBytes);
-            R::template load<2>(keys, kKeyBytes);
-            R::template dot<0, 2, 6>();
-            R::template load<4>(lower, kKeyBytes);
-            R::template dot<1, 4, 6>();
-            if constexpr (kDepth == 2) {
-                R::template load<7>(queries + kQueryElements, kRowBytes);
-                R::template load<3>(keys + kTileDepth, kKeyBytes);
-                R::template dot<0, 3, 7>();
-                R::template load<5>(lower + kTileDepth, kKeyBytes);
-                R::template dot<1, 5, 7>();
+            multiply(keys, queries, kDepth);
+            for_products(num_heads, [&](int h, int first, Lanes products) {
+                float* to = logits + (int64_t)h * stride + first;
+                store_lanes(to, kAdd ? load_lanes(to) + products : products);
+            });
+        }
+        // See `RegisterTiles::dot_rows`.
+        template <typename Use>
+        void dot_rows(const BFloat* queries, int num_heads, const BFloat* const* rows, int size, int count, Use use) {
+            constexpr int kMaxDepth = 8;
+            alignas(64) BFloat packed[kMaxDepth * kQueryElements], keys[kKeys * kMaxDepth * kTileDepth];
+            for (int c = 0; c < size; c += kTileDepth) {
+                BitLanes channels[kHeads] = {};
+                for (int h = 0; h < num_heads; ++h) channels[h] = load_pairs(queries + (int64_t)h * size + c);
+                pack(channels, packed + c * kHeads);
             }
-            R::template store<0>(products, kRowBytes);
-            R::template store<1>(products + kTileRows * kHeads, kRowBytes);
-            for (int first = 0; first < kKeys; first += kLanes) {
-                Lanes rows[kHeads];
-                for (int i = 0; i < kHeads; ++i) rows[i] = load_lanes(products + first * kHeads + i * kLanes);
-                deinterleave<kHeads>(rows);
-                for (int h = 0; h < num_heads; ++h) {
-                    float* to = logits + (int64_t)h * stride + first;
-                    store_lanes(to, kAdd ? load_lanes(to) + rows[h] : rows[h]);
-                }
+            for (int first = 0; first < count; first += kKeys) {
+                for (int c = 0; c < size; c += kTileDepth)
+                    copy_rows([=](int t) { return load_pairs(rows[first + t] + c); }, keys + c, size);
+                multiply(keys, packed, size / kTileDepth);
+                for_products(num_heads, [&](int h, int row, Lanes products) { use(h, first + row, products); });
             }
         }
 
       private:
+        void multiply(const BFloat* keys, const BFloat* queries, int depth) {
+            using R = Registers;
+            const int64_t key_bytes = sizeof(BFloat) * kTileDepth * depth;
+            const BFloat* lower = keys + (int64_t)kTileRows * depth * kTileDepth;
+            R::template zero<0>();
+            R::template zero<1>();
+            for (int i = 0; i < depth; ++i, keys += kTileDepth, lower += kTileDepth, queries += kQueryElements) {
+                R::template load<6>(queries, sizeof(float) * kHeads);
+                R::template load<2>(keys, key_bytes);
+                R::template dot<0, 2, 6>();
+                R::template load<4>(lower, key_bytes);
+                R::template dot<1, 4, 6>();
+            }
+        }
+        // Calls use(head, first row, products with 16 rows).
+        template <typename Use>
+        static void for_products(int num_heads, Use use) {
+            alignas(64) float products[kKeys * kHeads];
+            Registers::template store<0>(products, sizeof(float) * kHeads);
+            Registers::template store<1>(products + kTileRows * kHeads, sizeof(float) * kHeads);
+            for (int first = 0; first < kKeys; first += kLanes) {
+                Lanes rows[kHeads];
+                for (int i = 0; i < kHeads; ++i) rows[i] = load_lanes(products + first * kHeads + i * kLanes);
+                deinterleave<kHeads>(rows);
+                for (int h = 0; h < num_heads; ++h) use(h, first, rows[h]);
+            }
+        }
+
         static constexpr TileShapes shapes() {
             TileShapes shapes = TileShapes::whole();
             for (int tile : {0, 1, 6, 7}) shapes.row_bytes[tile] = sizeof(float) * kHeads;
@@ -148,6 +170,17 @@ struct RegisterTiles {
         }
         Scope scope_{shapes()};
     };
+
+    // Calls use(h, first, products) with queries[h] . rows[t] for `num_heads` queries, `size` elements apart, and kLanes
+    // rows from `first` on, wherever they lie: some more than `count`, up to a multiple of kKeys. size: a multiple of 32.
+    template <typename Use>
+    static void dot_rows(int num_heads, const BFloat* queries, const BFloat* const* rows, int size, int count,
+                         Use use) {
+        for_tile_heads<16>(num_heads, [&](auto heads, int first_head, int few) {
+            Logits<heads>().dot_rows(queries + (int64_t)first_head * size, few, rows, size, count,
+                                     [&](int h, int first, Lanes products) { use(first_head + h, first, products); });
+        });
+    }
 
     // Sums of rows by weights of up to kHeads heads, at most 8.
     //
@@ -194,6 +227,15 @@ struct RegisterTiles {
             R::template load<7>(lower + kTileDepth, kRowBytes);
             R::template dot<1, 3, 7>();
         }
+        // The same of rows wherever they lie: row(t, half) is channels 32 half .. 32 half + 32 of one. An infinity, or what is
+        // not a number, leaves no number in the channel beside it, whose zero in A it is multiplied with.
+        template <typename Row>
+        void add_rows(Row row, int num_halves, const BFloat* weights) {
+            alignas(64) BFloat rows[kKeys * kValues];
+            for (int half = 0; half < num_halves; ++half)
+                copy_rows([&](int t) { return row(t, half); }, rows + half * kTileDepth, kValues);
+            add(rows, weights);
+        }
         // out[h][c] += sums, of the first `size` of kValues channels.
         void add_to(float* out, int stride, int num_heads, int size) const {
             alignas(64) float sums[2][2 * kHeads][kLanes];
@@ -220,6 +262,15 @@ struct RegisterTiles {
         }
         Scope scope_{shapes()};
     };
+
+  private:
+    // Of kKeys rows, 32 channels of each, `stride` elements from row to row. Tile by tile: so many loads and stores
+    // compilers write one after the other.
+    template <typename Row>
+    static void copy_rows(Row row, BFloat* to, int stride) {
+        for (int first = 0; first < kKeys; first += kTileRows)
+            for (int t = first; t < first + kTileRows; ++t) store_pairs(to + t * stride, row(t));
+    }
 };
 
 }  // namespace antkv

@@ -2,8 +2,7 @@
 
 #if defined(__AVX512BF16__)
 
-#include <algorithm>
-
+#include "../heads.h"
 #include "operand.h"
 
 namespace antkv {
@@ -33,28 +32,32 @@ struct VectorTiles {
         }
     }
 
-    // out[h][t] = queries[h] . rows[t] of kHeads queries, `size` elements apart, and `count` rows wherever they lie; size: a
-    // multiple of 32. `count` is rounded up to kLanes in `out`.
-    template <int kHeads>
-    static void dot_rows(const BFloat* queries, const BFloat* const* rows, int size, int count, float* out, int stride) {
-        Vec partial[kHeads][kLanes];
-        for (int first = 0; first < count; first += kLanes) {
-            for (int t = 0; t < kLanes; ++t) {
-                // What stands in the place of rows past the end is never used.
-                const BFloat* row = rows[std::min(first + t, count - 1)];
-                __m512 total[kHeads] = {};
-                for (int c = 0; c < size; c += kTileDepth) {
-                    const __m512bh key = load_row(row + c);
-                    for (int h = 0; h < kHeads; ++h)
-                        total[h] = _mm512_dpbf16_ps(total[h], load_row(queries + h * size + c), key);
-                }
-                for (int h = 0; h < kHeads; ++h) partial[h][t] = (Vec)total[h];
-            }
-            for (int h = 0; h < kHeads; ++h) store(out + h * stride + first, sums(partial[h]));
-        }
+    // See `RegisterTiles`.
+    template <typename Use>
+    static void dot_rows(int num_heads, const BFloat* queries, const BFloat* const* rows, int size, int count,
+                         Use use) {
+        for_heads(num_heads, [&](auto heads, int h) {
+            for (int first = 0; first < count; first += kLanes)
+                dot_rows<heads>(h, queries + (int64_t)h * size, rows + first, size, first, use);
+        });
     }
 
   private:
+    // Of kLanes rows.
+    template <int kHeads, typename Use>
+    static void dot_rows(int h, const BFloat* queries, const BFloat* const* rows, int size, int first, Use use) {
+        Vec partial[kHeads][kLanes];
+        for (int t = 0; t < kLanes; ++t) {
+            __m512 total[kHeads] = {};
+            for (int c = 0; c < size; c += kTileDepth) {
+                const __m512bh key = load_row(rows[t] + c);
+                for (int i = 0; i < kHeads; ++i)
+                    total[i] = _mm512_dpbf16_ps(total[i], load_row(queries + i * size + c), key);
+            }
+            for (int i = 0; i < kHeads; ++i) partial[i][t] = (Vec)total[i];
+        }
+        for (int i = 0; i < kHeads; ++i) use(h + i, first, (Lanes)sums(partial[i]));
+    }
     template <bool kAdd, int kRows>
     static void block(const Operand& a, const Operand& b, int depth, float* sums, int stride) {
         __m512 total[kRows];
@@ -104,9 +107,9 @@ struct VectorTiles {
         }
         // rows: (kKeys, kValues).
         void add(const BFloat* rows, const BFloat* weights) {
-            add_rows([=](int t, int half) { return _mm512_load_si512(rows + t * kValues + half * kTileDepth); }, 2, weights);
+            add_rows([=](int t, int half) { return load_pairs(rows + t * kValues + half * kTileDepth); }, 2, weights);
         }
-        // The same of rows that are nowhere side by side: row(t, half) is channels 32 half .. 32 half + 32 of one.
+        // The same of rows wherever they lie: row(t, half) is channels 32 half .. 32 half + 32 of one.
         template <typename Row>
         void add_rows(Row row, int num_halves, const BFloat* weights) {
             for (int half = 0; half < num_halves; ++half) {
@@ -115,7 +118,7 @@ struct VectorTiles {
                     for (int h = 0; h < kTogether; ++h)
                         for (int i = 0; i < 2; ++i) total[h][i] = sums_[half][set + h][i];
                     for (int t = 0; t < kKeys; t += 2) {
-                        const __m512i even = row(t, half), odd = row(t + 1, half);
+                        const __m512i even = (__m512i)row(t, half), odd = (__m512i)row(t + 1, half);
                         const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd);
                         const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
                         for (int h = 0; h < kTogether; ++h) {

@@ -159,6 +159,30 @@ void logits(bool plain, int heads, const BFloat* keys, const BFloat* queries, fl
     });
 }
 
+// Rows from last to first. rows: (32, 64); queries: (heads, 64); weights: (heads, 32), of up to 8 heads; out: (heads, 32);
+// added: (heads, 64), added to.
+void rows_anywhere(bool plain, int heads, const BFloat* rows, const BFloat* queries, const float* weights, float* out,
+                   float* added) {
+    const BFloat* listed[kKeys];
+    for (int t = 0; t < kKeys; ++t) listed[t] = rows + (kKeys - 1 - t) * kValues;
+    with_machine(plain, [&](auto tiles) {
+        using Tiles = decltype(tiles);
+        const auto put = [&](int h, int first, Lanes products) { store_lanes(out + h * kKeys + first, products); };
+        Tiles::dot_rows(heads, queries, listed, kValues, kKeys, put);
+        with_heads(std::min(heads, 8), [&](auto num_heads) {
+            if constexpr (num_heads <= 8) {
+                using Values = typename Tiles::template Values<num_heads>;
+                alignas(64) BFloat packed[Values::kWeightElements];
+                Values sums;
+                sums.clear();
+                Values::pack(weights, kKeys, num_heads, packed);
+                sums.add_rows([&](int t, int half) { return load_pairs(listed[t] + half * kTileDepth); }, 2, packed);
+                sums.add_to(added, kValues, num_heads, kValues);
+            }
+        });
+    });
+}
+
 // rows: (32, 64); weights: (heads, 32), heads at most 8; out: (heads, 64), added to twice.
 void values(bool plain, int heads, const BFloat* rows, const float* weights, float* out) {
     with_machine(plain, [&](auto tiles) {
