@@ -1,8 +1,6 @@
 // Logits of single queries to coded keys in whole numbers of 16 bits: decode where tile registers would not be faster.
 #pragma once
 
-#include <cmath>
-
 #include "codes.h"
 #include "fixed.h"
 #include "tiles/lanes.h"
@@ -59,14 +57,14 @@ class FixedLogits {
     void scale(const float* units, int h) {
         constexpr float kLargest = 23000, kSum = 47000;
         float* query = turned_ + h * size_;
-        float largest = 0, sum = 0x1p-100f;
-        for (int c = 0; c < size_; ++c) {
-            query[c] *= units[c];
-            const float size = std::abs(query[c]);
-            largest = std::max(largest, size);
-            sum += size;
+        Vec tops = {}, totals = {};
+        for (int c = 0; c < size_; c += W) {
+            const Vec scaled = load(query + c) * load(units + c), sizes = maximum(scaled, -scaled);
+            store(query + c, scaled);
+            tops = maximum(tops, sizes);
+            totals += sizes;
         }
-        const float factor = std::min(kLargest / (largest + 0x1p-100f), kSum / sum);
+        const float factor = std::min(kLargest / (largest(tops) + 0x1p-100f), kSum / (sum(totals) + 0x1p-100f));
         for (int c = 0; c < size_; ++c) query[c] *= factor;
         factor_[h] = 1 / factor;
     }
