@@ -10,6 +10,8 @@ namespace antkv {
 typedef __m512i Fixed;
 constexpr int kFixed = 32;  // numbers in a vector
 
+// To the nearest whole numbers, ties to even.
+inline IntVec to_whole(Vec x) { return (IntVec)_mm512_cvtps_epi32((__m512)x); }
 inline Fixed load_fixed(const int16_t* from) { return _mm512_loadu_si512(from); }
 inline Fixed add(Fixed a, Fixed b) { return _mm512_add_epi16(a, b); }
 inline Fixed subtract(Fixed a, Fixed b) { return _mm512_sub_epi16(a, b); }
@@ -46,6 +48,7 @@ inline Vec sum_quarters(const Fixed (&parts)[4]) {
 typedef __m256i Fixed;
 constexpr int kFixed = 16;
 
+inline IntVec to_whole(Vec x) { return (IntVec)_mm256_cvtps_epi32((__m256)x); }
 inline Fixed load_fixed(const int16_t* from) { return _mm256_loadu_si256((const __m256i*)from); }
 inline Fixed add(Fixed a, Fixed b) { return _mm256_add_epi16(a, b); }
 inline Fixed subtract(Fixed a, Fixed b) { return _mm256_sub_epi16(a, b); }

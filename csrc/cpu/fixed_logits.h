@@ -71,17 +71,32 @@ class FixedLogits {
 
     // Turns queries back by so many positions more, and rounds them.
     void turn_queries(int positions) {
+        if (kHeadSize) {
+            turn_whole_heads(Angles(layer_, positions));
+        } else {
+            for (int h = 0; h < num_heads_; ++h) turn_back(layer_, positions, turned_ + h * size_);
+        }
+        const int size = kHeadSize ? kHeadSize : size_;
         for (int h = 0; h < num_heads_; ++h) {
-            float* query = turned_ + h * size_;
-            turn_back(layer_, positions, query);
-            for (int c = 0; c < size_; c += W) {
-                const HalfVec whole = __builtin_convertvector(__builtin_convertvector(round(load(query + c)), IntVec), HalfVec);
+            for (int c = 0; c < size; c += W) {
+                const HalfVec whole = __builtin_convertvector(to_whole(load(turned_ + h * size + c)), HalfVec);
                 std::memcpy(&queries_[h][c], &whole, sizeof whole);
             }
         }
     }
-    // To a whole number: the sum's last bits have no fraction.
-    static Vec round(Vec x) { return x + 0x1.8p23f - 0x1.8p23f; }
+    // As `turn_back`, but all queries by angles that are read once.
+    void turn_whole_heads(Angles angles) {
+        const float scale = 1 / layer_.rotary_magnitude;
+        for (int c = 0; c < kHeadSize / 2; c += W) {
+            const Vec cos = load(angles.cos + c) * scale, sin = load(angles.sin + c) * scale;
+            for (int h = 0; h < num_heads_; ++h) {
+                float* query = turned_ + h * kHeadSize + c;
+                const Vec a = load(query), b = load(query + kHeadSize / 2);
+                store(query, a * cos + b * sin);
+                store(query + kHeadSize / 2, b * cos - a * sin);
+            }
+        }
+    }
 
     // Of 16 tokens, the first of them `offset` tokens into the run.
     template <typename Table>
