@@ -7,17 +7,20 @@ A child is run through the operation by single steps, and what it executes goes 
 (version 19; on Debian the package llvm-19): ports, latencies, the window of instructions that wait. There, memory
 answers from the first-level cache and branches are foreseen, so that a core takes longer: docs/performance.md says how
 much. Of tile instructions the loads count; products have a unit of their own, whose cycles are printed beside. Nothing
-executes tile instructions: what they store becomes 0, which changes no branch of decode, and few of prefill. One
-request, one KV head, one thread.
+executes tile instructions: what they store becomes random numbers from 0 to 64, of which one is the least of many by
+more than rounding, as of distances to centroids, and none is so large that sums are scaled anew. One request, one KV
+head, one thread.
 """
 
 import argparse
 import ctypes
 import os
+import random
 import re
 import signal
 import subprocess
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, ClassVar, cast
@@ -176,6 +179,7 @@ class _Child:
     """A copy of this process that calls something and is run by steps."""
 
     def __init__(self, call: Callable[[], None]) -> None:
+        self._random = random.Random(0)
         self._ptrace = ctypes.CDLL(None, use_errno=True).ptrace
         self._ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
         self._pid = os.fork()
@@ -203,7 +207,7 @@ class _Child:
         self._go(_STEP)
 
     def skip(self, text: str, registers: _Registers, following: int) -> None:
-        """Goes on at `following`, as if the tile instruction had stored zeros where it stores."""
+        """Goes on at `following`, as if the tile instruction had stored random numbers, of a configuration zeros."""
         if text.startswith(("tilestored", "sttilecfg")):
             offset, base, index, scale = re.findall(r"(-?\w*)\(%(\w+)(?:,%(\w+))?(?:,(\d))?\)", text.replace(" ", ""))[
                 0
@@ -212,7 +216,9 @@ class _Child:
             first = getattr(registers, base) + int(offset or "0", 0)
             with self._memory() as memory:
                 for row in range(16 if index else 1):
-                    self._write(memory, first + row * stride, bytes(min(stride, 64) or 64))
+                    row_bytes = min(stride, 64) or 64
+                    numbers = array("f", (self._random.uniform(0, 64) for _ in range(row_bytes // 4 if index else 0)))
+                    self._write(memory, first + row * stride, numbers.tobytes() or bytes(row_bytes))
         registers.rip = following
         self._ptrace(_SET_REGISTERS, self._pid, None, ctypes.byref(registers))
 
