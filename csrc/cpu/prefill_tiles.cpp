@@ -36,9 +36,11 @@ class TilePrefill {
     // Queries at positions begin .. end, which are in hand.
     void run(const Sequence& sequence, int begin, int end, const StepRows& rows) {
         begin_ = begin, end_ = end;
-        load_queries(sequence, rows.query);
+        clear_strips(sequence);
+        load_queries(sequence, rows.query, layer_.k_order);
         const int num_strips = num_strips_of(end);
         tokens_.coded(sequence, begin, end, [&](int count) { add_tokens(0, num_strips, count); });
+        if (layer_.k_order) load_queries(sequence, rows.query, nullptr);  // rows in full precision stand as they are
         for (int first = begin / kBlockSize * kBlockSize; first < end; first += kBlockSize) {
             const int begin_strip = std::max(first - begin, 0) * group_ / kStrip;
             const int end_strip = num_strips_of(std::min(first + kBlockSize, end));
@@ -71,7 +73,7 @@ class TilePrefill {
     }
 
     // Rows are query by query, heads side by side.
-    void load_queries(const Sequence& sequence, antkv_rows query) const {
+    void clear_strips(const Sequence& sequence) const {
         for (int index = 0; index < num_strips_of(end_); ++index) {
             const Strip to = strip(index);
             std::fill_n(to.outputs, kStrip * padded_, 0.0f);
@@ -81,42 +83,40 @@ class TilePrefill {
                 to.total[lane] = layer_.sinks ? std::exp2(sink - to.max[lane]) : 0;
                 to.positions[lane] = begin_ + row_at(index, lane) / group_;
             }
+        }
+    }
+    void load_queries(const Sequence& sequence, antkv_rows query, const int32_t* order) const {
+        for (int index = 0; index < num_strips_of(end_); ++index) {
             for (int half = 0; half < kStrip; half += kTileRows) {
                 const auto row = [&](int lane) {
                     const int at = row_at(index, half + lane);
                     return (const BFloat*)row_of(layer_, query, token_of(sequence, at), head_of(sequence, at));
                 };
-                load_column_tiles(layer_, layer_.k_order, row, to.queries + half * padded_);
+                load_column_tiles(layer_, order, row, strip(index).queries + half * padded_);
             }
         }
     }
 
     void store_outputs(const Sequence& sequence, const StepRows& rows) const {
-        for (int index = 0; index < num_strips_of(end_); ++index) {
-            const Strip from = strip(index);
-            for (int half = 0; half < kStrip; half += kTileRows) {
-                const int first = index * kStrip + half;
-                const int count = std::min(kTileRows, (end_ - begin_) * group_ - first);
-                const Lanes factor = 1.0f / load_lanes(from.total + half);
-                for (int c = 0; c < size_; c += kLanes) {
-                    Lanes channels[kLanes];
-                    // Never -0, which would depend on whether tokens that the query does not see were added.
-                    for (int i = 0; i < kLanes; ++i)
-                        channels[i] = load_lanes(from.outputs + (c + i) * kStrip + half) * factor + 0.0f;
-                    transpose(channels);
-                    for (int lane = 0; lane < count; ++lane) {
-                        const int at = first + lane;
-                        uint8_t* to = row_of(layer_, rows.output, token_of(sequence, at), head_of(sequence, at));
-                        alignas(64) float row[kLanes];
-                        store_lanes(row, channels[lane]);
-                        narrow(layer_, row, kLanes, (BFloat*)to + c);
-                    }
-                }
-                for (int lane = 0; rows.lse && lane < count; ++lane) {
-                    const int at = first + lane;
-                    rows.lse[(int64_t)token_of(sequence, at) * layer_.num_heads + head_of(sequence, at)] =
-                        from.max[half + lane] / kLog2E + std::log(from.total[half + lane]);
-                }
+        const int num_rows = (end_ - begin_) * group_;
+        for (int first = 0; first < num_rows; first += kTileRows) {
+            const Strip from = strip(first / kStrip);
+            const int half = first % kStrip, count = std::min(kTileRows, num_rows - first);
+            BFloat* to[kTileRows];
+            for (int i = 0; i < count; ++i)
+                to[i] = (BFloat*)row_of(layer_, rows.output, token_of(sequence, first + i), head_of(sequence, first + i));
+            const Lanes factor = 1.0f / load_lanes(from.total + half);
+            // Never -0, which would depend on whether tokens that the query does not see were added.
+            const auto channel = [&](int c) { return load_lanes(from.outputs + c * kStrip + half) * factor + 0.0f; };
+            for (int c = 0; c < size_; c += kTileDepth) {
+                Lanes pairs[kLanes];
+                for (int i = 0; i < kLanes; ++i) pairs[i] = (Lanes)to_pairs(channel(c + 2 * i), channel(c + 2 * i + 1));
+                transpose(pairs);
+                for (int i = 0; i < count; ++i) store_channels(to[i], c, size_, (BitLanes)pairs[i]);
+            }
+            for (int i = 0; rows.lse && i < count; ++i) {
+                float& lse = rows.lse[(int64_t)token_of(sequence, first + i) * layer_.num_heads + head_of(sequence, first + i)];
+                lse = from.max[half + i] / kLog2E + std::log(from.total[half + i]);
             }
         }
     }

@@ -78,12 +78,11 @@ struct Softmax {
     }
     void rescale(const Strip& strip, int num_channels) {
         for (int side = 0; side < 2; ++side) {
-            Lanes fall;
-            for (int lane = 0; lane < kLanes; ++lane) {
-                const float before = max[side][lane], after = grown[side][lane];
-                fall[lane] = before == after ? 1 : std::exp2(before - after);
-            }
+            // Whole powers of two, so that these are exponents; those of lanes that had no maximum are the smallest.
+            const Lanes exponent = larger(max[side] - grown[side], to_all_lanes(-127)) + 127;
+            const Lanes fall = (Lanes)(__builtin_convertvector(exponent, IntLanes) << 23);
             max[side] = grown[side];
+            if (!any(total[side] != 0)) continue;  // nothing was added yet
             total[side] *= fall;
             for (int c = 0; c < num_channels; ++c) {
                 float* at = strip.outputs + c * kStrip + side * kLanes;

@@ -51,6 +51,7 @@ class TokenTiles {
     template <typename Use>
     void exact(const Sequence& sequence, int first, int begin, int end, antkv_rows key, antkv_rows value, Use use) {
         begin_ = std::max(begin, first), end_ = std::min(end, first + kBlockSize);
+        ExactRows rows;
         int count = 0;
         for (int position = sequence.first_visible(first); position < end_; ++position) {
             const int last = last_query(sequence, position), from = std::max(first, position);
@@ -58,15 +59,14 @@ class TokenTiles {
             from_[count] = from;
             until_[count] = std::min(last, first + kBlockSize - 1);
             if (last < begin_) {  // the row may be gone
-                clear_rows(count, count + 1);
+                rows.keys[count] = rows.values[count] = kNothing;
             } else {
-                widen(layer_, sequence.exact_row(key, false, position), size_, &keys_[count * padded_]);
-                to_code_order(layer_, &keys_[count * padded_]);
-                widen(layer_, sequence.exact_row(value, true, position), size_, &values_[count * padded_]);
+                rows.keys[count] = (const BFloat*)sequence.exact_row(key, false, position);
+                rows.values[count] = (const BFloat*)sequence.exact_row(value, true, position);
             }
-            if (++count == kBlockSize) pack(std::exchange(count, 0), use);
+            if (++count == kBlockSize) pack_exact(rows, std::exchange(count, 0), use);
         }
-        pack(count, use);
+        pack_exact(rows, count, use);
         use(std::exchange(count_, 0));
     }
 
@@ -79,6 +79,12 @@ class TokenTiles {
     }
 
   private:
+    // Of tokens in full precision.
+    struct ExactRows {
+        const BFloat *keys[kBlockSize], *values[kBlockSize];
+    };
+    static constexpr BFloat kNothing[kMaxHeadSize] = {};
+
     BFloat* tiles(int index) const { return (BFloat*)tiles_.get() + (int64_t)index * 2 * kTokens * padded_; }
 
     // The last query that sees a token in full precision.
@@ -109,7 +115,7 @@ class TokenTiles {
             correct(page, anchor, true, values_.get());
         }
         widen_rows(count);
-        pack(count, use);
+        pack_coded(count, use);
     }
     // Rows of head_size channels to rows of `padded_`.
     void widen_rows(int count) {
@@ -120,22 +126,36 @@ class TokenTiles {
             }
         }
     }
-    void clear_rows(int begin, int end) {
-        std::fill(&keys_[begin * padded_], &keys_[0] + end * padded_, 0.0f);
-        std::fill(&values_[begin * padded_], &values_[0] + end * padded_, 0.0f);
-    }
 
     // Rows of `count` tokens to tiles.
     template <typename Use>
-    void pack(int count, Use use) {
+    void pack_coded(int count, Use use) {
         const int padded = rounded_up(count, kTokens);
-        clear_rows(count, padded);
+        for (float* rows : {keys_.get(), values_.get()})
+            std::fill(rows + count * padded_, rows + padded * padded_, 0.0f);
+        pack(count, use, [&](int first, BFloat* keys, BFloat* values) {
+            pack_keys(&keys_[first * padded_], keys);
+            pack_values(&values_[first * padded_], values);
+        });
+    }
+    template <typename Use>
+    void pack_exact(ExactRows& rows, int count, Use use) {
+        for (int t = count; t < rounded_up(count, kTokens); ++t) rows.keys[t] = rows.values[t] = kNothing;
+        pack(count, use, [&](int first, BFloat* keys, BFloat* values) {
+            for (int t = 0; t < kTokens; t += kTileRows)
+                load_row_tiles(layer_, kTileRows, [&](int i) { return rows.keys[first + t + i]; }, keys + t * padded_);
+            pack_values(rows.values + first, values);
+        });
+    }
+    // fill(first, keys, values): tiles of 32 tokens.
+    template <typename Use, typename Fill>
+    void pack(int count, Use use, Fill fill) {
+        const int padded = rounded_up(count, kTokens);
         std::fill(from_ + count, from_ + padded, INT32_MAX);
         std::fill(until_ + count, until_ + padded, -1);
         for (int first = 0; first < padded; first += kTokens) {
             pack_seen(first, seen_[count_]);
-            pack_keys(&keys_[first * padded_], tiles(count_));
-            pack_values(&values_[first * padded_], tiles(count_) + kTokens * padded_);
+            fill(first, tiles(count_), tiles(count_) + kTokens * padded_);
             if (++count_ == kMax) use(std::exchange(count_, 0));
         }
     }
@@ -164,6 +184,22 @@ class TokenTiles {
             transpose(low);
             transpose(high);
             for (int i = 0; i < kLanes; ++i, to += kTokens) store_pairs(to, to_bfloat16(low[i], high[i]));
+        }
+    }
+    // The same of rows in bfloat16.
+    void pack_values(const BFloat* const* rows, BFloat* to) const {
+        for (int c = 0; c < padded_; c += kTileDepth) {
+            Lanes low[kLanes], high[kLanes];
+            for (int t = 0; t < kLanes; ++t) {
+                low[t] = (Lanes)load_channels(rows[t], c, size_);
+                high[t] = (Lanes)load_channels(rows[t + kLanes], c, size_);
+            }
+            transpose(low);
+            transpose(high);
+            for (int pair = 0; pair < kLanes; ++pair, to += 2 * kTokens) {
+                store_pairs(to, firsts_of_pairs((BitLanes)low[pair], (BitLanes)high[pair]));
+                store_pairs(to + kTokens, seconds_of_pairs((BitLanes)low[pair], (BitLanes)high[pair]));
+            }
         }
     }
 

@@ -10,6 +10,7 @@ constexpr int kLanes = 16;
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t BitLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t BFloat;  // bits of a bfloat16
 
 inline Lanes load_lanes(const float* from) { return load<kLanes>(from); }
@@ -72,11 +73,6 @@ inline Lanes add_pairs(Lanes sum, BitLanes pairs) {
 #endif
 }
 
-// Pairs of numbers, first[i] and second[i], rounded to bfloat16.
-inline BitLanes to_pairs(Lanes first, Lanes second) {
-    return round_to_bfloat16(first) >> 16 | round_to_bfloat16(second);
-}
-
 // 32 bfloat16 numbers in a row: those of `low`, then those of `high`.
 inline BitLanes to_bfloat16(Lanes low, Lanes high) {
 #if defined(__AVX512BF16__)
@@ -87,6 +83,23 @@ inline BitLanes to_bfloat16(Lanes low, Lanes high) {
                          __builtin_convertvector(round_to_bfloat16(high) >> 16, Row)};
     return load_pairs((const BFloat*)rows);
 #endif
+}
+
+// Pairs of numbers, first[i] and second[i], rounded to bfloat16.
+inline BitLanes to_pairs(Lanes first, Lanes second) {
+    const Words numbers = (Words)to_bfloat16(first, second);
+    return (BitLanes)__builtin_shufflevector(numbers, numbers, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24,
+                                             9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+// 32 bfloat16 numbers in a row: the first of the pairs of `a`, then those of `b`.
+inline BitLanes firsts_of_pairs(BitLanes a, BitLanes b) {
+    return (BitLanes)__builtin_shufflevector((Words)a, (Words)b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32,
+                                             34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62);
+}
+inline BitLanes seconds_of_pairs(BitLanes a, BitLanes b) {
+    return (BitLanes)__builtin_shufflevector((Words)a, (Words)b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33,
+                                             35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63);
 }
 
 // 32 bfloat16 numbers, one in the lower half of every lane.
