@@ -99,7 +99,7 @@ class Block {
             const auto key = [&](int lane) {
                 return (const BFloat*)sequence_.exact_row(key_, false, std::min(first_ + t + lane, end_ - 1));
             };
-            load_column_tiles(layer_, nullptr, key, keys + t * padded);
+            load_column_tiles(layer_, key, keys + t * padded);
         }
         for (int first = 0; first < num_rows; first += kTileRows) {
             const int count = std::min(kTileRows, num_rows - first), seen = num_keys(begin_ + (first + count - 1) / group_);

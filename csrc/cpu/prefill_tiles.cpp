@@ -36,17 +36,18 @@ class TilePrefill {
     // Queries at positions begin .. end, which are in hand.
     void run(const Sequence& sequence, int begin, int end, const StepRows& rows) {
         begin_ = begin, end_ = end;
-        clear_strips(sequence);
-        load_queries(sequence, rows.query, layer_.k_order);
+        load_queries(sequence, rows.query);
         const int num_strips = num_strips_of(end);
-        tokens_.coded(sequence, begin, end, [&](int count) { add_tokens(0, num_strips, count); });
-        if (layer_.k_order) load_queries(sequence, rows.query, nullptr);  // rows in full precision stand as they are
         for (int first = begin / kBlockSize * kBlockSize; first < end; first += kBlockSize) {
             const int begin_strip = std::max(first - begin, 0) * group_ / kStrip;
             const int end_strip = num_strips_of(std::min(first + kBlockSize, end));
             tokens_.exact(sequence, first, begin, end, rows.key, rows.value,
                           [&](int count) { add_tokens(begin_strip, end_strip, count); });
         }
+        for (int index = 0; layer_.k_order && index < num_strips; ++index)
+            for (int half = 0; half < kStrip; half += kTileRows)
+                order_column_tiles(layer_, strip(index).queries + half * padded_);
+        tokens_.coded(sequence, begin, end, [&](int count) { add_tokens(0, num_strips, count); });
         store_outputs(sequence, rows);
     }
 
@@ -73,7 +74,7 @@ class TilePrefill {
     }
 
     // Rows are query by query, heads side by side.
-    void clear_strips(const Sequence& sequence) const {
+    void load_queries(const Sequence& sequence, antkv_rows query) const {
         for (int index = 0; index < num_strips_of(end_); ++index) {
             const Strip to = strip(index);
             std::fill_n(to.outputs, kStrip * padded_, 0.0f);
@@ -83,16 +84,12 @@ class TilePrefill {
                 to.total[lane] = layer_.sinks ? std::exp2(sink - to.max[lane]) : 0;
                 to.positions[lane] = begin_ + row_at(index, lane) / group_;
             }
-        }
-    }
-    void load_queries(const Sequence& sequence, antkv_rows query, const int32_t* order) const {
-        for (int index = 0; index < num_strips_of(end_); ++index) {
             for (int half = 0; half < kStrip; half += kTileRows) {
                 const auto row = [&](int lane) {
                     const int at = row_at(index, half + lane);
                     return (const BFloat*)row_of(layer_, query, token_of(sequence, at), head_of(sequence, at));
                 };
-                load_column_tiles(layer_, order, row, strip(index).queries + half * padded_);
+                load_column_tiles(layer_, row, to.queries + half * padded_);
             }
         }
     }

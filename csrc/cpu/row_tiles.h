@@ -34,28 +34,30 @@ inline void load_row_tiles(const antkv_layer& layer, int count, Row row, BFloat*
     }
 }
 
-// Channels `first` and `second` of 16 rows in pairs, of all their channels in pairs of neighbours.
-inline BitLanes channel_pair(const BitLanes* neighbours, int first, int second) {
-    const BitLanes low = neighbours[first / 2] >> 16 * (first % 2), high = neighbours[second / 2] << 16 * (1 - second % 2);
-    return (low & 0xFFFF) | (high & 0xFFFF0000);
-}
-
-// 16 rows, in another order of channels where `order` is not null, to tiles of a right factor: 32 channels and 16 columns.
+// 16 rows to tiles of a right factor: 32 channels and 16 columns, channels in pairs of neighbours.
 template <typename Row>
-inline void load_column_tiles(const antkv_layer& layer, const int32_t* order, Row row, BFloat* tiles) {
+inline void load_column_tiles(const antkv_layer& layer, Row row, BFloat* tiles) {
     const BFloat* rows[kTileRows];
     for (int lane = 0; lane < kTileRows; ++lane) rows[lane] = row(lane);
-    BitLanes neighbours[kMaxHeadSize / 2];
-    const int size = layer.head_size, num_pairs = padded_head_size(layer) / 2;
-    for (int pair = 0; pair < num_pairs; pair += kLanes) {
+    for (int c = 0; c < layer.head_size; c += kTileDepth, tiles += kTileElements) {
         Lanes pairs[kLanes];
-        for (int lane = 0; lane < kLanes; ++lane) pairs[lane] = (Lanes)load_channels(rows[lane], 2 * pair, size);
+        for (int lane = 0; lane < kLanes; ++lane) pairs[lane] = (Lanes)load_channels(rows[lane], c, layer.head_size);
         transpose(pairs);
-        std::memcpy(neighbours + pair, pairs, sizeof pairs);
+        std::memcpy(tiles, pairs, sizeof pairs);
     }
-    for (int pair = 0; pair < num_pairs; ++pair, tiles += 2 * kLanes) {
-        const int c = 2 * pair;
-        store_pairs(tiles, order && c < size ? channel_pair(neighbours, order[c], order[c + 1]) : neighbours[pair]);
+}
+
+// Puts the channels of such tiles into the order in which codes have those of keys.
+inline void order_column_tiles(const antkv_layer& layer, BFloat* tiles) {
+    constexpr int kPair = 2 * kLanes;
+    // A number before the first one, which is loaded and not used.
+    alignas(64) BFloat as_they_are[kPair + kMaxHeadSize * kLanes];
+    BFloat* channels = as_they_are + kPair;
+    std::memcpy(channels, tiles, layer.head_size * kLanes * sizeof *tiles);
+    const auto column = [=](unsigned c) { return channels + c / 2 * kPair + c % 2; };
+    for (int c = 0; c < layer.head_size; c += 2, tiles += kPair) {
+        const BitLanes first = load_pairs(column(layer.k_order[c])), second = load_pairs(column(layer.k_order[c + 1]) - 1);
+        store_pairs(tiles, (first & 0xFFFF) | (second & 0xFFFF0000));
     }
 }
 
