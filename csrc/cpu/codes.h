@@ -3,6 +3,7 @@
 
 #include "pages.h"
 #include "rows.h"
+#include "tiles/lanes.h"
 
 namespace antkv {
 
@@ -89,6 +90,18 @@ void with_centroids(const antkv_layer& layer, int head, const uint16_t* centroid
         case 16: return kernel(Centroids<16, true>{data});
         default: return kernel(Centroids<32, true>{data});
     }
+}
+
+// Channels c .. c + 16 of the row that the codes stand for, of centroids in float16.
+template <typename Table>
+inline Lanes sixteen_channels(Table centroids, const uint8_t* codes, unsigned c) {
+#if defined(__AVX512F__)
+    return centroids.channels(codes, c);
+#else
+    float lanes[kLanes];
+    for (int i = 0; i < kLanes; i += W) store(lanes + i, centroids.channels(codes, c + i));
+    return load_lanes(lanes);
+#endif
 }
 
 // Rows (count, head_size) that the codes of `count` tokens stand for; K before RoPE.

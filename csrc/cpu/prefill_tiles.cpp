@@ -38,6 +38,7 @@ class TilePrefill {
         begin_ = begin, end_ = end;
         load_queries(sequence, rows.query);
         const int num_strips = num_strips_of(end);
+        // Rows in full precision have channels in the model's order, as queries still do.
         for (int first = begin / kBlockSize * kBlockSize; first < end; first += kBlockSize) {
             const int begin_strip = std::max(first - begin, 0) * group_ / kStrip;
             const int end_strip = num_strips_of(std::min(first + kBlockSize, end));
@@ -100,8 +101,13 @@ class TilePrefill {
             const Strip from = strip(first / kStrip);
             const int half = first % kStrip, count = std::min(kTileRows, num_rows - first);
             BFloat* to[kTileRows];
-            for (int i = 0; i < count; ++i)
-                to[i] = (BFloat*)row_of(layer_, rows.output, token_of(sequence, first + i), head_of(sequence, first + i));
+            for (int i = 0; i < count; ++i) {
+                const int token = token_of(sequence, first + i), head = head_of(sequence, first + i);
+                to[i] = (BFloat*)row_of(layer_, rows.output, token, head);
+                if (rows.lse)
+                    rows.lse[(int64_t)token * layer_.num_heads + head] =
+                        from.max[half + i] / kLog2E + std::log(from.total[half + i]);
+            }
             const Lanes factor = 1.0f / load_lanes(from.total + half);
             // Never -0, which would depend on whether tokens that the query does not see were added.
             const auto channel = [&](int c) { return load_lanes(from.outputs + c * kStrip + half) * factor + 0.0f; };
@@ -110,10 +116,6 @@ class TilePrefill {
                 for (int i = 0; i < kLanes; ++i) pairs[i] = (Lanes)to_pairs(channel(c + 2 * i), channel(c + 2 * i + 1));
                 transpose(pairs);
                 for (int i = 0; i < count; ++i) store_channels(to[i], c, size_, (BitLanes)pairs[i]);
-            }
-            for (int i = 0; rows.lse && i < count; ++i) {
-                float& lse = rows.lse[(int64_t)token_of(sequence, first + i) * layer_.num_heads + head_of(sequence, first + i)];
-                lse = from.max[half + i] / kLog2E + std::log(from.total[half + i]);
             }
         }
     }
@@ -156,8 +158,9 @@ class TilePrefill {
             BFloat* to = (BFloat*)weights_.get() + i * kTileElements;
             int pair = 0;
             const auto weigh = [&](int end) {
-                for (end = std::min(end, kPairs); pair < end; ++pair, logits += 2 * kStrip, to += 2 * kLanes)
-                    softmax.weigh(powers_, logits, to);
+                end = std::min(end, kPairs);
+                softmax.weigh(powers_, logits + 2 * pair * kStrip, end - pair, to + 2 * pair * kLanes);
+                pair = end;
             };
             if (i + 2 < count) multiply(i + 2, [&] { weigh(pair + pairs_meanwhile); });
             weigh(kPairs);

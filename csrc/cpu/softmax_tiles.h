@@ -92,13 +92,20 @@ struct Softmax {
         set_offsets();
     }
 
-    // Weights of two tokens.
-    void weigh(const Powers& powers, const float* logits, BFloat* to) {
-        for (int side = 0; side < 2; ++side, logits += kLanes, to += TokenTiles::kMax * kTileElements) {
-            const BitLanes weights = powers(load_lanes(logits), load_lanes(logits + kStrip), factor, offset[side]);
-            total[side] = add_pairs(total[side], weights);
-            store_pairs(to, weights);
+    // Weights of two tokens `pairs` times.
+    void weigh(const Powers& powers, const float* logits, int pairs, BFloat* to) {
+        // Of its own, as nothing that is stored below can change them.
+        Softmax now = *this;
+        for (int pair = 0; pair < pairs; ++pair, logits += 2 * kStrip, to += 2 * kLanes) {
+            for (int side = 0; side < 2; ++side) {
+                const float* from = logits + side * kLanes;
+                const Lanes first = load_lanes(from), second = load_lanes(from + kStrip);
+                const BitLanes weights = powers(first, second, now.factor, now.offset[side]);
+                now.total[side] = add_pairs(now.total[side], weights);
+                store_pairs(to + side * TokenTiles::kMax * kTileElements, weights);
+            }
         }
+        for (int side = 0; side < 2; ++side) total[side] = now.total[side];
     }
 };
 

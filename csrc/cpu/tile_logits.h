@@ -141,8 +141,8 @@ class TileLogits {
         const uint8_t *a_codes = codes + Table::byte_of(first), *b_codes = codes + Table::byte_of(second);
         const int64_t stride = layer_.code_bytes;
         for (int t = 0; t < kKeys; ++t, a_codes += stride, b_codes += stride, keys += kTiles * kTileDepth) {
-            const Lanes a = sixteen(from_first, a_codes, first % Table::kTogether);
-            const Lanes b = sixteen(from_second, b_codes, second % Table::kTogether);
+            const Lanes a = sixteen_channels(from_first, a_codes, first % Table::kTogether);
+            const Lanes b = sixteen_channels(from_second, b_codes, second % Table::kTogether);
             const auto &cos = cos_[i][offset + t], &sin = sin_[i][offset + t];
             if constexpr (kTurn == KeyChannels::kHalves) {
                 const Lanes cosine = load_lanes(cos[0]), sine = load_lanes(sin[0]);
@@ -155,17 +155,6 @@ class TileLogits {
             }
         }
     }
-    template <typename Table>
-    static Lanes sixteen(Table centroids, const uint8_t* codes, unsigned c) {
-#if defined(__AVX512F__)
-        return centroids.channels(codes, c);
-#else
-        float lanes[kLanes];
-        for (int i = 0; i < kLanes; i += W) store(lanes + i, centroids.channels(codes, c + i));
-        return load_lanes(lanes);
-#endif
-    }
-
     // Turns channels i of the queries back by a position.
     void turn_queries(int i, int position) {
         const KeyChannels& channels = channels_[i];

@@ -27,11 +27,7 @@ class TokenTiles {
 
     explicit TokenTiles(const antkv_layer& layer)
         : layer_(layer), size_(layer.head_size), padded_(padded_head_size(layer)), tiles_(floats(kMax * kTokens * padded_)),
-          keys_(floats(kBlockSize * padded_)), values_(floats(kBlockSize * padded_)) {
-        // Channels behind the last one stay 0.
-        std::fill_n(keys_.get(), kBlockSize * padded_, 0.0f);
-        std::fill_n(values_.get(), kBlockSize * padded_, 0.0f);
-    }
+          keys_(floats(kBlockSize * size_ / 2)), values_(floats(kBlockSize * size_ / 2)), decoded_(floats(kBlockSize * size_)) {}
 
     // Fills tiles with the tokens that queries at begin .. end see through their codes, and calls use(how many times 32)
     // whenever no more fit, and at the end.
@@ -51,7 +47,7 @@ class TokenTiles {
     template <typename Use>
     void exact(const Sequence& sequence, int first, int begin, int end, antkv_rows key, antkv_rows value, Use use) {
         begin_ = std::max(begin, first), end_ = std::min(end, first + kBlockSize);
-        ExactRows rows;
+        Rows rows;
         int count = 0;
         for (int position = sequence.first_visible(first); position < end_; ++position) {
             const int last = last_query(sequence, position), from = std::max(first, position);
@@ -64,9 +60,9 @@ class TokenTiles {
                 rows.keys[count] = (const BFloat*)sequence.exact_row(key, false, position);
                 rows.values[count] = (const BFloat*)sequence.exact_row(value, true, position);
             }
-            if (++count == kBlockSize) pack_exact(rows, std::exchange(count, 0), use);
+            if (++count == kBlockSize) pack(rows, std::exchange(count, 0), use);
         }
-        pack_exact(rows, count, use);
+        pack(rows, count, use);
         use(std::exchange(count_, 0));
     }
 
@@ -79,8 +75,7 @@ class TokenTiles {
     }
 
   private:
-    // Of tokens in full precision.
-    struct ExactRows {
+    struct Rows {
         const BFloat *keys[kBlockSize], *values[kBlockSize];
     };
     static constexpr BFloat kNothing[kMaxHeadSize] = {};
@@ -108,54 +103,98 @@ class TokenTiles {
         }
         if (!any) return;
         const VQPage page = sequence.vq_page(first / kBlockSize);
-        turned_keys(sequence, first, count, keys_.get());
-        decode_rows(layer_, sequence.head, true, page.codes(true, 0), count, values_.get());
+        decode_keys(sequence, first, count);
+        decode_values(sequence.head, page, count);
         for (int anchor = 0; !own && anchor < layer_.anchor_rows; ++anchor) {
-            correct(page, anchor, false, keys_.get());
-            correct(page, anchor, true, values_.get());
+            decode_anchor(sequence, first, anchor, false);
+            decode_anchor(sequence, first, anchor, true);
         }
-        widen_rows(count);
-        pack_coded(count, use);
+        Rows rows;
+        for (int t = 0; t < count; ++t) {
+            rows.keys[t] = key(t);
+            rows.values[t] = value(t);
+        }
+        pack(rows, count, use);
     }
-    // Rows of head_size channels to rows of `padded_`.
-    void widen_rows(int count) {
-        for (int t = count - 1; padded_ > size_ && t >= 0; --t) {
-            for (float* rows : {keys_.get(), values_.get()}) {
-                std::memmove(rows + t * padded_, rows + t * size_, size_ * sizeof(float));
-                std::fill_n(rows + t * padded_ + size_, padded_ - size_, 0.0f);
-            }
+    BFloat* key(int t) const { return (BFloat*)keys_.get() + t * size_; }
+    BFloat* value(int t) const { return (BFloat*)values_.get() + t * size_; }
+
+    // The tokens of a VQ page from `first` on.
+    void decode_keys(const Sequence& sequence, int first, int count) const {
+        const uint8_t* codes = sequence.vq_page(first / kBlockSize).codes(false, 0);
+        if (layer_.positions || !layer_.cos || !layer_.is_neox_style || layer_.rotary_dim % (2 * kLanes)) {
+            turned_keys(sequence, first, count, decoded_.get());
+            narrow(layer_, decoded_.get(), count * size_, key(0));
+            return;
         }
+        with_centroids(layer_, sequence.head, layer_.k_centroids, [&](auto centroids) {
+            const int half = layer_.rotary_dim / 2;
+            for (int c = 0; c < half; c += kLanes) turn_channels(centroids, codes, first, count, c, c + half);
+            for (int c = 2 * half; c < size_; c += kLanes)
+                for (int t = 0; t < count; ++t)
+                    store_sixteen(key(t) + c, sixteen_channels(centroids, codes + t * layer_.code_bytes, c));
+        });
+    }
+    // 16 channels, and those that turn with them: by a token's place in the block, and by that of the block.
+    template <typename Table>
+    void turn_channels(Table centroids, const uint8_t* codes, int first, int count, unsigned c, unsigned with) const {
+        const Angles base(layer_, first);
+        const Lanes scale = to_all_lanes(1 / layer_.rotary_magnitude);
+        const Lanes base_cos = load_lanes(base.cos + c) * scale, base_sin = load_lanes(base.sin + c) * scale;
+        const Table from_c = centroids.from(c), from_with = centroids.from(with);
+        const uint8_t *a_codes = codes + Table::byte_of(c), *b_codes = codes + Table::byte_of(with);
+        const int64_t code_bytes = layer_.code_bytes, num_angles = layer_.rotary_dim / 2, size = size_;
+        const float *cos = layer_.cos + c, *sin = layer_.sin + c;
+        BFloat *to = key(0) + c, *to_with = key(0) + with;
+        for (int t = 0; t < count; ++t) {
+            const Lanes a = sixteen_channels(from_c, a_codes + t * code_bytes, c % Table::kTogether);
+            const Lanes b = sixteen_channels(from_with, b_codes + t * code_bytes, with % Table::kTogether);
+            const Lanes cosine = load_lanes(cos + t * num_angles), sine = load_lanes(sin + t * num_angles);
+            const Lanes x = a * cosine - b * sine, y = b * cosine + a * sine;
+            store_sixteen(to + t * size, x * base_cos - y * base_sin);
+            store_sixteen(to_with + t * size, y * base_cos + x * base_sin);
+        }
+    }
+    void decode_values(int head, VQPage page, int count) const {
+        with_centroids(layer_, head, layer_.v_bfloat16, [&](auto centroids) {
+            using Table = decltype(centroids);
+            const int64_t code_bytes = layer_.code_bytes, size = size_;
+            for (unsigned c = 0; c < size; c += kLanes) {
+                const Table from = centroids.from(c);
+                const uint8_t* codes = page.codes(true, 0) + Table::byte_of(c);
+                BFloat* to = value(0) + c;
+                for (int t = 0; t < count; ++t)
+                    _mm256_storeu_si256((__m256i*)(to + t * size), from.sixteen(codes + t * code_bytes, c % Table::kTogether));
+            }
+        });
+    }
+    // The row of an anchor, in float32 before it is rounded.
+    void decode_anchor(const Sequence& sequence, int first, int anchor, bool of_values) const {
+        const VQPage page = sequence.vq_page(first / kBlockSize);
+        const int offset = page.anchor_offsets(of_values)[anchor], t = offset % kExactAnchor;
+        if (offset < 0) return;
+        float* row = &decoded_[t * size_];
+        if (of_values) decode_rows(layer_, sequence.head, true, page.codes(true, t), 1, row);
+        else turned_keys(sequence, first + t, 1, row);
+        correct(page, anchor, of_values, decoded_.get());
+        narrow(layer_, row, size_, of_values ? value(t) : key(t));
     }
 
     // Rows of `count` tokens to tiles.
     template <typename Use>
-    void pack_coded(int count, Use use) {
+    void pack(Rows& rows, int count, Use use) {
         const int padded = rounded_up(count, kTokens);
-        for (float* rows : {keys_.get(), values_.get()})
-            std::fill(rows + count * padded_, rows + padded * padded_, 0.0f);
-        pack(count, use, [&](int first, BFloat* keys, BFloat* values) {
-            pack_keys(&keys_[first * padded_], keys);
-            pack_values(&values_[first * padded_], values);
-        });
-    }
-    template <typename Use>
-    void pack_exact(ExactRows& rows, int count, Use use) {
-        for (int t = count; t < rounded_up(count, kTokens); ++t) rows.keys[t] = rows.values[t] = kNothing;
-        pack(count, use, [&](int first, BFloat* keys, BFloat* values) {
+        for (int t = count; t < padded; ++t) {
+            from_[t] = INT32_MAX;
+            until_[t] = -1;
+            rows.keys[t] = rows.values[t] = kNothing;
+        }
+        for (int first = 0; first < padded; first += kTokens) {
+            BFloat *keys = tiles(count_), *values = keys + kTokens * padded_;
+            pack_seen(first, seen_[count_]);
             for (int t = 0; t < kTokens; t += kTileRows)
                 load_row_tiles(layer_, kTileRows, [&](int i) { return rows.keys[first + t + i]; }, keys + t * padded_);
             pack_values(rows.values + first, values);
-        });
-    }
-    // fill(first, keys, values): tiles of 32 tokens.
-    template <typename Use, typename Fill>
-    void pack(int count, Use use, Fill fill) {
-        const int padded = rounded_up(count, kTokens);
-        std::fill(from_ + count, from_ + padded, INT32_MAX);
-        std::fill(until_ + count, until_ + padded, -1);
-        for (int first = 0; first < padded; first += kTokens) {
-            pack_seen(first, seen_[count_]);
-            fill(first, tiles(count_), tiles(count_) + kTokens * padded_);
             if (++count_ == kMax) use(std::exchange(count_, 0));
         }
     }
@@ -167,26 +206,6 @@ class TokenTiles {
         to.first_until = *std::min_element(to.until, to.until + kTokens);
         to.last_until = *std::max_element(to.until, to.until + kTokens);
     }
-    void pack_keys(const float* rows, BFloat* to) const {
-        for (int t = 0; t < kTokens; ++t, rows += padded_) {
-            BFloat* row = to + t / kTileRows * kTileRows * padded_ + t % kTileRows * kTileDepth;
-            for (int c = 0; c < padded_; c += kTileDepth, row += kTileElements)
-                store_pairs(row, to_bfloat16(load_lanes(rows + c), load_lanes(rows + c + kLanes)));
-        }
-    }
-    void pack_values(const float* rows, BFloat* to) const {
-        for (int c = 0; c < padded_; c += kLanes) {
-            Lanes low[kLanes], high[kLanes];
-            for (int t = 0; t < kLanes; ++t) {
-                low[t] = load_lanes(rows + t * padded_ + c);
-                high[t] = load_lanes(rows + (t + kLanes) * padded_ + c);
-            }
-            transpose(low);
-            transpose(high);
-            for (int i = 0; i < kLanes; ++i, to += kTokens) store_pairs(to, to_bfloat16(low[i], high[i]));
-        }
-    }
-    // The same of rows in bfloat16.
     void pack_values(const BFloat* const* rows, BFloat* to) const {
         for (int c = 0; c < padded_; c += kTileDepth) {
             Lanes low[kLanes], high[kLanes];
@@ -206,7 +225,8 @@ class TokenTiles {
     const antkv_layer& layer_;
     const int size_, padded_;
     int begin_ = 0, end_ = 0, count_ = 0;
-    Buffer tiles_, keys_, values_;
+    Buffer tiles_;
+    Buffer keys_, values_, decoded_;  // (kBlockSize, head_size): bfloat16, but `decoded_` float32
     Seen seen_[kMax];
     int32_t from_[kBlockSize], until_[kBlockSize];
 };

@@ -85,6 +85,12 @@ inline BitLanes to_bfloat16(Lanes low, Lanes high) {
 #endif
 }
 
+// 16 of them.
+inline void store_sixteen(BFloat* to, Lanes x) {
+    const BitLanes numbers = to_bfloat16(x, x);
+    std::memcpy(to, &numbers, kLanes * sizeof *to);
+}
+
 // Pairs of numbers, first[i] and second[i], rounded to bfloat16.
 inline BitLanes to_pairs(Lanes first, Lanes second) {
     const Words numbers = (Words)to_bfloat16(first, second);
