@@ -15,9 +15,20 @@ class Powers {
         for (int i = 0; i < 128; ++i) mantissas_[i] = (uint8_t)__builtin_lrint(128 * (__builtin_exp2(i / 128.0) - 1));
     }
 
-    // 2^((first * factor - max) / kUnit), and that of `second` beside it. Less than 2^-126 is 0; so is what is not a number.
-    BitLanes operator()(Lanes first, Lanes second, Lanes factor, Lanes max) const {
-        const BitLanes even = bits(first * factor - max), odd = bits(second * factor - max);
+    // What exponents in units are relative to.
+    struct Offset {
+        Lanes max, one;
+        IntLanes is_near;  // `one` is a whole number that has lost nothing
+    };
+    static Offset offset(Lanes max) { return {max, kOne - max, (max <= kNear) & (max >= -kNear)}; }
+    // Whether no lane's offset is near.
+    static bool is_far(const Offset& offset) { return any(~offset.is_near); }
+
+    // 2^((first * factor - offset.max) / kUnit), and that of `second` beside it. Less than 2^-126 is 0; so is what is not a
+    // number. A lane's are the same whether other lanes are far.
+    template <bool kFar>
+    BitLanes of(Lanes first, Lanes second, Lanes factor, const Offset& offset) const {
+        const BitLanes even = bits<kFar>(first, factor, offset), odd = bits<kFar>(second, factor, offset);
 #if defined(__AVX512VBMI__)
         const __m512i both = _mm512_mask_alignr_epi8((__m512i)even, 0xCCCCCCCCCCCCCCCC, (__m512i)odd, (__m512i)odd, 14);
         const __m512i low = _mm512_load_si512(mantissas_), high = _mm512_load_si512(mantissas_ + 64);
@@ -33,10 +44,15 @@ class Powers {
     }
 
   private:
+    static constexpr float kZero = 0x1.8p23f, kOne = kZero + 127 * kUnit;
+    static constexpr float kNear = 0x1p21f;
+
     // A sum's last bits are whole numbers: its exponent, biased as that of a bfloat16, and the index of its mantissa.
-    static BitLanes bits(Lanes exponent) {
-        constexpr float kZero = 0x1.8p23f, kOne = kZero + 127 * kUnit;
-        return (BitLanes)larger(exponent + kOne, to_all_lanes(kZero));
+    template <bool kFar>
+    static BitLanes bits(Lanes x, Lanes factor, const Offset& offset) {
+        Lanes sum = x * factor + offset.one;
+        if constexpr (kFar) sum = offset.is_near ? sum : (x * factor - offset.max) + kOne;
+        return (BitLanes)larger(sum, to_all_lanes(kZero));
     }
 
     alignas(64) uint8_t mantissas_[128];

@@ -36,7 +36,8 @@ inline void hide(const Strip& strip, const TokenTiles::Seen& tokens, float* logi
 
 // The running softmax of a strip, in registers.
 struct Softmax {
-    Lanes max[2], grown[2], total[2], factor, offset[2];
+    Lanes max[2], grown[2], total[2], factor;
+    Powers::Offset offset[2];
 
     Softmax(const Strip& strip, float scale) : factor(to_all_lanes(scale * Powers::kUnit)) {
         for (int side = 0; side < 2; ++side) {
@@ -54,7 +55,7 @@ struct Softmax {
     // Lanes that have seen nothing yet have no maximum.
     void set_offsets() {
         for (int side = 0; side < 2; ++side)
-            offset[side] = (max[side] == -kInfinity ? Lanes{} : max[side]) * Powers::kUnit;
+            offset[side] = Powers::offset((max[side] == -kInfinity ? Lanes{} : max[side]) * Powers::kUnit);
     }
 
     // Whether logits of 32 tokens are too large for what weights are relative to; `grown` then is what they should be.
@@ -94,13 +95,20 @@ struct Softmax {
 
     // Weights of two tokens `pairs` times.
     void weigh(const Powers& powers, const float* logits, int pairs, BFloat* to) {
+        if (Powers::is_far(offset[0]) || Powers::is_far(offset[1])) weigh<true>(powers, logits, pairs, to);
+        else weigh<false>(powers, logits, pairs, to);
+    }
+
+  private:
+    template <bool kFar>
+    void weigh(const Powers& powers, const float* logits, int pairs, BFloat* to) {
         // Of its own, as nothing that is stored below can change them.
         Softmax now = *this;
         for (int pair = 0; pair < pairs; ++pair, logits += 2 * kStrip, to += 2 * kLanes) {
             for (int side = 0; side < 2; ++side) {
                 const float* from = logits + side * kLanes;
                 const Lanes first = load_lanes(from), second = load_lanes(from + kStrip);
-                const BitLanes weights = powers(first, second, now.factor, now.offset[side]);
+                const BitLanes weights = powers.of<kFar>(first, second, now.factor, now.offset[side]);
                 now.total[side] = add_pairs(now.total[side], weights);
                 store_pairs(to + side * TokenTiles::kMax * kTileElements, weights);
             }

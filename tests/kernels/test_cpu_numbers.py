@@ -85,3 +85,17 @@ def test_errors_are_those_of_rounding_to_bfloat16(kernels, change, monkeypatch):
     allowed = size(rounded - exact) + size(exact) / 128
     assert (size(ours - exact) <= 2 * allowed + 1e-30).double().mean() > 0.98
     assert size(ours - exact).mean() <= 1.5 * allowed.mean()
+
+
+def test_huge_logits_change_no_query_beside_them(kernels):  # noqa: F811
+    """What weights are relative to is then too large for the shortest way of computing them."""
+    huge = torch.arange(LENGTH) % 5 == 0
+    outputs = []
+    for factor in (1, 1e5):
+        engine = Engine(AntKVConfig(anchor_share=0.0, sinks=False), SHAPE, kernels, torch.float32)
+        sequence = draw_sequence(0, LENGTH, SHAPE)
+        sequence.query[huge] *= factor
+        engine.step([(sequence, LENGTH)])
+        assert sequence.output.isfinite().all()
+        outputs.append(sequence.output[~huge])
+    assert torch.equal(*outputs)
