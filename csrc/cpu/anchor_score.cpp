@@ -38,7 +38,7 @@ class Block {
             votes_in_tiles<decltype(tiles)>(last, lse);
         });
         // Tiles take keys as they lie.
-        if (closes || !in_tiles) exact_rows(key_, false);
+        if (!in_tiles) exact_rows(key_, false);
         for (int position = begin_; !in_tiles && position < last; ++position) vote(position, lse);
         if (is_sink) {
             for (int position = begin_; position < end_; ++position)
@@ -49,8 +49,12 @@ class Block {
             store_scores();
             return 0;
         }
-        // Only votes need them as the queries are; what follows compares them with decoded rows.
-        for (int offset = 0; offset < kBlockSize; ++offset) to_code_order(layer_, row(offset));
+        // Only votes need keys as the queries are; what follows compares them with decoded rows.
+        const CodeOrder order(layer_);
+        for (int offset = 0; offset < kBlockSize; ++offset) {
+            if (in_tiles) order.widen(sequence_.exact_row(key_, false, first_ + offset), row(offset));
+            else to_code_order(layer_, row(offset));
+        }
         const int num_keys = choose(false);
         exact_rows(value_, true);
         return num_keys + choose(true);
@@ -80,12 +84,24 @@ class Block {
         }
     }
 
+    // A query's: logits of the block's rows, which become weights, and what votes of these weights count.
+    struct Vote {
+        int position, head;
+        int padded;  // rows that it may see, whole vectors of them
+        float* logits;
+        float norm;  // of the query
+        float offset, factor;
+    };
+
     // Votes of the queries at a position, for all heads of the group.
     void vote(int position, const float* lse) {
         alignas(64) float queries[kMaxGroup * kMaxHeadSize], logits[kMaxGroup * kBlockSize];
         for (int h = 0; h < group_; ++h) widen(layer_, query_row(position, h), size_, queries + h * size_);
         dot_rows(group_, queries, row(0), size_, num_keys(position), logits, kBlockSize);
-        for (int h = 0; h < group_; ++h) vote(position, h, queries + h * size_, logits + h * kBlockSize, lse);
+        Vote votes[kMaxGroup];
+        for (int h = 0; h < group_; ++h)
+            votes[h] = {position, h, padded_keys(position), logits + h * kBlockSize, norm<Float32>(queries + h * size_)};
+        add_votes(votes, group_, lse);
     }
     // The same for queries begin_ .. last, whose logits are products of tiles, those of 16 at once.
     template <typename Tiles>
@@ -93,7 +109,7 @@ class Block {
         const int padded = padded_head_size(layer_), num_rows = (last - begin_) * group_;
         [[maybe_unused]] const typename Tiles::Scope scope;
         alignas(64) BFloat keys[kBlockSize * kMaxHeadSize], queries[kTileRows * kMaxHeadSize];
-        alignas(64) float logits[kTileRows * kBlockSize], query[kMaxHeadSize];
+        alignas(64) float logits[kTileRows * kBlockSize];
         for (int t = 0; t < rounded_up(end_ - first_, 2 * kTileRows); t += kTileRows) {
             // Rows past the end repeat the last one: nobody uses their logits.
             const auto key = [&](int lane) {
@@ -101,19 +117,21 @@ class Block {
             };
             load_column_tiles(layer_, key, keys + t * padded);
         }
-        for (int first = 0; first < num_rows; first += kTileRows) {
-            const int count = std::min(kTileRows, num_rows - first), seen = num_keys(begin_ + (first + count - 1) / group_);
-            const auto row_at = [&](int i) {
-                return (const BFloat*)query_row(begin_ + (first + i) / group_, (first + i) % group_);
-            };
-            load_row_tiles(layer_, count, row_at, queries);
+        for (int first = 0, position = begin_, head = 0; first < num_rows; first += kTileRows) {
+            const int count = std::min(kTileRows, num_rows - first);
+            const BFloat* rows[kTileRows];
+            Vote votes[kTileRows];
+            for (int i = 0; i < count; ++i, ++head) {
+                if (head == group_) head = 0, ++position;
+                rows[i] = (const BFloat*)query_row(position, head);
+                votes[i] = {position, head, padded_keys(position), logits + i * kBlockSize, norm<BFloat16>(rows[i])};
+            }
+            load_row_tiles(layer_, count, [&](int i) { return rows[i]; }, queries);
+            const int seen = num_keys(position);
             for (int t = 0; t < seen; t += 2 * kLanes)
                 Tiles::few_rows({queries, kTileElements, 0}, {keys + t * padded, kTileElements, kTileRows * padded}, count,
                                 padded / kTileDepth, logits + t, kBlockSize);
-            for (int i = 0; i < count; ++i) {
-                widen(layer_, row_at(i), size_, query);
-                vote(begin_ + (first + i) / group_, (first + i) % group_, query, logits + i * kBlockSize, lse);
-            }
+            add_votes(votes, count, lse);
         }
     }
 
@@ -123,32 +141,65 @@ class Block {
     }
     int token_of(int position) const { return sequence_.first + position - sequence_.start; }
 
-    // AnS(K_j) += A_ij (1 - A_ij) |Q_i|, AnS(V_j) += A_ij for a query; with `lse` weighted squares of them. Votes are added
-    // one query after the other, so that sums do not depend on which of them come in one step. Overwrites the logits.
-    void vote(int position, int head, const float* query, float* logits, const float* lse) {
-        const int count = num_keys(position), padded = (count + W - 1) / W * W;
-        const int hidden = std::min(std::max(sequence_.first_visible(position) - first_, 0), count);
-        cap_logits(layer_, layer_.scale, logits, padded);
-        std::fill_n(logits, hidden, -kInfinity);
-        std::fill(logits + count, logits + padded, -kInfinity);
+    template <typename Element>
+    float norm(const typename Element::Storage* query) const {
         Vec squares = {};
-        for (int c = 0; c < size_; c += W) squares += load(query + c) * load(query + c);
-        const float norm = std::sqrt(sum(squares));
-        if (lse) {
-            const float offset = lse[(int64_t)token_of(position) * layer_.num_heads + sequence_.head * group_ + head];
-            weigh(logits, padded, offset);
-            add_votes(logits, padded, 1, [&](int t, Vec of_key, Vec of_value) {
-                const Vec weight = weights(position, t);
-                add(t, weight * of_key * of_key * norm * norm, weight * of_value * of_value);
-            });
-        } else {
-            const float sink = layer_.sinks ? layer_.sinks[sequence_.head * group_ + head] : -kInfinity;
-            Vec top = broadcast(sink);
-            for (int t = 0; t < padded; t += W) top = maximum(top, load(logits + t) * scale_);
-            float total = weigh(logits, padded, largest(top));
-            if (layer_.sinks) total += std::exp(sink - largest(top));
-            add_votes(logits, padded, 1 / total, [&](int t, Vec of_key, Vec of_value) { add(t, of_key * norm, of_value); });
+        for (int c = 0; c < size_; c += W) {
+            const Vec channels = Element::load(query + c);
+            squares += channels * channels;
         }
+        return std::sqrt(sum(squares));
+    }
+
+    // AnS(K_j) += A_ij (1 - A_ij) |Q_i|, AnS(V_j) += A_ij for a query; with `lse` weighted squares of them. Votes are added
+    // one query after the other, so that sums do not depend on which of them come in one step. What comes before that is
+    // done for all of them at a time, as one's has to wait for itself. Overwrites the logits.
+    void add_votes(Vote* votes, int count, const float* lse) {
+        for (Vote* vote = votes; vote < votes + count; ++vote) {
+            hide(*vote);
+            const int64_t query = (int64_t)token_of(vote->position) * layer_.num_heads + query_head(vote->head);
+            vote->offset = lse ? lse[query] : top(*vote);
+        }
+        for (Vote* vote = votes; vote < votes + count; ++vote) {
+            float total = weigh(vote->logits, vote->padded, vote->offset);
+            if (layer_.sinks && !lse) total += std::exp(sink(vote->head) - vote->offset);
+            vote->factor = lse ? 1 : 1 / total;
+        }
+        for (const Vote* vote = votes; vote < votes + count; ++vote) {
+            const float norm = vote->norm;
+            add_votes(*vote, [&](int t, Vec of_key, Vec of_value) {
+                if (lse) {
+                    const Vec weight = weights(vote->position, t);
+                    add(t, weight * of_key * of_key * norm * norm, weight * of_value * of_value);
+                } else {
+                    add(t, of_key * norm, of_value);
+                }
+            });
+        }
+    }
+    int padded_keys(int position) const { return (num_keys(position) + W - 1) / W * W; }
+    int query_head(int head) const { return sequence_.head * group_ + head; }
+    float sink(int head) const { return layer_.sinks ? layer_.sinks[query_head(head)] : -kInfinity; }
+
+    // Logits of rows that the query does not see become those of no weight.
+    void hide(const Vote& vote) const {
+        const int count = num_keys(vote.position), padded = vote.padded;
+        const int hidden = std::min(std::max(sequence_.first_visible(vote.position) - first_, 0), count);
+        cap_logits(layer_, layer_.scale, vote.logits, padded);
+        std::fill_n(vote.logits, hidden, -kInfinity);
+        float* last = vote.logits + padded - W;
+        store(last, lane_numbers() < count - (padded - W) ? load(last) : broadcast(-kInfinity));
+    }
+    // The largest logit, with the sink.
+    float top(const Vote& vote) const {
+        Vec top = broadcast(sink(vote.head));
+        for (int t = 0; t < vote.padded; t += W) top = maximum(top, load(vote.logits + t) * scale_);
+        return largest(top);
+    }
+    static IntVec lane_numbers() {
+        IntVec numbers;
+        for (int i = 0; i < W; ++i) numbers[i] = i;
+        return numbers;
     }
     // Logits to weights relative to `offset`; returns their sum.
     float weigh(float* logits, int padded, float offset) const {
@@ -166,9 +217,9 @@ class Block {
     }
     // Calls add(row, A (1 - A), A) for W rows at a time.
     template <typename Add>
-    static void add_votes(const float* weights, int padded, float factor, Add add) {
-        for (int t = 0; t < padded; t += W) {
-            const Vec weight = load(weights + t) * factor;
+    void add_votes(const Vote& vote, Add add) const {
+        for (int t = 0; t < vote.padded; t += W) {
+            const Vec weight = load(vote.logits + t) * vote.factor;
             // With the paper's votes, a row that the query saw through its code can come out above 1.
             const Vec share = weight > 1.0f ? broadcast(1) : weight;
             add(t, share * (1 - share), share);

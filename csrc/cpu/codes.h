@@ -131,6 +131,60 @@ inline void to_model_order(const antkv_layer& layer, float* row) {
     for (int c = 0; c < layer.head_size; ++c) row[layer.k_order[c]] = as_it_is[c];
 }
 
+// `to_code_order` of K rows as they are in memory.
+class CodeOrder {
+  public:
+    explicit CodeOrder(const antkv_layer& layer) : layer_(layer) {
+        if (layer.k_order) std::copy_n(layer.k_order, layer.head_size, channels_);
+    }
+
+    // As float32.
+    void widen(const void* from, float* to) const {
+        if (!layer_.k_order || layer_.dtype == ANTKV_FLOAT32) {
+            antkv::widen(layer_, from, layer_.head_size, to);
+            to_code_order(layer_, to);
+            return;
+        }
+        alignas(64) uint16_t ordered[kMaxHeadSize];
+        reorder((const uint16_t*)from, ordered);
+        antkv::widen(layer_, ordered, layer_.head_size, to);
+    }
+
+  private:
+    void reorder(const uint16_t* from, uint16_t* to) const {
+        const int size = layer_.head_size;
+#if defined(__AVX512BW__)
+        constexpr int kNumbers = 32;  // of a vector
+        __m512i row[kMaxHeadSize / kNumbers];
+        for (int c = 0; c < size; c += 2 * kNumbers) {
+            row[c / kNumbers] = _mm512_maskz_loadu_epi16(first_numbers(size - c), from + c);
+            row[c / kNumbers + 1] = _mm512_maskz_loadu_epi16(first_numbers(size - c - kNumbers), from + c + kNumbers);
+        }
+        for (int c = 0; c < size; c += kNumbers) {
+            const __m512i at = _mm512_load_si512(channels_ + c);
+            __m512i result = _mm512_permutex2var_epi16(row[0], at, row[1]);
+            // Look-ups are of 64 channels.
+            for (int other = 2 * kNumbers; other < size; other += 2 * kNumbers) {
+                const __mmask32 of_other = _mm512_cmpge_epu16_mask(at, _mm512_set1_epi16((short)other));
+                const __m512i found = _mm512_permutex2var_epi16(row[other / kNumbers], at, row[other / kNumbers + 1]);
+                result = _mm512_mask_blend_epi16(of_other, result, found);
+            }
+            _mm512_store_si512(to + c, result);
+        }
+#else
+        for (int c = 0; c < size; ++c) to[c] = from[channels_[c]];
+#endif
+    }
+#if defined(__AVX512BW__)
+    static __mmask32 first_numbers(int count) {
+        return count >= 32 ? ~(__mmask32)0 : count <= 0 ? 0 : ((__mmask32)1 << count) - 1;
+    }
+#endif
+
+    const antkv_layer& layer_;
+    alignas(64) uint16_t channels_[kMaxHeadSize] = {};
+};
+
 // Adds to the decoded `rows` of a block what an anchor has of one of them, or puts the row there.
 inline void correct(VQPage page, int anchor, bool of_values, float* rows) {
     const int offset = page.anchor_offsets(of_values)[anchor], size = page.layer.head_size;

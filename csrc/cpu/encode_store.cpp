@@ -78,6 +78,7 @@ struct Token {
 // The centroids of a KV head, and the rows that they code.
 struct Kind {
     const antkv_layer& layer;
+    const CodeOrder& order;
     const int head;
     const bool of_values;
     const antkv_rows in_hand;
@@ -99,12 +100,12 @@ struct Kind {
                 (of_values ? layer.v_middles : layer.k_middles) + index * kSize,
                 (of_values ? layer.v_limits : layer.k_limits) + index * 3, centroids(s)};
     }
+    const void* row(int64_t index) const { return row_of(layer, in_hand, index, head); }
     // What is coded of `token`, which is in row `index` of the step.
-    void load(const antkv_step& step, int64_t index, const Token& token, float* row) const {
-        widen(layer, row_of(layer, in_hand, index, head), layer.head_size, row);
-        if (of_values) return;
-        to_code_order(layer, row);
-        unrotate(Sequence(layer, step, token.request, head), token.position, row);
+    void load(const antkv_step& step, int64_t index, const Token& token, float* to) const {
+        if (of_values) return widen(layer, row(index), layer.head_size, to);
+        order.widen(row(index), to);
+        unrotate(Sequence(layer, step, token.request, head), token.position, to);
     }
     uint8_t* codes(const antkv_step& step, const Token& token) const {
         const VQPage page = Sequence(layer, step, token.request, head).vq_page(token.position / kBlockSize);
@@ -166,16 +167,20 @@ template <typename Tiles>
 void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, int64_t first, int count,
                  NearestTiles<Tiles>& nearest_tiles) {
     const int size = kind.layer.head_size, sub_vector_size = kind.layer.sub_vector_size;
+    const int num_sub_vectors = kind.num_sub_vectors();
     alignas(64) float rows[kLanes * kMaxHeadSize];
     for (int t = 0; t < rounded_up(count, 2 * kTileRows); t += kLanes) {
-        for (int i = 0; i < kLanes; ++i) {
-            const int at = std::min(t + i, count - 1);
-            kind.load(step, first + at, tokens[at], rows + i * size);
+        const auto token = [&](int i) { return std::min(t + i, count - 1); };
+        if (kind.of_values) {
+            nearest_tiles.load_bfloat16_tokens(t, [&](int i) { return (const BFloat*)kind.row(first + token(i)); });
+            continue;
         }
+        for (int i = 0; i < kLanes; ++i) kind.load(step, first + token(i), tokens[token(i)], rows + i * size);
         nearest_tiles.load_tokens(t, rows);
     }
-    uint8_t codes[kMaxHeadSize / 2][kTileRun];
-    for (int s = 0; s < kind.num_sub_vectors(); ++s) {
+    constexpr int kInWord = 4;  // codes of a token that lie side by side
+    alignas(64) uint32_t words[kMaxHeadSize / 2 / kInWord][kTileRun];
+    for (int s = 0; s < num_sub_vectors; ++s) {
         const auto compare = [&](int t) {
             kind.load(step, first + t, tokens[t], rows);
             float sub_vector[8 * kRun];
@@ -184,11 +189,24 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
             nearest<1, 8>(kind.layer, kind.columns(s), kind.half_norms(s), sub_vector, &code);
             return code;
         };
-        nearest_tiles.find(s, kind.centroids(s), kind.half_norms(s), count, kind.of_values, compare, codes[s]);
+        const auto store = [&](int t, BitLanes codes) {
+            BitLanes word = codes << s % kInWord * 8, before;
+            std::memcpy(&before, words[s / kInWord] + t, sizeof before);
+            if (s % kInWord) word |= before;
+            std::memcpy(words[s / kInWord] + t, &word, sizeof word);
+        };
+        nearest_tiles.find(s, kind.centroids(s), kind.half_norms(s), count, kind.of_values, compare, store);
     }
-    for (int t = 0; t < count; ++t) {
+    const int num_words = num_sub_vectors / kInWord;
+    for (int t = 0; t < count;) {
+        // Tokens of a block lie one behind the other.
         uint8_t* to = kind.codes(step, tokens[t]);
-        for (int s = 0; s < kind.num_sub_vectors(); ++s) to[s] = codes[s][t];
+        const int end = std::min(count, t + kBlockSize - tokens[t].position % kBlockSize), request = tokens[t].request;
+        for (; t < end && tokens[t].request == request; ++t, to += kind.layer.code_bytes) {
+            for (int w = 0; w < num_words; ++w) std::memcpy(to + w * kInWord, &words[w][t], kInWord);
+            for (int s = num_words * kInWord; s < num_sub_vectors; ++s)
+                to[s] = (uint8_t)(words[num_words][t] >> s % kInWord * 8);
+        }
     }
 }
 
@@ -221,6 +239,7 @@ std::vector<Token> tokens_of(const antkv_layer& layer, const antkv_step& step) {
 template <typename Store>
 void for_runs(const antkv_layer& layer, const std::vector<Token>& tokens, int length, antkv_rows key, antkv_rows value,
               Store store) {
+    const CodeOrder order(layer);
     const int64_t num_tokens = tokens.size(), num_runs = (num_tokens + length - 1) / length;
 #pragma omp for collapse(3) schedule(static)
     for (int head = 0; head < layer.num_kv_heads; ++head) {
@@ -228,7 +247,7 @@ void for_runs(const antkv_layer& layer, const std::vector<Token>& tokens, int le
             for (int64_t run = 0; run < num_runs; ++run) {
                 const int64_t first = run * length;
                 const int count = (int)std::min<int64_t>(length, num_tokens - first);
-                store(Kind{layer, head, (bool)of_values, of_values ? value : key}, first, count);
+                store(Kind{layer, order, head, (bool)of_values, of_values ? value : key}, first, count);
             }
         }
     }
@@ -245,14 +264,16 @@ extern "C" void antkv_encode_store(const antkv_layer* layer, const antkv_step* s
     if (layer->dtype == ANTKV_BFLOAT16 && num_tokens >= kFewTokens) {
         with_tiles(*layer, [&](auto tiles) {
             using Tiles = decltype(tiles);
-            if (!(coded = NearestTiles<Tiles>::fits(*layer))) return;
+            if constexpr (Tiles::kCheap) {
+                if (!(coded = NearestTiles<Tiles>::fits(*layer))) return;
 #pragma omp parallel
-            {
-                [[maybe_unused]] const typename Tiles::Scope scope;
-                NearestTiles<Tiles> nearest_tiles(*layer, std::min(kTileRun, rounded_up(num_tokens, 2 * kTileRows)));
-                for_runs(*layer, tokens, kTileRun, key, value, [&](const Kind& kind, int64_t first, int count) {
-                    store_codes(kind, *step, &tokens[first], first, count, nearest_tiles);
-                });
+                {
+                    [[maybe_unused]] const typename Tiles::Scope scope;
+                    NearestTiles<Tiles> nearest_tiles(*layer, std::min(kTileRun, rounded_up(num_tokens, 2 * kTileRows)));
+                    for_runs(*layer, tokens, kTileRun, key, value, [&](const Kind& kind, int64_t first, int count) {
+                        store_codes(kind, *step, &tokens[first], first, count, nearest_tiles);
+                    });
+                }
             }
         });
     }

@@ -21,7 +21,7 @@ template <typename Tiles>
 class NearestTiles {
   public:
     static bool fits(const antkv_layer& layer) {
-        return Tiles::kCheap && layer.num_centroids == kCentroids && layer.sub_vector_size <= kQuarter;
+        return layer.num_centroids == kCentroids && layer.sub_vector_size <= kQuarter;
     }
 
     NearestTiles(const antkv_layer& layer, int max_tokens)
@@ -39,83 +39,103 @@ class NearestTiles {
             for (int i = 0; i < kLanes; i += size_) load_sub_vectors(first, (c + i) / size_, channels + i);
         }
     }
+    // The same of rows of bfloat16: row(i). They have no low parts.
+    template <typename Row>
+    void load_bfloat16_tokens(int first, Row row) {
+        for (int c = 0; c < num_sub_vectors_ * size_; c += 2 * kLanes) {
+            const int have = std::min(num_sub_vectors_ * size_ - c, 2 * kLanes);
+            Lanes pairs[kLanes] = {};
+            for (int t = 0; t < kLanes; ++t) std::memcpy(&pairs[t], row(t) + c, have * sizeof(BFloat));
+            transpose(pairs);
+            for (int i = 0; i < have; i += size_) load_pairs_of(first, (c + i) / size_, pairs + i / 2);
+        }
+    }
 
-    // Writes the codes of `num_tokens` tokens, calling compare(token) for one where there is doubt. `codes` has room for a
-    // multiple of 32 tokens. `of_bfloat16`: the rows are.
-    template <typename Compare>
+    // Calls store(token, codes) for 16 tokens from `token` on, the last of which may be past `num_tokens`, and before it
+    // compare(token) for the code of one where there is doubt. `of_bfloat16`: the rows are.
+    template <typename Compare, typename Store>
     void find(int sub_vector, const uint16_t* centroids, const float* half_norms, int num_tokens, bool of_bfloat16,
-              Compare compare, uint8_t* codes) {
+              Compare compare, Store store) {
         // Of what distances are sums of: twice what they are off by, with what their last bits lost.
         const float tolerance = of_bfloat16 ? 0x1p-16f : 0x1.3p-14f;
         const float largest_norm = load_centroids(centroids, half_norms);
         for (int first = 0; first < num_tokens; first += kTokens) {
-            Best best[2];
-            // Products are stored for long before they are compared.
-            alignas(64) float distances[3][kRows * kTokens];
-            const auto multiply = [&](int chunk) {
-                const Operand rows = {(const BFloat*)centroids_.get() + chunk * kRows * kTileDepth, 0, kTileElements};
-                const Operand tokens = {tile(first, sub_vector), 0, (int64_t)num_sub_vectors_ * kTileElements};
-                Tiles::template product<false>(rows, tokens, 1, distances[chunk % 3], kTokens, [] {});
+            // The two least of the groups' least distances come first, then those of the nearest group's.
+            alignas(64) float distances[kCentroids * kTokens];
+            Tiles::hold({tile(first, sub_vector), 0, (int64_t)num_sub_vectors_ * kTileElements});
+            const auto multiply = [&](int centroid) {
+                const Operand rows = {(const BFloat*)centroids_.get() + centroid * kTileDepth, 0, kTileElements};
+                Tiles::product_with_held(rows, distances + centroid * kTokens, kTokens);
             };
-            constexpr int kChunks = kCentroids / kRows;
+            // Products are stored for long before they are compared.
             multiply(0);
-            multiply(1);
-            for (int chunk = 0; chunk < kChunks; ++chunk) {
-                if (chunk + 2 < kChunks) multiply(chunk + 2);
-                add_both(best, chunk * kRows, distances[chunk % 3]);
+            multiply(kRows);
+            TwoLeast groups[2];
+#pragma GCC unroll 8
+            for (int centroid = 0; centroid < kCentroids; centroid += kRows) {
+                if (centroid + 2 * kRows < kCentroids) multiply(centroid + 2 * kRows);
+                for (int row = centroid; row < centroid + kRows; row += 2 * kGroup) {
+                    for (int side = 0; side < 2; ++side) {
+                        const float* group = distances + row * kTokens + side * kLanes;
+                        groups[side].add(least_of_group(group), least_of_group(group + kGroup * kTokens), row / kGroup);
+                    }
+                }
             }
             for (int side = 0; side < 2; ++side) {
                 const int begin = first + side * kLanes;
+                const BitLanes group = groups[side].index(), at = group * (kGroup * kTokens) + lane_numbers();
+                const auto distance = [&](int row) {
+                    return gather_lanes(distances + row * kTokens + side * kLanes, at);
+                };
+                TwoLeast rows;
+                for (int row = 0; row < kGroup; row += 2) rows.add(distance(row), distance(row + 1), row);
                 const Lanes norm = load_lanes(norm_of(begin, sub_vector));
                 const Lanes margin = (norm + 0.5f * largest_norm) * (largest_norm * tolerance);
-                const IntLanes certain = best[side].second - best[side].first > margin, code = best[side].code();
-                for (int lane = 0; lane < kLanes; ++lane) codes[begin + lane] = (uint8_t)code[lane];
-                if (!any(~certain)) continue;
-                for (int lane = 0; lane < kLanes && begin + lane < num_tokens; ++lane)
-                    if (!certain[lane]) codes[begin + lane] = (uint8_t)compare(begin + lane);
+                const IntLanes certain = smaller(rows.second, groups[side].second) - rows.first > margin;
+                BitLanes code = group * kGroup + rows.index();
+                if (any(~certain)) {
+                    for (int lane = 0; lane < kLanes && begin + lane < num_tokens; ++lane)
+                        if (!certain[lane]) code[lane] = (uint32_t)compare(begin + lane);
+                }
+                store(begin, code);
             }
         }
     }
 
   private:
     static constexpr int kTokens = 2 * kTileRows;  // multiplied at once
-    static constexpr int kCentroids = 256, kRows = 2 * kTileRows, kQuarter = kTileDepth / 4;
+    static constexpr int kCentroids = 256, kRows = 2 * kTileRows, kQuarter = kTileDepth / 4, kPairs = kQuarter / 2;
+    static constexpr int kGroup = 8;  // centroids that are told apart only where one of them is the nearest
 
-    // Of 16 tokens: the two least distances, whose last bits say which of 32 rows they stand in, and the first of those.
-    struct Best {
+    // Of 16 tokens: the two least numbers, whose last bits say which they are.
+    struct TwoLeast {
+        static constexpr uint32_t kIndices = 32;
         Lanes first = to_all_lanes(kInfinity), second = to_all_lanes(kInfinity);
-        IntLanes rows = {};
 
-        void add(int begin, Lanes least, Lanes other) {
-            rows = least < first ? IntLanes{} + begin : rows;
-            second = smaller(smaller(second, other), larger(first, least));
+        // Numbers `index` and `index` + 1.
+        void add(Lanes even, Lanes odd, uint32_t index) {
+            even = with_index(even, index), odd = with_index(odd, index + 1);
+            const Lanes least = smaller(even, odd);
+            second = smaller(smaller(second, larger(even, odd)), larger(first, least));
             first = smaller(first, least);
         }
-        IntLanes code() const { return rows + ((IntLanes)first & (kRows - 1)); }
+        BitLanes index() const { return (BitLanes)first & (kIndices - 1); }
+
+      private:
+        static Lanes with_index(Lanes numbers, uint32_t index) {
+            return (Lanes)(((BitLanes)numbers & ~(kIndices - 1)) | index);
+        }
     };
 
-    // 32 tokens: 16 and 16 of them, and even and odd rows of each, so that no minimum waits for the one before.
-    static void add_both(Best (&best)[2], int begin, const float* distances) {
-        Lanes low[2][2], next[2][2];
-        for (int side = 0; side < 2; ++side)
-            for (int i = 0; i < 2; ++i) low[side][i] = next[side][i] = to_all_lanes(kInfinity);
-        BitLanes index[2] = {BitLanes{}, BitLanes{} + 1};
-        for (int row = 0; row < kRows; row += 2) {
-            for (int i = 0; i < 2; ++i) {
-                for (int side = 0; side < 2; ++side) {
-                    const BitLanes bits = (BitLanes)load_lanes(distances + (row + i) * kTokens + side * kLanes);
-                    const Lanes distance = (Lanes)((bits & ~(uint32_t)(kRows - 1)) | index[i]);
-                    next[side][i] = smaller(next[side][i], larger(low[side][i], distance));
-                    low[side][i] = smaller(low[side][i], distance);
-                }
-                index[i] += 2;
-            }
-        }
-        for (int side = 0; side < 2; ++side) {
-            const Lanes *l = low[side], *n = next[side];
-            best[side].add(begin, smaller(l[0], l[1]), smaller(larger(l[0], l[1]), smaller(n[0], n[1])));
-        }
+    // The least of each of 16 tokens in kGroup rows.
+    static Lanes least_of_group(const float* distances) {
+        Lanes least[kGroup];
+        for (int row = 0; row < kGroup; ++row) least[row] = load_lanes(distances + row * kTokens);
+        for (int count = kGroup / 2; count; count /= 2)
+            for (int row = 0; row < count; ++row) least[row] = smaller(least[row], least[row + count]);
+        return least[0];
     }
+    static BitLanes lane_numbers() { return BitLanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
     BFloat* tile(int token, int sub_vector) const {
         return (BFloat*)rows_.get() + ((int64_t)token / kTileRows * num_sub_vectors_ + sub_vector) * kTileElements;
@@ -129,11 +149,7 @@ class NearestTiles {
 
     // channels[i]: channel i of 16 tokens.
     void load_sub_vectors(int token, int sub_vector, const Lanes* channels) {
-        constexpr int kPairs = kQuarter / 2;
         BFloat* pairs = tile(token, sub_vector);
-        const auto store_pair = [&](int pair, BitLanes first, BitLanes second) {
-            store_pairs(pairs + pair * 2 * kLanes, first >> 16 | second);
-        };
         Lanes squares = {};
         for (int i = 0; i < kPairs; ++i) {
             BitLanes high[2] = {}, low[2] = {};
@@ -143,51 +159,88 @@ class NearestTiles {
                 high[j] = upper_half(x);
                 low[j] = upper_half(x - (Lanes)high[j]);
             }
-            store_pair(i, high[0], high[1]);
-            store_pair(kPairs + i, low[0], low[1]);
-            store_pair(2 * kPairs + i, high[0], high[1]);
+            store_pair(pairs, i, high[0] >> 16 | high[1], low[0] >> 16 | low[1]);
         }
-        const BitLanes one = (BitLanes)to_all_lanes(1), zero = {};
-        store_pair(3 * kPairs, one, one);
-        store_pair(3 * kPairs + 1, one, zero);
-        store_pair(3 * kPairs + 2, zero, zero);
-        store_pair(3 * kPairs + 3, zero, zero);
-        float* norms = norm_of(token, sub_vector);
-        for (int lane = 0; lane < kLanes; ++lane) norms[lane] = std::sqrt(squares[lane]);
+        finish_tile(token, sub_vector, squares);
+    }
+    // pairs[i]: channels 2 i and 2 i + 1 of 16 tokens.
+    void load_pairs_of(int token, int sub_vector, const Lanes* pairs) {
+        Lanes squares = {};
+        for (int i = 0; i < kPairs; ++i) {
+            const BitLanes pair = 2 * i < size_ ? (BitLanes)pairs[i] : BitLanes{};
+            const Lanes first = first_of_pairs(pair), second = second_of_pairs(pair);
+            squares += first * first + second * second;
+            store_pair(tile(token, sub_vector), i, pair, BitLanes{});
+        }
+        finish_tile(token, sub_vector, squares);
+    }
+    static void store_pair(BFloat* tile, int pair, BitLanes high, BitLanes low) {
+        store_pairs(tile + pair * 2 * kLanes, high);
+        store_pairs(tile + (kPairs + pair) * 2 * kLanes, low);
+        store_pairs(tile + (2 * kPairs + pair) * 2 * kLanes, high);
+    }
+    // What norms are multiplied with; and the sub-vectors' own.
+    void finish_tile(int token, int sub_vector, Lanes squares) {
+        BFloat* ones = tile(token, sub_vector) + 3 * kPairs * 2 * kLanes;
+        const BitLanes one = (BitLanes)to_all_lanes(1);
+        store_pairs(ones, one >> 16 | one);
+        store_pairs(ones + 2 * kLanes, one >> 16);
+        store_pairs(ones + 4 * kLanes, BitLanes{});
+        store_pairs(ones + 6 * kLanes, BitLanes{});
+        store_lanes(norm_of(token, sub_vector), square_root(squares));
     }
 
     // Returns the largest of their norms.
     float load_centroids(const uint16_t* centroids, const float* half_norms) {
-        alignas(64) uint32_t high[kCentroids * kQuarter], low[kCentroids * kQuarter];
-        alignas(64) float numbers[kCentroids * kQuarter];
-        widen<Float16>(centroids, kCentroids * size_, numbers);
-        for (int i = 0; i < kCentroids * size_; i += kLanes) {
+        return size_ == 8 ? load_centroids<8>(centroids, half_norms)
+             : size_ == 4 ? load_centroids<4>(centroids, half_norms)
+                          : load_centroids<2>(centroids, half_norms);
+    }
+    template <int kSize>
+    float load_centroids(const uint16_t* centroids, const float* half_norms) {
+        alignas(64) BFloat high[kCentroids * kSize], low[kCentroids * kSize];
+        alignas(64) float numbers[kCentroids * kSize];
+        widen<Float16>(centroids, kCentroids * kSize, numbers);
+        for (int i = 0; i < kCentroids * kSize; i += kLanes) {
             const Lanes x = load_lanes(numbers + i);
             const BitLanes upper = upper_half(x), rest = (BitLanes)(x - (Lanes)upper);
-            store_lanes((float*)high + i, (Lanes)((upper ^ 0x80000000) >> 16));
-            store_lanes((float*)low + i, (Lanes)((rest ^ 0x80000000) >> 16));
+            store_upper_halves(high + i, upper ^ 0x80000000);
+            store_upper_halves(low + i, rest ^ 0x80000000);
         }
+        Lanes largest = {};
         auto* row = (BFloat*)centroids_.get();
-        std::fill_n(row, kCentroids * kTileDepth, 0);
-        float largest = 0;
-        for (int code = 0; code < kCentroids; ++code, row += kTileDepth) {
-            for (int k = 0; k < size_; ++k) {
-                row[k] = row[kQuarter + k] = (BFloat)high[code * size_ + k];
-                row[2 * kQuarter + k] = (BFloat)low[code * size_ + k];
-            }
-            largest = std::max(largest, half_norms[code]);
-            float rest = half_norms[code];
-            for (int part = 0; part < 3; ++part) {
-                uint32_t bits;
-                std::memcpy(&bits, &rest, sizeof bits);
-                row[3 * kQuarter + part] = (BFloat)(bits >> 16);
-                bits &= 0xFFFF0000;
-                float taken;
-                std::memcpy(&taken, &bits, sizeof bits);
-                rest -= taken;
+        for (int code = 0; code < kCentroids; code += kLanes) {
+            const Lanes norm = load_lanes(half_norms + code);
+            largest = larger(largest, norm);
+            const Lanes rest = norm - without_lower_half(norm), last = rest - without_lower_half(rest);
+            const BitLanes both = (BitLanes)norm >> 16 | ((BitLanes)rest & 0xFFFF0000);
+            alignas(64) Lanes parts[2];
+            interleave((Lanes)both, (Lanes)((BitLanes)last >> 16), parts[0], parts[1]);
+            for (int i = 0; i < kLanes; ++i, row += kTileDepth) {
+                const int at = (code + i) * kSize;
+                store_quarter<kSize>(row, high + at);
+                store_quarter<kSize>(row + kQuarter, high + at);
+                store_quarter<kSize>(row + 2 * kQuarter, low + at);
+                store_quarter<4>(row + 3 * kQuarter, (const BFloat*)parts + 4 * i);
             }
         }
-        return std::sqrt(2 * largest);
+        float norm = 0;
+        for (int lane = 0; lane < kLanes; ++lane) norm = std::max(norm, largest[lane]);
+        return std::sqrt(2 * norm);
+    }
+    static Lanes without_lower_half(Lanes x) { return (Lanes)((BitLanes)x & 0xFFFF0000); }
+    static void store_upper_halves(BFloat* to, BitLanes bits) {
+        typedef BFloat Halves __attribute__((vector_size(2 * kLanes)));
+        const Halves halves = __builtin_convertvector(bits >> 16, Halves);
+        std::memcpy(to, &halves, sizeof halves);
+    }
+    // kCount numbers, and zeros up to a quarter of a row.
+    template <int kCount>
+    static void store_quarter(BFloat* to, const BFloat* from) {
+        const auto* numbers = (const __m128i*)from;
+        _mm_storeu_si128((__m128i*)to, kCount == 8 ? _mm_loadu_si128(numbers)
+                                     : kCount == 4 ? _mm_loadl_epi64(numbers)
+                                                   : _mm_loadu_si32(numbers));
     }
 
     const int size_, num_sub_vectors_;

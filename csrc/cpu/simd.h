@@ -155,25 +155,28 @@ inline Vec exponential(Vec x) {
     return x < -87.0f ? Vec{} : result;
 }
 
-template <typename Op>
-inline float reduce(Vec v, Op op) {
-    float lanes[W];
-    store(lanes, v);
-    for (int step = W / 2; step; step /= 2)
-        for (int i = 0; i < step; ++i) lanes[i] = op(lanes[i], lanes[i + step]);
-    return lanes[0];
+// Lanes of both halves taken together, until one is left.
+template <int kSize = W, typename Op>
+inline float reduce(typename Floats<kSize>::Type v, Op op) {
+    if constexpr (kSize == 2) {
+        return op(v[0], v[1]);
+    } else {
+        typename Floats<kSize / 2>::Type halves[2];
+        std::memcpy(halves, &v, sizeof v);
+        return reduce<kSize / 2>(op(halves[0], halves[1]), op);
+    }
 }
 
 inline float sum(Vec v) {
-    return reduce(v, [](float a, float b) { return a + b; });
+    return reduce(v, [](auto a, auto b) { return a + b; });
 }
 
 inline float largest(Vec v) {
-    return reduce(v, [](float a, float b) { return a > b ? a : b; });
+    return reduce(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 inline float smallest(Vec v) {
-    return reduce(v, [](float a, float b) { return a < b ? a : b; });
+    return reduce(v, [](auto a, auto b) { return a < b ? a : b; });
 }
 
 // Lanes of `a` and `b` in turns: a0 b0 a1 b1 ...

@@ -16,6 +16,19 @@ typedef uint16_t BFloat;  // bits of a bfloat16
 inline Lanes load_lanes(const float* from) { return load<kLanes>(from); }
 inline void store_lanes(float* to, Lanes v) { store<kLanes>(to, v); }
 inline Lanes to_all_lanes(float x) { return x - Lanes{}; }
+// from[at[0]], from[at[1]] ...
+inline Lanes gather_lanes(const float* from, BitLanes at) {
+#if defined(__AVX512F__)
+    // A gather overwrites its mask: were it that of the one before, it would wait for it.
+    uint32_t all = 0xFFFF;
+    asm("" : "+r"(all));
+    return (Lanes)_mm512_mask_i32gather_ps(_mm512_setzero_ps(), (__mmask16)all, (__m512i)at, from, sizeof *from);
+#else
+    Lanes v;
+    for (int i = 0; i < kLanes; ++i) v[i] = from[at[i]];
+    return v;
+#endif
+}
 
 // The larger and the smaller number of each lane, that of `b` where one of them is not a number.
 inline Lanes larger(Lanes a, Lanes b) {
@@ -31,6 +44,15 @@ inline Lanes smaller(Lanes a, Lanes b) {
     return (Lanes)_mm512_min_ps((__m512)a, (__m512)b);
 #else
     return a < b ? a : b;
+#endif
+}
+
+inline Lanes square_root(Lanes v) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_sqrt_ps((__m512)v);
+#else
+    for (int i = 0; i < kLanes; ++i) v[i] = __builtin_sqrtf(v[i]);
+    return v;
 #endif
 }
 

@@ -74,6 +74,33 @@ struct RegisterTiles {
         R::template store<3>(lower + kTileRows, bytes);
     }
 
+    // `product` of one depth with columns that stay in registers from `hold` on.
+    static void hold(const Operand& b) {
+        constexpr int64_t kRowBytes = sizeof(BFloat) * kTileDepth;
+        Registers::template load<6>(b.tiles, kRowBytes);
+        Registers::template load<7>(b.tiles + b.other, kRowBytes);
+    }
+    static void product_with_held(const Operand& a, float* sums, int stride) {
+        using R = Registers;
+        constexpr int64_t kRowBytes = sizeof(BFloat) * kTileDepth;
+        const int64_t bytes = (int64_t)stride * sizeof(float);
+        float* lower = sums + (int64_t)kTileRows * stride;
+        R::template zero<0>();
+        R::template zero<1>();
+        R::template zero<2>();
+        R::template zero<3>();
+        R::template load<4>(a.tiles, kRowBytes);
+        R::template dot<0, 4, 6>();
+        R::template dot<1, 4, 7>();
+        R::template load<5>(a.tiles + a.other, kRowBytes);
+        R::template dot<2, 5, 6>();
+        R::template dot<3, 5, 7>();
+        R::template store<0>(sums, bytes);
+        R::template store<1>(sums + kTileRows, bytes);
+        R::template store<2>(lower, bytes);
+        R::template store<3>(lower + kTileRows, bytes);
+    }
+
     // All 16 rows are multiplied, whatever their number.
     static void few_rows(const Operand& a, const Operand& b, int, int depth, float* sums, int stride) {
         using R = Registers;
