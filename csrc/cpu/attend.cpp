@@ -43,7 +43,7 @@ static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_r
                        antkv_rows value, antkv_rows output, float* lse, const uint8_t* is_prefilling) {
     std::vector<Task> splits, merges;
     std::vector<size_t> first_split;
-    int64_t num_tokens = 0;  // of a head
+    int64_t num_coded = 0;  // of a head
     // Head by head, so that a thread keeps the centroids of one in its cache.
     for (int head = 0; head < layer.num_kv_heads; ++head) {
         for (int request = 0; request < step.num_reqs; ++request) {
@@ -51,7 +51,7 @@ static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_r
             merges.push_back({request, head, 0});
             first_split.push_back(splits.size());
             const Sequence sequence(layer, step, request, head);
-            if (head == 0) num_tokens += sequence.end - sequence.first_visible(sequence.end - 1);
+            if (head == 0) num_coded += Decode::num_coded(sequence);
             for (int i = Decode::first_split(sequence); i < Decode::end_split(sequence); ++i)
                 splits.push_back({request, head, i});
         }
@@ -60,7 +60,7 @@ static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_r
     const int64_t stride = Decode::partial_size(layer);
     const Buffer partials = floats(splits.size() * stride);
     Runs runs(splits.size());
-    const bool reads_tables = Decode::reads_tables(layer, num_tokens);
+    const bool reads_tables = Decode::reads_tables(layer, num_coded);
 #pragma omp parallel
     {
         int head = -1;

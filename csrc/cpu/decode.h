@@ -15,12 +15,14 @@ struct Decode {
     // Floats of a partial result: (group, head_size) output, (group) maximum, (group) sum.
     static int partial_size(const antkv_layer& layer) { return num_queries_per_kv(layer) * (layer.head_size + 2); }
 
-    // Tables of 4,096 centroids are beyond a core's own cache, and others' work has pushed them out of the next one between
-    // two calls. Where so many tokens are decoded that most centroids are asked for, tables are read from the first byte to
-    // the last before: memory gives that in less than half the time of as many rows wherever they lie.
-    static bool reads_tables(const antkv_layer& layer, int64_t num_tokens) {
-        constexpr int kManyTokens = 1024;
-        return layer.num_centroids == 4096 && num_tokens >= kManyTokens;
+    // Others' work has pushed tables of centroids out of the caches between two calls. Where so many tokens are decoded that
+    // most centroids are asked for, tables are read from the first byte to the last before: memory gives that in less than
+    // half the time of as many rows wherever they lie.
+    static bool reads_tables(const antkv_layer& layer, int64_t num_coded) { return 4 * num_coded >= layer.num_centroids; }
+    // Tokens that are seen before the last block, which are decoded, but for anchors.
+    static int num_coded(const Sequence& sequence) {
+        const int query = sequence.end - 1;
+        return std::max(query / kBlockSize * kBlockSize - sequence.first_visible(query), 0);
     }
     static void read_tables(const antkv_layer&, int head);
 

@@ -14,6 +14,8 @@ namespace {
 constexpr int kRun = 8;  // tokens encoded together, so that a centroid is loaded once for all of them
 constexpr int kTileRun = 1024;  // tokens that share what is made of the centroids for tiles
 constexpr int kFewTokens = 64;  // fewer do not pay for it
+// Vectors of centroids that one token is compared with at a time: all 256 with AVX-512, so that a column is read as it lies.
+constexpr int kVectorsOfOne = W;
 
 // Nearest centroids of sub-vectors, (size, kRun); equal distances take the lower index. kVectors vectors of centroids are
 // compared at a time, so that a product need not wait for the one before where there are few tokens.
@@ -127,7 +129,7 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
     for (int s = 0; s < num_sub_vectors; ++s) {
         const float* sub_vectors = rows + s * layer.sub_vector_size * kRun;
         if (count == 1)
-            nearest<1, 8>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
+            nearest<1, kVectorsOfOne>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
         else if (count <= 4)
             nearest<4, 2>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
         else
@@ -186,7 +188,7 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
             float sub_vector[8 * kRun];
             for (int k = 0; k < sub_vector_size; ++k) sub_vector[k * kRun] = rows[s * sub_vector_size + k];
             int code;
-            nearest<1, 8>(kind.layer, kind.columns(s), kind.half_norms(s), sub_vector, &code);
+            nearest<1, kVectorsOfOne>(kind.layer, kind.columns(s), kind.half_norms(s), sub_vector, &code);
             return code;
         };
         const auto store = [&](int t, BitLanes codes) {
