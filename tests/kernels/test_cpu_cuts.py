@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
 from tests.kernels.test_cpu import SHAPES, kernels  # noqa: F401
 from tests.kernels.test_operations import CONFIGS
-from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops import cpu
 from vllm_antkv.select.anchors import EXACT_ANCHOR
 
@@ -110,3 +110,21 @@ def test_a_prompt_is_the_same_bit_by_bit_however_it_is_cut(kernels, config, shap
             elif sequence.computed < length:
                 sequence = preempted(engine, sequence)
     assert_same_bits(bits(engine, sequence), expected)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_none_harm_no_request_beside_them(kernels, name, number):  # noqa: F811
+    """A model that overflows for one request has no right to the answers of others."""
+    shape = Shape("antkv-1bit", 64, 8, 2, torch.bfloat16, reorders=True)
+    results = []
+    for change in (1, number):
+        engine = Engine(AntKVConfig(), shape, kernels)
+        sequence, other = draw_request(0, 300, shape), draw_request(1, 290, shape)
+        getattr(other, name)[::7] *= change
+        answer = [[(sequence, 1), (other, 1)]] * ANSWER
+        for work in ([(sequence, 200), (other, 190)], [(other, 100), (sequence, 100)], *answer):
+            engine.step(work)
+        results.append(bits(engine, sequence))
+    assert_same_bits(*results)
+    assert other.output.isnan().any()
