@@ -187,6 +187,8 @@ def anchor_score(
 def correction(exact_rows: torch.Tensor, coded_rows: torch.Tensor) -> torch.Tensor:
     """What an anchor stores: the error of its code in FP8 (e4m3), rounded to nearest, ties to even, saturating at 448.
 
+    A float64 error is rounded to float32 first: all that kernels know of it, and how PyTorch converts it.
+
     Not the row itself: e4m3 has three bits of mantissa, which is too few for K channels that are large in every token
     (Qwen2.5 has biases of several hundred). Their codes have them exactly enough. And however the error is rounded, a
     channel with its correction is never further from the truth than without: an anchor cannot be worse than its code.
