@@ -1,4 +1,4 @@
-// Vectors of float32 as wide as the instruction set this file is compiled for, in GCC's and Clang's vector extensions.
+// Vectors of float32 as wide as the instruction set this file is compiled for, in GCC's vector extensions.
 #pragma once
 
 #include <immintrin.h>
@@ -179,14 +179,21 @@ inline float smallest(Vec v) {
     return reduce(v, [](auto a, auto b) { return a < b ? a : b; });
 }
 
+// Lanes of `a` and of `b`, which are counted on from those of `a`, in this order. GCC knows __builtin_shufflevector from 12 on.
+template <int... kOrder, class Vector>
+inline Vector shuffled(Vector a, Vector b) {
+    using Order = decltype(a == b);
+    return __builtin_shuffle(a, b, Order{kOrder...});
+}
+
 // Lanes of `a` and `b` in turns: a0 b0 a1 b1 ...
 inline void interleave(Vec& a, Vec& b) {
 #if defined(__AVX512F__)
-    const Vec low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    b = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    const Vec low = shuffled<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b);
+    b = shuffled<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b);
 #else
-    const Vec low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-    b = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+    const Vec low = shuffled<0, 8, 1, 9, 2, 10, 3, 11>(a, b);
+    b = shuffled<4, 12, 5, 13, 6, 14, 7, 15>(a, b);
 #endif
     a = low;
 }
@@ -214,11 +221,11 @@ inline void interleave(Vec (&rows)[kCount]) {
 // Sums of neighbouring lanes: those of `a`, then those of `b`.
 inline Vec pair_sums(Vec a, Vec b) {
 #if defined(__AVX512F__)
-    const Vec even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const Vec odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    const Vec even = shuffled<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(a, b);
+    const Vec odd = shuffled<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(a, b);
 #else
-    const Vec even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
-    const Vec odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+    const Vec even = shuffled<0, 2, 4, 6, 8, 10, 12, 14>(a, b);
+    const Vec odd = shuffled<1, 3, 5, 7, 9, 11, 13, 15>(a, b);
 #endif
     return even + odd;
 }

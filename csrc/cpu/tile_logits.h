@@ -56,7 +56,7 @@ struct ChannelAngles {
 };
 
 inline Lanes swap_neighbours(Lanes x) {
-    return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    return shuffled<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(x, x);
 }
 
 // Logits of up to kHeads queries to the coded keys of a split.

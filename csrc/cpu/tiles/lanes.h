@@ -116,18 +116,18 @@ inline void store_sixteen(BFloat* to, Lanes x) {
 // Pairs of numbers, first[i] and second[i], rounded to bfloat16.
 inline BitLanes to_pairs(Lanes first, Lanes second) {
     const Words numbers = (Words)to_bfloat16(first, second);
-    return (BitLanes)__builtin_shufflevector(numbers, numbers, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24,
-                                             9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    return (BitLanes)shuffled<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
+                              29, 14, 30, 15, 31>(numbers, numbers);
 }
 
 // 32 bfloat16 numbers in a row: the first of the pairs of `a`, then those of `b`.
 inline BitLanes firsts_of_pairs(BitLanes a, BitLanes b) {
-    return (BitLanes)__builtin_shufflevector((Words)a, (Words)b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32,
-                                             34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62);
+    return (BitLanes)shuffled<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42, 44, 46, 48, 50,
+                              52, 54, 56, 58, 60, 62>((Words)a, (Words)b);
 }
 inline BitLanes seconds_of_pairs(BitLanes a, BitLanes b) {
-    return (BitLanes)__builtin_shufflevector((Words)a, (Words)b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33,
-                                             35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63);
+    return (BitLanes)shuffled<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45, 47, 49, 51,
+                              53, 55, 57, 59, 61, 63>((Words)a, (Words)b);
 }
 
 // 32 bfloat16 numbers, one in the lower half of every lane.
@@ -152,8 +152,8 @@ inline void transpose(Lanes (&rows)[kLanes]) {
 
 // Lanes of `a` and `b` in turns, those of a first: 0 .. 8 of both, and 8 .. 16.
 inline void interleave(Lanes a, Lanes b, Lanes& low, Lanes& high) {
-    low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    high = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    low = shuffled<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b);
+    high = shuffled<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b);
 }
 
 // Row i gets lanes i, i + kCount, ... of the rows in turn.
@@ -164,8 +164,8 @@ void deinterleave(Lanes (&rows)[kCount]) {
         Lanes even[kHalf], odd[kHalf];
         for (int i = 0; i < kHalf; ++i) {
             const Lanes a = rows[2 * i], b = rows[2 * i + 1];
-            even[i] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-            odd[i] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+            even[i] = shuffled<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(a, b);
+            odd[i] = shuffled<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(a, b);
         }
         deinterleave<kHalf>(even);
         deinterleave<kHalf>(odd);
