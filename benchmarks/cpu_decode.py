@@ -218,11 +218,12 @@ def _row(
 def _table(report: dict[str, Any]) -> str:
     machine = report["machine"]
     clock = f" at {machine['mhz'] / 1000:.1f} GHz" if machine["mhz"] else ""
+    caches = [f"{machine[f'{level}_bytes'] // 1024} KiB of {level.upper()}" for level in ("l1d", "l2")]
     lines = [
         f"{report['kv_cache_dtype']} (kernels: {report['kernels']}) against vLLM's own caches; {report['group']} "
         "query heads per KV head.",
-        f"{machine['processor']}{clock} ({', '.join(machine['instructions'])}), {machine['cpus']} CPUs, "
-        f"{machine['bandwidth'] / 1e9:.1f} GB/s.",
+        f"{machine['processor']}{clock} ({', '.join(machine['instructions'])}), {machine['cpus']} CPUs with "
+        f"{' and '.join(caches)} each, {machine['bandwidth'] / 1e9:.1f} GB/s.",
         "",
         "| context | batch | ms per step: auto | fp8 | antkv | tokens/s against auto: fp8 | antkv "
         "| KV MB read: auto | antkv | prefill time against auto: fp8 | antkv |",
