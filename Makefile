@@ -36,7 +36,7 @@ help:
 	@sed -n 's/^# //;/^make/p' Makefile
 
 $(SERVE): requirements/cpu.in requirements/cpu.lock requirements/gpu.lock pyproject.toml setup.py scripts/make_venv.sh \
-		$(wildcard csrc/cpu/* csrc/cpu/tiles/*) packaging/vllm-cpu-shim/pyproject.toml
+		$(wildcard vllm_antkv/csrc/cpu/* vllm_antkv/csrc/cpu/tiles/*) packaging/vllm-cpu-shim/pyproject.toml
 	scripts/make_venv.sh serve
 	touch $@
 

@@ -1,8 +1,4 @@
-"""Which folders become which packages, and the C++ kernels; everything else is in pyproject.toml.
-
-Four folders at the top of the repository are installed inside vllm_antkv. `triton_kernels` in particular must never be
-a top-level module: vLLM uses that name for another library.
-"""
+"""The C++ kernels; everything else is in pyproject.toml."""
 
 import copy
 import os
@@ -14,7 +10,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-INSTALLED_INSIDE = ("triton_kernels", "centroids", "configs", "csrc")
+CSRC = Path("vllm_antkv", "csrc")
 #: Builds of the kernels. That of tiles has AMX instructions where it is asked for them, and runs without AMX too; older
 #: compilers do not know them and leave this build out.
 INSTRUCTION_SETS = {
@@ -23,7 +19,7 @@ INSTRUCTION_SETS = {
     "tiles": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
 }
 #: What the libraries say they were built from.
-SOURCES_DIGEST = runpy.run_path("vllm_antkv/ops/cpu_sources.py")["digest"](Path("csrc"))
+SOURCES_DIGEST = runpy.run_path("vllm_antkv/ops/cpu_sources.py")["digest"](CSRC)
 #: GCC takes what intrinsics leave open for mistakes, and vectors wider than registers for parts of an interface.
 QUIET = ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
 
@@ -32,8 +28,8 @@ def kernels(name: str, architecture: list[str]) -> Extension:
     """One build of csrc/cpu. Optional: without a compiler the wheel has no kernels, and `antkv doctor` says so."""
     return Extension(
         f"vllm_antkv.ops._cpu_{name}",
-        sources=sorted(str(path) for path in Path("csrc/cpu").glob("*.cpp")),
-        depends=["setup.py", *sorted(str(path) for path in Path("csrc/cpu").rglob("*.h"))],
+        sources=sorted(str(path) for path in (CSRC / "cpu").glob("*.cpp")),
+        depends=["setup.py", *sorted(str(path) for path in (CSRC / "cpu").rglob("*.h"))],
         define_macros=[("ANTKV_SOURCES_DIGEST", f'"{SOURCES_DIGEST}"')],
         # Compiled for OpenMP but not linked to a runtime: vllm_antkv/ops/cpu.py brings PyTorch's. What a debugger would
         # read is stripped, and not made.
@@ -77,11 +73,7 @@ class AnyPythonWheel(bdist_wheel):
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
 
 setup(
-    packages=[
-        *find_packages(include=["vllm_antkv", "vllm_antkv.*"]),
-        *(f"vllm_antkv.{name}" for name in INSTALLED_INSIDE),
-    ],
-    package_dir={f"vllm_antkv.{name}": name for name in INSTALLED_INSIDE},
+    packages=find_packages(include=["vllm_antkv", "vllm_antkv.*"]),
     ext_modules=[kernels(*item) for item in INSTRUCTION_SETS.items()] if ON_X86 else [],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
 )

@@ -103,7 +103,7 @@ def _on_gpu() -> Launch:
     """Compiled and launched through CuPy."""
     cupy = importlib.import_module("cupy")
 
-    text = (SOURCE.parents[2] / "csrc" / "cuda" / "device.cuh").read_text()
+    text = (SOURCE.parents[2] / "vllm_antkv" / "csrc" / "cuda" / "device.cuh").read_text()
     source = SOURCE.read_text().replace('#include "device.cuh"', text.replace("#pragma once", ""))
     module = cupy.RawModule(code=source, options=("--std=c++17",))
 

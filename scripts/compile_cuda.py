@@ -22,7 +22,7 @@ from pathlib import Path
 
 from vllm_antkv.ops.cuda_build import Build
 
-SOURCES = Path(__file__).parents[1] / "csrc" / "cuda"
+SOURCES = Path(__file__).parents[1] / "vllm_antkv" / "csrc" / "cuda"
 _MADE = Path(__file__).parents[1] / ".pytest_cache" / "nvcc"
 #: Compute capability and the most shared memory of a CTA, in bytes.
 ARCHITECTURES = {"80": 166912, "90": 232448}

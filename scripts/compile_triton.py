@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from vllm_antkv.triton_kernels import anchor_score, close_blocks, decode, encode_store, plain_pages, prefill
 
 from scripts.sass_loops import nested_loops
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
@@ -43,6 +42,7 @@ from vllm_antkv.ops.triton import TritonOperations
 from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.select.recency import last_query_table
+from vllm_antkv.triton_kernels import anchor_score, close_blocks, decode, encode_store, plain_pages, prefill
 
 ARCHITECTURES = (80, 90, 100)
 KERNELS = (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 #: All that a wheel is made of.
-FOLDERS = ("vllm_antkv", "triton_kernels", "centroids", "configs", "csrc")
+FOLDERS = ("vllm_antkv",)
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 KERNELS = Path("vllm_antkv", "ops")
 

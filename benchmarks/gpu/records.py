@@ -10,7 +10,7 @@ from benchmarks.gpu.device import ROOT
 from vllm_antkv.evaluate.report import write_json
 
 #: What a result depends on.
-_SOURCES = ("vllm_antkv", "triton_kernels", "csrc/cuda", "benchmarks", "tests/gpu", "tests/kernels")
+_SOURCES = ("vllm_antkv", "benchmarks", "tests/gpu", "tests/kernels")
 _SUFFIXES = (".py", ".cu", ".cuh")
 #: Characters of a failed step's output that are kept.
 _TAIL = 6000

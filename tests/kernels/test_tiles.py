@@ -29,7 +29,7 @@ def compiled(name: str, folder) -> ctypes.CDLL:
     path = folder / f"{name}.so"
     source = ROOT / "tests/kernels/tile_products.cpp"
     flags = ["-std=c++17", "-O3", "-shared", "-fPIC", "-Wno-psabi", *FLAGS[name]]
-    command = ["g++", *flags, f"-I{ROOT / 'csrc/cpu'}", str(source), "-o", str(path)]
+    command = ["g++", *flags, f"-I{ROOT / 'vllm_antkv/csrc/cpu'}", str(source), "-o", str(path)]
     subprocess.run(command, check=True, capture_output=True)
     return ctypes.CDLL(str(path))
 
@@ -201,7 +201,7 @@ def test_assembly_of_amx_is_that_of_the_intrinsics(tmp_path):
         lines = ['#include "tiles/tiles.h"', "#include <immintrin.h>", "using R = antkv::AmxRegisters;"]
         lines += ['extern "C" void code(const void* from, void* to, int64_t stride) {', *(f"{call};" for call in calls)]
         source.write_text("\n".join([*lines, "}\n"]))
-        flags = ["-std=c++17", "-O2", "-c", "-Wno-psabi", *FLAGS["amx"], f"-I{ROOT / 'csrc/cpu'}"]
+        flags = ["-std=c++17", "-O2", "-c", "-Wno-psabi", *FLAGS["amx"], f"-I{ROOT / 'vllm_antkv/csrc/cpu'}"]
         subprocess.run(["g++", *flags, str(source), "-o", str(tmp_path / name)], check=True, capture_output=True)
         command = ["objdump", "--disassemble=code", "--no-show-raw-insn", str(tmp_path / name)]
         listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -18,8 +18,6 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-from vllm_antkv.triton_kernels import encode_store
-from vllm_antkv.triton_kernels.plain_pages import merge_attention
 
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
 from tests.kernels.engine import Engine, Shape, draw_sequence
@@ -36,6 +34,8 @@ from vllm_antkv.ops.layer import LayerState, VotingBeside
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.triton import TritonOperations
+from vllm_antkv.triton_kernels import encode_store
+from vllm_antkv.triton_kernels.plain_pages import merge_attention
 
 quicken(encode_store.store_codes.fn)
 

@@ -8,7 +8,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.hooks.moved import serve_arguments
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "vllm_antkv" / "configs").glob("*.yaml"))
 
 
 def test_there_are_examples():

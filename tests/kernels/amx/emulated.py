@@ -16,7 +16,7 @@ from tests.kernels.kept import kept
 from vllm_antkv.ops import cpu
 
 HERE = Path(__file__).parent
-CSRC = HERE.parents[2] / "csrc" / "cpu"
+CSRC = HERE.parents[2] / "vllm_antkv" / "csrc" / "cpu"
 #: With these, csrc/cpu/tiles has tile registers; those of the build for tiles (setup.py).
 AMX_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-mamx-tile", "-mamx-bf16")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.kernels.kept import kept
 
 HERE = Path(__file__).parent
-SOURCES = HERE.parents[2] / "csrc" / "cuda"
+SOURCES = HERE.parents[2] / "vllm_antkv" / "csrc" / "cuda"
 _FLAGS = ("-std=c++17", "-g1", "-march=native", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w", "-fPIC")
 #: races.cpp stands in for the runtime of -fsanitize=thread. Undefined behaviour ends the process.
 _WATCHED = ("-O1", "-fsanitize=thread", "-fsanitize=alignment,bounds,shift,null", "-fno-sanitize-recover=all")

@@ -1,1 +1,0 @@
-"""Sources of the CUDA and CPU kernels, compiled where they run; installed as vllm_antkv.csrc."""

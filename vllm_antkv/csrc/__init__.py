@@ -1,0 +1,1 @@
+"""Sources of the CUDA and CPU kernels, compiled where they run."""

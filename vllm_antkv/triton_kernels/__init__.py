@@ -1,0 +1,1 @@
+"""Triton kernels of the operations on the cache. They know nothing of vLLM."""
