@@ -25,7 +25,7 @@ from unittest import mock
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"bash", "console", "json", "promql", "python", "text", "yaml"}
 #: Programs that are of no use without what the title of their fence must name.
 OUTSIDE = {"debootstrap": "root", "docker": "Docker", "helm": "a cluster", "kubectl": "a cluster"}

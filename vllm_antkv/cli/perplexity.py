@@ -12,7 +12,7 @@ from vllm_antkv.cli.options import Json, MethodOptions, Model, WindowOptions, gr
 def perplexity(
     model: Model,
     method: Annotated[
-        str, typer.Option(help="fp16, antkv-Xbit, cq-Xbit or one of docs/methods.md, e.g. rtn-2bit+pfn-5.")
+        str, typer.Option(help="fp16, antkv-Xbit, cq-Xbit or one of docs/research/methods.md, e.g. rtn-2bit+pfn-5.")
     ],
     windows: WindowOptions,
     json: Json,

@@ -34,7 +34,7 @@ def test_every_row_of_the_design_is_there() -> None:
 
 
 def test_the_docs_name_every_method() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "research" / "methods.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("|")]
     for name in METHODS:
         family, _, size = name.partition("-")
