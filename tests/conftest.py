@@ -118,14 +118,11 @@ LONG_FILES = (
     "kernels/test_amx_twin.py",
     "unit/evaluate/test_figures.py",
     "unit/test_retrieval_model.py",
-    "unit/test_embedded_trainer.py",
-    "kernels/test_sm_model.py",
     "unit/calibrate/test_kill.py",
     "unit/test_hub.py",
     "unit/calibrate/test_run.py",
     "unit/calibrate/test_refine.py",
     "unit/offline/test_attention.py",
-    "kernels/test_cuda_stamps.py",
 )
 
 

@@ -13,14 +13,10 @@ from benchmarks.gpu.tables import (
     prefill_table,
     table,
 )
-from benchmarks.gpu_constants import constants_table
-from benchmarks.gpu_stamps import stamps_table
 
 #: Titles and tables of the benchmarks, by the first word of a step's name.
 _TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "first-decode": ("Decode attention of a layer at 32K tokens, batch 8", decode_table),
-    "constants": ("Constants of the model of a multiprocessor", constants_table),
-    "stamps": ("Where the time of decode attention goes, at 32K tokens, batch 8", stamps_table),
     "decode": ("Decode attention of a layer", decode_table),
     "prefill": ("Prefill of a layer", prefill_table),
     "encode-store": ("Writing to the cache", encode_store_table),

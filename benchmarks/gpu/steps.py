@@ -44,13 +44,11 @@ _FIRST = ("--contexts", "32768", "--batches", "8")
 
 STEPS = (
     # What decides about designs, for a machine that may be gone in ten minutes: do the kernels run, are they right, how
-    # fast is decoding with and without anchors, and is the model that they were designed with right.
+    # fast is decoding with and without anchors.
     Step("environment", _benchmark("gpu.environment"), 45, 180),
     Step("kernels-cuda", _tests("test_cuda_gpu", 120, "-n", "4"), 45, 240),
     Step("first-decode default", _benchmark("gpu_decode", *_FIRST), 30, 180),
     Step("first-decode no-anchors", _benchmark("gpu_decode", *_FIRST, "--anchor-share", "0"), 30, 180),
-    Step("constants", _benchmark("gpu_constants"), 20, 120),
-    Step("stamps", _benchmark("gpu_stamps"), 45, 180),
     # The same tests where an access outside of what a kernel was given names its line.
     Step("checked-kernels-cuda", _tests("test_cuda_gpu", 120, "-n", "4"), 45, 240, {"ANTKV_CHECK": "1"}),
     Step("doctor", ("-c", "from vllm_antkv.cli import main; main()", "doctor"), 45, 120),

@@ -116,7 +116,7 @@ def known_flags() -> frozenset[str]:
     for command in waiting:
         waiting += getattr(command, "commands", {}).values()
         found |= {flag for parameter in command.params for flag in [*parameter.opts, *parameter.secondary_opts]}
-    for folder in ("benchmarks", "docker", "loadtest", "models", "scripts", "tests/fuzz"):
+    for folder in ("benchmarks", "docker", "loadtest", "models", "research", "scripts", "tests/fuzz"):
         for path in (ROOT / folder).rglob("*.py"):
             found.update(re.findall(r'"(--[a-z][\w-]*)"', path.read_text()))
     return frozenset(found)

@@ -21,7 +21,7 @@ from vllm_antkv.ops.varlen_plan import Call, Limits, Round, plan
 #: Blocks of a past that are written as plain rows at a time: 16,384 tokens, 64 MiB for 8 KV heads of 128 channels.
 PIECE = 128
 #: Query heads per KV head from which the kernel's tiles of 128 rows are filled well enough: in smaller groups the early
-#: queries of a block leave most of one empty (`scripts.prefill_count`).
+#: queries of a block leave most of one empty.
 MIN_GROUP = 3
 
 

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
-from scripts.sm_model.arithmetic import MAKERS, Compute
-from scripts.sm_model.memory import SHARED_WINDOW, GenericMemory, GlobalMemory, SharedMemory
-from scripts.sm_model.sass import Function, Instruction
-from scripts.sm_model.state import (
+from research.sm_model.arithmetic import MAKERS, Compute
+from research.sm_model.memory import SHARED_WINDOW, GenericMemory, GlobalMemory, SharedMemory
+from research.sm_model.sass import Function, Instruction
+from research.sm_model.state import (
     ALL,
     LANE,
     LANES,

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scripts.sm_model.cache import SECTOR, Hierarchy, sectors, shared_wavefronts
-from scripts.sm_model.constants import Constants
-from scripts.sm_model.machine import Cta, Effect, Machine
-from scripts.sm_model.memory import is_shared, ranks_of
-from scripts.sm_model.pipes import is_queued, kind, unit
-from scripts.sm_model.sass import Instruction
-from scripts.sm_model.state import Warp
+from research.sm_model.cache import SECTOR, Hierarchy, sectors, shared_wavefronts
+from research.sm_model.constants import Constants
+from research.sm_model.machine import Cta, Effect, Machine
+from research.sm_model.memory import is_shared, ranks_of
+from research.sm_model.pipes import is_queued, kind, unit
+from research.sm_model.sass import Instruction
+from research.sm_model.state import Warp
 
 _SCHEDULERS = 4
 #: Accesses of a scheduler that the queue to memory holds.

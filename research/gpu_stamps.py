@@ -1,10 +1,10 @@
 """Where the time of antkv_decode goes, as its warps see it: kernels that write down when they came to what.
 
-On a GPU, beside what the model of a multiprocessor (docs/sm-model.md) predicts of the same kernels; with --model the
+On a GPU, beside what the model of a multiprocessor (research/sm_model) predicts of the same kernels; with --model the
 model itself, for one CTA.
 
-    python -m benchmarks.gpu_stamps --json FILE                          # a few seconds
-    python -m benchmarks.gpu_stamps --model --json benchmarks/gpu/stamps.json    # no GPU, but nvcc; record predictions
+    python -m research.gpu_stamps --json FILE                          # a few seconds
+    python -m research.gpu_stamps --model --json research/stamps.json    # no GPU, but nvcc; record predictions
 """
 
 import argparse
@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.antkv_layer import Requests, Tokens
-from benchmarks.gpu.stamps import START_UP, StampedBackend, cycles_of
 from benchmarks.gpu.tables import table
+from research.stamps import START_UP, StampedBackend, cycles_of
 from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.paged import ReferenceOperations
 
 #: One whose tables are in shared memory, and one whose tables are in L2.
 PRESETS = ("antkv-1bit", "antkv-0.375bit")
-PREDICTED = Path(__file__).parent / "gpu" / "stamps.json"
+PREDICTED = Path(__file__).with_name("stamps.json")
 #: Requests and tokens of each: on a GPU, and in the model, which runs one CTA.
 ON_GPU, MODELLED = (8, 32768), (1, 5120)
 
@@ -58,8 +58,8 @@ def measured(preset: str) -> dict[str, float]:
 
 def predicted(preset: str) -> dict[str, float]:
     """By the model."""
-    from scripts.sm_model.backend import ModelledBackend
-    from scripts.sm_model.constants import Constants
+    from research.sm_model.backend import ModelledBackend
+    from research.sm_model.constants import Constants
 
     torch.manual_seed(0)
     requests, backend = Requests(preset, *MODELLED, 1, device="cpu"), ModelledBackend(Constants())

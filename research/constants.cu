@@ -1,4 +1,4 @@
-// Kernels that measure, each, one constant of scripts/sm_model/constants.py: `out` has a number of cycles, or of bytes a
+// Kernels that measure, each, one constant of research/sm_model/constants.py: `out` has a number of cycles, or of bytes a
 // cycle, for each CTA. Loops are unrolled, so that what they count costs next to nothing.
 #include "device.cuh"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from scripts.sm_model.sass import Instruction
-from scripts.sm_model.state import LANE, LANES, Warp, integer, is_predicate, predicate, real, words
+from research.sm_model.sass import Instruction
+from research.sm_model.state import LANE, LANES, Warp, integer, is_predicate, predicate, real, words
 
 Compute = Callable[[Warp], Any]
 _U64 = np.uint64

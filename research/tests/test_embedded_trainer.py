@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-MODELS = Path(__file__).parents[2] / "models"
+MODELS = Path(__file__).parents[1] / "models"
 STEPS = 8
 
 

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.gpu.antkv_layer import Requests, Tokens
 from benchmarks.gpu.llama import NUM_HEADS, NUM_KV_HEADS
-from scripts.sm_model.backend import ModelledBackend
-from scripts.sm_model.constants import Constants
-from scripts.sm_model.sm import Report
+from research.sm_model.backend import ModelledBackend
+from research.sm_model.constants import Constants
+from research.sm_model.sm import Report
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.cuda import SPLIT, CudaOperations
 from vllm_antkv.ops.cuda_build import CLUSTER

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from research.sm_model.constants import Constants
+from research.sm_model.machine import Cta, Machine
+from research.sm_model.memory import GlobalMemory, SharedMemory
+from research.sm_model.sass import Function, parse
+from research.sm_model.sm import Multiprocessor, Report
 from scripts.compile_cuda import SOURCES, compiled
-from scripts.sm_model.constants import Constants
-from scripts.sm_model.machine import Cta, Machine
-from scripts.sm_model.memory import GlobalMemory, SharedMemory
-from scripts.sm_model.sass import Function, parse
-from scripts.sm_model.sm import Multiprocessor, Report
 from vllm_antkv.ops.cuda_backend import Argument
 from vllm_antkv.ops.cuda_build import Build
 

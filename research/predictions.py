@@ -1,11 +1,10 @@
-"""What was predicted of GPUs beside what `make gpu-check` measured, as the table in docs/gpu-log.md.
+"""What was predicted of GPUs beside what `make gpu-check` measured.
 
-    python -m scripts.sm_model --preset antkv-1bit --anchor-share 0 --json predicted.json
-    python -m scripts.predictions --predicted predicted.json
-    python -m scripts.predictions --predicted predicted.json --measured gpu-results/results.json
+    python -m research.sm_model --preset antkv-1bit --anchor-share 0 --json predicted.json
+    python -m research.predictions --predicted predicted.json
+    python -m research.predictions --predicted predicted.json --measured gpu-results/results.json
 
-What was not measured yet is left empty. Predictions are for an H100; with `--constants gpu-results/results.json` the
-model of decode takes the constants that were measured there.
+What was not measured yet is left empty. Predictions are for an H100.
 """
 
 import argparse
@@ -15,27 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.tables import table
-from scripts.prefill_count import count
-from scripts.sm_model.constants import Constants, constants_of
-from scripts.sm_model.decode import Prediction
-from scripts.sm_model.times import BATCH, CONTEXT, GPUS, against_flash_attention
+from research.prefill_count import count
+from research.sm_model.decode import Prediction
+from research.sm_model.times import BATCH, CONTEXT, GPUS, against_flash_attention
 
 HEADER = ["what", "predicted", "measured"]
 PRESET = "antkv-1bit"
-#: Of the GPU check: what the model assumes that its step `constants` measures.
-CONSTANTS = (
-    *(
-        "mma_interval",
-        "half_interval",
-        "l1_latency",
-        "l2_latency",
-        "dram_latency",
-        "l1_lines",
-        "l2_bytes",
-        "dram_bytes",
-    ),
-    *("cluster_latency", "cluster_bytes"),
-)
 PROMPTS = (1024, 8192, 32768)
 _GPU, _GROUP = "H100", 4
 
@@ -46,7 +30,7 @@ Results = dict[str, dict[str, Any]]
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--predicted", type=Path, metavar="FILE", help="written by scripts.sm_model")
+    parser.add_argument("--predicted", type=Path, metavar="FILE", help="written by research.sm_model")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="written by make gpu-check")
     arguments = parser.parse_args()
     predicted, records = ({} if path is None else json.loads(path.read_text()) for path in vars(arguments).values())
@@ -55,7 +39,7 @@ def main() -> None:
 
 def render(predicted: dict[str, Any], results: Results) -> str:
     """As Markdown."""
-    return table(HEADER, [*_decode(predicted, results), *_prompts(results), *_constants(results)])
+    return table(HEADER, [*_decode(predicted, results), *_prompts(results)])
 
 
 def _decode(predicted: dict[str, Any], results: Results) -> Iterator[list[str]]:
@@ -90,13 +74,6 @@ def _prompts(results: Results) -> Iterator[list[str]]:
         known = "median_ms" in ours and "median_ms" in flash
         ratio = f"{ours['median_ms'] / flash['median_ms']:.2f}" if known else ""
         yield [what, f"{count(num_tokens, _GROUP, GPUS[_GPU]).ratio:.2f}", ratio]
-
-
-def _constants(results: Results) -> Iterator[list[str]]:
-    measured = constants_of(results.get("constants", {}))
-    for name in CONSTANTS:
-        found = f"{measured[name]:.2f}" if name in measured else ""
-        yield [f"`{name}`, cycles, or bytes or lines a cycle", f"{getattr(Constants(), name):g}", found]
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 import re
 from functools import cache
 
-from scripts.sm_model.constants import Constants
-from scripts.sm_model.sass import Instruction
+from research.sm_model.constants import Constants
+from research.sm_model.sass import Instruction
 
 #: Kinds of instructions for the tables, the first that fits.
 _KINDS = (

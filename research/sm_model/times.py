@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from benchmarks.gpu.llama import HEAD_SIZE, NUM_KV_HEADS
-from scripts.sm_model.decode import Prediction
+from research.sm_model.decode import Prediction
 
 #: The step that is compared: requests and tokens of each.
 BATCH, CONTEXT = 8, 32768

@@ -4,7 +4,7 @@ FlashAttention works on tiles of 128 rows (heads of a group side by side) by 128
 multiprocessors one by one. Here the tiles of our calls and of its own are handed out in the same way, and what is read
 and written beside them is added. **Counted, not measured**: the time of a tile is FlashAttention's at its usual rate.
 
-    python -m scripts.prefill_count [--tokens 1024 8192 32768] [--group 4]
+    python -m research.prefill_count [--tokens 1024 8192 32768] [--group 4]
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu.llama import HEAD_SIZE, NUM_HEADS
-from scripts.sm_model.times import GPUS, Gpu
+from research.sm_model.times import GPUS, Gpu
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.varlen import PIECE
 from vllm_antkv.ops.varlen_plan import Limits, Round, plan

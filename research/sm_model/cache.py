@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from scripts.sm_model.constants import Constants
+from research.sm_model.constants import Constants
 
 SECTOR = 32
 

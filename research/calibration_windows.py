@@ -1,6 +1,6 @@
 """How good a codebook is by the number of windows it is learned from: text of the model's own, and real text beside it.
 
-    python -m benchmarks.calibration_windows NAME MODEL --text HELD_OUT --calibration TEXT
+    python -m research.calibration_windows NAME MODEL --text HELD_OUT --calibration TEXT
 
 learns codebooks of 1 bit from ever more windows of 512 tokens, measures them on held-out text with the server's
 defaults, puts the numbers into docs/figures/calibration-windows.json under NAME, and draws all models that stand there.

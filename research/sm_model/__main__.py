@@ -1,9 +1,9 @@
 """How long antkv_decode takes on a Hopper multiprocessor, by a model that executes its machine code. No GPU is needed.
 
-python -m scripts.sm_model                              default settings, every preset with CUDA kernels
-python -m scripts.sm_model --anchor-share 0 0.05        and with other shares of anchors
-python -m scripts.sm_model --json FILE                  also write what was found
-python -m scripts.sm_model --constants FILE             with constants that gpu_constants or the GPU check measured
+python -m research.sm_model                              default settings, every preset with CUDA kernels
+python -m research.sm_model --anchor-share 0 0.05        and with other shares of anchors
+python -m research.sm_model --json FILE                  also write what was found
+python -m research.sm_model --constants FILE             with constants that research.gpu_constants measured
 """
 
 import argparse
@@ -11,9 +11,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from scripts.sm_model.constants import Constants, measured
-from scripts.sm_model.decode import Prediction, predict
-from scripts.sm_model.times import against_flash_attention
+from research.sm_model.constants import Constants, measured
+from research.sm_model.decode import Prediction, predict
+from research.sm_model.times import against_flash_attention
 from vllm_antkv.ops.cuda import FORMATS
 from vllm_antkv.presets import PRESETS
 

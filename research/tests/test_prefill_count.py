@@ -2,8 +2,8 @@
 
 import pytest
 
-from scripts.prefill_count import count
-from scripts.sm_model.times import GPUS
+from research.prefill_count import count
+from research.sm_model.times import GPUS
 
 
 @pytest.mark.parametrize("group", [4, 8])

@@ -1,7 +1,7 @@
-"""Print what bounds a decode step, as the table in docs/performance.md: computed from sizes, nothing is measured.
+"""Print what bounds a decode step: computed from sizes, nothing is measured.
 
-python -m scripts.step_bound                                  the table
-python -m scripts.step_bound --gpus h200-141 --contexts 16384     others
+python -m research.step_bound                                  the table
+python -m research.step_bound --gpus h200-141 --contexts 16384     others
 """
 
 import argparse

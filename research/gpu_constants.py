@@ -1,11 +1,11 @@
-"""What the model of a multiprocessor (docs/sm-model.md) takes for granted, measured on this GPU.
+"""What the model of a multiprocessor (research/sm_model) takes for granted, measured on this GPU.
 
 The interval of mma.sync and of half-precision arithmetic, latencies of L1, L2 and DRAM, lines of L1 a cycle, what L2
 gives to random sectors and DRAM to bulk copies of pages when all multiprocessors ask. Latency and bytes of random
 look-ups in the shared memory of clusters of 4 and 8, of 16 and 32 bytes each: with what L2 gives they decide where
-tables of 4,096 centroids belong. `python -m scripts.sm_model --constants FILE` reads the JSON.
+tables of 4,096 centroids belong. `python -m research.sm_model --constants FILE` reads the JSON.
 
-    python -m benchmarks.gpu_constants --json FILE     # about ten seconds
+    python -m research.gpu_constants --json FILE     # about ten seconds
 """
 
 import argparse
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.tables import table
-from scripts.sm_model.constants import Constants
+from research.sm_model.constants import Constants
 
-SOURCE = Path(__file__).parent / "gpu" / "constants.cu"
+SOURCE = Path(__file__).with_name("constants.cu")
 #: Bytes: that stay in L1, in L2 (half of an H100's), and that do not; of a table in a CTA's shared memory.
 SIZES = 16 << 10, 16 << 20, 2 << 30, 128 << 10
 #: Of a page of one KV head at 1 bit: codes, anchors and their offsets, in steps of 16.
@@ -103,7 +103,7 @@ def _on_gpu() -> Launch:
     """Compiled and launched through CuPy."""
     cupy = importlib.import_module("cupy")
 
-    text = (SOURCE.parents[2] / "vllm_antkv" / "csrc" / "cuda" / "device.cuh").read_text()
+    text = (SOURCE.parents[1] / "vllm_antkv" / "csrc" / "cuda" / "device.cuh").read_text()
     source = SOURCE.read_text().replace('#include "device.cuh"', text.replace("#pragma once", ""))
     module = cupy.RawModule(code=source, options=("--std=c++17",))
 

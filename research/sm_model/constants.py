@@ -1,13 +1,12 @@
 """What the model of a multiprocessor takes for granted: cycles, and what a pipe does in one.
 
-None of it was measured on this project's kernels; `make gpu-check` measures what can be (docs/sm-model.md), and
-`measured` reads its figures.
+None of it was measured on this project's kernels; `research.gpu_constants` measures what can be, and `measured`
+reads its figures.
 """
 
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,22 +51,15 @@ class Constants:
 
 
 def measured(path: Path | None) -> Constants:
-    """The constants, with those in their place that a file has: of `benchmarks/gpu_constants.py`, or of the GPU check.
+    """The constants, with those in their place that a file of `research/gpu_constants.py` has.
 
     Raises:
         ValueError: the file has none.
     """
     if path is None:
         return Constants()
-    found = json.loads(path.read_text())
-    # The check's results are records by step.
-    constants = constants_of(found.get("constants", {}).get("result") or found)
-    if not constants:
-        raise ValueError(f"{path} has no measured constants: run `make gpu-check ARGS='--only constants'`.")
-    return Constants(**{**vars(Constants()), **constants})
-
-
-def constants_of(report: dict[str, Any]) -> dict[str, float]:
-    """Those of the model's that a report of `benchmarks/gpu_constants.py` has."""
     known = {field.name for field in fields(Constants)}
-    return {name: value for name, value in report.get("constants", {}).items() if name in known}
+    found = {name: value for name, value in json.loads(path.read_text()).get("constants", {}).items() if name in known}
+    if not found:
+        raise ValueError(f"{path} has no constants: run `python -m research.gpu_constants --json FILE` on a GPU.")
+    return Constants(**{**vars(Constants()), **found})

@@ -1,14 +1,14 @@
-"""Print how long a server learns a codebook on one GPU, as the table in docs/calibration.md: computed, not measured.
+"""Print how long a server learns a codebook on one GPU: computed, not measured.
 
-python -m scripts.calibration_time                              Llama-3-8B at 1 bit on an H100
-python -m scripts.calibration_time --gpu a100-80 --cores 16     elsewhere
+python -m research.calibration_time                              Llama-3-8B at 1 bit on an H100
+python -m research.calibration_time --gpu a100-80 --cores 16     elsewhere
 """
 
 import argparse
 import math
 from dataclasses import dataclass
 
-from scripts.step_bound import MODELS
+from research.step_bound import MODELS
 from vllm_antkv.calibrate.capture import CaptureShape
 from vllm_antkv.calibrate.once import num_samples
 from vllm_antkv.calibrate.own_text import BATCH
@@ -29,7 +29,7 @@ PASS_SHARE = 0.43
 DISK = 1e9
 #: Times that a step of writing moves the keys and values of its windows: transformers' cache is copied as it grows.
 CACHE_MOVES = 3
-#: Seconds that scikit-learn took for one problem on a core of an EPYC (Zen 4), as in docs/recipes.md, and its points.
+#: Seconds that scikit-learn took for one problem on a core of an EPYC (Zen 4), and its points.
 #: Time goes with their number: each is compared with all centroids.
 KMEANS = {
     "antkv-4bit": (0.41, 65_536),

@@ -1,0 +1,1 @@
+"""A cycle model of one Hopper multiprocessor that executes the CUDA kernels' machine code; see README.md."""

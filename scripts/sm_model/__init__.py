@@ -1,1 +1,0 @@
-"""A cycle model of one Hopper multiprocessor that executes the CUDA kernels' machine code: docs/sm-model.md."""
