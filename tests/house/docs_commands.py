@@ -341,12 +341,9 @@ def check_curl(arguments: list[str]) -> None:
 
 
 def check_sourced(arguments: list[str]) -> None:
-    """Scripts that are made: by `python -m venv`, and by `make gpu-bundle` from those in scripts/gpu."""
+    """The script that `python -m venv` makes."""
     if arguments != [".venv/bin/activate"]:
-        folder, name = os.path.split(arguments[0])
-        if folder != ".gpu":
-            raise WrongCommand(f"Nobody makes {arguments[0]}.")
-        _must_exist(name, ROOT / "scripts" / "gpu")
+        raise WrongCommand(f"Nobody makes {arguments[0]}.")
 
 
 def check_cp(arguments: list[str]) -> None:
@@ -403,7 +400,6 @@ def check_nothing(arguments: list[str]) -> None:
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     ".": check_sourced,
     "antkv": check_antkv,
-    "bash": check_sourced,
     "cp": check_cp,
     "curl": check_curl,
     "debootstrap": check_nothing,

@@ -102,7 +102,6 @@ def test_a_wrong_command_is_found(line: str, words: str) -> None:
         ("docker compose --file docker/nothing.yaml up", "Needs Docker", "nothing.yaml"),
         ("docker run vllm-antkv:9.9.9 MODEL", "Needs Docker", "9.9.9"),
         ("helm install vllm-antkv docker/helm/vllm-antkv --set modell=MODEL", "Needs a cluster", "modell"),
-        ("bash .gpu/uninstall.sh", "Needs a GPU", "uninstall"),
     ],
 )
 def test_what_needs_more_is_checked_too(line: str, needs: str, words: str) -> None:
