@@ -3,6 +3,7 @@
 # make test-quick   unit tests and kernels, without the tests that take minutes
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
+# make real-models   fetch real language models into the user's cache (ARGS=smollm2: one of them)
 # make wheel   a source distribution and a manylinux wheel with the C++ kernels, in dist/
 # make gpu-check   check and time everything on a GPU
 # make vllm-contract   how much work a release of vLLM is (VERSION=0.34.0; default: the newest)
@@ -30,7 +31,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Containers set it. Every process would then compile all modules of vLLM again, which takes longer than importing them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo test test-quick vllm-contract wheel audit gpu-check bench-cpu lint lint-types lint-docs lint-imports lint-style lint-tests format docs lock clean
+.PHONY: help venv demo real-models test test-quick vllm-contract wheel audit gpu-check bench-cpu lint lint-types lint-docs lint-imports lint-style lint-tests format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -48,6 +49,9 @@ venv: $(VENV)
 
 demo: $(SERVE)
 	$(BIN)/python scripts/demo.py $(ARGS)
+
+real-models: $(SERVE)
+	$(BIN)/python -m scripts.real_models $(ARGS)
 
 test: lint
 	$(PYTEST) $(ARGS)
