@@ -48,7 +48,7 @@ $(VENV): $(SERVE) $(wildcard requirements/*.lock)
 venv: $(VENV)
 
 demo: $(SERVE)
-	$(BIN)/python scripts/demo.py $(ARGS)
+	$(BIN)/python -m scripts.demo $(ARGS)
 
 real-models: $(SERVE)
 	$(BIN)/python -m scripts.real_models $(ARGS)

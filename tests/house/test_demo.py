@@ -1,7 +1,5 @@
 """The demo leaves nothing behind. (That it works is shown by `make demo ARGS=--once`.)"""
 
-import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -11,19 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from scripts import demo
 from tests.patience import PATIENCE
-
-DEMO = Path(__file__).parents[2] / "scripts" / "demo.py"
 
 # A server that has a child of its own, as vLLM has its engine.
 _SERVER = (
     "import subprocess, sys, time; c = subprocess.Popen(['sleep', '3600']); print(c.pid, flush=True); time.sleep(3600)"
 )
 _RUN = f"""
-import importlib.util, signal, sys, time
+import signal, sys, time
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("demo", {str(DEMO)!r})
-demo = importlib.util.module_from_spec(spec); spec.loader.exec_module(demo)
+from scripts import demo
 signal.signal(signal.SIGTERM, demo._interrupt)
 # Whoever was started in the background by a shell inherits that SIGINT is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,14 +33,6 @@ try:
 except KeyboardInterrupt:
     pass
 """
-
-
-@pytest.fixture(scope="module")
-def demo():
-    spec = importlib.util.spec_from_file_location("demo", DEMO)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def gone(pid, seconds=PATIENCE):
@@ -77,15 +65,8 @@ def test_no_server_outlives_the_demo(tmp_path, number):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_failure_shows_the_end_of_the_log_and_its_first_error(demo, tmp_path):
+def test_a_failure_shows_the_end_of_the_log_and_its_first_error(tmp_path):
     log = tmp_path / "server.log"
     lines = ["ValueError: the cause"] + [f"line {i}" for i in range(100)]
     log.write_text("\n".join(lines))
     assert demo._tail(log).splitlines() == [*lines[-25:], "", "ValueError: the cause"]
-
-
-def test_the_capacity_is_read_from_the_last_line(demo, tmp_path):
-    output = tmp_path / "auto.json"
-    output.write_text("a warning\n" + json.dumps(419328) + "\n")
-    finished = subprocess.Popen(["true"])
-    assert demo._capacity_from(finished, output) == 419328
