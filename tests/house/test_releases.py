@@ -60,11 +60,5 @@ def test_a_page_names_the_window(name: str, words: str):
 
 
 def test_every_hook_has_a_proposal_and_every_proposal_a_hook():
-    titles, _, rest = page("docs/upstreaming.md").partition("\n## Smaller reports\n")
-    sections = re.split(r"^## ", titles, flags=re.MULTILINE)[1:]
-    assert [section.splitlines()[0] for section in sections] == [hook.name for hook in HOOKS]
-    for hook, section in zip(HOOKS, sections, strict=True):
-        assert f"Thread: <{hook.upstream}>" in section
-        for part in ("Problem", "Proposal", "Sketch", "Alternatives", "What goes"):
-            assert f"*{part}.*" in section, (hook.name, part)
-    assert rest.count("\n### ") == 3
+    rows = re.findall(r"^\| `(\w+)` \| <(\S+)> \|", page("docs/upstreaming.md"), re.MULTILINE)
+    assert rows == [(hook.name, hook.upstream) for hook in HOOKS]
