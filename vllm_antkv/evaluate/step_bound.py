@@ -40,9 +40,8 @@ class Cycles:
     split: float = 0
 
 
-#: What the CUDA kernels take, as a model of a multiprocessor predicts (docs/kernels-cuda.md), where what a split takes
-#: is a small difference of long runs. For 4 bits Triton's instructions for tokens alone, as if one were issued in every
-#: cycle.
+#: Of the CUDA kernels, predicted (docs/research/predictions.md). For 4 bits Triton's instructions for tokens alone, as if
+#: one were issued in every cycle.
 PREDICTED_CYCLES = {
     "antkv-4bit": Cycles(20.0),
     "antkv-2bit": Cycles(10.3, 12559, 3300),

@@ -1,14 +1,11 @@
 """What bounds a decode step follows from sizes; the figures by hand are of Llama-3-8B on an H100."""
 
-import re
-from pathlib import Path
-
 import pytest
 from transformers import LlamaConfig, PreTrainedModel
 
 from vllm_antkv.evaluate.capacity import DecodeShape, largest_batch
 from vllm_antkv.evaluate.gpus import GPUS
-from vllm_antkv.evaluate.step_bound import PREDICTED_CYCLES, Cycles, bounds, step_bound
+from vllm_antkv.evaluate.step_bound import PREDICTED_CYCLES, bounds, step_bound
 
 LLAMA_3_8B = DecodeShape(
     num_layers=32, num_kv_heads=8, head_size=128, matrix_weights=7_504_658_432, weights=8_030_261_248
@@ -33,16 +30,6 @@ def test_llama_3_8b_has_the_weights_that_it_is_known_for():
         num_key_value_heads=8,
     )
     assert DecodeShape.of(config) == LLAMA_3_8B
-
-
-def test_cycles_are_those_that_the_docs_predict():
-    page = (Path(__file__).parents[3] / "docs" / "kernels-cuda.md").read_text()
-    rows = page.partition("## Predicted cycles")[2].partition("\n\nThe last column")[0]
-    documented = {}
-    for name, cells in re.findall(r"^\| `(antkv-\S+bit)`[^|]*\|(.*)\|$", rows, re.M):
-        token, _, _, split, request, *_ = (re.match(r" (-?[\d,.]+)", cell) for cell in cells.split("|"))
-        documented[name] = Cycles(*(float(cell[1].replace(",", "")) for cell in (token, request, split)))
-    assert documented == {name: cycles for name, cycles in PREDICTED_CYCLES.items() if name != "antkv-4bit"}
 
 
 def test_by_hand():
