@@ -40,8 +40,8 @@ class Cycles:
     split: float = 0
 
 
-#: Of the CUDA kernels, predicted (docs/research/predictions.md). For 4 bits Triton's instructions for tokens alone, as if
-#: one were issued in every cycle.
+#: Of the CUDA kernels, predicted (docs/research/predictions.md). For 4 bits Triton's instructions for tokens alone,
+#: as if one were issued in every cycle.
 PREDICTED_CYCLES = {
     "antkv-4bit": Cycles(20.0),
     "antkv-2bit": Cycles(10.3, 12559, 3300),

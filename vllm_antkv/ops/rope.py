@@ -52,7 +52,8 @@ def interleaved(table: RotaryTable, head_size: int, sub_vector_size: int) -> lis
 
     Neighbouring channels turn at similar speeds and carry similarly much: as they come, some sub-vectors would hold
     most of a key, and others, with as many centroids, next to nothing (`docs/research/ablations.md`). Pairs stay
-    what they are to RoPE: of n sub-vectors that hold one channel each of the pairs, number s takes the pairs s, s + n, s + 2 n, ...
+    what they are to RoPE: of n sub-vectors that hold one channel each of the pairs, number s takes the pairs s, s + n,
+    s + 2 n, ...
 
     Returns:
         the channel of the model that stands at each place; as they come where sub-vectors do not divide the channels
