@@ -2,8 +2,9 @@
 
 Coarse codes hardly harm some layers and ruin others, and which ones depends on the model
 (`docs/research/ablations.md`). Each layer is measured alone: the divergence of the model's predictions when that
-layer's K and V go through a preset's codes and everything else stays exact. The presets that make the sum of these least are chosen, and are kept if the whole
-model is then better than with one preset, on text that no centroid was learned from.
+layer's K and V go through a preset's codes and everything else stays exact. The presets that make the sum of these
+least are chosen, and are kept if the whole model is then better than with one preset, on text that no centroid was
+learned from.
 """
 
 from collections.abc import Mapping, Sequence
