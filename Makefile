@@ -111,7 +111,6 @@ format: $(VENV)
 docs: $(VENV)
 	$(BIN)/python scripts/settings_page.py
 	$(BIN)/python scripts/families_table.py
-	$(BIN)/python -m scripts.compatibility_page
 	$(BIN)/mkdocs build --strict
 
 # Resolves anew: versions move to the newest ones that requirements/*.in allow. Run the tests before committing.

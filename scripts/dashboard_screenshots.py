@@ -1,4 +1,4 @@
-"""Take the pictures of docs/dashboard.md of a running server: `python scripts/dashboard_screenshots.py URL --key KEY`.
+"""Take the pictures of docs/metrics.md of a running server: `python scripts/dashboard_screenshots.py URL --key KEY`.
 
 Needs a Chromium on the PATH. While it looks, it keeps the server busy with excerpts of this repository's own texts.
 """

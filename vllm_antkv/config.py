@@ -51,76 +51,75 @@ class AntKVConfig(BaseModel):
     codebooks: str | None = Field(
         default=None,
         min_length=1,
-        description="Where the codebooks are: a folder that `antkv calibrate` wrote to, or a repository of the Hugging "
-        "Face hub (`owner/name` or `owner/name@revision`) with a folder `codebooks`. Without it: beside the model, in "
-        "its folder or repository, then among the codebooks shipped with vllm-antkv, then in the user's cache.",
+        description="Where to find codebooks: a folder written by `antkv calibrate`, or a Hugging Face repository "
+        "(`owner/name` or `owner/name@revision`) with a folder `codebooks`. Default: beside the "
+        "model, then those shipped with vllm-antkv, then the user's cache.",
     )
     calibrate: Literal["auto", "never"] = Field(
         default="auto",
-        description="What a server does that finds no codebook: auto learns one before it loads the engine and keeps "
-        "it in the user's cache; never ends with the command that makes one.",
+        description="What a server without a codebook does. auto: learn one before the engine is loaded, and keep "
+        "it in the user's cache. never: stop, and name the command that makes one.",
     )
     calibration_text: str | None = Field(
         default=None,
         min_length=1,
-        description="Plain text file from which that codebook is learned. Without it: text that the model writes "
-        "itself.",
+        description="Plain text file to learn that codebook from. Default: text that the model writes.",
     )
     anchor_share: float = Field(
         default=0.015,
         ge=0.0,
         le=1.0,
-        description="Share of the tokens of a VQ block that are anchors: K and V rows with the highest Anchor Score, "
-        "chosen per KV head. 0 switches anchors off.",
+        description="Share of the tokens of a VQ block that become anchors: the K and V vectors with the highest "
+        "Anchor Score, per KV head. 0 switches anchors off.",
     )
     anchor_dtype: Literal["fp8", "model"] = Field(
         default="fp8",
-        description="What is kept of an anchor: in 8 bits what its code loses (fp8), or the row as it is, in the dtype "
-        "of the model, which takes twice the bytes (model). Sinks are kept as they are with either, and then take the "
-        "bytes of two anchors in fp8.",
+        description="What an anchor stores beside its code. fp8: its quantisation error in FP8. model: the vector "
+        "in the dtype of the model, in twice the bytes. Sinks are stored unquantised with either.",
     )
     anchor_scope: Literal["block", "prompt"] = Field(
         default="block",
-        description="Queries that vote in the Anchor Score: those of the token's own VQ block (the same result however "
-        "a prompt is chunked), or all queries of the step in which the block closes (better anchors, which depend on "
-        "how a prompt is cut into steps).",
+        description="Queries that vote in the Anchor Score. block: those of the token's own VQ block, so that "
+        "chunking changes nothing. prompt: all queries of the step in which the block closes.",
     )
     sinks: bool = Field(
         default=True,
-        description="Make attention sinks (KVSink: tokens whose hidden state is extreme in a calibrated channel) "
-        "anchors, ahead of all other tokens.",
+        description="Store attention sinks (KVSink: tokens with an extreme hidden state in a calibrated channel) "
+        "unquantised, ahead of all anchors.",
     )
     prefix: int = Field(
         default=8,
         ge=0,
         le=4096,
-        description="Number of first tokens ([BOS], a system prompt) whose K and V stay in full precision (IntactKV).",
+        description="Number of first tokens (BOS, a system prompt) whose K and V stay unquantised (IntactKV).",
     )
     recency: str = Field(
         default="sliding:32",
-        description="Recent tokens in full precision: sliding:W, log:W or none. Unless none, the tokens of the VQ "
-        "block that is still being filled stay in full precision too.",
+        description="Recent tokens that stay unquantised: sliding:W keeps the last W, log:W up to 3 W "
+        "log-distributed ones (LogQuant), none only the current token. Unless none, the VQ block that "
+        "is being filled stays unquantised too.",
     )
     windows: Literal["coded", "exact"] = Field(
         default="coded",
-        description="Layers with a sliding window: coded, as all others are, or exact: what a query sees of its window "
-        "is in the dtype of the model.",
+        description="Layers with a sliding window. coded: quantised like all others. exact: the whole window "
+        "stays in the dtype of the model.",
     )
     prefill_reads_cache: bool = Field(
         default=True,
-        description="Let every query see the past as decode will see it, so that chunking, prefix hits and preemption "
-        "change nothing. false: queries see the tokens of their own step in full precision, as the papers do.",
+        description="true: every query sees past tokens as decode will, so that chunking, prefix hits and "
+        "preemption change nothing. false: queries see the tokens of their own step unquantised, as "
+        "in the papers.",
     )
 
     kernels: Literal["auto", "cpu", "amx", "avx512_bf16", "avx512", "avx2", "triton", "cuda", "reference"] = Field(
         default="auto",
-        description="Which kernels run: auto takes the fastest that this device has and says which; cpu the fastest "
-        "of amx, avx512_bf16, avx512 and avx2, those for CPUs; a name insists on those, or fails at start-up.",
+        description="Which kernels run. auto: the fastest for this device. cpu: the fastest of amx, avx512_bf16, "
+        "avx512 and avx2. Any other value: this one, or an error at start-up.",
     )
     dashboard_text: bool = Field(
         default=False,
-        description="Let the anchor map of the dashboard show the text of the last prompts and answers, to everybody "
-        "who may call the server. false: numbers only, and token ids never leave the engine.",
+        description="Let the dashboard's anchor map show the text of recent prompts and answers to everybody who "
+        "may call the server. false: positions only; token ids never leave the engine.",
     )
 
     @field_validator("codebooks", "calibration_text")

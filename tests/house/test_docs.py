@@ -33,9 +33,3 @@ def test_every_setting_says_what_it_does():
     assert all(field.description for field in AntKVConfig.model_fields.values())
     schema = json.dumps(AntKVConfig.model_json_schema())
     assert '"additionalProperties": false' in schema
-
-
-def test_the_readme_has_exactly_two_commands_to_set_up_and_run():
-    readme = (ROOT / "README.md").read_text()
-    commands = [line[2:] for line in readme.splitlines() if line.startswith("$ make")]
-    assert commands == ["make demo", "make test"]

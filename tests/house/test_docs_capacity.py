@@ -43,9 +43,3 @@ def test_the_table_has_the_numbers(numbers):
         place = numbers["lengths"].index(int(length))
         expected = [2.0, *(ratios[place] for ratios in numbers["relative to auto"].values())]
         assert [float(cell) for cell in cells.split(" | ")] == expected
-
-
-def test_the_page_says_what_windows_leave(numbers):
-    page = (ROOT / "docs" / "presets.md").read_text()
-    at_8k, at_128k = (numbers["Gemma-3-27B"]["antkv-1bit"][numbers["lengths"].index(n)] for n in (8192, 131072))
-    assert f"1 bit holds {at_8k} times as many tokens as `auto` at 8,192 and {at_128k} times at 131,072" in page

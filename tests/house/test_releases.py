@@ -49,7 +49,7 @@ def test_the_newest_release_in_the_changelog_is_this_one_and_names_its_vllm():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("docs/releases.md", f"| {__version__} | {supported_releases()} |"),
+        ("docs/compatibility.md", f"| {__version__} | {supported_releases()} |"),
         ("docs/compatibility.md", supported_releases()),
         ("docs/troubleshooting.md", supported_releases("or")),
         ("README.md", f"vLLM {' or '.join(SUPPORTED)}"),
