@@ -107,7 +107,9 @@ def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, c
     content = json.loads(perplexity_args["--json"].read_text())
     assert set(content) == {"results", "gap_closed", "fidelity"}
     assert content["fidelity"].keys() == {"fp16", "cq-1bit", "antkv-1bit"}
-    assert content["fidelity"]["fp16"] == {"kl": 0, "top1_agreement": 1}
+    same = {"kl": 0, "top1_agreement": 1}
+    bands = [{"first": first, **same, "loss": 0} for first in (0, 128)]
+    assert content["fidelity"]["fp16"] == {**same, "by_position": bands}
     assert [result["method"] for result in content["results"]] == ["fp16", "cq-1bit", "antkv-1bit"]
     for result in content["results"]:
         jsonschema.validate(result, RESULT_SCHEMA)

@@ -31,9 +31,13 @@ class AnswererOptions:
 class PromptOptions:
     """What is asked."""
 
-    kinds: Annotated[str, typer.Option(help="pairs: one of many key:value lines; passkey: a number in a text.")] = (
-        "pairs,passkey"
-    )
+    kinds: Annotated[
+        str,
+        typer.Option(
+            help="pairs: one of many key:value lines; passkey: a number in a text; chat: the same as a message in the "
+            "model's chat format."
+        ),
+    ] = "pairs,passkey"
     lengths: Annotated[str, typer.Option(help="Tokens of prompt and answer, separated by commas.")] = "512,1024,2048"
     depths: Annotated[str, typer.Option(help="Where the answer is: 0 first line, 1 last.")] = "0,0.25,0.5,0.75,1"
     prompts: Annotated[int, typer.Option(min=1, help="For every kind, length and depth.")] = 20

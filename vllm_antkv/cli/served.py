@@ -1,6 +1,7 @@
 """`antkv eval served`."""
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import typer
 
@@ -8,21 +9,26 @@ from vllm_antkv.cli.options import CacheOptions, Json, Model, WindowOptions, gro
 from vllm_antkv.cli.progress import progress_on_stderr
 
 
-@grouped
-def served(
-    model: Model,
-    kv_cache_dtype: Annotated[str, typer.Option(help="A preset, or auto.")],
-    given: WindowOptions,
-    json: Json,
-    cache: CacheOptions,
+@dataclass(frozen=True)
+class EngineOptions:
+    """What vLLM is told."""
+
+    kv_cache_dtype: Annotated[str, typer.Option(help="A preset, or auto.")]
     against: Annotated[
         str | None,
         typer.Option(
             help="Another --kv-cache-dtype, as a rule auto: a second engine serves it, and top-1 agreement and KL "
             "divergence are reported."
         ),
-    ] = None,
-) -> None:
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of weights and activations; default: the checkpoint's."),
+    ] = None
+
+
+@grouped
+def served(model: Model, engine: EngineOptions, given: WindowOptions, json: Json, cache: CacheOptions) -> None:
     """Perplexity through real vLLM, to be held against the offline figure for the same settings.
 
     Example: `antkv eval served MODEL --kv-cache-dtype antkv-1bit --codebooks DIR --text FILE --json OUT`
@@ -36,12 +42,13 @@ def served(
 
     check_writable(json)
     config = cache.config()
-    card = ModelCard.read(model)
+    card = ModelCard.read(model, engine.dtype)
     ids = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
     windows = TextWindows(given.text, ids)
-    name, total = (kv_cache_dtype, len(ids)) if against is None else (f"{kv_cache_dtype}, {against}", 2 * len(ids))
+    dtypes = [engine.kv_cache_dtype, *([] if engine.against is None else [engine.against])]
     with progress_on_stderr() as start:
-        report = evaluate_served(card, kv_cache_dtype, config, windows, start(name, total), against)
+        bar = start(", ".join(dtypes), len(dtypes) * len(ids))
+        report = evaluate_served(card, engine.kv_cache_dtype, config, windows, bar, engine.against)
     write_json(json, report.model_dump())
     print(f"{report.method} served: perplexity {report.perplexity:.4f}, {report.effective_bits:.3f} effective bits")
     if report.against is not None:

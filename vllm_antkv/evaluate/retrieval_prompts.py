@@ -1,10 +1,11 @@
 """Synthetic retrieval prompts: a fact at a known depth of a text of known length, and the question for it.
 
-Two kinds, both of which a model completes without instructions:
+Two kinds that a model completes without instructions, and one for models that chat:
 
 * `pairs`: every line is a key and its value, and one of the keys is asked for. All lines look alike, so that the row of
   one key must still be told from those of all the others.
 * `passkey`: one line of a repeated text tells a number (Mohtashami and Jaggi, Landmark Attention, appendix).
+* `chat`: the same as a message in the model's own chat format, whose answer is begun.
 
 The same seed gives the same prompts for every method, so that answers compare one by one.
 """
@@ -27,7 +28,7 @@ _PASSKEY = "The pass key is"
 class RetrievalPrompt:
     """One question.
 
-    kind: `pairs` or `passkey`.
+    kind: of `KINDS`.
     length: tokens asked for; question and answer have as many or a few less.
     depth: where the fact is, from 0 (first line) to 1 (last line).
     prompt: token ids of BOS, text and question.
@@ -68,7 +69,11 @@ def passkey_text(rng: random.Random, num_lines: int, target: int) -> tuple[str, 
 
 
 #: Kind -> what writes the text with its question, and the answer, given how many lines there are and which tells it.
-KINDS: dict[str, Callable[[random.Random, int, int], tuple[str, str]]] = {"pairs": _pairs, "passkey": passkey_text}
+KINDS: dict[str, Callable[[random.Random, int, int], tuple[str, str]]] = {
+    "pairs": _pairs,
+    "passkey": passkey_text,
+    "chat": passkey_text,
+}
 
 
 def make_prompts(
@@ -108,10 +113,14 @@ def is_right(completion: str, expected: str) -> bool:
 def _make_prompt(
     tokenizer: PreTrainedTokenizerBase, kind: str, length: int, depth: float, seed: str
 ) -> RetrievalPrompt:
+    if kind == "chat" and tokenizer.chat_template is None:
+        raise SettingsError("This model's tokenizer has no chat format: use passkey in the place of chat.")
     per_line = _num_tokens(tokenizer, kind, 33) - _num_tokens(tokenizer, kind, 1)
     num_lines = max(1, 32 * length // per_line)
     while num_lines > 0:
         text, answer = KINDS[kind](random.Random(seed), num_lines, round(depth * (num_lines - 1)))
+        if kind == "chat":
+            text = _as_chat(tokenizer, text)
         prompt, whole = _encode(tokenizer, text), _encode(tokenizer, text + answer)
         if whole[: len(prompt)] != prompt:
             raise SettingsError(
@@ -128,6 +137,14 @@ def _num_tokens(tokenizer: PreTrainedTokenizerBase, kind: str, num_lines: int) -
     return len(_encode(tokenizer, text))
 
 
+def _as_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """A passkey's text as a conversation whose last turn, the model's, has begun."""
+    messages = [{"role": "user", "content": f"{text.removesuffix(_PASSKEY)}\nWhat is the pass key?"}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)) + _PASSKEY
+
+
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return (*bos, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    """Token ids, BOS first where the tokenizer has one; chat formats may write it themselves."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    bos = [] if tokenizer.bos_token_id in (None, *ids[:1]) else [tokenizer.bos_token_id]
+    return (*bos, *ids)

@@ -3,14 +3,30 @@
 from pydantic import BaseModel, ConfigDict
 
 
+class PositionBand(BaseModel):
+    """Positions from `first` to the next band's: as far into the context, as close.
+
+    loss: mean of what the negative log-likelihood of a token grows by, in nats.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    first: int
+    kl: float
+    top1_agreement: float
+    loss: float
+
+
 class OwnFidelity(BaseModel):
     """One entry of `fidelity` in the JSON of `antkv eval compare`.
 
     kl: mean divergence of the next-token distributions from the model's own, in nats.
     top1_agreement: share of positions with the model's own most likely token.
+    by_position: the same by how many tokens came before; a band ends where twice as many do.
     """
 
     model_config = ConfigDict(frozen=True)
 
     kl: float
     top1_agreement: float
+    by_position: tuple[PositionBand, ...]

@@ -27,14 +27,20 @@ class ModelCard:
     identity: ModelIdentity
 
     @classmethod
-    def read(cls, name: str) -> Self:
+    def read(cls, name: str, dtype: str | None = None) -> Self:
         """Read config and tokenizer.
+
+        Args:
+            name: folder or Hugging Face name.
+            dtype: in the place of the checkpoint's: float32, bfloat16 or float16.
 
         Raises:
             SettingsError: `name` is no model that can be read.
             UnsupportedModelError: it is, but not one with a KV cache.
         """
         config = read_config(name, SettingsError)
+        if dtype is not None:
+            config.dtype = getattr(torch, dtype)
         return cls(name, config, read_tokenizer(name, SettingsError), ModelIdentity.from_hf_config(config))
 
     @property
@@ -52,7 +58,7 @@ class ModelCard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint: the dtype in which vLLM keeps full-precision rows when it is told to keep the model's."""
+        """Of the checkpoint, unless `read` was told another: in it vLLM computes, and keeps full-precision rows."""
         return self.config.dtype or torch.float32
 
     def load(self) -> PreTrainedModel:

@@ -75,7 +75,12 @@ def test_predictions_are_compared_with_the_models_own(card, loaded, windows, cod
         own = loaded(windows).logits[:, :-1].log_softmax(-1)
         with quantised_past(loaded, method, windows.shape[1]):
             found = loaded(windows).logits[:, :-1].log_softmax(-1)
-    assert fidelity.kl == pytest.approx((own.exp() * (own - found)).sum(-1).mean().item(), rel=1e-4)
+    divergence = (own.exp() * (own - found)).sum(-1).mean(0)
+    assert fidelity.kl == pytest.approx(divergence.mean().item(), rel=1e-4)
+    assert [band.first for band in fidelity.by_position] == [0, 128, 256]
+    assert fidelity.by_position[1].kl == pytest.approx(divergence[128:256].mean().item(), rel=1e-4)
+    grown = (own - found).gather(-1, windows[:, 1:, None])[:, 256:].mean().item()
+    assert fidelity.by_position[2].loss == pytest.approx(grown, rel=1e-3)
     assert fidelity.top1_agreement == pytest.approx((own.argmax(-1) == found.argmax(-1)).float().mean().item())
     assert 0 < fidelity.top1_agreement < 1
     itself = score(loaded, FP16, windows, against_own=True).fidelity

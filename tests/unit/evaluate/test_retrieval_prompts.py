@@ -12,7 +12,7 @@ from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.retrieval_prompts import KINDS, is_right, make_prompts
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "models" / "embedded")
-#: Tokens of the longest line of either kind.
+#: Tokens of the longest line of any kind.
 LINE = 40
 depths = st.floats(0, 1)
 lengths = st.integers(100, 1500)
@@ -56,13 +56,30 @@ def test_the_passkey_is_told_once_at_its_depth(length: int, depth: float) -> Non
     assert text.count(prompt.expected) == 1
 
 
+def test_a_chat_has_the_passkey_in_a_message_and_begins_its_answer() -> None:
+    prompt, text = one("chat", 300, 0.5)
+    user, answer = text.split("<|end|>")
+    assert user.startswith("<|user|>The grass is green.")
+    assert f"The pass key is {prompt.expected}. Remember it." in user
+    assert user.endswith("What is the pass key?")
+    assert answer == "<|assistant|>The pass key is"
+
+
+def test_a_chat_needs_a_format(reads_well: Callable[..., str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER.name_or_path)
+    tokenizer.chat_template = None
+    with pytest.raises(SettingsError) as caught:
+        make_prompts(tokenizer, ["chat"], [300], [0.5], 1)
+    assert "passkey" in reads_well(caught.value)
+
+
 def test_the_seed_decides_everything() -> None:
     def prompts(seed: int):
         return make_prompts(TOKENIZER, list(KINDS), [100, 200], [0.0, 1.0], 3, seed)
 
     first = prompts(0)
     assert first == prompts(0)
-    assert len({prompt.prompt for prompt in first}) == len(first) == 2 * 2 * 2 * 3
+    assert len({prompt.prompt for prompt in first}) == len(first) == len(KINDS) * 2 * 2 * 3
     assert not {prompt.prompt for prompt in first} & {prompt.prompt for prompt in prompts(1)}
 
 

