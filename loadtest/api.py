@@ -1,4 +1,4 @@
-"""Requests to an OpenAI-compatible server, as paths and bodies; and the three things to ask it before a test."""
+"""Requests to an OpenAI-compatible server, and the queries that precede a test."""
 
 import os
 import random
@@ -34,14 +34,14 @@ def chat(model: str, messages: list[dict[str, str]], max_tokens: int, temperatur
 
 
 def _request(path: str, model: str, max_tokens: int, temperature: float, **content: Any) -> Request:
-    """Answers never stop early: the work is then the same, whatever the model says."""
+    """Ignore end-of-sequence tokens, so that the work does not depend on the model's answers."""
     fixed = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     body = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **fixed, **content}
     return Request(path, body, max_tokens)
 
 
 def headers() -> dict[str, str]:
-    """The API key that vLLM reads, too, where there is one."""
+    """With the API key of VLLM_API_KEY, if it is set."""
     key = os.environ.get("VLLM_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -53,7 +53,7 @@ def served_model(url: str) -> str:
 
 
 def prose_for(url: str, model: str) -> Prose:
-    """Prose that knows how many tokens the served model's tokenizer makes of a word."""
+    """A prose writer with the served model's number of tokens per word."""
     body = {"model": model, "prompt": words(_SAMPLE_WORDS, random.Random(0))}
     response = httpx.post(f"{url}/tokenize", json=body, headers=headers(), timeout=_TIMEOUT).raise_for_status()
     return Prose(response.json()["count"] / _SAMPLE_WORDS)

@@ -1,4 +1,4 @@
-"""What a user says next, by kind of traffic. Deterministic: the same seed, kind and user number say the same."""
+"""The next request of a user, by kind of traffic. Deterministic in seed, kind and user number."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _QUESTION = "Question: what do the documents say about this? Answer in a few sen
 
 
 class Speaker:
-    """One user. Call `request`, then `heard` with the answer that came.
+    """One user. Call `request`, then `heard` with the answer.
 
     model: name of the served model.
     number: which user of its kind this is.
@@ -37,17 +37,17 @@ class Speaker:
         self._make = makers[kind]
 
     def request(self) -> Request:
-        """What to send now."""
+        """The request to send now."""
         text = self._prose.write(self._traffic.prompt.draw(self.rng), self.rng)
         return self._make(text, max(1, int(self._traffic.output.draw(self.rng))))
 
     def heard(self, answer: str, tokens: int) -> None:
-        """The answer and the tokens of prompt and answer together; only conversations care."""
+        """Record an answer, and the number of tokens of prompt and answer; only conversations use it."""
         self._history.append({"role": "assistant", "content": answer})
         self._tokens_so_far = tokens
 
     def forget(self) -> None:
-        """The last request failed: the conversation is over."""
+        """The last request failed: start a new conversation."""
         self._turn = 0
 
     def _completion(self, text: str, max_tokens: int) -> Request:

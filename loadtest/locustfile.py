@@ -1,10 +1,9 @@
-"""Users for locust: streaming chat, completion, long-context RAG and conversations, as a scenario says.
+"""Locust users: streaming chat, completion, long-context RAG and multi-turn conversations, as a scenario says.
 
     python -m locust -f loadtest/locustfile.py --scenario loadtest/scenarios/embedded.yaml
 
-Beside each request locust counts, under its kind: the time to the first token and the time between tokens (in
-milliseconds), and output tokens per second (in the columns that say milliseconds: locust has no others). The size of a
-request is its number of output tokens.
+Besides requests, locust counts by kind the time to the first token and between tokens (milliseconds), and output tokens
+per second (in the same columns: locust has no others). The size of a request is its number of output tokens.
 """
 
 import itertools
@@ -35,7 +34,7 @@ _USERS_PER_PROCESS = 1_000_000
 
 
 class Load:
-    """What all users of this process share."""
+    """State shared by all users of this process."""
 
     def __init__(self, environment: Environment, scenario: Scenario, record: Path | None) -> None:
         self.environment = environment
@@ -48,7 +47,7 @@ class Load:
         self._numbers: dict[Kind, Iterator[int]] = {kind: itertools.count() for kind in KINDS}
 
     def new_speaker(self, kind: Kind) -> Speaker:
-        """A user that says what no other of its kind says, in this process or another."""
+        """A user whose prompts differ from those of all other users, in all processes."""
         process = getattr(self.environment.runner, "worker_index", 0)
         number = next(self._numbers[kind]) + _USERS_PER_PROCESS * process
         return Speaker(self.scenario, kind, number, self.model, self.prose)
@@ -78,20 +77,20 @@ class Load:
 
 
 class StreamingUser(User):
-    """Asks, reads the stream to its end, thinks, asks again."""
+    """Sends a request, reads the stream to its end, waits, and repeats."""
 
     abstract = True
     kind: ClassVar[Kind]
     load: ClassVar[Load]
 
     def on_start(self) -> None:
-        """Each user has its own words and its own connections."""
+        """Give each user its own prompts and connections."""
         self._speaker = self.load.new_speaker(self.kind)
         self._session = requests.Session()
         self._session.headers.update(headers())
 
     def wait_time(self) -> float:
-        """Locust asks after each task."""
+        """Seconds between two requests."""
         return self.load.scenario.think.draw(self._speaker.rng)
 
     @task
@@ -121,7 +120,7 @@ class StreamingUser(User):
 
 
 class ChatUser(StreamingUser):
-    """Single questions, below a common system prompt."""
+    """Single questions with a common system prompt."""
 
     kind = "chat"
 

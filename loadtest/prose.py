@@ -1,4 +1,4 @@
-"""Prose of a wanted number of tokens, for prompts. What it says does not matter; that no two prompts are alike does."""
+"""Random prose with a given number of tokens, so that no two prompts are alike."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Run a scenario against a server and write what was found: `python -m loadtest.run SCENARIO --out FOLDER`.
+"""Run a scenario against a server and write the results: `python -m loadtest.run SCENARIO --out FOLDER`.
 
 FOLDER gets locust's own report.html and CSV and JSON files, requests.jsonl (every request) and summary.json. The exit
 code is 0 if every request was answered correctly, else 1.
@@ -18,7 +18,7 @@ from loadtest.scenario import Scenario
 from loadtest.summary import Summary, read_records, table
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-#: Requests that run when the time is up may still end.
+#: Seconds that requests get to finish when the time is up.
 _STOP_SECONDS = 120
 
 

@@ -1,4 +1,4 @@
-"""What a load test sends: kinds of traffic, users of each, lengths of prompts and answers. Read from YAML."""
+"""Traffic of a load test: users by kind, lengths of prompts and answers. Read from YAML."""
 
 import math
 import random
@@ -17,7 +17,7 @@ class _Frozen(BaseModel):
 
 
 class Spread(_Frozen):
-    """A log-normal distribution, cut off: what lengths in logs of chat services look like. `sigma: 0` is a constant."""
+    """A truncated log-normal distribution, as in logs of chat services. `sigma: 0` is a constant."""
 
     median: Annotated[float, Field(gt=0)]
     sigma: Annotated[float, Field(ge=0)] = 0.0
@@ -39,7 +39,7 @@ class Traffic(_Frozen):
     """One kind of users. Lengths are in tokens.
 
     shared: tokens at the start of every prompt that all users of the kind have in common (a system prompt).
-    turns: questions in one conversation; each prompt repeats all that was said before.
+    turns: questions in one conversation; each prompt repeats the conversation so far.
     """
 
     users: Annotated[int, Field(ge=1)]
@@ -52,7 +52,7 @@ class Traffic(_Frozen):
 class Scenario(_Frozen):
     """A load test.
 
-    seconds: how long; requests that run then are waited for.
+    seconds: how long requests are sent; running ones are then awaited.
     think: seconds that a user waits between an answer and the next request.
     max_context: tokens that a prompt and its answer have at most; conversations start anew where they would not fit.
     """

@@ -1,4 +1,4 @@
-"""The real `vllm serve` on the loopback interface, for as long as a block lasts."""
+"""Context manager of a real `vllm serve` on the loopback interface."""
 
 import os
 import signal
@@ -72,7 +72,7 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask first; then end whatever is left of the session."""
+    """Interrupt the server, then kill what is left of its session."""
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_SECONDS)

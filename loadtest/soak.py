@@ -1,6 +1,6 @@
 """Minutes of mixed load with aborts, disconnects and oversize prompts: `python -m loadtest.soak --minutes 20`.
 
-Starts a server of its own (arguments that are not ours go to `vllm serve`) and asks of it:
+Starts a server (unknown arguments go to `vllm serve`) and checks:
 
 - every request gets a correct answer, and every oversize prompt an HTTP 400;
 - a fixed probe prompt gets the same greedy answer throughout;
@@ -35,11 +35,11 @@ _OUTPUT_TOKENS = (4, 80)
 _PROBE_TOKENS = (180, 40)
 _PROBE_SECONDS = 5.0
 _SAMPLE_SECONDS = 1.0
-#: The first part of a run fills caches and pools, here and in the allocator; the slope is taken over the rest.
+#: Share of a run that fills caches and allocator pools; the slope is that of the rest.
 _WARM_UP = 0.5
-#: What would hide a leak on a CPU, with any cache dtype. oneDNN keeps the kernels of the last 1024 shapes of a product:
-#: half a GiB that fills up over many minutes. glibc raises the size from which it maps memory of its own to that of the
-#: largest tensor freed so far, and then keeps freed tensors in heaps with holes: steps of tens of MiB, up and down.
+#: Limits growth that would hide a leak on a CPU. oneDNN caches the kernels of the last 1024 GEMM shapes: half a GiB
+#: over many minutes. glibc raises its mmap threshold to the largest tensor freed so far and then keeps freed tensors in
+#: fragmented heaps: steps of tens of MiB, up and down.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "MALLOC_MMAP_THRESHOLD_": "131072"}
 _IDLE_SECONDS = 60
 _TIMEOUT = 300.0
@@ -47,7 +47,7 @@ _KEPT_ERRORS = 20
 
 
 class Report(BaseModel):
-    """What the soak found.
+    """Results of a soak test.
 
     requests: by action.
     held_at_end: metrics that should be 0 and are not.
@@ -72,7 +72,7 @@ class Report(BaseModel):
     complaints: list[str] = Field(default_factory=list)
 
     def judged(self) -> "Report":
-        """With a sentence for everything that is not as it should be."""
+        """With a sentence for each failed check."""
         checks = {
             f"{self.errors} requests went wrong.": self.errors > 0,
             f"The probe got {len(self.answers)} different answers.": len(self.answers) != 1,
@@ -85,7 +85,7 @@ class Report(BaseModel):
 
 
 class Soak:
-    """The load, and what was seen during it."""
+    """The load, and what was observed."""
 
     def __init__(self, server: Server, max_model_len: int, seed: int = 0) -> None:
         self._server = server
@@ -100,7 +100,7 @@ class Soak:
         self.memory: list[tuple[float, dict[str, float]]] = []
 
     async def run(self, seconds: float) -> None:
-        """Load the server for so long at least, then let the running requests end."""
+        """Load the server for at least `seconds`, then let running requests finish."""
         self._end = time.monotonic() + seconds
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=2 * _USERS)
         async with httpx.AsyncClient(
@@ -110,7 +110,7 @@ class Soak:
             await asyncio.gather(*users, self._probe(client), self._watch_memory())
 
     def _running(self) -> bool:
-        # A slow server is loaded for longer: until everything was tried.
+        # Load a slow server until every action has been tried.
         return time.monotonic() < self._end or self.requests.keys() != _ACTIONS.keys()
 
     async def _user(self, client: httpx.AsyncClient, rng: random.Random) -> None:
@@ -131,7 +131,7 @@ class Soak:
 
     def _request(self, action: str, rng: random.Random) -> Request:
         if action == "oversize":
-            # Far enough over the limit that the estimate of a word's tokens does not matter.
+            # Far over the limit: the estimate of tokens per word does not matter.
             return completion(self._model, self._prose.write(2 * self._max_model_len, rng), 16)
         text = self._prose.write(rng.randint(*_PROMPT_TOKENS), rng)
         if rng.random() < 0.5:
@@ -161,7 +161,7 @@ class Soak:
                     return
 
     async def _disconnected(self, client: httpx.AsyncClient, request: Request, rng: random.Random) -> None:
-        """Go away soon, most often before the answer starts: while the prompt waits or is being computed."""
+        """Disconnect early, usually while the prompt waits or is being computed."""
         try:
             async with asyncio.timeout(rng.uniform(0, 0.3)):
                 await self._answered(client, request, rng)
@@ -194,7 +194,7 @@ class Soak:
 
 
 def soak(server: Server, kv_cache_dtype: str, minutes: float, max_model_len: int, max_slope: float) -> Report:
-    """Load a running server and look at it."""
+    """Load a running server and report on it."""
     load, before = Soak(server, max_model_len), metrics(server.url)
     asyncio.run(load.run(60 * minutes))
     held = wait_until_idle(server.url, _IDLE_SECONDS)
@@ -218,7 +218,7 @@ def soak(server: Server, kv_cache_dtype: str, minutes: float, max_model_len: int
 
 
 def _grown(name: str, before: dict[str, float], after: dict[str, float]) -> int:
-    """What was counted since: the server may have answered others."""
+    """Growth of a counter since `before`: the server may have answered other requests earlier."""
     return int(after[name] - before.get(name, 0.0))
 
 

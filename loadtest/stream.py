@@ -1,6 +1,6 @@
-"""Reads one streamed answer of an OpenAI-compatible server, times its tokens, and refuses what is wrong or empty.
+"""Reads one streamed answer of an OpenAI-compatible server, times its tokens, and rejects incorrect or empty ones.
 
-Knows nothing of the HTTP client: it is fed the lines of the body, as they arrive.
+Independent of the HTTP client: `feed` takes the lines of the body as they arrive.
 """
 
 import json
@@ -11,15 +11,15 @@ _PREFIX = "data:"
 
 
 class StreamError(Exception):
-    """The stream is not a correct answer; one sentence."""
+    """The stream is not a correct answer; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A complete answer. Times are in seconds, counted from the moment when the request was sent.
+    """A complete answer. Times are in seconds from the sending of the request.
 
     first: when the first text arrived.
-    gaps: between one arrival of text and the next. The server may send several tokens at once.
+    gaps: between two arrivals of text. The server may send several tokens at once.
     """
 
     text: str

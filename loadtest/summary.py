@@ -1,4 +1,4 @@
-"""What a load test found: one record per request, and figures over all of them, in total and by kind."""
+"""Results of a load test: one record per request, and figures over all requests, in total and by kind."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ class Record(BaseModel):
 
     @classmethod
     def of(cls, kind: Kind, ended: float, answer: Answer) -> Self:
-        """Of a request that was answered."""
+        """The record of an answered request."""
         return cls(
             kind=kind,
             ended=ended,
@@ -43,9 +43,9 @@ class Record(BaseModel):
 
 
 class Figures(BaseModel):
-    """Of a number of requests. Percentiles are in milliseconds, by name: `p50`, `p95`, `p99`.
+    """Figures over a number of requests. Percentiles are in milliseconds, by name: `p50`, `p95`, `p99`.
 
-    output_tokens_per_second: of all of them together, from the first request's start to the last one's end.
+    output_tokens_per_second: over all requests, from the first one's start to the last one's end.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -62,7 +62,7 @@ class Figures(BaseModel):
 
 
 class Summary(BaseModel):
-    """Of one run."""
+    """Summary of one run."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -86,13 +86,13 @@ class Summary(BaseModel):
 
 
 def read_records(path: Path) -> list[Record]:
-    """Of a file with one JSON object per line; none if no request was made."""
+    """Read a file with one JSON object per line; empty if there is no file."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [Record.model_validate_json(line) for line in lines]
 
 
 def table(title: str, columns: Mapping[str, Figures]) -> Table:
-    """The figures that people compare, one below the other."""
+    """The main figures, one row each."""
     result = Table(title=title, title_justify="left")
     result.add_column("")
     for name in columns:

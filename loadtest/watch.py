@@ -1,4 +1,4 @@
-"""Looks at a server from outside: its Prometheus metrics, and the memory of its processes."""
+"""A server seen from outside: its Prometheus metrics and the memory of its processes."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-#: All that a request holds while it is there. The last one exists for antkv caches only.
+#: Metrics that are 0 on an idle server. The last one exists for antkv caches only.
 BUSY = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -21,7 +21,7 @@ _TIMEOUT = 30.0
 
 
 def metrics(url: str) -> dict[str, float]:
-    """Sample name -> its values, added up over all labels."""
+    """Values by sample name, summed over all labels."""
     text = httpx.get(f"{url}/metrics", timeout=_TIMEOUT).raise_for_status().text
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -31,7 +31,7 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def wait_until_idle(url: str, seconds: float) -> dict[str, float]:
-    """What is still held after at most `seconds`: empty when all requests ended and all KV blocks are free."""
+    """Metrics of `BUSY` that are not 0 after at most `seconds`: empty when no request and no block is left."""
     deadline = time.monotonic() + seconds
     while True:
         now = metrics(url)
@@ -42,7 +42,7 @@ def wait_until_idle(url: str, seconds: float) -> dict[str, float]:
 
 
 def memory(pid: int) -> dict[str, float]:
-    """Process name -> MiB that would be free if it ended (not shared with others), of a process and its descendants."""
+    """Unique set size in MiB by process name, of a process and its descendants."""
     parent = psutil.Process(pid)
     used: dict[str, float] = {}
     for process in [parent, *parent.children(recursive=True)]:

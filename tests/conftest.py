@@ -1,4 +1,4 @@
-"""What every test relies on: no network, no telemetry, one thread, and a way to say that an error reads well."""
+"""Settings and fixtures for all tests: no network, no telemetry, one thread, readable errors."""
 
 import gc
 import logging
@@ -13,14 +13,14 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# Every process that a test starts would otherwise compile all modules of vLLM again.
+# Otherwise every process that a test starts compiles all modules of vLLM again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# One test process per core: with more threads each, most of the time goes into waiting for one another.
+# There is one test process per core: more threads would mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-# A loaded machine is no failure, and a failure must come back: the same examples on every run.
+# No deadline, because a busy machine must not fail a test; the same examples on every run, so that failures repeat.
 SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
     "antkv", deadline=None, derandomize=True, max_examples=50, suppress_health_check=SLOW
@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("antkv")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported stays, a million objects: no garbage is collected meanwhile, nor looked for among them later."""
+    """Imports make a million permanent objects: do not collect garbage meanwhile, and freeze them afterwards."""
     gc.disable()
     try:
         return (yield)
@@ -40,13 +40,13 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    """Libraries count what is left of them when the process ends."""
+    """Let libraries see their objects when the process ends."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def gradients() -> Iterator[None]:
-    """The test that leaves them switched off is named, not the many after it."""
+    """Fail the test that leaves gradients disabled, not the tests after it."""
     yield
     enabled = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
@@ -61,7 +61,7 @@ def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
         text = str(error)
         assert text, "an error must say something"
         assert "\n" not in text
-        # The folders of a test are as deep as whoever runs it makes them.
+        # A temporary path may be of any length.
         assert len(text.replace(str(tmp_path), "")) < 600
         assert text.endswith("."), text
         assert "Traceback" not in text
@@ -72,7 +72,7 @@ def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the plugin logs. Configuring an engine puts handlers and levels of vLLM's loggers back, but no filters."""
+    """Messages of the plugin's logger. A filter collects them: configuring an engine resets handlers and levels."""
     messages: list[str] = []
     logger = logging.getLogger("vllm.antkv")
     monkeypatch.setattr(logger, "isEnabledFor", lambda level: level >= logging.INFO)
@@ -86,8 +86,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logger.removeFilter(listen)
 
 
-#: Files that take long, the longest first: begun last, one of them would run alone at the end. Those that share a
-#: server are together, and last of them the soak, which ends it.
+#: Slow files, the slowest first: started last, one of them would run alone at the end. Files that share a server are
+#: together, and the soak test, which stops that server, is the last of them.
 LONG_FILES = (
     "kernels/test_cuda.py",
     "serving/test_exactness.py",
@@ -126,17 +126,17 @@ LONG_FILES = (
 )
 
 
-def turn(item: pytest.Item) -> int:
-    """When the file of a test is begun."""
+def start_order(item: pytest.Item) -> int:
+    """Position of the test's file in the order of execution."""
     file = item.path.relative_to(Path(__file__).parent).as_posix()
     return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, and marked; and skip what needs a GPU where there is none."""
-    items.sort(key=turn)
+    """Put slow files first and mark them; skip GPU tests where there is no GPU."""
+    items.sort(key=start_order)
     for item in items:
-        if turn(item) < len(LONG_FILES):
+        if start_order(item) < len(LONG_FILES):
             item.add_marker("long")
     if torch.cuda.is_available():
         return

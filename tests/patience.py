@@ -1,6 +1,6 @@
-"""How long tests wait for what has to happen, in seconds.
+"""Seconds that a test waits for an event.
 
-No verdict may depend on how fast a machine is, or how busy: only what hangs takes longer.
+Only a hanging test reaches it, so that no result depends on a machine's speed or load.
 """
 
 PATIENCE = 1500

@@ -4,7 +4,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-#: Files that ask the same server: in one process they start it once.
+#: Files that use the same server: one process starts it once for all of them.
 SERVER_FILES = (
     "tests/serving/test_bad_requests.py",
     "tests/serving/test_dashboard.py",
@@ -17,7 +17,7 @@ SERVER_FILES = (
 
 
 class FileScheduling(LoadFileScheduling):
-    """Whole files, and all that share a server, run in one process."""
+    """Runs a file in one process, and all files that share a server."""
 
     def _split_scope(self, nodeid: str) -> str:
         scope = super()._split_scope(nodeid)
@@ -25,5 +25,5 @@ class FileScheduling(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
-    """What shares the tests out."""
+    """The scheduler of xdist."""
     return FileScheduling(config, log)

@@ -21,7 +21,7 @@ from tests.serving.served_family import (
 )
 from tests.serving.tiny import FAMILY, KIND, config_of, make_codebook, make_model
 from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES
-from vllm_antkv.codebook import KeyTurn
+from vllm_antkv.codebook import RopeLayout
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.families import FAMILIES
 
@@ -88,8 +88,8 @@ def test_a_codebook_that_was_learned_from_keys_turned_otherwise_is_refused(
     start_engine: Start, tmp_path: Path, reads_well: Callable[[BaseException], str]
 ) -> None:
     model = make_model(tmp_path / "model", "llama", {})
-    turns = (KeyTurn(rotary_dim=32), KeyTurn())
+    turns = (RopeLayout(rotary_dim=32), RopeLayout())
     make_codebook(tmp_path / "model" / "antkv", model, "antkv-1bit", turns=turns)
     with pytest.raises(CodebookError) as caught, start_engine(model, "antkv-1bit", **OPTIONS):
         pass
-    assert "layer 1 does not turn K, but that of the served model turns 32 channels" in reads_well(caught.value)
+    assert "layer 1 does not rotate K, but that of the served model rotates 32 channels" in reads_well(caught.value)

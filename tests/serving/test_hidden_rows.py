@@ -7,7 +7,7 @@ import pytest
 from tests.serving.conftest import EMBEDDED
 from tests.serving.tiny import make_model
 from vllm_antkv import cli
-from vllm_antkv.codebook import Codebook, KeyTurn, codebook_path
+from vllm_antkv.codebook import Codebook, RopeLayout, codebook_path
 from vllm_antkv.doctor.verify import check_answers
 
 pytestmark = pytest.mark.serving
@@ -28,7 +28,7 @@ def test_it_is_calibrated_and_answers_as_without_the_cache(gpt_j: Path, capsys: 
     assert cli.run([*command, "--samples", "3", "--seq-len", "128"]) == 0
     assert "as transformers' code of this model does not hand them over" in capsys.readouterr().err
     header = Codebook.load(codebook_path(gpt_j / "antkv", PRESET)).header
-    assert header.turns == (KeyTurn(rotary_dim=16, neighbours=True),) * 2
+    assert header.turns == (RopeLayout(rotary_dim=16, neighbours=True),) * 2
     assert header.calibration["weights"] == "votes"
     findings = list(check_answers(str(gpt_j), None))
     assert [finding.state for finding in findings] == ["ok", "ok"], findings

@@ -1,6 +1,6 @@
 """Rotary tables for rows whose channels stand in the order that codes have. Knows nothing of vLLM."""
 
-from vllm_antkv.codebook import Codebook, KeyTurn
+from vllm_antkv.codebook import Codebook, RopeLayout
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.ops.rope import RotaryTable, reordered
 
@@ -14,8 +14,8 @@ def in_code_order(rotaries: dict[int, RotaryTable | None], codebook: Codebook) -
     made: dict[tuple[int, tuple[int, ...] | None], RotaryTable | None] = {}
     found = {}
     for index, table in rotaries.items():
-        learned, order = codebook.header.turn(index), codebook.header.k_order(index)
-        served = _turn(table)
+        learned, order = codebook.header.rope(index), codebook.header.k_order(index)
+        served = _layout(table)
         if learned not in (None, served):
             raise CodebookError(
                 f"The codebook was learned from a model whose layer {index} {learned}, but that of the served model "
@@ -28,8 +28,10 @@ def in_code_order(rotaries: dict[int, RotaryTable | None], codebook: Codebook) -
     return found
 
 
-def _turn(table: RotaryTable | None) -> KeyTurn:
-    return KeyTurn() if table is None else KeyTurn(rotary_dim=table.rotary_dim, neighbours=not table.is_neox_style)
+def _layout(table: RotaryTable | None) -> RopeLayout:
+    return (
+        RopeLayout() if table is None else RopeLayout(rotary_dim=table.rotary_dim, neighbours=not table.is_neox_style)
+    )
 
 
 def _reordered(table: RotaryTable, order: tuple[int, ...], index: int) -> RotaryTable:

@@ -11,7 +11,7 @@ from vllm_antkv.attention.exact_layers import read_skipped
 from vllm_antkv.attention.footprint import describe
 from vllm_antkv.attention.refusals import refuse_unsupported
 from vllm_antkv.codebook import Codebook, ModelIdentity
-from vllm_antkv.codebook.automatic import Wanted, find_or_make
+from vllm_antkv.codebook.automatic import CodebookRequest, find_or_make
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.features import num_sharing_layers
@@ -74,8 +74,8 @@ def complete(vllm_config: VllmConfig) -> None:
     get_preset(cache_config.cache_dtype).num_sub_vectors(identity.head_size)
     exact, settings = read_skipped(cache_config.kv_cache_dtype_skip_layers, identity.num_layers, settings)
     cache_config.kv_cache_dtype_skip_layers = list(map(str, exact))
-    wanted = Wanted(model_config.model, model_config.revision, identity, cache_config.cache_dtype)
-    path = find_or_make(wanted, settings)
+    request = CodebookRequest(model_config.model, model_config.revision, identity, cache_config.cache_dtype)
+    path = find_or_make(request, settings)
     codebook = Codebook.load(path, cache_config.cache_dtype, identity)
     prefix = codebook.header.prefix or ()
     # Layers that read the cache of another have no pages.

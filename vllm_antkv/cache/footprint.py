@@ -1,4 +1,4 @@
-"""Effective bits: all KV bytes of a sequence over the elements it holds, with their parts."""
+"""Effective bits: all KV bytes of a sequence, by part, over its elements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,11 +10,11 @@ from vllm_antkv.select.retention import page_retention
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a sequence of `length` tokens in some layers, per KV head, and the bits per K or V element they make.
+    """Bytes of a sequence of `length` tokens in some layers, per KV head, and the bits per K or V element.
 
-    exact: of the rows of layers that are not coded at all.
-    padding: all else that pages take, those of positions included (`cache.positions`).
-    elements: of the tokens that later queries see, in a layer with a window no more than those in it.
+    exact: K and V of layers that are not quantised.
+    padding: the rest of the pages, position pages included (`cache.positions`).
+    elements: K and V elements of the tokens that later queries see, at most a window in layers that have one.
     """
 
     length: int
@@ -43,16 +43,16 @@ def footprint(
     exact_windows: Sequence[int | None] = (),
     position_bytes: int = 0,
 ) -> Footprint:
-    """What a sequence of `length` tokens costs once it is computed.
+    """Bytes that a sequence of `length` tokens takes once it is computed.
 
-    Pages are counted as if vLLM had to fill up no group of layers to make it as large as the others.
+    vLLM may pad groups of layers to equal size; that padding is not counted.
 
     Args:
-        layouts: of every layer that is coded.
+        layouts: of every quantised layer.
         settings: the antkv settings.
         length: tokens.
-        windows: of these layers, None for one without; empty: none has one.
-        exact_windows: the same of the layers beside them that are not coded.
+        windows: of these layers, None for a layer without one; empty: no layer has one.
+        exact_windows: windows of the layers that are not quantised.
         position_bytes: as in `pool_block_bytes`.
     """
     windows = windows or [None] * len(layouts)
@@ -73,7 +73,7 @@ def _of_layers(
     window: int | None,
     position_bytes: int,
 ) -> Footprint:
-    """Of layers that have the same window; exact: those that are not coded, as if they were."""
+    """Bytes of layers with the same window; exact: layouts that layers without quantisation would have."""
     first = (*layouts, *exact)[0]
     seen = length if window is None else min(length, window)
     # A block is freed once the next query sees none of its tokens.
@@ -85,10 +85,10 @@ def _of_layers(
     anchor_bytes = len(layouts) * blocks * 2 * first.anchor_rows * (first.anchor_row_bytes + 2)
     row_bytes = 2 * first.row_bytes + 2 * 4
     recency_bytes = len(layouts) * pages * first.recency_block_size * row_bytes
-    # A page of either class occupies a whole pool block, which is as large as the larger of the two.
     exact_bytes = len(exact) * 2 * first.row_bytes * seen
-    # Those with a window have pages that do not lie beside VQ pages.
+    # Unquantised layers with a window have their own pages, not beside VQ pages.
     beside = len(exact) if layouts and window is None else 0
+    # A page of either class occupies a whole pool block, which has the size of the larger class.
     total = (blocks + pages) * pool_block_bytes(layouts, beside, position_bytes) if layouts else 0
     total += blocks * (len(exact) - beside) * first.exact_page_bytes
     padding = total - code_bytes - anchor_bytes - recency_bytes - exact_bytes

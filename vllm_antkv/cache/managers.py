@@ -1,7 +1,7 @@
 """Allocation of recency pages: real blocks for the pages that are still read, the null block for all others.
 
 vLLM's own sliding-window manager reserves a page for every token in flight, which at 1 bit costs more than the whole
-VQ cache. Here a step stores only the rows that a later step, or a prefix-cache hit, will read.
+VQ cache. This manager allocates pages only for tokens that a later step, or a prefix-cache hit, reads.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_antkv.cache.specs import RecencySpec
 
-#: Most decode steps stay in the page of the step before, and must not cost the scheduler an array operation.
+#: Shared by decode steps that need no new page, which is most of them: no array operation for them.
 _NO_PAGES = np.zeros(0, dtype=bool)
-#: Dead pages are looked for when a request crosses its next death; this one never comes.
+#: `_next_death` of a request without live pages.
 _NEVER = 1 << 62
-#: Pages for prefix-cache hits are stored only while 1/8 of the pool stays free: they must not push out a request.
+#: Pages for prefix-cache hits are stored only while 1/8 of the pool stays free, so that they never evict a request.
 _SPARE_POOL_FRACTION = 8
 
 
@@ -31,10 +31,10 @@ class RecencyManager(SingleTypeKVCacheManager):
     def __init__(self, kv_cache_spec: RecencySpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.retention = kv_cache_spec.retention
-        # Indices of the real blocks of each request, so that a step costs their number, not the sequence's length.
+        # Indices of each request's real blocks: a step costs their number, not the sequence's length.
         self._live: dict[str, list[int]] = {}
         self._next_death: dict[str, int] = {}
-        # What `get_num_blocks_to_allocate` counted, for the `allocate_new_blocks` that follows it.
+        # Result of `get_num_blocks_to_allocate`, for the `allocate_new_blocks` that follows it.
         self._counted: dict[str, tuple[int, int, np.ndarray]] = {}
 
     def get_num_blocks_to_allocate(
@@ -48,7 +48,7 @@ class RecencyManager(SingleTypeKVCacheManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Blocks the step takes from the pool: new pages, and hit pages that nobody else holds."""
+        """Blocks that the step takes from the pool: new pages, and hit pages that no other request holds."""
         del total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, prefill_end
         num_held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         if apply_admission_cap:
@@ -67,7 +67,7 @@ class RecencyManager(SingleTypeKVCacheManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Adopt the pages of a prefix-cache hit; `find_longest_cache_hit` put null where none is needed."""
+        """Take over the pages of a prefix-cache hit; `find_longest_cache_hit` put null where none is needed."""
         assert num_external_computed_tokens == 0, "KV connectors are refused at start-up."
         blocks = self.req_to_blocks[request_id]
         assert not blocks
@@ -162,11 +162,11 @@ class RecencyManager(SingleTypeKVCacheManager):
         return kv_cache_spec.retention.reachable(pages, list(reachable_boundaries), num_tokens).tolist()
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """None: the prefix stays, so the dead pages are not a head of the sequence."""
+        """0: the prefix stays, so freed pages are not the beginning of the sequence."""
         return 0
 
     def _pages_to_store(self, first_page: int, num_tokens: int) -> np.ndarray:
-        """The pages the request needs and, while the pool has room to spare, those that prefix-cache hits need."""
+        """Mask of the pages that the request needs and, while the pool has spare pages, that prefix-cache hits need."""
         if num_tokens <= first_page * self.block_size:
             return _NO_PAGES
         needed = self.retention.pages_of_step(first_page, num_tokens)
@@ -183,7 +183,7 @@ class RecencyManager(SingleTypeKVCacheManager):
 
     def _remove_blocks(self, request_id: str, indices: list[int]) -> None:
         blocks = self.req_to_blocks[request_id]
-        # The tail first, so that it is evicted first.
+        # Free the tail first, so that vLLM evicts it first.
         freed = [blocks[index] for index in reversed(indices)]
         for index in indices:
             blocks[index] = self._null_block
@@ -191,11 +191,11 @@ class RecencyManager(SingleTypeKVCacheManager):
 
 
 def pages_in_use(manager: KVCacheManager) -> dict[str, int]:
-    """Pages by class that requests hold; pages that only the prefix cache remembers are free."""
+    """Pages by class that requests hold; pages that only the prefix cache refers to count as free."""
     managers = manager.coordinator.single_type_managers
     recency = sum(each.pages_in_use() for each in managers if isinstance(each, RecencyManager))
     pool = manager.block_pool
-    # All but the null block are held or free, and what is no recency page is a VQ page.
+    # Every block but the null block is held or free, and a held block is a recency page or a VQ page.
     return {"vq": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - recency, "recency": recency}
 
 
@@ -209,7 +209,7 @@ def _blocks_at(
     found: tuple[list[KVCacheBlock], ...] = tuple(
         [block_pool.null_block] * (boundary // spec.block_size) for _ in kv_cache_group_ids
     )
-    # Highest page first: where a boundary was not retained, its tail is what is missing.
+    # Highest page first: at a boundary that was not retained, the tail is missing.
     for page in reversed(spec.retention.pages_at(boundary).tolist()):
         cached = block_pool.get_cached_block(hashes[page], kv_cache_group_ids)
         if cached is None:

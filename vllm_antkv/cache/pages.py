@@ -2,13 +2,12 @@
 
 Two allocations come from vLLM's block pool for every attention layer:
 
-* a **VQ page** per 128 tokens: the codes of every token, and after them the block's few anchor rows (K, V and their
-  offsets in the block). An anchor row is what its code loses, in FP8 (e4m3): the two add up to the row. Two of them,
-  from an even one on, hold a row that is kept as it is, as sinks are (`select.anchors.EXACT_ANCHOR`). Codes and
-  anchors share a block table, so they share a page. Models with M-RoPE have one page more beside those of all layers
-  (`cache.positions`).
-* a **recency page** per few tokens: full-precision rows of the tokens that are still needed exactly, and the Anchor
-  Scores they have collected so far.
+* a **VQ page** per 128 tokens: the codes of every token, then the block's anchors (K, V and their offsets in the
+  block). An anchor slot stores the quantisation error of a K or V vector in FP8 (e4m3). Two slots, the first one even,
+  store an unquantised vector, as for sinks (`select.anchors.EXACT_ANCHOR`). Codes and anchors share a block table, so
+  they share a page. Models with M-RoPE have one more page beside those of all layers (`cache.positions`).
+* a **recency page** per few tokens: unquantised K and V of the tokens that some query still sees so, and their
+  Anchor Scores so far.
 
 Layout of one (block, KV head), with B tokens per block, R anchor rows, D channels; a is half the bytes of a row in the
 model dtype: D, and of a float32 model 2 D, of which e4m3 uses the first:
@@ -16,7 +15,7 @@ model dtype: D, and of a float32 model 2 D, of which e4m3 uses the first:
     VQ page       K codes [B, kb] | V codes [B, vb] | anchor K [R, a] | anchor V [R, a] | offsets int16 [2, R]
     recency page  K [T, D] | V [T, D] | scores float32 [2, T]
 
-K rows are stored as attention uses them (after RoPE), codes stand for K before RoPE. This module imports no vLLM.
+K vectors are stored after RoPE, as attention uses them; codes stand for K before RoPE. This module imports no vLLM.
 """
 
 from collections import Counter
@@ -48,10 +47,10 @@ class PageLayout:
     preset: of the layer.
     head_size: channels.
     itemsize: bytes of the model dtype.
-    anchor_rows: rows for anchors of K, and as many of V, per block (`AntKVConfig.anchor_rows`).
+    anchor_rows: anchor slots of K, and as many of V, per block (`AntKVConfig.anchor_rows`).
     recency_block_size: tokens per recency page, the same for all layers.
     padding: bytes at the end of a VQ page.
-    tail: bytes at the end of a page of either class.
+    tail: bytes at the end of both classes of pages.
     """
 
     preset: Preset
@@ -84,7 +83,7 @@ class PageLayout:
 
     @property
     def anchor_row_bytes(self) -> int:
-        """Bytes of an anchor row: two hold a row in full precision."""
+        """Bytes of an anchor slot: two hold an unquantised vector."""
         return self.row_bytes // 2
 
     @property
@@ -100,7 +99,7 @@ class PageLayout:
 
     @property
     def exact_page_bytes(self) -> int:
-        """Bytes of a page of vLLM's own of one KV head, with as many tokens as a VQ page."""
+        """Bytes of vLLM's own page of one KV head with as many tokens as a VQ page."""
         return 2 * VQ_BLOCK_SIZE * self.row_bytes
 
     @property
@@ -117,7 +116,7 @@ def page_layouts(
     all_slide: bool = False,
     num_exact: int = 0,
 ) -> list[PageLayout]:
-    """The layouts of a model's layers, whose pages of a class lie side by side in a block of vLLM's pool.
+    """The layouts of a model's layers. Pages of one class of all layers share a block of vLLM's pool.
 
     Recency pages have as many tokens as fit into the block that the VQ pages of all layers need.
 
@@ -127,7 +126,7 @@ def page_layouts(
         head_size: channels.
         dtype: of the model.
         all_slide: every layer has a sliding window.
-        num_exact: other layers, whose pages, in the dtype of the model, lie beside the VQ pages.
+        num_exact: number of unquantised layers, whose pages lie beside the VQ pages.
 
     Raises:
         SettingsError: a preset does not divide the head size.
@@ -139,7 +138,7 @@ def page_layouts(
     limit = int(content * (1 + _MAX_GROWTH))
 
     def needed(block_size: int) -> int:
-        # More than the recency pages take, so that vLLM, which tells pages apart by their size, packs both kinds.
+        # Slightly more than the recency pages take: vLLM distinguishes pages by size, and must see two sizes.
         return sum(replace(layer, recency_block_size=block_size).recency_page_bytes + ALIGNMENT for layer in layers)
 
     block_size = next((size for size in _RECENCY_BLOCK_SIZES if needed(size) <= limit), _RECENCY_BLOCK_SIZES[-1])
@@ -150,7 +149,7 @@ def page_layouts(
 
 
 def pool_block_bytes(layers: Sequence[PageLayout], num_exact: int = 0, position_bytes: int = 0) -> int:
-    """Bytes of a block of vLLM's pool, per KV head, all layers together: the pages of either class fit into one.
+    """Bytes of a block of vLLM's pool, per KV head, all layers together: it fits the pages of either class.
 
     num_exact: as in `page_layouts`.
     position_bytes: a KV head's share of a page of positions, where there are such pages (`cache.positions`).
@@ -160,29 +159,29 @@ def pool_block_bytes(layers: Sequence[PageLayout], num_exact: int = 0, position_
 
 
 def _unbalanced(layers: list[PageLayout], num_exact: int) -> list[PageLayout]:
-    """With one page larger, where each of several sizes of VQ pages would be there equally often.
+    """Enlarge one page if every size of VQ pages occurs equally often.
 
-    vLLM takes that for a pattern of layers, and cuts the recency pages into as many groups as it repeats. Two layers
-    stay as they are: to make their pages equal would cost more than a group each.
+    vLLM would see a repeating pattern of layers and split the recency pages into as many groups. Two layers stay as
+    they are: equal pages would cost more than a group each.
     """
     counts = Counter(layer.vq_page_bytes for layer in layers)
     if num_exact and len(counts) > 1 and set(counts.values()) != {num_exact}:
-        # Pages of one more size, of another number.
+        # The unquantised layers' page size already occurs with another frequency.
         return layers
     if len(counts) == 1 or len(set(counts.values())) > 1 or len(layers) == 2:
         return layers
     smallest, next_size = sorted(counts)[:2]
-    # Where there is one page of each size, one more of the same size makes the difference; else one of a new size.
+    # With one page of each size, make one equal to the next; otherwise create a new size.
     growth = next_size - smallest if counts[smallest] == 1 else ALIGNMENT
     grown = min(range(len(layers)), key=lambda index: layers[index].vq_page_bytes)
     return [replace(layer, padding=layer.padding + growth * (index == grown)) for index, layer in enumerate(layers)]
 
 
 def _patterned(layers: list[PageLayout]) -> list[PageLayout]:
-    """With pages of several sizes, each as often as the others, where there was one.
+    """Give pages several sizes that occur equally often, if they all have one size.
 
-    vLLM takes that for a pattern of layers, which it keeps together. Pages of layers with windows alone it would tear
-    apart, down to a block table for each layer, so that they fit beside larger ones.
+    vLLM keeps such a pattern of layers together. Layers that all have windows and one page size it would split, down to
+    a block table per layer.
     """
     if len(layers) < 2 or len({layer.vq_page_bytes for layer in layers}) > 1:
         return layers
@@ -196,9 +195,9 @@ class VQPages:
 
     k_codes, v_codes: (num_blocks, num_kv_heads, VQ_BLOCK_SIZE, code_bytes) uint8.
     k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, anchor_row_bytes) uint8: e4m3 in the first head_size
-        bytes (`ops.reference.correction`), or half of a row in full precision.
-    anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V, NO_ANCHOR where unused, or not the first
-        of two; EXACT_ANCHOR is added to those of rows in full precision.
+        bytes (`ops.reference.correction`), or half of an unquantised vector.
+    anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V; NO_ANCHOR where a slot is unused or the
+        second of two; EXACT_ANCHOR is added for unquantised vectors.
     """
 
     k_codes: torch.Tensor

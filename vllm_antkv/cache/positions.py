@@ -1,8 +1,8 @@
-"""Pages of positions: in models with M-RoPE a token has three, in time, height and width, and K turns by all of them.
+"""Position pages: with M-RoPE a token has three positions (time, height, width), and K is rotated by all of them.
 
-They are not its place in the sequence: tokens of an image share theirs in time, and the text behind it goes on from the
-largest. So they are kept as codes are, a page beside the VQ pages of a block for all layers, and are there on every
-prefix hit. 96 bits per token once: 0.003 bits per element in the shape of Qwen2-VL-7B. This module imports no vLLM.
+They differ from its place in the sequence: tokens of an image share the position in time, and the text behind it
+continues from the largest. So they are cached like codes, one page per block for all layers, and a prefix-cache hit
+includes them. 96 bits per token are 0.003 bits per element in the shape of Qwen2-VL-7B. This module imports no vLLM.
 """
 
 import torch
@@ -11,7 +11,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE
 
 #: Positions of a token.
 NUM_POSITIONS = 3
-#: Of the tokens of a VQ block, int32.
+#: Bytes for the tokens of a VQ block, int32.
 POSITION_PAGE_BYTES = VQ_BLOCK_SIZE * NUM_POSITIONS * 4
 
 
@@ -25,8 +25,8 @@ def store_positions(pages: torch.Tensor, slots: torch.Tensor, positions: torch.T
 
     Args:
         pages: as `view_positions` gives them.
-        slots: (num_tokens,) int64, places of tokens in the VQ pages, block * VQ_BLOCK_SIZE + offset; negative where
-            there is none, which goes to the null block.
+        slots: (num_tokens,) int64, block * VQ_BLOCK_SIZE + offset of each token; negative for padding, which goes to
+            the null block.
         positions: (3, num_tokens) integer.
     """
     slots = slots.clamp(min=0)

@@ -1,7 +1,6 @@
-"""What the engine core knows of its requests' VQ blocks: tokens they hold now, and blocks of the last requests.
+"""The engine core's view of its requests' VQ blocks: tokens in use, and the blocks of the last requests.
 
-A block that no request holds any more can still be read while the prefix cache remembers it: then its content is that
-of its hash.
+A block that no request holds can still be read as long as the prefix cache has it under its hash.
 """
 
 from collections import deque
@@ -17,17 +16,17 @@ from vllm.v1.request import Request
 from vllm_antkv.cache.managers import RecencyManager
 from vllm_antkv.config import VQ_BLOCK_SIZE
 
-#: Requests that are remembered.
+#: Number of requests that are remembered.
 _MAX_REQUESTS = 8
 
 
 @dataclass(frozen=True)
 class ClosedBlocks:
-    """A request's blocks that are full, whose anchors are chosen.
+    """A request's full blocks, whose anchors are chosen.
 
     number: of the request, counted from 1 by this engine.
-    block_ids: of each attention layer by its name, as many for all of them, from the beginning of the sequence as far
-        as they can be read; 0, the null block, where a layer with a window has let go of its own.
+    block_ids: by name of the attention layer, equally many for all, from the beginning of the sequence to the last
+        readable block; 0, the null block, where a layer with a window has freed its own.
     running: the request is not finished.
     """
 
@@ -43,7 +42,7 @@ class ClosedBlocks:
 
 
 class LastRequests:
-    """The last requests that an engine was given; count: of all that it was given."""
+    """The last requests of an engine; count: of all its requests."""
 
     def __init__(self) -> None:
         self._requests: deque[tuple[int, Request]] = deque(maxlen=_MAX_REQUESTS)
@@ -74,17 +73,17 @@ class LastRequests:
 
 
 def tokens_in_use(scheduler: Scheduler) -> int:
-    """Tokens whose codes requests hold now; what requests share counts once."""
+    """Tokens whose codes requests hold now; shared tokens count once."""
     blocks = _vq_manager(scheduler.kv_cache_manager).req_to_blocks
     num_held = sum(len(held) for held in blocks.values())
     num_distinct = len({block.block_id for held in blocks.values() for block in held if not block.is_null})
     computed = sum(scheduler.requests[request_id].num_computed_tokens for request_id, held in blocks.items() if held)
-    # Only full blocks are shared; null is what lies before a window.
+    # Only full blocks are shared; blocks before a window are null.
     return computed - VQ_BLOCK_SIZE * (num_held - num_distinct)
 
 
 def _vq_manager(manager: KVCacheManager) -> SingleTypeKVCacheManager:
-    """Of the layers without a window, which hold all tokens; where every layer has one, of the first."""
+    """The manager of the layers without a window, which hold all tokens, else that of the first group."""
     managers = _vq_managers(manager)
     return next((m for m in managers if isinstance(m, FullAttentionManager)), managers[0])
 
@@ -94,13 +93,13 @@ def _vq_managers(manager: KVCacheManager) -> list[SingleTypeKVCacheManager]:
 
 
 def _held(request: Request, manager: KVCacheManager, of_group: SingleTypeKVCacheManager) -> list[int]:
-    """Blocks of the group's layers that a running request holds; what lies before their window is null."""
+    """Blocks of the group that a running request holds; blocks before the window are null."""
     blocks = of_group.req_to_blocks[request.request_id]
     return [block.block_id for block in blocks[: request.num_computed_tokens // VQ_BLOCK_SIZE]]
 
 
 def _remembered(request: Request, manager: KVCacheManager, of_group: SingleTypeKVCacheManager) -> list[int]:
-    """Those that the prefix cache remembers of a finished request; null where it does not."""
+    """Blocks of a finished request that the prefix cache still has; null for the others."""
     pool, group = manager.block_pool, of_group.kv_cache_group_id
     hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, VQ_BLOCK_SIZE)
     cached = [pool.get_cached_block(block_hash, [group]) for block_hash in hashes]

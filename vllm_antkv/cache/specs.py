@@ -1,4 +1,4 @@
-"""What vLLM is told about the pages: one KV cache spec per page class."""
+"""KV cache specs for vLLM, one per page class."""
 
 from dataclasses import dataclass, field
 
@@ -11,18 +11,18 @@ from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.select.retention import PageRetention, page_retention
 
-#: Tokens of an exact page of a layer with a window: few fit into a block that is made for codes.
+#: Tokens per page of an unquantised layer with a window: few fit into a block made for codes.
 _WINDOW_BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecencySpec(SlidingWindowSpec):
-    """Recency pages: allocated for the tokens that are still read in full precision, and freed after that.
+    """Recency pages: allocated for tokens that are still read unquantised, and freed afterwards.
 
-    A SlidingWindowSpec, since vLLM accepts a retention interval, and bounds what a request may reserve, for its own
-    kinds of specs only. Which pages live is decided by `retention` alone: whatever the parent says about that is
-    overridden here (tests/serving/test_recency_spec.py has the list), and its window is the longest sequence, so that
-    nothing is ever below it.
+    Derived from SlidingWindowSpec, because vLLM accepts a retention interval and bounds a request's reservation for its
+    own specs only. `retention` alone decides which pages live: everything the parent says about that is overridden
+    (tests/serving/test_recency_spec.py has the list), and the parent's window is the longest sequence, so that nothing
+    is ever below it.
 
     settings: the user's settings, which decide the retention.
     window: tokens that a query sees in these layers, itself included; None: all before it.
@@ -41,14 +41,14 @@ class RecencySpec(SlidingWindowSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Not an assertion: that would be gone under `python -O`, and the first pages with it.
+        # Not an assertion: `python -O` would drop it, and the first pages would be freed.
         if self.extra_retained_tokens:
             raise ValueError("recency pages retain no extra tokens: speculative decoding is refused at start-up")
         object.__setattr__(self, "sliding_window", self.max_len)
 
     @property
     def num_retained_tokens(self) -> int:
-        """0: vLLM 0.33's worker must not null pages below a window, for the first pages of a sequence stay."""
+        """0, so that vLLM 0.33's worker nulls no page: the first pages of a sequence stay."""
         return 0
 
     @property
@@ -57,7 +57,7 @@ class RecencySpec(SlidingWindowSpec):
         return page_retention(self.settings, self.max_len, self.block_size, self.interval, self.window)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
-        """Most pages a request holds at once; vLLM admits requests and sizes the pool by it."""
+        """The most pages a request holds at once; vLLM admits requests and sizes the pool by it."""
         return self.retention.max_pages(max_model_len, max_in_flight_tokens, self.max_steps)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
@@ -69,9 +69,9 @@ class RecencySpec(SlidingWindowSpec):
 def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) -> FullAttentionSpec | SlidingWindowSpec:
     """The spec of VQ pages: one opaque state of `vq_page_bytes` per block and KV head.
 
-    Those of layers with a window are freed as vLLM frees its own: once no later query sees a token of the block.
+    vLLM frees those of layers with a window as its own: once no later query sees a token of the block.
 
-    uint8 with `state_content_bytes`, so that vLLM does not zero new blocks: we reset what needs resetting.
+    uint8 with `state_content_bytes`, so that vLLM does not zero new blocks; kernels reset what needs it.
     """
     page = {
         "block_size": VQ_BLOCK_SIZE,
@@ -85,7 +85,7 @@ def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) ->
 
 
 def position_spec() -> FullAttentionSpec:
-    """The spec of pages of positions: they lie beside the VQ pages of all layers, on every rank, in every block."""
+    """The spec of position pages, which lie beside the VQ pages of all layers, on every rank."""
     return FullAttentionSpec(
         block_size=VQ_BLOCK_SIZE,
         num_kv_heads=1,
@@ -99,10 +99,10 @@ def position_spec() -> FullAttentionSpec:
 def exact_spec(
     num_kv_heads: int, head_size: int, dtype: torch.dtype, window: int | None = None
 ) -> FullAttentionSpec | SlidingWindowSpec:
-    """The spec of vLLM's own pages of a layer that stays in `dtype`, beside layers that are coded; window: as above.
+    """The spec of vLLM's own pages of an unquantised layer; window: as above.
 
-    Without a window, a page has the tokens of a VQ page and lies beside it in every block. With one, it must not: vLLM
-    takes layers of one window and one block size for a pattern, which it cannot always cut where pages differ in size.
+    Without a window, a page has the tokens of a VQ page and lies beside it. With one it must not: vLLM groups layers of
+    one window and block size, and cannot always do so where pages differ in size.
     """
     page = {"num_kv_heads": num_kv_heads, "head_size": head_size, "dtype": dtype}
     if window is None:
@@ -129,7 +129,7 @@ def recency_spec(
         dcp_sharded=False,
         settings=settings,
         max_len=vllm_config.model_config.max_model_len,
-        # vLLM's None means dense: every boundary a hit can end at.
+        # None is vLLM's dense retention: every boundary at which a hit can end.
         interval=VQ_BLOCK_SIZE if interval is None else interval,
         window=window,
         max_steps=max(vllm_config.max_in_flight_tokens // vllm_config.scheduler_config.max_num_batched_tokens, 1),

@@ -10,7 +10,7 @@ from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.layers import Clustering, learn_layer
 from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.workspace import Workspace
-from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, KeyTurn, SinkRule
+from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, RopeLayout, SinkRule
 from vllm_antkv.offline.kmeans import Backend
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
 from vllm_antkv.presets import Preset
@@ -56,7 +56,7 @@ def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace, 
         sinks=captured.sinks,
         k_orders={} if k_order is None else {preset.name: tuple(k_order)},
         turns=tuple(
-            KeyTurn(rotary_dim=table.rotary_dim, neighbours=bool(table.rotary_dim) and not table.is_neox_style)
+            RopeLayout(rotary_dim=table.rotary_dim, neighbours=bool(table.rotary_dim) and not table.is_neox_style)
             for table in captured.rotaries
         ),
         calibration={**job.record, "tokens": int(captured.kept.sum()), "kmeans": backend.name},

@@ -1,7 +1,7 @@
 """The codebook of one (model, preset): its file, its header, whose it is, its trained prefix, and where it is found."""
 
 from vllm_antkv.codebook.file import Codebook
-from vllm_antkv.codebook.header import FORMAT_VERSION, CodebookHeader, KeyTurn, SinkRule
+from vllm_antkv.codebook.header import FORMAT_VERSION, CodebookHeader, RopeLayout, SinkRule
 from vllm_antkv.codebook.identity import ModelIdentity
 from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.codebook.search import (
@@ -18,9 +18,9 @@ __all__ = [
     "FORMAT_VERSION",
     "Codebook",
     "CodebookHeader",
-    "KeyTurn",
     "ModelIdentity",
     "NoCodebookError",
+    "RopeLayout",
     "SinkRule",
     "TrainedPrefix",
     "codebook_path",

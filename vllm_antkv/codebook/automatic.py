@@ -1,6 +1,6 @@
-"""Has a missing codebook made before the engine is loaded, in a process of its own, whose memory is free afterwards.
+"""Learn a missing codebook before the engine is loaded, in a process of its own that gives its memory back.
 
-Knows nothing of calibration but the command line of `vllm_antkv.calibrate.once`.
+Only the command line of `vllm_antkv.calibrate.once` is known here.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger("vllm.antkv")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CodebookRequest:
     """The codebook that a server needs.
 
     model: folder or Hugging Face name.
@@ -31,37 +31,37 @@ class Wanted:
     preset: str
 
 
-def find_or_make(wanted: Wanted, settings: AntKVConfig) -> Path:
-    """The codebook's file; one that is nowhere is learned and kept in the user's cache, unless settings forbid it.
+def find_or_make(request: CodebookRequest, settings: AntKVConfig) -> Path:
+    """The codebook's file. A missing one is learned and stored in the user's cache, unless settings forbid it.
 
     Raises:
         SettingsError: `calibration_text` cannot be read.
         CodebookError: there is none, and it may not or could not be made.
     """
-    model, identity, revision, text = wanted.model, wanted.identity, wanted.revision, settings.calibration_text
+    model, identity, revision, text = request.model, request.identity, request.revision, settings.calibration_text
     try:
-        return find_codebook(model, identity, wanted.preset, settings.codebooks, revision, text)
+        return find_codebook(model, identity, request.preset, settings.codebooks, revision, text)
     except NoCodebookError:
-        # A place that was named and does not have it is a mistake, not a wish for another.
+        # A named folder without the codebook is a mistake; learning one elsewhere would hide it.
         if settings.calibrate == "never" or settings.codebooks is not None:
             raise
     own = own_folder(model, identity, revision, text)
-    _make(wanted, own, text)
-    return codebook_path(own, wanted.preset)
+    _make(request, own, text)
+    return codebook_path(own, request.preset)
 
 
-def _make(wanted: Wanted, folder: Path, text: str | None) -> None:
+def _make(request: CodebookRequest, folder: Path, text: str | None) -> None:
     source = "text that it writes itself" if text is None else text
     logger.info(
         "There is no %s codebook for %s yet: learning one from %s, for %s. Later starts find it there.",
-        wanted.preset,
-        wanted.model,
+        request.preset,
+        request.model,
         source,
         folder,
     )
-    command = [sys.executable, "-m", "vllm_antkv.calibrate.once", wanted.model, wanted.preset, str(folder)]
+    command = [sys.executable, "-m", "vllm_antkv.calibrate.once", request.model, request.preset, str(folder)]
     command += [] if text is None else ["--text", text]
-    command += [] if wanted.revision is None else ["--revision", wanted.revision]
+    command += [] if request.revision is None else ["--revision", request.revision]
     said = "it said nothing"
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -72,6 +72,6 @@ def _make(wanted: Wanted, folder: Path, text: str | None) -> None:
             logger.info("Calibration: %s", said)
     if process.returncode:
         raise CodebookError(
-            f"There is no {wanted.preset} codebook for {wanted.model}, and learning one failed with exit code "
+            f"There is no {request.preset} codebook for {request.model}, and learning one failed with exit code "
             f"{process.returncode} ({said.rstrip('.')}): see docs/calibration.md, or serve with --kv-cache-dtype auto."
         )

@@ -28,7 +28,7 @@ from vllm_antkv.presets import Preset, get_preset
 _HEADER_KEY = "antkv"
 #: A header is a few hundred bytes; more is not a header.
 _MAX_HEADER_BYTES = 1 << 20
-#: The largest models need 2 MiB for each of a few thousand KV heads; a file that claims more is read no further.
+#: The largest models need 2 MiB for each of a few thousand KV heads; larger files are refused unread.
 _MAX_FILE_BYTES = 32 << 30
 _MAX_REASON = 200
 
@@ -68,7 +68,7 @@ class Codebook:
         return replace(self, header=header, **rows)
 
     def settings(self, config: AntKVConfig) -> AntKVConfig:
-        """`config` with at least the trained prefix exact: its rows were trained to be read as they are."""
+        """`config` with at least the trained prefix unquantised, as it was trained."""
         return config.model_copy(update={"prefix": max(config.prefix, len(self.header.prefix or ()))})
 
     @property
@@ -124,7 +124,7 @@ class Codebook:
         return cls(header, k, v, tensors.get("prefix_k"), tensors.get("prefix_v"))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """As they are in the file: the layers of a preset are stacked."""
+        """Tensors as stored: the layers of a preset are stacked."""
         tensors = {
             kind + suffix: torch.stack([layers[index] for index in indices])
             for suffix, indices in stacks(self.header).items()
@@ -137,9 +137,9 @@ class Codebook:
 def _read(
     path: Path, preset: str | None, model: ModelIdentity | None
 ) -> tuple[dict[str, Any], CodebookHeader, dict[str, torch.Tensor]]:
-    """The header, as it is written and as it is understood, and the tensors.
+    """The raw JSON header, the parsed one, and the tensors.
 
-    Everything that the header tells is checked before a tensor is read.
+    The whole header is checked before a tensor is read.
     """
     try:
         _check_file(path)
@@ -157,14 +157,14 @@ def _read(
     except OSError as error:
         raise CodebookError(f"{path} cannot be read ({error.strerror or error}).") from None
     except (SafetensorError, ValueError, RuntimeError) as error:
-        # Of safetensors, of the JSON parser, and of PyTorch when the file cannot be mapped.
-        # They quote the file, which may hold anything.
+        # From safetensors, the JSON parser, or PyTorch when the file cannot be mapped.
+        # These errors quote the file, which may contain control characters.
         reason = "".join(filter(str.isprintable, str(error)))[:_MAX_REASON].rstrip(".")
         raise CodebookError(f"{path} is not a readable codebook ({reason}).") from None
 
 
 def _check_file(path: Path) -> None:
-    """CodebookError or OSError unless this is a file of a size, and with a head, that a codebook may have."""
+    """CodebookError or OSError unless the file's size and header length are plausible for a codebook."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise CodebookError(f"{path} is not a file.")

@@ -1,6 +1,6 @@
-"""The JSON header of a codebook file: what it says, and how it is checked.
+"""The JSON header of a codebook file, and its checks.
 
-The header may come from anybody: nothing in it is believed, and no message shows it at length or unescaped.
+The file is untrusted input: every field is validated, and messages show values shortened and escaped.
 """
 
 import json
@@ -16,7 +16,7 @@ from vllm_antkv.errors import CodebookError, first_problem
 from vllm_antkv.presets import PRESETS, Preset
 
 FORMAT_VERSION = 1
-#: The longest trained prefix, as many tokens as the setting `prefix` can keep exact.
+#: Tokens of the longest trained prefix, as for the setting `prefix`.
 MAX_PREFIX = 4096
 
 
@@ -30,10 +30,10 @@ class SinkRule(BaseModel):
     threshold: float = Field(gt=0, allow_inf_nan=False)
 
 
-class KeyTurn(BaseModel):
-    """How the model turns K of a layer by the position: the first `rotary_dim` channels; 0: not at all.
+class RopeLayout(BaseModel):
+    """RoPE of a layer: it rotates the first `rotary_dim` channels of K; 0: the layer has no RoPE.
 
-    neighbours: True when a channel turns with its neighbour (GPT-J), False when with the one half of them away (Llama).
+    neighbours: a rotary pair is two neighbouring channels (GPT-J), else channels half of `rotary_dim` apart (Llama).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,10 +42,10 @@ class KeyTurn(BaseModel):
     neighbours: bool = False
 
     def __str__(self) -> str:
-        """What such a layer does."""
+        """What such a layer does, for messages."""
         if not self.rotary_dim:
-            return "does not turn K"
-        return f"turns {self.rotary_dim} channels of K, {'neighbours' if self.neighbours else 'halves'} together"
+            return "does not rotate K"
+        return f"rotates {self.rotary_dim} channels of K in pairs of {'neighbours' if self.neighbours else 'halves'}"
 
 
 class CodebookHeader(BaseModel):
@@ -59,11 +59,11 @@ class CodebookHeader(BaseModel):
     # Preset of every layer where they differ (`calibrate.mix`); None: all have `preset`.
     layers: Annotated[tuple[str, ...], Field(max_length=MAX_LAYERS)] | None = None
     sinks: SinkRule | None
-    # By preset, channels of K in the order in which its sub-vectors take them (`ops.rope.interleaved`); where there is
-    # none, as the model has them.
+    # By preset: the order in which sub-vectors take the channels of K (`ops.rope.interleaved`); without one, the
+    # model's order.
     k_orders: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = Field(default_factory=dict)
-    # How every layer of the model turns K; None: not recorded, as in older files.
-    turns: Annotated[tuple[KeyTurn, ...], Field(max_length=MAX_LAYERS)] | None = None
+    # RoPE of every layer; None: not recorded, as in older files.
+    turns: Annotated[tuple[RopeLayout, ...], Field(max_length=MAX_LAYERS)] | None = None
     # Token ids of the trained intact prefix (`codebook.prefix`); None: there is none.
     prefix: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, max_length=MAX_PREFIX)] | None = None
     calibration: dict[str, Any]
@@ -84,17 +84,17 @@ class CodebookHeader(BaseModel):
             layers.setdefault(preset.name, []).append(str(index))
         return "; ".join(f"{name} in layers {', '.join(layers[name])}" for name in PRESETS if name in layers)
 
-    def turn(self, layer: int) -> KeyTurn | None:
-        """How the model turns K of a layer; None: not recorded."""
+    def rope(self, layer: int) -> RopeLayout | None:
+        """RoPE of a layer; None: not recorded."""
         return None if self.turns is None else self.turns[layer]
 
     def k_order(self, layer: int) -> tuple[int, ...] | None:
-        """The order of K's channels in a layer; None: as the model has them."""
+        """The order of K's channels in a layer; None: the model's."""
         return self.k_orders.get(self.layer_presets[layer].name)
 
 
 def parse_header(text: str | None, path: Path) -> tuple[dict[str, Any], CodebookHeader]:
-    """The header as it is written and as it is understood; ValueError when it is no JSON."""
+    """The raw JSON header and the parsed one; ValueError when it is not JSON."""
     if text is None:
         raise CodebookError(f"{path} is a safetensors file, but not a codebook of vllm-antkv.")
     raw = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
@@ -159,7 +159,7 @@ def _check_cost(header: CodebookHeader, path: Path) -> None:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Other readers may take the first of two values where ours takes the last."""
+    """Refuse duplicate keys: readers differ in which of two values they take."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key of its header stands there twice")

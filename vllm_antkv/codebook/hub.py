@@ -1,6 +1,6 @@
 """Repositories of the Hugging Face hub that have codebooks, in their folder `codebooks`.
 
-What comes from there is a file like any other: whoever reads it checks header, hash and model.
+Downloaded files are checked like any other: header, checksum and model.
 """
 
 import re
@@ -20,7 +20,7 @@ _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w-][\w./-]*))?")
 
 @dataclass(frozen=True)
 class Repository:
-    """One repository, with a branch, tag or commit of it; None: its main branch."""
+    """A repository, and its branch, tag or commit; None: the main branch."""
 
     name: str
     revision: str | None = None
@@ -32,9 +32,9 @@ class Repository:
         return None if match is None or Path(text).exists() else cls(match[1], match[2])
 
     def folders(self, preset: str) -> list[Path]:
-        """The folder in the hub's cache with the codebook, fetched if it is not there; none: the repository has none.
+        """The folder in the hub's cache with the codebook, downloaded if missing; empty when the repository has none.
 
-        Raises CodebookError when that cannot be found out.
+        Raises CodebookError when the hub cannot be asked.
         """
         try:
             return [Path(hf_hub_download(self.name, f"{FOLDER}/{preset}.safetensors", revision=self.revision)).parent]

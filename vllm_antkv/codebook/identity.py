@@ -1,4 +1,4 @@
-"""Which model a codebook belongs to: the sizes that must agree with those of the model that is served."""
+"""Which model a codebook belongs to: architecture and sizes, which must equal the served model's."""
 
 import hashlib
 import json
@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_antkv.errors import UnsupportedModelError
 
-#: Many times what any model has.
+#: Far more than any model has.
 MAX_LAYERS = 4096
-#: A size of a model. No product of the few that are multiplied is then beyond what a message can show.
+#: A size of a model. The bound keeps products of sizes short enough for messages.
 Size = Annotated[int, Field(gt=0, lt=1 << 31)]
 
 
 class ModelIdentity(BaseModel):
-    """What must agree between the model a codebook was learned from and the model it serves."""
+    """What the model of a codebook and the served model must have in common."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,7 +32,7 @@ class ModelIdentity(BaseModel):
     def from_hf_config(cls, hf_config: Any) -> Self:
         """Read the identity from a Hugging Face `PretrainedConfig` (of a text model, or holding one).
 
-        Raises UnsupportedModelError when the config lacks one of the sizes, or has one that is no size.
+        Raises UnsupportedModelError when a size is missing or invalid.
         """
         text = hf_config.get_text_config()
         heads = getattr(text, "num_attention_heads", None)
@@ -64,6 +64,6 @@ class ModelIdentity(BaseModel):
 
 
 def differences(have: ModelIdentity, want: ModelIdentity) -> str:
-    """In which sizes a codebook's model is not the one that is served."""
+    """The fields in which a codebook's model differs from the served one."""
     pairs = ((name, getattr(have, name), getattr(want, name)) for name in ModelIdentity.model_fields)
     return ", ".join(f"{name} is {a}, the served model's is {b}" for name, a, b in pairs if a != b)

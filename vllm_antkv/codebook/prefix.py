@@ -1,7 +1,7 @@
 """The trained intact prefix: K and V of a prompt's first tokens in place of the model's own (IntactKV, section 3.2).
 
-Rows are as the cache holds exact ones, K after RoPE: a prefix always stands at positions 0 to P - 1, so its turn is
-known when it is trained, and serving puts rows into the place of rows.
+Vectors are stored as the cache stores unquantised ones, K after RoPE: a prefix is always at positions 0 to P - 1, so
+training knows its rotation, and serving only replaces vectors.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class TrainedPrefix:
-    """Rows of every layer for prompts that start with P token ids.
+    """K and V of every layer for prompts that start with P token ids.
 
     token_ids: the P ids.
     k, v: (num_layers, P, num_kv_heads, head_size) float32, K after RoPE.
@@ -24,5 +24,5 @@ class TrainedPrefix:
 
 
 def starts_with(prompt: Sequence[int] | None, prefix: Sequence[int]) -> bool:
-    """Whether a whole prompt starts with the prefix. None: a prompt that is not made of token ids."""
+    """Whether a whole prompt starts with the prefix. None: a prompt without token ids."""
     return prompt is not None and len(prompt) >= len(prefix) and list(prompt[: len(prefix)]) == list(prefix)

@@ -1,4 +1,4 @@
-"""Hands codebooks on: into a folder or a repository, where servers find them by its name."""
+"""Publish codebooks to a folder or a Hugging Face repository, whose name servers then take."""
 
 import shutil
 from pathlib import Path
@@ -36,13 +36,13 @@ def codebooks_of(model: str, identity: ModelIdentity, place: str | None) -> dict
 
 
 def publish(model: str, codebooks: dict[Path, Codebook], target: str) -> list[str]:
-    """Put them into the folder `codebooks` of a folder or repository, with a card where there is none.
+    """Copy codebooks into the folder `codebooks` of a folder or repository, with a README where there is none.
 
     Args:
-        target: `owner/name` of the Hugging Face hub, made if it does not exist, unless it is a folder.
+        target: a folder, or `owner/name` of the Hugging Face hub, which is created if missing.
 
     Returns:
-        Where they are now.
+        The places they were copied to.
 
     Raises:
         CodebookError: the hub does not take them.

@@ -1,4 +1,4 @@
-"""Which weights a model name stands for: models of the same sizes need codebooks of their own."""
+"""Identify a model's weights: models of the same sizes need different codebooks."""
 
 import hashlib
 from pathlib import Path
@@ -7,7 +7,7 @@ from huggingface_hub import hf_hub_download
 
 from vllm_antkv.errors import CodebookError, reason
 
-#: Of each file of weights so many blocks are read, from its beginning to its end: training moves all of them.
+#: Blocks hashed of each weight file, evenly spread. Training changes all of them.
 _BLOCKS = 64
 _BLOCK_BYTES = 4096
 _LETTERS = 16
@@ -15,7 +15,7 @@ _FILES = ("config.json", "*.safetensors", "*.bin")
 
 
 def revision_of(model: str, revision: str | None = None) -> str:
-    """A short name for the weights: the commit of a Hugging Face model, for a folder a hash of its config and weights.
+    """A short name for the weights: the commit of a Hugging Face model, or a hash of a folder's config and weights.
 
     Args:
         model: folder or Hugging Face name.
@@ -26,7 +26,7 @@ def revision_of(model: str, revision: str | None = None) -> str:
     """
     try:
         folder = Path(model) if Path(model).is_dir() else _snapshot(model, revision)
-        # Of the hub's cache, in which a model is found by its name or, where vLLM is offline, by its folder.
+        # A folder in the hub's cache is named after the commit; vLLM passes it when it is offline.
         return (folder.name if folder.parent.name == "snapshots" else _content_hash(folder))[:_LETTERS]
     except Exception as error:  # the hub's client raises errors of many libraries
         raise CodebookError(f"It cannot be told which weights '{model}' stands for ({reason(error)}).") from None

@@ -1,4 +1,4 @@
-"""Where codebooks are looked up: beside the model, among those shipped, in the user's cache, or where one is told."""
+"""Where codebooks are searched: beside the model, among the shipped ones, in the user's cache, or in a named place."""
 
 import hashlib
 import importlib.resources
@@ -54,7 +54,7 @@ def find_codebook(
         folders += default_folders(model_name, identity, revision, text)
     for candidate in folders:
         path = codebook_path(candidate, preset)
-        # Whatever has the name is the one that is meant: reading it says what is wrong with it.
+        # Take whatever has the name, even a broken link: reading it gives the precise error.
         if os.path.lexists(path):
             return path
     searched = ", ".join(map(str, folders)) or f"the repository {place}"
@@ -74,12 +74,12 @@ def default_folders(
     try:
         return [*folders, own_folder(model_name, identity, revision, text)]
     except CodebookError:
-        # Of weights that cannot be read here no server has learned anything either.
+        # Where the weights cannot be read, no server can have learned a codebook.
         return folders
 
 
 def _in_own_repository(model_name: str, revision: str | None, preset: str) -> list[Path]:
-    """The folder in the repository of a model that has only a name, if it is known to have the codebook."""
+    """The codebook's folder in the model's own repository, where the model is a hub name."""
     repository = Repository.parse(model_name)
     if repository is None:
         return []
@@ -100,7 +100,7 @@ def user_folder(identity: ModelIdentity) -> Path:
 
 
 def own_folder(model_name: str, identity: ModelIdentity, revision: str | None = None, text: str | None = None) -> Path:
-    """Where servers keep the codebooks that they have learned for exactly these weights.
+    """Where servers store codebooks that they learned for exactly these weights.
 
     Args:
         revision: see `revision_of`.

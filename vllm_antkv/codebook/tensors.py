@@ -1,4 +1,4 @@
-"""The tensors of a codebook file: their names and forms, which the header foretells, and their checks."""
+"""The tensors of a codebook file: names, dtypes and shapes, which follow from the header, and their checks."""
 
 import hashlib
 import json
@@ -53,14 +53,14 @@ def _wanted_forms(header: CodebookHeader) -> dict[str, Form]:
         shape = (len(indices), model.num_kv_heads, num_sub_vectors, preset.num_centroids, preset.sub_vector_size)
         wanted |= dict.fromkeys(("k" + suffix, "v" + suffix), Form("F16", shape))
     if header.prefix is not None:
-        # Not F16: rows are those of models in bfloat16, too, and those of sinks may be large.
+        # Not F16: models may be bfloat16, and sinks may exceed float16's range.
         rows = Form("F32", (model.num_layers, len(header.prefix), model.num_kv_heads, model.head_size))
         wanted |= dict.fromkeys(("prefix_k", "prefix_v"), rows)
     return wanted
 
 
 def stacks(header: CodebookHeader) -> dict[str, list[int]]:
-    """Which layers stand in one tensor, by what its name ends with: those of the header's own preset in `k` and `v`."""
+    """Layers stacked in one tensor, by the suffix of its name; those of the header's preset have none (`k` and `v`)."""
     found: dict[str, list[int]] = {}
     for index, preset in enumerate(header.layer_presets):
         suffix = "" if preset.name == header.preset else f".{preset.name}"
@@ -69,7 +69,7 @@ def stacks(header: CodebookHeader) -> dict[str, list[int]]:
 
 
 def by_layer(header: CodebookHeader, kind: str, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Every layer's centroids, from the tensors in which those of a preset are stacked."""
+    """Every layer's centroids, from the stacked tensors."""
     layers = {
         index: layer
         for suffix, indices in stacks(header).items()
@@ -86,7 +86,7 @@ def check_values(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def checksum_of(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
-    """Over everything that is served: the header as JSON, but for its checksum, and the tensors."""
+    """SHA-256 of the header as JSON, without its checksum, and of the tensors."""
     content = {key: value for key, value in header.items() if key != "checksum"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name in sorted(tensors):

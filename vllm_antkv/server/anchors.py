@@ -1,7 +1,6 @@
-"""What `GET /antkv/anchors` answers: which tokens of one of the last prompts are kept as anchors, by layer and KV head.
+"""The answer of `GET /antkv/anchors`: which tokens of one of the last prompts are anchors, by layer and KV head.
 
-Prompts are known by a number that each engine counts, not by their request's id. Nothing here says what they were about
-unless the setting `dashboard_text` allows it.
+Each engine numbers its prompts; request ids are not shown, and no text unless the setting `dashboard_text` allows it.
 """
 
 from collections.abc import Callable
@@ -59,7 +58,7 @@ class AnchorMap(BaseModel):
 
 
 class Anchors(BaseModel):
-    """The last prompts, newest first, and the map of one of them; null when there is none, or no longer."""
+    """The last prompts, newest first, and the map of one of them; null when its pages are gone."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -74,7 +73,7 @@ class Anchors(BaseModel):
         num_kv_heads: int,
         decode: Callable[[list[int]], str],
     ) -> Self:
-        """Read the engines' answers to `antkv_anchors`; without `engine` the first one that has a map shows it."""
+        """Read the engines' answers to `antkv_anchors`; without `engine`, show the first map there is."""
         maps = {rank: answer["map"] for rank, answer in answers.items() if answer["map"] and engine in (None, rank)}
         rank = min(maps, default=None)
         return cls(
@@ -93,11 +92,11 @@ class Anchors(BaseModel):
 
 
 def _positions(workers: list[Any], kind: int, first_token: int, num_kv_heads: int) -> Positions:
-    """Anchors of K (`kind` 0) or V (1) from what the workers read: [worker][layer][block][head][kind][row]."""
+    """Anchors of K (`kind` 0) or V (1) from the workers' offsets: [worker][layer][block][head][kind][row]."""
     layers = []
     for layer in range(len(workers[0])):
         heads = [_of_head(worker[layer], head, kind, first_token) for worker in workers for head in _heads(worker)]
-        # With more tensor-parallel workers than KV heads, neighbours have the same head.
+        # With more tensor-parallel workers than KV heads, neighbouring workers have the same head.
         layers.append(heads[:: len(heads) // num_kv_heads])
     return layers
 

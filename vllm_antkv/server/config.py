@@ -1,4 +1,4 @@
-"""What `GET /antkv/config` answers: every setting that is in effect, given or not, and what follows from it."""
+"""The answer of `GET /antkv/config`: every setting in effect, defaults included, and what follows from them."""
 
 from typing import Any, Literal, Self
 
@@ -20,8 +20,7 @@ class Config(BaseModel):
     settings: AntKVConfig
     block_size: int = Field(description="Tokens per VQ block.")
     anchor_rows: int = Field(
-        description="Rows of 8 bits for anchors of K, and as many of V, per VQ block and KV head; one that is kept as "
-        "it is takes two."
+        description="Anchor slots of K, and as many of V, per VQ block and KV head; an unquantised anchor takes two."
     )
     codebook: str = Field(description="The file that is served.")
     engine: dict[str, Any] = Field(description="Options of vLLM that the cache depends on.")

@@ -42,7 +42,7 @@ class Metrics:
         self._anchors = _counter("anchors_chosen", "Tokens kept as anchors, the mean over KV heads, K and V.")
         self._sinks = _counter("sinks_found", "Tokens that KVSink flagged as attention sinks.")
         self._attention = _counter(
-            "sampled_attention", "Sampled queries, divided by the rows that their attention went to.", "rows"
+            "sampled_attention", "Sampled queries, by the kind of stored vectors that their attention went to.", "rows"
         )
         self._fallbacks = _counter(
             "fallbacks", "Attention calls that the kernels chosen at start-up did not serve; not 0 is a bug."
@@ -55,7 +55,7 @@ class Metrics:
         )
 
     def update(self, engines: Iterable[EngineStatus]) -> None:
-        """Show what the engines answered last."""
+        """Update all metrics from the engines' last answers."""
         for status in engines:
             labels = (self._model_name, str(status.engine))
             self._show_setup(labels)
@@ -84,7 +84,7 @@ class Metrics:
         self._codebook.labels(*labels, self._setup.preset, codebook.identity).set(1)
 
     def _raise_to(self, counter: Counter, labels: tuple[str, ...], total: float) -> None:
-        """Bring a counter to a total that the engine counted; an engine that restarted counts from zero again."""
+        """Raise a counter to the engine's total; after a restart the engine counts from zero."""
         last = self._totals.get((counter, labels), 0)
         counter.labels(*labels).inc(total - last if total >= last else total)
         self._totals[counter, labels] = total

@@ -1,4 +1,4 @@
-"""The dashboard's files, which hold no data: what they show they ask of the routes, with the visitor's API key."""
+"""The dashboard's static files. They hold no data: the page queries the routes with the visitor's API key."""
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -14,7 +14,7 @@ _FILES = (
     ("/dashboard.js", "dashboard.js", "text/javascript; charset=utf-8"),
 )
 _HEADERS = {
-    # Whatever gets into the page can load nothing, run nothing and send nothing elsewhere.
+    # Injected content could load, run and send nothing.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
@@ -24,7 +24,7 @@ _HEADERS = {
 
 
 def add_page(router: APIRouter) -> None:
-    """Serve the files. They are read once, so that no path of a request ever reaches the file system."""
+    """Serve the files. They are read once, so no request path ever reaches the file system."""
     for path, name, media_type in _FILES:
         router.add_api_route(path, _serve((_FOLDER / name).read_bytes(), media_type), include_in_schema=False)
 

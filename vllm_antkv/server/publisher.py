@@ -1,7 +1,7 @@
-"""What an API server asks of its engines, and the metrics that it keeps up to date from the answers.
+"""Queries of an API server to its engines, and the metrics that are updated from the answers.
 
-vLLM loads endpoint plugins only if VLLM_PLUGINS names them, because they add routes. `AntKVMetrics` adds none: it is
-loaded without that (`hooks.metrics`), and `/metrics` is vLLM's own route.
+vLLM loads endpoint plugins only if VLLM_PLUGINS names them, because they add routes. `AntKVMetrics` adds none, so
+`hooks.metrics` loads it anyway; `/metrics` is vLLM's own route.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from vllm_antkv.server.status import EngineStatus, Setup
 
 logger = logging.getLogger("vllm.antkv")
 
-#: Age that metrics may have; Prometheus usually scrapes every 15 seconds or more.
+#: Seconds between updates; Prometheus usually scrapes every 15 seconds or more.
 _REFRESH_SECONDS = 5.0
 
 
@@ -47,7 +47,7 @@ class Engines:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first of the API servers: what is there once for all of them is its."""
+        """Whether this is the first API server, which does what must be done once for all of them."""
         return bool(self.vllm_config.parallel_config._api_process_rank == 0)
 
 
@@ -58,10 +58,10 @@ class AntKVMetrics:
     required_tasks: tuple[SupportedTask, ...] = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Nothing is added to what the server answers."""
+        """Adds no route."""
 
     async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
-        """Start to publish, and say how the routes are switched on."""
+        """Start publishing, and log how the routes are switched on."""
         engines = Engines(engine_client)
         start_publishing(engines, state, args)
         if engines.setup is not None and engines.first:
@@ -72,7 +72,7 @@ class AntKVMetrics:
 
 def start_publishing(engines: Engines, state: State, args: Namespace) -> None:
     """Publish metrics where vLLM publishes its own."""
-    # Counters of several processes are added up: one of the API servers has to do it.
+    # Prometheus adds up counters of several processes, so only one API server may publish.
     if engines.setup is not None and engines.first and not args.disable_log_stats:
         state.antkv_publisher = asyncio.create_task(_publish(engines))
 
@@ -86,7 +86,7 @@ async def _publish(engines: Engines) -> None:
             metrics.update(await engines.status())
             await asyncio.sleep(_REFRESH_SECONDS)
     except EngineDeadError:
-        # vLLM says so itself, and stops the server.
+        # vLLM logs this and stops the server.
         return
     except Exception:
         logger.exception("The antkv metrics are no longer updated.")

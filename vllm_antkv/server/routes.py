@@ -27,14 +27,14 @@ STATUS_PATH = PREFIX + "/status"
 
 
 class StatusSource:
-    """Answers for one server."""
+    """Answers of the routes, for one server."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
 
     @property
     def inactive(self) -> Inactive:
-        """What is answered with another cache dtype."""
+        """The answer with another cache dtype."""
         return Inactive(kv_cache_dtype=self._engines.vllm_config.cache_config.cache_dtype)
 
     async def status(self) -> Status | Inactive:
@@ -57,13 +57,13 @@ class StatusSource:
 
 
 class GuardedRoute(APIRoute):
-    """A route that wants one of the server's API keys, as vLLM's own do, before it looks at anything else.
+    """A route that requires one of the server's API keys, as vLLM's own routes do.
 
-    vLLM's middleware guards a fixed list of paths; its check of a request can be used all the same.
+    vLLM's middleware guards a fixed list of paths only; its token check is reused here.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Put the check in front of the handler."""
+        """Check the key before the handler runs."""
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
@@ -80,7 +80,7 @@ data_router = APIRouter(prefix=PREFIX, route_class=GuardedRoute)
 
 @data_router.get("/status")
 async def get_status(request: Request) -> Status | Inactive:
-    """How the antkv cache is set up, and what it has done so far."""
+    """How the antkv cache is set up, and its counters."""
     return await _source(request).status()
 
 
@@ -108,7 +108,7 @@ class AntKVEndpoints:
     required_tasks: tuple[SupportedTask, ...] = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; those that answer with data are guarded like vLLM's own by the server's API keys."""
+        """Add the routes; those with data require the server's API key."""
         tokens = [key for key in (app.state.args.api_key or [envs.VLLM_API_KEY]) if key]
         app.state.antkv_guard = AuthenticationMiddleware(app, tokens) if tokens else None
         page = APIRouter(prefix=PREFIX)
@@ -117,7 +117,7 @@ class AntKVEndpoints:
         app.include_router(page)
 
     async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
-        """Keep what the routes need, and start to publish metrics where vLLM publishes its own."""
+        """Store what the routes need, and start publishing metrics where vLLM publishes its own."""
         engines = Engines(engine_client)
         state.antkv_source = StatusSource(engines)
         start_publishing(engines, state, args)

@@ -1,4 +1,4 @@
-"""What `GET /antkv/status` answers: how the cache is set up, and what the engines have done with it so far."""
+"""The answer of `GET /antkv/status`: the setup of the cache, and the engines' counters."""
 
 from typing import Any, Literal, Self
 
@@ -111,7 +111,7 @@ class Setup(BaseModel):
                 ),
             },
             pool_page_bytes=heads * pool_block_bytes(layouts, codebook.num_beside, position_bytes(vllm_config)),
-            # It frees what is past a window, too.
+            # A BF16 cache would free tokens past a window, too.
             bf16_bytes_per_token=heads * 2 * cost.elements // cost.length,
             versions={"vllm_antkv": __version__, "vllm": vllm.__version__, "torch": torch.__version__},
         )
@@ -151,9 +151,9 @@ class EngineStatus(BaseModel):
     def of(cls, engine: int, answer: dict[str, Any]) -> Self:
         """Read the answer of the engine core's `antkv_status`.
 
-        Tensor-parallel workers do the same work on different heads: tokens and sinks are the first one's, anchors the
-        mean (of attention too), and times those of the slowest. Every layer attends once in a step: a call that is
-        missing went somewhere else.
+        Tensor-parallel workers process the same tokens on different heads. Tokens and sinks are the first worker's,
+        anchors and attention the mean, times the slowest worker's. Every layer attends once per step, so a missing call
+        is a fallback.
         """
         workers: list[Report] = answer["workers"]
         first = workers[0]

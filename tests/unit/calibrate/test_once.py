@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from vllm_antkv.calibrate.once import main
 from vllm_antkv.calibrate.original import original_of
 from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, codebook_path, own_folder
-from vllm_antkv.codebook.automatic import Wanted, find_or_make
+from vllm_antkv.codebook.automatic import CodebookRequest, find_or_make
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, SettingsError
 
@@ -29,8 +29,8 @@ def users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def wanted(model: Path) -> Wanted:
-    return Wanted(str(model), None, ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model)), PRESET)
+def wanted(model: Path) -> CodebookRequest:
+    return CodebookRequest(str(model), None, ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model)), PRESET)
 
 
 def test_the_first_start_makes_it_and_the_second_finds_it(tiny_llama: Path, users_cache: Path, said: list[str]) -> None:

@@ -22,7 +22,7 @@ from vllm_antkv.calibrate.models import load_model
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import read_text, token_windows
-from vllm_antkv.codebook import Codebook, KeyTurn, ModelIdentity, codebook_path
+from vllm_antkv.codebook import Codebook, ModelIdentity, RopeLayout, codebook_path
 from vllm_antkv.errors import CalibrationError, SettingsError, UnsupportedModelError
 from vllm_antkv.offline.pretrained import read_config, read_tokenizer
 from vllm_antkv.ops.reference import decode, encode
@@ -52,7 +52,7 @@ def test_writes_codebooks_that_fit_the_model(learned: Path, tiny_llama: Path) ->
     for name in ("antkv-4bit", "antkv-1bit"):
         book = Codebook.load(codebook_path(learned, name), preset=name, model=identity)
         assert book.header.sinks is None
-        assert book.header.turns == (KeyTurn(rotary_dim=16),) * 2
+        assert book.header.turns == (RopeLayout(rotary_dim=16),) * 2
     assert sorted(path.name for path in learned.iterdir()) == ["antkv-1bit.safetensors", "antkv-4bit.safetensors"]
 
 
