@@ -19,7 +19,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec, get_kv_quant_mode
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
-from vllm.v1.worker.worker_base import WorkerWrapperBase
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 from tests.serving.conftest import ENGINE_ENVIRONMENT
 from vllm_antkv import plugin
@@ -32,6 +33,7 @@ from vllm_antkv.hooks import HOOKS, activation
 from vllm_antkv.hooks.dtype import known_dtypes
 from vllm_antkv.hooks.recorded_signatures import RECORDED
 from vllm_antkv.hooks.signatures import changed_signature
+from vllm_antkv.hooks.worker import AntKVWorker
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.releases import minor_release
 
@@ -40,6 +42,7 @@ OVERRIDES: tuple[tuple[type, type], ...] = (
     (RecencySpec, SlidingWindowSpec),
     (AntKVBackend, AttentionBackend),
     (RecencyBackend, AttentionBackend),
+    (AntKVWorker, Worker),
     (VQMetadataBuilder, AttentionMetadataBuilder),
     (RecencyMetadataBuilder, AttentionMetadataBuilder),
 )
@@ -62,6 +65,11 @@ def test_hook_is_still_needed(hook) -> None:
     assert not hook.superseded()
 
 
+def test_vllm_still_looks_for_the_page_of_a_layer_that_reads_another_ones() -> None:
+    """Fails once it does not: then `AntKVWorker.initialize_from_config` goes."""
+    assert "shared_kv_cache_layers" not in inspect.getsource(GPUModelRunner.initialize_attn_backend)
+
+
 def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     plugin.register()
@@ -75,14 +83,12 @@ def test_registering_twice_changes_nothing() -> None:
         known_dtypes(),
         type(current_platform).get_attn_backend_cls.__func__,
         EngineArgs.create_engine_config,
-        vars(WorkerWrapperBase)["load_model"],
     )
     plugin.register()
     after = (
         known_dtypes(),
         type(current_platform).get_attn_backend_cls.__func__,
         EngineArgs.create_engine_config,
-        vars(WorkerWrapperBase)["load_model"],
     )
     assert before == after
     assert len(set(before[0])) == len(before[0])
@@ -137,11 +143,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import KVQuantMode, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST, KVCacheSpecRegistry
-from vllm.v1.worker.worker_base import WorkerWrapperBase
 from vllm_antkv import hooks, plugin
 
 def state():
-    owners = (EngineArgs, EngineCore, WorkerWrapperBase, type(current_platform), AttentionBackendEnum)
+    owners = (EngineArgs, EngineCore, type(current_platform), AttentionBackendEnum)
     dtypes = hooks.dtype.known_dtypes(), getattr(cache, "_KV_CACHE_DTYPE_HANDLERS", {{}}), STR_DTYPE_TO_TORCH_DTYPE
     copies = [dict(vars(owner)) for owner in owners]
     return [*copies, list(AttentionBackendEnum), dtypes[0], *map(dict, dtypes[1:]), dict(_REGISTRY_KVCACHESPEC_LIST)]

@@ -116,6 +116,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "pooling": ({"runner": "pooling"}, "pooling models"),
     "prompts past shared layers": ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
     "one kind of page": ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
+    "another worker": ({"worker_cls": "vllm.v1.worker.worker_base.WorkerBase"}, "--worker-cls"),
     "another backend": ({"attention_backend": "CPU_ATTN"}, "--attention-backend"),
 }
 

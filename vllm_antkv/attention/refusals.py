@@ -21,6 +21,9 @@ logger = logging.getLogger("vllm.antkv")
 #: Kinds of RoPE of which transformers has another table for long requests, and vLLM's own modules one for all.
 _BY_LENGTH = {"dynamic", "longrope"}
 
+#: Those of vLLM, whose place ours takes.
+_WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
+
 _OF_A_MODEL = "serve this model with --kv-cache-dtype auto"
 _OF_AN_OPTION = "leave it out, or use --kv-cache-dtype auto"
 
@@ -108,6 +111,7 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         # Prompts would not pass through the layers that share a cache: their votes, and K and V in hand, are missing.
         "--kv-sharing-fast-prefill": cache_config.kv_sharing_fast_prefill,
         "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is True,
+        "--worker-cls": vllm_config.parallel_config.worker_cls not in _WORKERS,
         "--attention-backend": backend is not None and backend.name != BACKEND_NAME,
         f"the platform {current_platform.device_name}": not (current_platform.is_cpu() or current_platform.is_cuda()),
     }

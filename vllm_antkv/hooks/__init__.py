@@ -1,11 +1,9 @@
 """Every touch on vLLM's internals, one file each. Importing this package imports vLLM."""
 
 from vllm_antkv.hooks import (
-    after_load,
     backend,
     config,
     dtype,
-    kv_sharing,
     metrics,
     prefix_salt,
     prefix_tokens,
@@ -20,8 +18,6 @@ HOOKS: tuple[Hook, ...] = (
     backend.HOOK,
     specs.HOOK,
     config.HOOK,
-    after_load.HOOK,
-    kv_sharing.HOOK,
     prefix_salt.HOOK,
     prefix_tokens.HOOK,
     status.HOOK,

@@ -1,6 +1,7 @@
 """Checks and completes the engine's configuration as soon as it exists, in the process the user started.
 
-A refusal is then one sentence at start-up, not a failure of a worker process later.
+A refusal is then one sentence at start-up, not a failure of a worker process later. The configuration also says which
+class the worker processes make.
 """
 
 import functools
@@ -12,6 +13,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_antkv.hooks.base import Hook, new_plugin_groups
 from vllm_antkv.hooks.patches import Patches
 from vllm_antkv.presets import get_preset
+
+_WORKER = "vllm_antkv.hooks.worker.AntKVWorker"
 
 
 def _install(patches: Patches) -> None:
@@ -27,6 +30,7 @@ def _install(patches: Patches) -> None:
         refuse_context_parallelism(self)
         vllm_config = original(self, *args, **kwargs)
         complete(vllm_config)
+        vllm_config.parallel_config.worker_cls = _WORKER
         return vllm_config
 
     patches.set(EngineArgs, "create_engine_config", create_engine_config)

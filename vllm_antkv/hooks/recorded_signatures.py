@@ -119,20 +119,13 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
         "vllm.engine.arg_utils:EngineArgs": {
             "create_engine_config": "(self, usage_context=None, headless=False)",
         },
-    },
-    "after_load": {
         "vllm.v1.worker.worker_base:WorkerWrapperBase": {
-            "init_worker": "(self, all_kwargs)",
+            "initialize_from_config": "(self, kv_cache_configs)",
             "__getattr__": "(self, attr)",
         },
         "vllm.v1.worker.worker_base:WorkerBase": {
             "load_model": "(self, *, load_dummy_weights=False)",
             "get_model": "(self)",
-        },
-    },
-    "kv_sharing": {
-        "vllm.v1.worker.worker_base:WorkerWrapperBase": {
-            "initialize_from_config": "(self, kv_cache_configs)",
         },
         "vllm.v1.worker.utils": {
             "add_kv_sharing_layers_to_kv_cache_groups": (

@@ -1,19 +1,19 @@
 """Lets the API server ask an engine what its antkv cache is doing.
 
 The API process, the engine core (which owns the block pool) and the workers (which own the counters and the pages) are
-different processes. vLLM's utility calls run any method of the engine core between two steps, its `collective_rpc` any
-method of the worker wrapper: here both classes get two methods more. The engine core also remembers its last requests,
-so that their anchors can be looked up.
+different processes. vLLM's utility calls run any method of the engine core between two steps: here it gets two more,
+which ask the workers (`worker`). It also remembers its last requests, so that their anchors can be looked up.
 """
 
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
-from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from vllm_antkv.cache.requests import LastRequests
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.hooks.base import Hook
 from vllm_antkv.hooks.patches import Patches
@@ -30,8 +30,6 @@ def _install(patches: Patches) -> None:
     patches.set(EngineCore, "add_request", _remembering(EngineCore.add_request))
     patches.set(EngineCore, "antkv_status", _engine_status)
     patches.set(EngineCore, "antkv_anchors", _engine_anchors)
-    patches.set(WorkerWrapperBase, "antkv_report", _worker_report)
-    patches.set(WorkerWrapperBase, "antkv_anchor_offsets", _worker_anchor_offsets)
 
 
 def _engine_status(self: EngineCore) -> dict[str, Any]:
@@ -57,13 +55,12 @@ def _reports(core: EngineCore) -> list[Report]:
 
     What an engine without requests was told stays true until it gets one.
     """
+    memory = _memory(core)
     at_work = core.scheduler.has_requests() or bool(core.batch_queue)
-    count, reports = vars(core).get("antkv_reports_at_rest", (None, []))
-    if at_work or count != _last_requests(core).count:
-        reports = core.collective_rpc("antkv_report")
-    if not at_work:
-        vars(core)["antkv_reports_at_rest"] = (_last_requests(core).count, reports)
-    return reports
+    if at_work or memory.reported_at != memory.requests.count:
+        memory.reports = core.collective_rpc("antkv_report")
+        memory.reported_at = None if at_work else memory.requests.count
+    return memory.reports
 
 
 def _engine_anchors(self: EngineCore, prompt: int | None, first_block: int) -> dict[str, Any]:
@@ -71,7 +68,7 @@ def _engine_anchors(self: EngineCore, prompt: int | None, first_block: int) -> d
 
     prompt: number of the request; None is the newest. first_block: where to begin; the answer's size is bounded.
     """
-    found = _last_requests(self).closed_blocks(self.scheduler.kv_cache_manager)
+    found = _memory(self).requests.closed_blocks(self.scheduler.kv_cache_manager)
     chosen = next((each for each in found if prompt in (None, each.number)), None)
     answer: dict[str, Any] = {
         "prompts": [{"prompt": each.number, "blocks": each.num_blocks, "running": each.running} for each in found],
@@ -106,31 +103,28 @@ def _remembering(add_request: Any) -> Any:
     def remember_and_add(self: EngineCore, request: Request, *args: Any, **kwargs: Any) -> None:
         add_request(self, request, *args, **kwargs)
         if self.vllm_config.cache_config.cache_dtype in PRESETS:
-            _last_requests(self).add(request)
+            _memory(self).requests.add(request)
 
     return remember_and_add
 
 
-def _last_requests(core: Any) -> Any:
-    from vllm_antkv.cache.requests import LastRequests
+@dataclass
+class _Memory:
+    """What an engine core remembers.
 
-    return vars(core).setdefault("antkv_last_requests", LastRequests())
+    requests: the last ones.
+    reports: what the workers said when they were asked last.
+    reported_at: how many requests had come by then, if all of them had ended.
+    """
+
+    requests: LastRequests = field(default_factory=LastRequests)
+    reports: list[Report] = field(default_factory=list)
+    reported_at: int | None = None
 
 
-def _worker_report(self: WorkerWrapperBase) -> Report:
-    return _inspector(self).report()
-
-
-def _worker_anchor_offsets(self: WorkerWrapperBase, block_ids: dict[str, list[int]]) -> list:
-    return _inspector(self).anchor_offsets(block_ids)
-
-
-def _inspector(wrapper: Any) -> Any:
-    from vllm_antkv.attention.inspection import Inspector
-
-    if "antkv_inspector" not in vars(wrapper):
-        wrapper.antkv_inspector = Inspector(wrapper.vllm_config, wrapper.antkv_counters)
-    return wrapper.antkv_inspector
+def _memory(core: EngineCore) -> _Memory:
+    memory: _Memory = vars(core).setdefault("antkv", _Memory())
+    return memory
 
 
 HOOK = Hook(

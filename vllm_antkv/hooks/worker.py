@@ -1,0 +1,54 @@
+"""vLLM's worker with what an antkv cache needs of it, in overrides of methods that every executor calls.
+
+`config` names the class in `parallel_config.worker_cls`, and every worker process looks it up: imported there alone.
+vLLM's worker for CPUs derives from that for GPUs, and either has both model runners.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+
+from vllm_antkv.attention.attach import attach
+from vllm_antkv.attention.inspection import Inspector
+from vllm_antkv.hooks.positions import positions_of_step
+from vllm_antkv.ops.counters import Report
+
+if TYPE_CHECKING or not current_platform.is_cpu():
+    from vllm.v1.worker.gpu_worker import Worker
+else:
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+
+
+class AntKVWorker(Worker):
+    """A worker whose attention layers have codes."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model, and give its attention layers codebooks, rotary tables, sinks and recency companions."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        of_step = positions_of_step(self.model_runner) if self.model_config.uses_mrope else None
+        counters = attach(self.get_model(), self.vllm_config, self.device, of_step)
+        self._inspector = Inspector(self.vllm_config, counters)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the cache.
+
+        vLLM puts a layer that reads the cache of another into the group of that one. In a group of pages of several
+        sizes, as ours always are, it then looks for the page of the layer itself: here it is told which one that is.
+        """
+        for name, layer in self.compilation_config.static_forward_context.items():
+            target = layer.kv_sharing_target_layer_name if isinstance(layer, Attention) else None
+            for group in kv_cache_config.kv_cache_groups:
+                spec = group.kv_cache_spec
+                if isinstance(spec, UniformTypeKVCacheSpecs) and target in spec.kv_cache_specs:
+                    spec.kv_cache_specs[name] = spec.kv_cache_specs[target]
+        super().initialize_from_config(kv_cache_config)
+
+    def antkv_report(self) -> Report:
+        """What the layers counted; see `Inspector.report`."""
+        return self._inspector.report()
+
+    def antkv_anchor_offsets(self, block_ids: dict[str, list[int]]) -> list[list[list[list[list[int]]]]]:
+        """Where anchors are; see `Inspector.anchor_offsets`."""
+        return self._inspector.anchor_offsets(block_ids)
