@@ -37,7 +37,8 @@ def test_the_engine_flags_and_keeps_planted_sinks(start_engine: Callable[..., An
     write_codebook(folder, calibrated_rule(model, windows))
     with start_engine(folder, PRESET, SETTINGS, max_model_len=CONTEXT + 8, max_num_batched_tokens=CONTEXT) as engine:
         runner = engine.core.model_executor.driver_worker.worker.model_runner
-        flags = runner.vllm_config.compilation_config.static_forward_context["antkv.sinks"]
+        layers = runner.vllm_config.compilation_config.static_forward_context
+        (flags,) = {layer.impl.attachment.sinks for layer in layers.values() if hasattr(layer, "impl")} - {None}
         for window in windows:
             # One token: the prompt is the only step, and its flags are still there afterwards.
             (completion,) = engine.complete([window.tolist()], max_tokens=1)

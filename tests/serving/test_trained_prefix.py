@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from vllm.config import CUDAGraphMode
 
 from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_same
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
@@ -138,40 +136,24 @@ def test_the_same_where_blocks_are_found_in_the_cache(engine, asked, plain, alon
             assert_same(mine, theirs)
 
 
-def test_the_same_when_batched_and_cut_within_the_prefix(engine, asked, plain, alone, monkeypatch) -> None:
-    tokens = engine.core.vllm_config.compilation_config.static_forward_context["antkv.prefix"]
-    first_positions: list[int] = []
-    choose = tokens.choose
+def test_the_same_when_batched_and_cut_within_the_prefix(engine, asked, plain, alone) -> None:
+    layers = engine.core.vllm_config.compilation_config.static_forward_context.values()
+    tokens = next(layer.impl.attachment.prefix.tokens for layer in layers if hasattr(layer, "impl"))
+    first_rows: list[int] = []
+    plan = tokens.plan
 
-    def choose_and_note(*args: np.ndarray) -> bool:
-        chosen = choose(*args)
-        first_positions.extend(tokens.places[1].tolist()[:1] if chosen else [])
-        return chosen
+    def plan_and_note(step: Any) -> None:
+        plan(step)
+        first_rows.extend(tokens.rows[tokens.rows < LENGTH][:1].tolist() if tokens.rows is not None else [])
 
-    monkeypatch.setattr(tokens, "choose", choose_and_note)
-    # 310 tokens are a step: the second prompt is cut after 10 tokens, which is within the prefix.
-    for first in (300, 309):
-        engine.llm.reset_prefix_cache()
-        filler = [7] * first
-        served = engine.complete([filler, asked.trained[3], asked.untouched[1], *asked.trained])[1:]
-        for mine, theirs in zip(served, [alone[3], plain["untouched"][1], *alone], strict=True):
-            assert_same(mine, theirs)
-        assert 310 - first in first_positions
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "plan", plan_and_note)
+        # 310 tokens are a step: the second prompt is cut after 10 tokens, or after one, which is within the prefix.
+        for first in (300, 309):
+            engine.llm.reset_prefix_cache()
+            filler = [7] * first
+            served = engine.complete([filler, asked.trained[3], asked.untouched[1], *asked.trained])[1:]
+            for mine, theirs in zip(served, [alone[3], plain["untouched"][1], *alone], strict=True):
+                assert_same(mine, theirs)
+            assert 310 - first in first_rows
     engine.assert_all_blocks_free()
-
-
-def test_steps_with_tokens_of_the_prefix_alone_replay_no_graph(engine, asked, monkeypatch) -> None:
-    """On a GPU a step of one token per request replays a graph, in which K and V are the model's."""
-    runner = engine.core.model_executor.driver_worker.worker.model_runner
-    tokens = engine.core.vllm_config.compilation_config.static_forward_context["antkv.prefix"]
-    seen: set[tuple[bool, bool]] = set()
-    dispatch = runner.cudagraph_dispatcher.dispatch
-
-    def dispatch_and_note(*args: Any, **kwargs: Any) -> Any:
-        seen.add((tokens.places is not None, kwargs["valid_modes"] == {CUDAGraphMode.NONE}))
-        return dispatch(*args, **kwargs)
-
-    monkeypatch.setattr(runner.cudagraph_dispatcher, "dispatch", dispatch_and_note)
-    engine.llm.reset_prefix_cache()
-    engine.complete([asked.trained[0], asked.untouched[0]])
-    assert seen == {(True, True), (False, False)}

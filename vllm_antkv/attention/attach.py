@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
@@ -23,8 +24,8 @@ from vllm_antkv.attention.positions import PositionLayer, position_layer_name
 from vllm_antkv.attention.probe import probe
 from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
 from vllm_antkv.attention.startup import resolved_codebook
-from vllm_antkv.attention.trained_prefix import LayerPrefix, PrefixTokens, set_prefix_tokens
-from vllm_antkv.attention.worker import Worker, set_worker, workspace
+from vllm_antkv.attention.trained_prefix import LayerPrefix, PrefixTokens
+from vllm_antkv.attention.worker import Worker, workspace
 from vllm_antkv.cache.pages import PageLayout, page_layouts
 from vllm_antkv.cache.specs import vq_spec
 from vllm_antkv.codebook import Codebook
@@ -43,12 +44,10 @@ logger = logging.getLogger("vllm.antkv")
 
 def attach(
     model: nn.Module, vllm_config: VllmConfig, device: torch.device, of_step: torch.Tensor | None = None
-) -> Counters:
+) -> Worker:
     """Attach codebooks, rotary tables, sinks, the trained prefix and recency companions to every attention layer.
 
     of_step: of a model with M-RoPE, as in `PositionLayer`.
-
-    Returns what the layers count from now on.
 
     Raises:
         CodebookError: the file changed since start-up.
@@ -63,7 +62,6 @@ def attach(
     decoder_layers = {index: decoder_layer(model, layer) for index, layer in found.every.items()}
     probed = probe(model, found.every, decoder_layers[max(decoder_layers)], vllm_config, device)
     rotaries = in_code_order(probed.rotaries, codebook)
-    flags = _watch_sinks(decoder_layers, probed.adds_residual, codebook, settings, vllm_config, device)
     _leave_exact(found, vllm_config)
     dtype = vllm_config.model_config.dtype
     presets = codebook.header.layer_presets
@@ -83,15 +81,18 @@ def attach(
     shared = _Shared.of(settings, codebook, vllm_config, device, kernels, found.coded)
     if of_step is not None:
         shared = replace(shared, positions=_position_layer(found, rules, of_step, vllm_config))
-    if shared.prefix_tokens is not None:
-        set_prefix_tokens(vllm_config.compilation_config.static_forward_context, shared.prefix_tokens)
+    if codebook.header.prefix is not None:
+        shared = replace(shared, prefix_tokens=_prefix_tokens(found, rules, codebook.header.prefix, shared))
+    flags = _sink_flags(codebook, settings, vllm_config, device)
     for index, layout in zip(found.coded, _layouts(found, rules, shared), strict=True):
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
         _attach_layer(found.every[index], index, _Own(layout, rotaries[index], rules[index], sinks), shared)
     for index in found.sources.keys() & found.ours.keys():
         _attach_reader(found.every[index], found.every[found.source(index)], rules[index])
-    set_worker(vllm_config, Worker(shared.kernels, shared.counters, found.every[shared.last_layer].layer_name))
-    return shared.counters
+    if flags is not None and shared.last_layer > _sink_layer(codebook):
+        register_op()
+        watch(decoder_layers[_sink_layer(codebook)], probed.adds_residual, found.every[shared.last_layer].layer_name)
+    return Worker(shared.counters, shared.prefix_tokens)
 
 
 def _leave_exact(found: ModelLayers, vllm_config: VllmConfig) -> None:
@@ -115,8 +116,8 @@ def _layouts(found: ModelLayers, rules: dict[int, LogitRules], shared: "_Shared"
 class _Shared:
     """What all layers of a worker have in common; other fields as in `Attachment`.
 
-    prefix_tokens: where the codebook has a trained prefix.
     coded: indices of the layers with codes.
+    prefix_tokens: where the codebook has a trained prefix.
     """
 
     settings: AntKVConfig
@@ -126,9 +127,9 @@ class _Shared:
     kernels: Kernels
     counters: Counters
     last_queries: "_LastQueries"
-    prefix_tokens: PrefixTokens | None
     coded: tuple[int, ...]
     positions: PositionLayer | None = None
+    prefix_tokens: PrefixTokens | None = None
 
     @property
     def last_layer(self) -> int:
@@ -148,10 +149,8 @@ class _Shared:
         """Make what is shared, and say which kernels run."""
         logger.info("antkv kernels: %s", kernels.title)
         last_queries = _LastQueries(settings, vllm_config.model_config.max_model_len, device)
-        ids = codebook.header.prefix
-        prefix_tokens = None if ids is None else PrefixTokens(ids, device)
         counters = Counters(device, kernels.name)
-        return cls(settings, codebook, vllm_config, device, kernels, counters, last_queries, prefix_tokens, coded)
+        return cls(settings, codebook, vllm_config, device, kernels, counters, last_queries, coded)
 
 
 class _LastQueries:
@@ -259,31 +258,37 @@ def _k_order(codebook: Codebook, index: int, device: torch.device) -> torch.Tens
     return None if order is None else torch.tensor(order, dtype=torch.int32, device=device)
 
 
+def _prefix_tokens(
+    found: ModelLayers, rules: dict[int, LogitRules], token_ids: tuple[int, ...], shared: _Shared
+) -> PrefixTokens:
+    # The first page of layers without a window is kept as long as the request runs.
+    index = min(found.coded, key=lambda index: (rules[index].window is not None, index))
+    window = rules[index].window
+    if window is not None and window < len(token_ids):
+        raise UnsupportedModelError(
+            f"The codebook's trained prefix of {len(token_ids)} tokens is longer than the windows of the model's "
+            f"layers ({window} tokens): run `antkv calibrate` without --train-prefix."
+        )
+    max_num_tokens = shared.vllm_config.scheduler_config.max_num_batched_tokens
+    return PrefixTokens(token_ids, found.every[index].layer_name, max_num_tokens, shared.device)
+
+
 def _layer_prefix(codebook: Codebook, index: int, heads: slice, shared: _Shared) -> LayerPrefix | None:
     prefix, tokens = codebook.prefix, shared.prefix_tokens
     if prefix is None or tokens is None:
         return None
     dtype = shared.vllm_config.model_config.dtype
-    k, v = (rows[index, :, heads].to(shared.device, dtype) for rows in (prefix.k, prefix.v))
+    k, v = (pad(rows[index, :, heads], (0, 0, 0, 0, 0, 1)).to(shared.device, dtype) for rows in (prefix.k, prefix.v))
     return LayerPrefix(tokens, k, v)
 
 
-def _watch_sinks(
-    decoder_layers: dict[int, nn.Module],
-    adds_residual: bool,
-    codebook: Codebook,
-    settings: AntKVConfig,
-    vllm_config: VllmConfig,
-    device: torch.device,
+def _sink_flags(
+    codebook: Codebook, settings: AntKVConfig, vllm_config: VllmConfig, device: torch.device
 ) -> SinkFlags | None:
     rule = codebook.header.sinks
     if rule is None or not settings.sinks:
         return None
-    register_op()
-    flags = SinkFlags(rule, vllm_config.scheduler_config.max_num_batched_tokens, device)
-    context = vllm_config.compilation_config.static_forward_context
-    watch(decoder_layers[rule.layer], flags, adds_residual, context)
-    return flags
+    return SinkFlags(rule, vllm_config.scheduler_config.max_num_batched_tokens, device)
 
 
 def _sink_layer(codebook: Codebook) -> int:

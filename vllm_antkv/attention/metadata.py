@@ -1,6 +1,7 @@
 """Attention metadata: what a step computes, and its block tables; built once per step and shared by all layers."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -12,7 +13,6 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from vllm_antkv.attention.worker import get_worker
 from vllm_antkv.ops.step import Step
 
 
@@ -71,9 +71,16 @@ class VQMetadata(AttentionMetadata):
         return step
 
 
+def _attachments(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What the layers were given that read codes (`impl.Attachment`), by their names."""
+    layers = vllm_config.compilation_config.static_forward_context
+    found = {name: getattr(getattr(layer, "impl", None), "attachment", None) for name, layer in layers.items()}
+    return {name: attachment for name, attachment in found.items() if attachment is not None}
+
+
 def _cudagraph_support(vllm_config: VllmConfig) -> AttentionCGSupport:
     """CUDA graphs hold steps in which every request has one new token: everything about them is in tensors."""
-    on_gpu = get_worker(vllm_config).kernels.on_gpu
+    on_gpu = any(attachment.kernels.on_gpu for attachment in _attachments(vllm_config).values())
     return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if on_gpu else AttentionCGSupport.NEVER
 
 
@@ -84,8 +91,11 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        worker = get_worker(vllm_config)
-        self._counters = worker.counters if worker.counting_layer in layer_names else None
+        attachments = _attachments(vllm_config)
+        ours = [attachments[name] for name in layer_names]
+        self._counters = next((each.counters for each in ours if each.counts_rows), None)
+        prefix_tokens = ours[0].prefix.tokens if ours[0].prefix else None
+        self._prefix_tokens = prefix_tokens if prefix_tokens and prefix_tokens.layer_name in layer_names else None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
@@ -95,16 +105,23 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> VQMetadata:
-        """Take what the step needs; nothing is computed or copied.
+        """Take what the step needs; nothing is copied.
 
         Steps are counted here, on the host: a CUDA graph that is replayed calls nothing else of ours.
         """
         if self._counters is not None:
             self._counters.count_step(common_attn_metadata.num_actual_tokens)
-        return self.build_for_cudagraph_capture(common_attn_metadata)
+        if self._prefix_tokens is not None:
+            self._prefix_tokens.plan(common_attn_metadata)
+        return self._metadata(common_attn_metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VQMetadata:
         """As `build`, for a step that is not counted."""
+        if self._prefix_tokens is not None:
+            self._prefix_tokens.use_buffer()
+        return self._metadata(common_attn_metadata)
+
+    def _metadata(self, common_attn_metadata: CommonAttentionMetadata) -> VQMetadata:
         num_reqs = common_attn_metadata.num_reqs
         is_prefilling = common_attn_metadata.is_prefilling
         # Exact for prompts, and for all others but drafts of asynchronous scheduling, which are refused.

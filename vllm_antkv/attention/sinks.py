@@ -39,33 +39,29 @@ class SinkFlags:
         return self.flags[:num_tokens]
 
 
-#: Where vLLM's forward context finds the flags; the custom op can only be handed tensors.
-_CONTEXT_NAME = "antkv.sinks"
-
-
-def watch(layer: nn.Module, flags: SinkFlags, adds_residual: bool, static_forward_context: dict[str, Any]) -> None:
-    """Fill `flags` whenever this decoder layer has run.
+def watch(layer: nn.Module, adds_residual: bool, reader: str) -> None:
+    """Fill the flags whenever this decoder layer has run.
 
     Args:
         adds_residual: whether the hidden state is the sum of the two tensors that decoder layers hand on, or the first.
+        reader: name of an attention layer that has the flags: the custom op can only be handed tensors and names.
     """
-    static_forward_context[_CONTEXT_NAME] = flags
 
     def after(layer: nn.Module, args: Any, output: Any) -> None:
         hidden, residual = (*output, None)[:2] if isinstance(output, tuple) else (output, None)
-        torch.ops.vllm.antkv_mark_sinks(hidden, residual if adds_residual else None)
+        torch.ops.vllm.antkv_mark_sinks(hidden, residual if adds_residual else None, reader)
 
     layer.register_forward_hook(after)
 
 
-def _mark_sinks(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-    flags: SinkFlags = get_forward_context().no_compile_layers[_CONTEXT_NAME]
+def _mark_sinks(hidden: torch.Tensor, residual: torch.Tensor | None, reader: str) -> None:
+    flags: SinkFlags = get_forward_context().no_compile_layers[reader].impl.attachment.sinks
     hidden = hidden if residual is None else hidden.float() + residual.float()
     # Layers of transformers have one more dimension, of a batch of one.
     flags.update(hidden.view(-1, hidden.shape[-1]))
 
 
-def _mark_sinks_fake(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+def _mark_sinks_fake(hidden: torch.Tensor, residual: torch.Tensor | None, reader: str) -> None:
     return
 
 

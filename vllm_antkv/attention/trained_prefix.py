@@ -1,17 +1,18 @@
 """The trained prefix in a worker: its rows take the place of the model's in a step (IntactKV, section 3.2).
 
-Which tokens of a step they are for is told before the layers run (`hooks.prefix_tokens`). Steps without such a token,
-all steps of decoding among them, do nothing here.
+Which request stands where in a step, and whether a CUDA graph is replayed, is the model runner's to decide. A request
+is known by its first page here: the scheduler says which page that is when the request begins, and the block table of a
+step has it. A captured graph holds the choice between two rows, by a tensor that each step fills.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
 
-_CONTEXT_NAME = "antkv.prefix"
+from vllm_antkv.codebook.prefix import starts_with
 
 
 class PrefixTokens:
@@ -19,47 +20,70 @@ class PrefixTokens:
 
     token_ids: P ids. A request whose prompt starts with them has the trained rows at positions 0 to P - 1, wherever its
         prompt is cut into steps.
+    layer_name: an attention layer by whose pages requests are known; their first one stays while they run.
+    rows: (max_num_tokens,) int64, the row that each of the step's tokens gets, P for its own; None: all get their own.
     """
 
-    def __init__(self, token_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(self, token_ids: Sequence[int], layer_name: str, max_num_tokens: int, device: torch.device) -> None:
         self.token_ids = list(token_ids)
-        self._device = device
-        self.places: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.layer_name = layer_name
+        self.rows: torch.Tensor | None = None
+        self._buffer = torch.full((max_num_tokens,), len(self.token_ids), device=device)
+        self._starting: set[str] = set()
+        self._has_prefix = torch.zeros(0, dtype=torch.bool, device=device)
 
-    def choose(self, has_prefix: np.ndarray, num_computed: np.ndarray, num_new: np.ndarray) -> bool:
-        """Set `places` for a step, and say whether it has any.
+    def allocate(self, num_blocks: int) -> None:
+        """Make room for what is known of each page."""
+        self._has_prefix = self._has_prefix.new_zeros(num_blocks)
 
-        places: the tokens of the step and their positions in the prompt, each (num_prefix_tokens,) int64; or None.
+    def note(self, output: SchedulerOutput) -> None:
+        """Take the first pages of requests that begin, and whether their prompts start with the prefix."""
+        new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+        self._starting -= output.finished_req_ids
+        for request in new:
+            if request.prompt_embeds is None and starts_with(request.prompt_token_ids, self.token_ids):
+                self._starting.add(request.req_id)
+        # Requests that were preempted begin again: for model runner V2 as new ones.
+        again = zip(cached.req_ids, cached.new_block_ids, strict=True)
+        begun = [(request.req_id, request.block_ids) for request in new]
+        begun += [(name, pages) for name, pages in again if pages and name in cached.resumed_req_ids]
+        first = {group[0]: name in self._starting for name, pages in begun for group in pages if group}
+        if first:
+            pages, known = (torch.tensor(list(each)).to(self._buffer.device) for each in (first, first.values()))
+            self._has_prefix[pages] = known
 
-        Args:
-            has_prefix: (num_reqs,) bool, requests whose prompts start with the prefix, in the order of the step.
-            num_computed: (num_reqs,) their tokens before the step.
-            num_new: (num_reqs,) their tokens of the step.
-        """
-        stop = np.where(has_prefix, np.minimum(num_computed + num_new, len(self.token_ids)), 0)
-        requests = np.flatnonzero(num_computed < stop)
-        if not len(requests):
-            self.places = None
-            return False
-        first_token = np.cumsum(num_new) - num_new
-        positions = [np.arange(num_computed[request], stop[request]) for request in requests]
-        tokens = [p + first_token[r] - num_computed[r] for p, r in zip(positions, requests, strict=True)]
-        self.places = (self._on_device(tokens), self._on_device(positions))
-        return True
+    def plan(self, step: CommonAttentionMetadata) -> None:
+        """Set `rows` for a step, as `layer_name` has it."""
+        self.rows = None
+        count = len(self.token_ids)
+        lengths = step.query_start_loc_cpu[: step.num_reqs + 1].diff()
+        computed = step.seq_lens_cpu_upper_bound
+        if self._starting and (
+            computed is None or ((computed[: step.num_reqs] - lengths < count) & (lengths > 0)).any()
+        ):
+            ends = step.query_start_loc[1 : step.num_reqs + 1]
+            tokens = torch.arange(step.num_actual_tokens, dtype=ends.dtype, device=ends.device)
+            # Tokens behind the last one fill up a graph.
+            requests = torch.searchsorted(ends, tokens, right=True).clamp(max=step.num_reqs - 1)
+            positions = step.seq_lens[requests] - ends[requests] + tokens
+            has_prefix = self._has_prefix[step.block_table_tensor[requests, 0]]
+            self.use_buffer()
+            self._buffer[: len(tokens)] = torch.where(has_prefix, positions, count).clamp(max=count)
+        elif self._buffer.is_cuda:
+            # A graph may be replayed.
+            self._buffer.fill_(count)
 
-    def clear(self) -> None:
-        """No token of the step gets a trained row."""
-        self.places = None
-
-    def _on_device(self, parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self._device, non_blocking=True)
+    def use_buffer(self) -> None:
+        """Let the layers choose, as those of a graph always do; their own rows so far."""
+        self.rows = self._buffer.fill_(len(self.token_ids))
 
 
 @dataclass(frozen=True)
 class LayerPrefix:
     """The rows of one layer.
 
-    k, v: (P, num_kv_heads, head_size) model dtype, this rank's KV heads; K after RoPE, channels as the model has them.
+    k, v: (P + 1, num_kv_heads, head_size) model dtype, this rank's KV heads; K after RoPE, channels as the model has
+        them. The last row is never used.
     """
 
     tokens: PrefixTokens
@@ -68,17 +92,8 @@ class LayerPrefix:
 
     def put_in(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a step, each (num_tokens, num_kv_heads, head_size), with the trained rows in their places."""
-        if self.tokens.places is None:
+        if self.tokens.rows is None:
             return key, value
-        tokens, positions = self.tokens.places
-        return key.index_copy(0, tokens, self.k[positions]), value.index_copy(0, tokens, self.v[positions])
-
-
-def set_prefix_tokens(static_forward_context: dict[str, Any], tokens: PrefixTokens) -> None:
-    """Leave it beside the layers, where the hook finds it."""
-    static_forward_context[_CONTEXT_NAME] = tokens
-
-
-def get_prefix_tokens(static_forward_context: dict[str, Any]) -> PrefixTokens | None:
-    """What `set_prefix_tokens` left; None where the codebook has no trained prefix."""
-    return static_forward_context.get(_CONTEXT_NAME)
+        rows = self.tokens.rows[: len(key)]
+        is_trained = (rows < len(self.k) - 1)[:, None, None]
+        return torch.where(is_trained, self.k[rows], key), torch.where(is_trained, self.v[rows], value)

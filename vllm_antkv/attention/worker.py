@@ -1,39 +1,24 @@
-"""What all attention layers of a worker share, kept where vLLM's metadata builders find it."""
+"""What all attention layers of a worker share."""
 
 from dataclasses import dataclass
 
 import torch
-from vllm.config import VllmConfig
 from vllm.v1.worker.workspace import current_workspace_manager
 
+from vllm_antkv.attention.trained_prefix import PrefixTokens
 from vllm_antkv.ops.counters import Counters
-from vllm_antkv.ops.dispatch import Kernels
-
-_CONTEXT_NAME = "antkv.worker"
 
 
 @dataclass(frozen=True)
 class Worker:
     """Of one worker process.
 
-    kernels: what runs the operations.
-    counters: what they count.
-    counting_layer: name of the layer whose steps and rows are counted for all.
+    counters: what the layers count.
+    prefix_tokens: which tokens of a step get a row of the trained prefix, where the codebook has one.
     """
 
-    kernels: Kernels
     counters: Counters
-    counting_layer: str
-
-
-def set_worker(vllm_config: VllmConfig, worker: Worker) -> None:
-    """Leave it beside the layers, which vLLM finds there by their names."""
-    vllm_config.compilation_config.static_forward_context[_CONTEXT_NAME] = worker
-
-
-def get_worker(vllm_config: VllmConfig) -> Worker:
-    """What `set_worker` left."""
-    return vllm_config.compilation_config.static_forward_context[_CONTEXT_NAME]
+    prefix_tokens: PrefixTokens | None
 
 
 def workspace(*shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:

@@ -30,6 +30,8 @@ from vllm_antkv.ops.rope import RotaryTable, rotated_gradient, unrotate
 
 #: Receives the index of a layer, 0 for K or 1 for V, and the rows or norms.
 Receiver = Callable[[int, int, torch.Tensor], None]
+#: Captures a window, (seq_len,) int64 on the CPU, as the one of this index.
+CaptureWindow = Callable[[torch.Tensor, int], None]
 
 
 @dataclass(frozen=True)

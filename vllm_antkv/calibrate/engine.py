@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_antkv.calibrate.capture import Capture
+from vllm_antkv.calibrate.capture import Capture, CaptureWindow
 from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.own_text import BATCH, beginnings
 from vllm_antkv.calibrate.progress import progress_bar, say
-from vllm_antkv.calibrate.source import CaptureWindow
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
 from vllm_antkv.offline.attention import prompt_scores

@@ -14,8 +14,7 @@ from tqdm import tqdm
 from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.mix import can_be_mixed, mix
 from vllm_antkv.calibrate.prefix import STEPS as PREFIX_STEPS
-from vllm_antkv.calibrate.prefix import PrefixTraining
-from vllm_antkv.calibrate.prefix import train_prefix as train_prefix_rows
+from vllm_antkv.calibrate.prefix import train_prefix
 from vllm_antkv.calibrate.progress import progress_bar, say
 from vllm_antkv.calibrate.refine import Refined
 from vllm_antkv.calibrate.refine import refine as refine_centroids
@@ -23,6 +22,7 @@ from vllm_antkv.calibrate.texts import with_prefix
 from vllm_antkv.calibrate.training import Schedule, split
 from vllm_antkv.calibrate.workspace import Workspace
 from vllm_antkv.codebook import Codebook, codebook_path
+from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.offline.divergences import layer_divergences
 from vllm_antkv.presets import Preset
 
@@ -52,8 +52,8 @@ def finish(job: Job, codebook: Codebook, work: Workspace) -> Path:
         refined = _refine(job, codebook, work)
         codebook = _recorded(refined.codebook, divergence=refined.divergence)
     if job.prefix:
-        trained = _train_prefix(job, codebook, work)
-        codebook = _recorded(codebook.with_prefix(trained.prefix), prefix_loss=trained.loss)
+        prefix, loss = _train_prefix(job, codebook, work)
+        codebook = _recorded(codebook.with_prefix(prefix), prefix_loss=loss)
     path = codebook_path(job.settings.out, codebook.preset.name)
     # Whatever a kill leaves of it is then removed with the work folder.
     written = codebook_path(work.folder, codebook.preset.name)
@@ -91,17 +91,16 @@ def _refine(job: Job, codebook: Codebook, work: Workspace) -> Refined:
     return refined
 
 
-def _train_prefix(job: Job, codebook: Codebook, work: Workspace) -> PrefixTraining:
+def _train_prefix(job: Job, codebook: Codebook, work: Workspace) -> tuple[TrainedPrefix | None, tuple[float, float]]:
     """Train the prefix of one preset."""
     name = codebook.preset.name
     with job.reloaded_model() as model, progress_bar(f"Training the prefix for {name}", PREFIX_STEPS) as progress:
         schedule = _schedule(job, PREFIX_STEPS, work, f"{name}-prefix", progress)
         windows = with_prefix(job.windows, job.prefix)
-        trained = train_prefix_rows(model, codebook, job.prefix, windows, schedule)
-    before, after = trained.loss
-    kept = "" if trained.prefix else " (not better: no trained prefix is kept)"
+        prefix, (before, after) = train_prefix(model, codebook, job.prefix, windows, schedule)
+    kept = "" if prefix else " (not better: no trained prefix is kept)"
     say(f"{name}: layer-wise error on held-out text {before:.5g} -> {after:.5g}{kept}")
-    return trained
+    return prefix, (before, after)
 
 
 def _schedule(job: Job, steps: int, work: Workspace, name: str, progress: tqdm) -> Schedule:

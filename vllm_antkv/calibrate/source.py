@@ -1,7 +1,7 @@
 """What calibration asks of a model, and the answers of one that transformers runs; `engine` has those of vLLM."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from vllm_antkv.calibrate.capture import Capture, capture_window, checkpointed
+from vllm_antkv.calibrate.capture import Capture, CaptureWindow, capture_window, checkpointed
 from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.own_text import BATCH, write_windows
 from vllm_antkv.calibrate.progress import progress_bar
@@ -19,9 +19,6 @@ from vllm_antkv.offline.pretrained import read_tokenizer
 from vllm_antkv.offline.sinks import peak_ratios
 from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.ops.rope import RotaryTable
-
-#: Captures a window, (seq_len,) int64 on the CPU, as the one of this index.
-CaptureWindow = Callable[[torch.Tensor, int], None]
 
 
 class Source(Protocol):

@@ -6,7 +6,6 @@ from vllm_antkv.hooks import (
     dtype,
     metrics,
     prefix_salt,
-    prefix_tokens,
     specs,
     status,
 )
@@ -19,7 +18,6 @@ HOOKS: tuple[Hook, ...] = (
     specs.HOOK,
     config.HOOK,
     prefix_salt.HOOK,
-    prefix_tokens.HOOK,
     status.HOOK,
     metrics.HOOK,
 )

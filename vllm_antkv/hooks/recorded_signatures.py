@@ -138,11 +138,6 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
             "preprocess_add_request": "(self, request)",
         },
     },
-    "prefix_tokens": {
-        "vllm.v1.worker.worker_base:WorkerWrapperBase": {
-            "initialize_from_config": "(self, kv_cache_configs)",
-        },
-    },
     "status": {
         "vllm.v1.engine.core:EngineCore": {
             "add_request": "(self, request, request_wave=0)",
@@ -158,22 +153,6 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
     "metrics": {
         "vllm.plugins": {
             "load_endpoint_plugins": "(supported_tasks=None)",
-        },
-    },
-    "model runner V1": {
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
-            "_determine_batch_execution_and_padding": (
-                "(self, num_tokens, num_reqs, num_scheduled_tokens_np, max_num_scheduled_tokens, "
-                "use_cascade_attn=False, allow_microbatching=True, force_eager=False, "
-                "force_uniform_decode=None, force_has_lora=None, force_num_active_loras=None, "
-                "num_encoder_reqs=0)"
-            ),
-        },
-    },
-    "model runner V2": {
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner": {
-            "add_requests": "(self, scheduler_output)",
-            "gather_batch_req_state": "(self, scheduler_output, dummy_run)",
         },
     },
 }

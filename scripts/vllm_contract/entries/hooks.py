@@ -6,6 +6,7 @@ _CACHE = "vllm.config.cache"
 _KV = "vllm.v1.kv_cache_interface"
 _WORKER = "vllm.v1.worker.worker_base"
 _CORE = "vllm.v1.engine.core:EngineCore"
+_GPU = "vllm.v1.worker.gpu_worker:Worker"
 _V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _V2 = "vllm.v1.worker.gpu.model_runner"
 
@@ -164,57 +165,68 @@ _WORKERS = (
         "self, usage_context=, headless=",
         "config: refusals and defaults, in the process that the user started",
     ),
-    Reliance(
-        f"{_WORKER}:WorkerWrapperBase",
-        How.FIELDS,
-        "worker vllm_config init_worker",
-        "after_load, prefix_tokens, status: what every executor calls, whatever the worker",
-    ),
+    Reliance("vllm.config:ParallelConfig", How.FIELDS, "worker_cls", "config, refusals: the class of the workers"),
     Reliance(
         f"{_WORKER}:WorkerWrapperBase.__getattr__",
         How.BEHAVIOUR,
         "",
-        "after_load: calls of unknown methods go to the worker, so that load_model can be added in front",
+        "worker, status: calls of unknown methods go to the worker",
     ),
     Reliance(
-        f"{_WORKER}:WorkerWrapperBase.initialize_from_config",
-        How.WRAP,
-        "self, kv_cache_configs",
-        "prefix_tokens: when the model runner is ready; kv_sharing: before it looks for pages",
+        _GPU, How.FIELDS, "compilation_config device model_config model_runner vllm_config", "worker: of a worker"
+    ),
+    Reliance(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        How.FIELDS,
+        "finished_req_ids make_empty scheduled_cached_reqs scheduled_new_reqs",
+        "trained_prefix: requests that begin, and that ended",
+    ),
+    Reliance(
+        "vllm.v1.core.sched.output:NewRequestData",
+        How.FIELDS,
+        "block_ids prompt_embeds prompt_token_ids req_id",
+        "trained_prefix: their prompts and first pages",
+    ),
+    Reliance(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        How.FIELDS,
+        "new_block_ids req_ids resumed_req_ids",
+        "trained_prefix: the same of requests that were preempted",
+    ),
+    Reliance("vllm.v1.worker.cpu_worker:CPUWorker", How.NAME, "", "worker: derives from the worker for GPUs"),
+    Reliance(f"{_GPU}.load_model", How.OVERRIDE, "self, *, load_dummy_weights=", "worker: the model gets codebooks"),
+    Reliance(f"{_GPU}.initialize_from_config", How.OVERRIDE, "self, kv_cache_config", "worker: pages by layer"),
+    Reliance(f"{_GPU}.get_model", How.CALL, "-", "worker: the model whose layers get codebooks"),
+    Reliance(
+        f"{_V1}.execute_model",
+        How.CALL,
+        "scheduler_output, intermediate_tensors=",
+        "worker: what is scheduled, runner V1",
+    ),
+    Reliance(
+        f"{_V2}:GPUModelRunner.execute_model",
+        How.CALL,
+        "scheduler_output, intermediate_tensors=",
+        "worker: the same, runner V2",
     ),
     Reliance(
         "vllm.v1.worker.utils:add_kv_sharing_layers_to_kv_cache_groups",
         How.BEHAVIOUR,
         "",
-        "kv_sharing: a layer that reads the cache of another stands in its group, whose spec is asked for its page",
+        "worker: a layer that reads the cache of another stands in its group, whose spec is asked for its page",
     ),
     Reliance(
         f"{_V1}.initialize_attn_backend",
         How.BEHAVIOUR,
         "",
-        "kv_sharing: looks for pages by the layers' own names; its source tells whether the hook is needed",
+        "worker: looks for pages by the layers' own names; its source tells whether the hook is needed",
     ),
     Reliance(
         "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs",
         How.FIELDS,
         "kv_cache_specs",
-        "kv_sharing: pages of a group by the layers' names",
+        "worker: pages of a group by the layers' names",
     ),
-    Reliance(
-        f"{_WORKER}:WorkerBase.load_model",
-        How.CALL,
-        "load_dummy_weights=",
-        "after_load: called with what the executor gave",
-    ),
-    Reliance(f"{_WORKER}:WorkerBase.get_model", How.CALL, "-", "after_load: the model whose layers get codebooks"),
-    Reliance(f"{_WORKER}:WorkerBase", How.FIELDS, "device model_runner", "after_load, prefix_tokens: of a worker"),
-    Reliance(
-        f"{_V1}._determine_batch_execution_and_padding",
-        How.CALL,
-        "num_tokens=, num_reqs=, num_scheduled_tokens_np=, max_num_scheduled_tokens=, use_cascade_attn=, force_eager=",
-        "prefix_tokens: asked once per step by runner V1, before a graph is chosen; force_eager keeps graphs out",
-    ),
-    Reliance(f"{_V1}", How.FIELDS, "input_batch requests", "prefix_tokens: requests of a step, runner V1"),
     Reliance(f"{_V1}", How.FIELDS, "mrope_positions", "positions: those of a step's tokens, in one buffer, runner V1"),
     Reliance(
         f"{_V1}._calc_mrope_positions",
@@ -237,60 +249,6 @@ _WORKERS = (
         "positions: of a step's tokens, in one buffer, runner V2",
     ),
     Reliance("vllm.v1.worker.gpu.mm.rope:RopeState", How.FIELDS, "positions", "positions: the buffer, runner V2"),
-    Reliance(
-        "vllm.v1.worker.gpu_input_batch:InputBatch",
-        How.FIELDS,
-        "num_reqs num_computed_tokens_cpu req_ids",
-        "prefix_tokens: the order of a step's requests, runner V1",
-    ),
-    Reliance(
-        f"{_V2}:GPUModelRunner.add_requests",
-        How.WRAP,
-        "self, scheduler_output",
-        "prefix_tokens: where runner V2 learns of new requests",
-    ),
-    Reliance(
-        f"{_V2}:GPUModelRunner.gather_batch_req_state",
-        How.WRAP,
-        "self, scheduler_output, dummy_run",
-        "prefix_tokens: asked once per step by runner V2, before a graph is chosen",
-    ),
-    Reliance(
-        f"{_V2}:BatchReqState",
-        How.FIELDS,
-        "idx_mapping_np num_computed_prefill_tokens_np num_scheduled_tokens decode_graph_eligible",
-        "prefix_tokens: a NamedTuple; a step with trained rows is made not eligible for decode graphs",
-    ),
-    Reliance(
-        f"{_V2}:GPUModelRunner",
-        How.FIELDS,
-        "req_states adaptive_verification decode_query_len pcp_manager use_pp",
-        "prefix_tokens: state of runner V2, also set by its test",
-    ),
-    Reliance(
-        "vllm.v1.worker.gpu.states:RequestState",
-        How.FIELDS,
-        "max_num_reqs req_id_to_index prefill_len",
-        "prefix_tokens: rows of runner V2's requests",
-    ),
-    Reliance(
-        "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor",
-        How.FIELDS,
-        "np",
-        "prefix_tokens: its test fills runner V2's state",
-    ),
-    Reliance(
-        "vllm.v1.core.sched.output:NewRequestData",
-        How.FIELDS,
-        "req_id prompt_token_ids prompt_embeds",
-        "prefix_tokens: what the scheduler says of a new request",
-    ),
-    Reliance(
-        "vllm.v1.core.sched.output:SchedulerOutput",
-        How.FIELDS,
-        "scheduled_new_reqs num_scheduled_tokens make_empty",
-        "prefix_tokens: what the scheduler says of a step",
-    ),
 )
 
 _CORES = (

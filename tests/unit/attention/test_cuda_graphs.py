@@ -1,5 +1,7 @@
 """Which CUDA graphs vLLM may capture depends on the kernels that run."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.config import VllmConfig
@@ -7,8 +9,6 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_antkv.attention.backend import AntKVBackend, RecencyBackend
-from vllm_antkv.attention.worker import Worker, set_worker
-from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import KERNELS, Kernels
 
 SPEC = FullAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.uint8)
@@ -18,7 +18,8 @@ SPEC = FullAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=tor
 @pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
 def test_decodes_are_captured_where_calls_only_launch_kernels(kernels: Kernels, backend: type) -> None:
     config = VllmConfig()
-    set_worker(config, Worker(kernels, Counters(torch.device("cpu"), kernels.name), "layer"))
+    layer = SimpleNamespace(impl=SimpleNamespace(attachment=SimpleNamespace(kernels=kernels)))
+    config.compilation_config.static_forward_context["layer"] = layer
     on_gpus = {"triton", "cuda"}
     assert on_gpus <= {kernels.name for kernels in KERNELS}
     expected = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if kernels.name in on_gpus else AttentionCGSupport.NEVER

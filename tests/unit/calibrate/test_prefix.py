@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from vllm_antkv.calibrate import prefix
-from vllm_antkv.calibrate.prefix import PrefixTraining, train_prefix
+from vllm_antkv.calibrate.prefix import train_prefix
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import prefix_ids, with_prefix
 from vllm_antkv.calibrate.training import Progress, Schedule
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity
+from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CalibrationError
 
@@ -50,11 +51,6 @@ def windows() -> torch.Tensor:
     return with_prefix(windows, IDS)
 
 
-def run(model: PreTrainedModel, codebook: Codebook, windows: torch.Tensor) -> PrefixTraining:
-    schedule = Schedule(10, 0, Progress(), lambda progress: None, lambda done: None)
-    return train_prefix(model, codebook, IDS, windows, schedule)
-
-
 def test_windows_start_with_the_prefix_and_go_on_with_their_text(windows: torch.Tensor) -> None:
     text = torch.randint(300, (20, 256), generator=torch.Generator().manual_seed(0))
     assert windows.shape == text.shape
@@ -63,24 +59,28 @@ def test_windows_start_with_the_prefix_and_go_on_with_their_text(windows: torch.
     assert torch.equal(with_prefix(text.clamp(min=1), (0,))[:, 1:], text.clamp(min=1)[:, :-1]), "no BOS, none lost"
 
 
-def test_the_first_error_is_that_of_the_plain_prefix_and_training_lowers_it(model, codebook, windows) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix, "_LEARNING_RATE", 0.0)
-        standing = run(model, codebook, windows)
-        patch.setattr(prefix, "_LEARNING_RATE", 0.002)
-        trained = run(model, codebook, windows)
-    assert standing.prefix is None, "rows that are not better are not kept"
-    assert trained.loss[0] == standing.loss[0] == standing.loss[1]
-    assert trained.loss[1] < trained.loss[0]
-    assert trained.prefix is not None
-    assert trained.prefix.token_ids == IDS
-    assert trained.prefix.k.shape == trained.prefix.v.shape == (2, 3, 2, 16)
+def test_the_first_error_is_that_of_the_plain_prefix_and_training_lowers_it(
+    model, codebook, windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(learning_rate: float) -> tuple[TrainedPrefix | None, tuple[float, float]]:
+        monkeypatch.setattr(prefix, "_LEARNING_RATE", learning_rate)
+        schedule = Schedule(10, 0, Progress(), lambda progress: None, lambda done: None)
+        return train_prefix(model, codebook, IDS, windows, schedule)
+
+    standing, standing_loss = run(0.0)
+    trained, loss = run(0.002)
+    assert standing is None, "rows that are not better are not kept"
+    assert loss[0] == standing_loss[0] == standing_loss[1]
+    assert loss[1] < loss[0]
+    assert trained is not None
+    assert trained.token_ids == IDS
     # Untrained rows are the model's own, K after RoPE.
-    k, v = prefix._own_rows(model, IDS)
+    own = torch.stack(prefix._own_rows(model, IDS))
     with torch.no_grad():
         layers = model(windows[:1], use_cache=True).past_key_values.layers
-    assert torch.allclose(k[1], layers[1].keys[0, :, :3].transpose(0, 1), atol=1e-5)
-    assert torch.allclose(v[1], layers[1].values[0, :, :3].transpose(0, 1), atol=1e-5)
+    expected = torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in layers], 1)[:, :, :, :3]
+    assert torch.allclose(own, expected.transpose(2, 3), atol=1e-5)
+    assert trained.k.shape == trained.v.shape == own[0].shape
 
 
 def test_calibrate_writes_the_prefix_into_the_codebook(
