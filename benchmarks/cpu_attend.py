@@ -24,8 +24,8 @@ from benchmarks.cpu_decode import processor
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops import cpu
-from vllm_antkv.ops.counters import Counters
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.counters import OPERATIONS, Counters
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
 from vllm_antkv.ops.step import Step
@@ -34,9 +34,8 @@ from vllm_antkv.select.recency import last_query_table
 
 HEAD_SIZE, NUM_KV_HEADS, ROPE_BASE = 128, 2, 500_000.0
 
-Call = Callable[[], None]
-#: By name, in the order of a step.
-Operations = dict[str, Call]
+#: Runs a step; gives the seconds of its operations by name.
+Call = Callable[[], dict[str, float]]
 
 
 def main() -> None:
@@ -51,10 +50,10 @@ def main() -> None:
             # Around the context: the open block of a request is half full on average.
             lengths = [context + (37 * request + 64) % 128 - 64 for request in range(batch)]
             layers = [Layer(arguments, lengths, seed) for seed in range(arguments.layers)]
-            sides: dict[str, list[Operations]] = defaultdict(list)
+            sides: dict[str, list[Call]] = defaultdict(list)
             for layer in layers:
                 for variant in variants:
-                    sides[variant.name].append(layer.calls(variant))
+                    sides[variant.name].append(layer.call(variant))
                 sides["vLLM"].append(_vllm(arguments, lengths))
             print(
                 f"{arguments.preset}, group {arguments.group}, {context} x {batch}, {arguments.new_tokens} new tokens "
@@ -81,38 +80,28 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _best(sides: dict[str, list[Operations]]) -> dict[str, dict[str, float]]:
-    """Seconds of each operation: mean over layers of its best time, in five rounds of 20 calls."""
-    best: dict[tuple[str, int, str], float] = defaultdict(lambda: float("inf"))
-    for _ in range(5):
+def _best(sides: dict[str, list[Call]]) -> dict[str, dict[str, float]]:
+    """Seconds of each operation: mean over layers of its best time, over 100 calls."""
+    best: dict[str, dict[str, list[float]]] = {name: {} for name in sides}
+    for _ in range(100):
         for name, layers in sides.items():
-            for operation in layers[0]:
-                for _ in range(20):
-                    for index, operations in enumerate(layers):
-                        seconds = _seconds(operations[operation])
-                        best[name, index, operation] = min(best[name, index, operation], seconds)
-    return {
-        name: {operation: mean(best[name, index, operation] for index in range(len(layers))) for operation in layers[0]}
-        for name, layers in sides.items()
-    }
+            for index, call in enumerate(layers):
+                for operation, seconds in call().items():
+                    times = best[name].setdefault(operation, [float("inf")] * len(layers))
+                    times[index] = min(times[index], seconds)
+    return {name: {operation: mean(times) for operation, times in found.items()} for name, found in best.items()}
 
 
-def _after_reading(sides: dict[str, list[Operations]], num_mb: int) -> dict[str, dict[str, float]]:
-    """Seconds of each operation of a step, in their order, when so much other memory was read before: medians of 30."""
+def _after_reading(sides: dict[str, list[Call]], num_mb: int) -> dict[str, dict[str, float]]:
+    """Seconds of each operation of a step when so much other memory was read before: medians of 30."""
     other = torch.zeros(num_mb << 18)
     taken: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in sides}
     for number in range(30):
         for name, layers in sides.items():
             other.sum()
-            for operation, call in layers[number % len(layers)].items():
-                taken[name][operation].append(_seconds(call))
+            for operation, seconds in layers[number % len(layers)]().items():
+                taken[name][operation].append(seconds)
     return {name: {operation: median(times) for operation, times in taken[name].items()} for name in sides}
-
-
-def _seconds(call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 class Layer:
@@ -156,6 +145,7 @@ class Layer:
             preset=kind,
             k_order=torch.tensor(k_order, dtype=torch.int32),
             rotary=reordered(rotary, k_order),
+            jensen_weights=torch.zeros(num_heads, HEAD_SIZE),
             last_query=last_query,
             config=config,
             num_heads=num_heads,
@@ -188,18 +178,22 @@ class Layer:
         for rows in (recency.k, recency.v):
             rows[ids] = torch.randn(rows[ids].shape, generator=random).bfloat16()
 
-    def calls(self, variant: cpu.Variant) -> Operations:
-        """The operations of a step."""
-        operations = cpu.CpuOperations(self._state, variant)
+    def call(self, variant: cpu.Variant) -> Call:
+        """A step, timed by the kernels themselves."""
+        operations, timings = cpu.CpuOperations(self._state, variant), self._state.counters.timings
         query, key, value, output = self._rows
-        return {
-            "encode_store": lambda: operations.encode_store(key, value, self._step),
-            "anchor_score": lambda: operations.anchor_score(query, key, value, None, None, self._step),
-            "attend": lambda: operations.attend(query, key, value, output, None, self._step),
-        }
+
+        def run() -> dict[str, float]:
+            before = [timing.seconds for timing in timings]
+            operations.run(StepRows(query, key, value, None), output, self._step)
+            return {
+                name: timing.seconds - start for name, timing, start in zip(OPERATIONS, timings, before, strict=True)
+            }
+
+        return run
 
 
-def _vllm(arguments: argparse.Namespace, lengths: list[int]) -> Operations:
+def _vllm(arguments: argparse.Namespace, lengths: list[int]) -> Call:
     """Kernels of vLLM, on a layer of random bfloat16 rows."""
     group, new = arguments.group, arguments.new_tokens
     num_heads, block_size = group * NUM_KV_HEADS, 128
@@ -235,10 +229,15 @@ def _vllm(arguments: argparse.Namespace, lengths: list[int]) -> Operations:
     }
     last = torch.cat([slots.view(len(lengths), -1)[i, n - new : n] for i, n in enumerate(lengths)])
     stored = rows[0, : len(last)], rows[1, : len(last)], key_cache, value_cache, last, isa
-    return {
-        "store": lambda: vllm_ops.cpu_attn_reshape_and_cache(*stored),
-        "attend": lambda: vllm_ops.cpu_attention_with_kv_cache(**attention),
-    }
+
+    def run() -> dict[str, float]:
+        start = time.perf_counter()
+        vllm_ops.cpu_attn_reshape_and_cache(*stored)
+        between = time.perf_counter()
+        vllm_ops.cpu_attention_with_kv_cache(**attention)
+        return {"store": between - start, "attend": time.perf_counter() - between}
+
+    return run
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def _antkv(batch: int, context: int, kernels: str, config: AntKVConfig) -> tuple
     operations = choose(kernels, torch.device("cuda", 0)).build(requests.state)
 
     def run() -> torch.Tensor:
-        operations.attend(tokens.query, tokens.key, tokens.value, tokens.output, None, requests.step)
+        operations.attend(tokens.rows, tokens.output, requests.step)
         return tokens.output
 
     return run, requests.kv_bytes

@@ -54,8 +54,8 @@ def _measured(kernels: str, num_tokens: int, bandwidth: float) -> dict[str, Any]
     from vllm_antkv.ops.dispatch import choose
 
     requests, tokens = Requests(PRESET, 1, num_tokens, new=num_tokens), Tokens.random(num_tokens)
-    operations = choose(kernels, torch.device("cuda", 0)).build(requests.state)
-    timing = measure(lambda: operations.encode_store(tokens.key, tokens.value, requests.step), graph=True)
+    operations: Any = choose(kernels, torch.device("cuda", 0)).build(requests.state)
+    timing = measure(lambda: operations.encode_store(tokens.rows, requests.step), graph=True)
     return timing.moving(num_tokens * BFLOAT16_BYTES, bandwidth)
 
 

@@ -54,15 +54,15 @@ def row(num_tokens: int) -> dict[str, Any]:
 
     requests, tokens = Requests(PRESET, 1, num_tokens, new=num_tokens), Tokens.random(num_tokens)
     triton = TritonOperations(requests.state)
-    varlen = flash_attention(HEAD_SIZE, tokens.query.dtype, num_tokens)
+    varlen = flash_attention(HEAD_SIZE, tokens.rows.query.dtype, num_tokens)
     operations = TritonOperations(replace(requests.state, varlen=varlen))
-    rows = (tokens.query, tokens.key, tokens.value)
+    rows, output, step = tokens.rows, tokens.output, requests.step
     sides = {
-        BASELINE: rows_of_bfloat16.prefill(*rows),
-        "encode_store": lambda: operations.encode_store(tokens.key, tokens.value, requests.step),
-        "anchor_score": lambda: operations.anchor_score(*rows, None, None, requests.step),
-        "attend": lambda: operations.attend(*rows, tokens.output, None, requests.step),
-        "attend, Triton": lambda: triton.attend(*rows, tokens.output, None, requests.step),
+        BASELINE: rows_of_bfloat16.prefill(rows.query, rows.key, rows.value),
+        "encode_store": lambda: operations.encode_store(rows, step),
+        "anchor_score": lambda: operations.anchor_score(rows, step),
+        "attend": lambda: operations.attend(rows, output, step),
+        "attend, Triton": lambda: triton.attend(rows, output, step),
     }
     timings = {}
     # In the order of a step: each operation reads what the one before it wrote.

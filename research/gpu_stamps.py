@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.gpu.antkv_layer import Requests, Tokens
 from benchmarks.gpu.tables import table
-from research.stamps import START_UP, StampedBackend, cycles_of
 from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.paged import ReferenceOperations
@@ -73,11 +72,10 @@ def stamped(requests: Requests, backend: Backend, device: str, rounds: int = 1) 
     """Cycles of a warp by what it does (`cycles_of`) in the last of several rounds of the same step, with its votes."""
     stamping = StampedBackend(backend, device)
     state, step = requests.state, requests.step
-    operations = CudaOperations(state, backend=stamping, others=ReferenceOperations(state))
+    operations = CudaOperations(state, backend=stamping, triton=ReferenceOperations(state))
     tokens = Tokens.random(step.num_reqs, device)
     for _ in range(rounds):
-        operations.anchor_score(tokens.query, tokens.key, tokens.value, None, None, step)
-        operations.attend(tokens.query, tokens.key, tokens.value, tokens.output, None, step)
+        operations.run(tokens.rows, tokens.output, step)
     return cycles_of(stamping.stamps)
 
 

@@ -34,7 +34,7 @@ from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block
 from vllm_antkv.cache.positions import NUM_POSITIONS
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import Step
@@ -79,7 +79,6 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     rotary_dim: int | None = None
     neox: bool = True
-    scope: str = "block"
     ordered: bool = False
     three_part: bool = False
 
@@ -95,8 +94,6 @@ class Case:
             parts.append(f"rope{self.rotary_dim}")
         if not self.neox:
             parts.append("gptj")
-        if self.scope != "block":
-            parts.append(self.scope)
         if self.ordered:
             parts.append("ordered")
         if self.three_part:
@@ -115,7 +112,6 @@ OTHER_CASES = (
     Case("antkv-1bit", 128, 64, 8),
     Case("antkv-1bit", 128, rotary_dim=64, neox=False),
     Case("antkv-1bit", rotary_dim=0),
-    Case("antkv-1bit", scope="prompt"),
     Case("antkv-1bit", ordered=True),
     Case("antkv-1bit", 64, dtype=torch.float32),
     Case("antkv-1bit", three_part=True),
@@ -288,13 +284,11 @@ def _recording(compiled: list[tuple[str, Any]], kernels: list[str] | None, every
 
 def _launch_all(case: Case) -> None:
     """One step of two requests through all operations."""
-    config = AntKVConfig(anchor_scope=case.scope)  # type: ignore[arg-type]
-    layer = _layer(case, config)
+    layer = _layer(case, AntKVConfig())
     operations = TritonOperations(layer)
     num_tokens = 100
     query = torch.zeros(num_tokens, case.num_heads, case.head_size, dtype=case.dtype)
     key = torch.zeros(num_tokens, case.num_kv_heads, case.head_size, dtype=case.dtype)
-    lse = torch.zeros(num_tokens, case.num_heads) if case.scope == "prompt" else None
     step = Step(
         query_start_loc=torch.tensor([0, 99, 100], dtype=torch.int32),
         seq_lens=torch.tensor([99, 200], dtype=torch.int32),
@@ -303,13 +297,12 @@ def _launch_all(case: Case) -> None:
         max_query_len=99,
         max_seq_len=4096,
     )
-    operations.encode_store(key, key, step)
-    operations.anchor_score(query, key, key, torch.zeros(num_tokens, dtype=torch.bool), lse, step)
-    operations.close_blocks(key, key, step)
-    operations.attend(query, key, key, torch.empty_like(query), lse, step)
+    rows = StepRows(query, key, key, torch.zeros(num_tokens, dtype=torch.bool))
+    operations.run(rows, torch.empty_like(query), step)
+    operations.close_blocks(rows, step)
     # Prompts go through other kernels where the lengths are known to the host.
     known = replace(step, query_start_loc_cpu=step.query_start_loc, seq_lens_cpu=step.seq_lens)
-    TritonOperations(layer, decodes=False).attend(query, key, key, torch.empty_like(query), lse, known)
+    TritonOperations(layer, decodes=False).prefill(rows, torch.empty_like(query), known)
 
 
 def _layer(case: Case, config: AntKVConfig) -> LayerState:
@@ -330,6 +323,7 @@ def _layer(case: Case, config: AntKVConfig) -> LayerState:
         k_order=torch.arange(case.head_size, dtype=torch.int32) if case.ordered else None,
         rotary=RotaryTable(angles.cos(), angles.sin(), case.neox, sections) if rotary_dim else None,
         positions=torch.zeros(4, VQ_BLOCK_SIZE, NUM_POSITIONS, dtype=torch.int32) if case.three_part else None,
+        jensen_weights=torch.zeros(case.num_heads, case.head_size),
         last_query=last_query_table(config, MAX_LEN),
         config=config,
         num_heads=case.num_heads,

@@ -77,11 +77,6 @@ class AntKVConfig(BaseModel):
         description="What an anchor stores beside its code. fp8: its quantisation error in FP8. model: the vector "
         "in the dtype of the model, in twice the bytes. Sinks are stored unquantised with either.",
     )
-    anchor_scope: Literal["block", "prompt"] = Field(
-        default="block",
-        description="Queries that vote in the Anchor Score. block: those of the token's own VQ block, so that "
-        "chunking changes nothing. prompt: all queries of the step in which the block closes.",
-    )
     sinks: bool = Field(
         default=True,
         description="Store attention sinks (KVSink: tokens with an extreme hidden state in a calibrated channel) "

@@ -12,7 +12,7 @@ from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.fp8_tables import served
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import correction
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
@@ -28,13 +28,11 @@ DTYPE = torch.bfloat16
 class Tokens:
     """What a step hands to a layer.
 
-    query, output: (num_tokens, NUM_HEADS, HEAD_SIZE).
-    key, value: (num_tokens, NUM_KV_HEADS, HEAD_SIZE).
+    rows: without sinks.
+    output: (num_tokens, NUM_HEADS, HEAD_SIZE).
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    rows: StepRows
     output: torch.Tensor
 
     @classmethod
@@ -42,7 +40,7 @@ class Tokens:
         """Rows drawn at random; the output is NaN until it is written."""
         query = torch.randn(num_tokens, NUM_HEADS, HEAD_SIZE, dtype=DTYPE, device=device)
         key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE, dtype=DTYPE, device=device)
-        return cls(query, key, value, torch.full_like(query, torch.nan))
+        return cls(StepRows(query, key, value, None), torch.full_like(query, torch.nan))
 
 
 class Requests:
@@ -81,6 +79,7 @@ class Requests:
             preset=get_preset(preset),
             k_order=torch.tensor(order, dtype=torch.int32, device=device),
             rotary=reordered(rotary, order),
+            jensen_weights=torch.zeros(NUM_HEADS, HEAD_SIZE, device=device),
             last_query=last_query_table(config, length).to(device),
             config=config,
             num_heads=NUM_HEADS,

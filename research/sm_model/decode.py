@@ -80,17 +80,15 @@ def run(preset: str, work: Work, config: AntKVConfig, constants: Constants) -> R
     requests = Requests(preset, work.requests * (CLUSTER if clustered else 1), work.length, 1, config, device="cpu")
     backend, state = ModelledBackend(constants, NUM_KV_HEADS if clustered else 0), requests.state
     others = ReferenceOperations(state)
-    operations = CudaOperations(state, backend=backend, others=others, split=work.split)
+    operations = CudaOperations(state, backend=backend, triton=others, split=work.split)
     storage = state.vq.k_codes.untyped_storage()
     backend.streamed.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     tokens = Tokens.random(requests.step.num_reqs, device="cpu")
-    rows = (tokens.query, tokens.key, tokens.value)
     expected = torch.empty_like(tokens.output)
-    if work.votes:
-        operations.anchor_score(*rows, None, None, requests.step)
+    run = operations.run if work.votes else operations.attend
     with np.errstate(all="ignore"):  # lanes that are switched off compute with whatever they hold
-        operations.attend(*rows, tokens.output, None, requests.step)
-    others.attend(*rows, expected, None, requests.step)
+        run(tokens.rows, tokens.output, requests.step)
+    others.attend(tokens.rows, expected, requests.step)
     group = NUM_HEADS // NUM_KV_HEADS
     return Run(backend.reports["antkv_decode"], tokens.output[0, :group], expected[0, :group])
 

@@ -13,6 +13,7 @@ from research.sm_model.constants import Constants
 from research.stamps import PHASES, START_UP, StampedBackend, cycles_of
 from scripts.compile_cuda import nvcc
 from tests.kernels.cuda_emulation.backend import EmulatedBackend
+from tests.kernels.cuda_emulation.cases import WithPrefill
 from tests.kernels.engine import Engine, draw_sequence
 from tests.kernels.test_cuda import SMALL
 from vllm_antkv.config import AntKVConfig
@@ -36,7 +37,7 @@ def test_stamps_change_no_bit_and_have_every_phase():
         engine = Engine(
             AntKVConfig(),
             SMALL,
-            lambda layer: CudaOperations(layer, backend=backend, others=ReferenceOperations(layer)),  # noqa: B023
+            lambda layer: CudaOperations(layer, backend=backend, triton=WithPrefill(layer)),  # noqa: B023
         )
         engine.operations.encode_store = ReferenceOperations(engine.state).encode_store
         sequence = draw_sequence(0, 300, SMALL)
@@ -103,11 +104,10 @@ def test_the_model_predicts_what_stamps_say():
     inner = ModelledBackend(Constants())
     backend = StampedBackend(inner, "cpu")
     tokens = Tokens.random(1, "cpu")
-    operations = CudaOperations(requests.state, backend=backend, others=ReferenceOperations(requests.state))
-    rows = (tokens.query, tokens.key, tokens.value)
-    operations.attend(*rows, tokens.output, None, requests.step)
+    operations = CudaOperations(requests.state, backend=backend, triton=WithPrefill(requests.state))
+    operations.attend(tokens.rows, tokens.output, requests.step)
     expected = torch.empty_like(tokens.output)
-    ReferenceOperations(requests.state).attend(*rows, expected, None, requests.step)
+    WithPrefill(requests.state).attend(tokens.rows, expected, requests.step)
     torch.testing.assert_close(tokens.output[0, :4], expected[0, :4], rtol=4e-2, atol=4e-2)
     last = (backend.stamps >> 8).max().item()
     assert 0.95 < last / inner.reports["antkv_decode"].cycles <= 1

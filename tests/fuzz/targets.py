@@ -236,7 +236,6 @@ _SETTINGS = st.fixed_dictionaries(
     optional={
         "codebooks": _TEXTS | _JSON,
         "anchor_share": st.floats() | st.integers(-1, 2) | _JSON,
-        "anchor_scope": st.sampled_from(["block", "prompt"]) | _JSON,
         "sinks": st.booleans() | _JSON,
         "prefix": st.integers(-1, 5000) | _JSON,
         "recency": _RECENCIES | _JSON,

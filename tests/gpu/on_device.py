@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from vllm_antkv.ops.layer import LayerOperations, LayerState
+from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
 from vllm_antkv.ops.step import Step
 
 DEVICE = torch.device("cuda", 0)
@@ -29,6 +29,7 @@ class OnDevice:
             v_centroids=layer.v_centroids.to(DEVICE),
             k_order=None if layer.k_order is None else layer.k_order.to(DEVICE),
             rotary=None if layer.rotary is None else layer.rotary.to(DEVICE),
+            jensen_weights=layer.jensen_weights.to(DEVICE),
             last_query=layer.last_query.to(DEVICE),
             positions=None if layer.positions is None else layer.positions.to(DEVICE),
             counts_rows=False,
@@ -49,24 +50,12 @@ class OnDevice:
         if self._positions is not None:
             self.layer.positions.copy_(self._positions)
 
-    def _run(self, name, *arguments):
+    def run(self, rows, output, step):
         self.upload()
-        moved = [_to_device(argument) for argument in arguments]
-        getattr(self.operations, name)(*moved)
+        moved = torch.empty_like(output, device=DEVICE)
+        self.operations.run(StepRows(*map(_to_device, rows)), moved, _to_device(step))
         self._host.copy_(self._pages)
-        return moved
-
-    def encode_store(self, key, value, step):
-        self._run("encode_store", key, value, step)
-
-    def anchor_score(self, query, key, value, is_sink, lse, step):
-        self._run("anchor_score", query, key, value, is_sink, lse, step)
-
-    def attend(self, query, key, value, output, lse, step):
-        moved = self._run("attend", query, key, value, output, lse, step)
-        output.copy_(moved[3])
-        if lse is not None:
-            lse.copy_(moved[4])
+        output.copy_(moved)
 
 
 def _scratch(*shapes_and_dtypes):

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from tests.gpu.on_device import DEVICE, OnDevice
-from tests.kernels.cuda_emulation.cases import FLOAT16, LAYERS, assert_decoded, decode_from
-from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.cuda_emulation.cases import LAYERS, WithPrefill, assert_decoded, decode_from
+from tests.kernels.engine import Engine, draw_sequence
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import cuda, cuda_backend
 from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_build import Build
-from vllm_antkv.ops.paged import ReferenceOperations
 
 pytestmark = pytest.mark.gpu
 
@@ -27,19 +26,16 @@ def kernels_can_run():
         pytest.skip(reason)
 
 
-def build_for(fp8: bool = False):
-    def build(layer):
-        return CudaOperations(layer, fp8=fp8, others=ReferenceOperations(layer))
-
-    return lambda layer: OnDevice(layer, build)
+def on_device(layer):
+    return OnDevice(layer, lambda moved: CudaOperations(moved, triton=WithPrefill(moved)))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize(("shape", "fp8"), [case[:2] for case in LAYERS if not case[1]], ids=str)
-def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape, fp8):
+@pytest.mark.parametrize("shape", [shape for shape, _ in LAYERS], ids=str)
+def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape):
     monkeypatch.setattr(cuda, "SPLIT", 256)
     prompts = [0, 1, 126, 255, 330, *[3] * 33]
-    engine = Engine(config, shape, build_for(fp8))
+    engine = Engine(config, shape, on_device)
     sequences = [draw_sequence(seed, prompt + 4, shape) for seed, prompt in enumerate(prompts)]
     decode_from(engine, sequences, prompts, 4)
     assert_decoded(engine, sequences, prompts, 4)
@@ -53,7 +49,7 @@ def test_clusters_give_the_same_bits(monkeypatch, shape):
         pytest.skip("this GPU has no clusters")
 
     def build(layer):
-        return CudaOperations(layer, backend=backend, others=ReferenceOperations(layer))
+        return CudaOperations(layer, backend=backend, triton=WithPrefill(layer))
 
     for clusters in (0, 1, 8):
         backend.clusters = clusters
@@ -77,15 +73,3 @@ def test_machine_code_is_compiled_once_for_a_source_and_an_architecture(monkeypa
     assert (
         cuda_backend.cubin("encode_store", Build(64, 3, 8, 256, bfloat16=False, fp8=False, bulk=True), "sm_90") != first
     )
-
-
-def test_fp8_centroids_answer_as_float16_ones_do():
-    shape = Shape("antkv-1bit", 128, 8, 2, FLOAT16)
-    outputs = []
-    for fp8 in (False, True):
-        engine = Engine(AntKVConfig(), shape, build_for(fp8))
-        sequence = draw_sequence(0, 303, shape)
-        decode_from(engine, [sequence], [300], 3)
-        outputs.append(sequence.output[300:303])
-    # e4m3 has 4 significant bits: an eighth of a centroid's channel at most, and errors of many channels cancel.
-    assert (outputs[0] - outputs[1]).norm() / outputs[0].norm() < 0.1

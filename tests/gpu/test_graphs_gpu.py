@@ -7,6 +7,7 @@ from tests.gpu.on_device import DEVICE, OnDevice
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.dispatch import KERNELS
+from vllm_antkv.ops.layer import StepRows
 from vllm_antkv.ops.step import Step
 
 pytestmark = pytest.mark.gpu
@@ -40,9 +41,7 @@ def test_a_graph_replays_with_other_requests(name):
     is_sink = torch.zeros(len(rows[0]), dtype=torch.bool, device=DEVICE)
 
     def decode():
-        operations.encode_store(*rows[1:], captured)
-        operations.anchor_score(*rows, is_sink, None, captured)
-        operations.attend(*rows, output, None, captured)
+        operations.run(StepRows(*rows, is_sink), output, captured)
 
     # Compiles, tunes, and gives scratch memory its size.
     decode()

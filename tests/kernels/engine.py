@@ -23,9 +23,10 @@ from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.fp8_tables import served
-from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows, run
+from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
 from vllm_antkv.ops.logits import LogitRules
-from vllm_antkv.ops.rope import RotaryTable, reordered
+from vllm_antkv.ops.reference import jensen_weights
+from vllm_antkv.ops.rope import RotaryTable, pair_sums, reordered
 from vllm_antkv.ops.step import Step
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.select.recency import last_query_table
@@ -42,6 +43,7 @@ class Shape:
 
     three_parts: how pairs of channels are divided among three positions (M-RoPE): in "blocks", in "turns"; "": there is
         one.
+    error: mean squared error of K's channels, of which the codebook says that codes have it.
     """
 
     preset: str = "antkv-1bit"
@@ -58,6 +60,7 @@ class Shape:
     soft_cap: float | None = None
     has_sinks: bool = False
     three_parts: str = ""
+    error: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -116,7 +119,14 @@ def codebook(shape: Shape) -> Codebook:
         k_orders={} if (order := k_order(shape)) is None else {shape.preset: tuple(order)},
         calibration={},
     )
-    return Codebook(header, (k,), (v,))
+    return Codebook(header, (k,), (v,), k_errors=key_errors(shape))
+
+
+def key_errors(shape: Shape) -> torch.Tensor:
+    """Of one layer: as large as makes a difference to logits, the same for the channels of a pair."""
+    random = torch.rand(shape.num_kv_heads, shape.head_size, generator=torch.Generator().manual_seed(5))
+    table = rotary(shape)
+    return shape.error * (random if table is None else pair_sums(random, table))[None]
 
 
 @dataclass(eq=False)
@@ -199,6 +209,7 @@ class Engine:
             preset=PRESETS[shape.preset],
             k_order=None if order is None else guarded(torch.tensor(order, dtype=torch.int32)),
             rotary=table if table is None or order is None else reordered(table, order),
+            jensen_weights=guarded(self._jensen_weights(table)),
             last_query=guarded(last_query_table(config, shape.max_len, shape.window)),
             config=config,
             num_heads=shape.num_heads,
@@ -211,6 +222,10 @@ class Engine:
         )
         self.operations = operations(self.state)
         workspace.locked = True
+
+    def _jensen_weights(self, table: RotaryTable | None) -> torch.Tensor:
+        assert self.codebook.key_errors is not None
+        return jensen_weights(*self.codebook.key_errors.of_layers(0, 0), self.shape.scale, table)
 
     def _position_pages(self) -> torch.Tensor | None:
         """Farther apart than they are long, as in a pool."""
@@ -246,7 +261,7 @@ class Engine:
             store_positions(self.state.positions, slots, torch.cat([s.positions[part] for s, part in parts]).T)
         output = guarded(torch.full_like(query, torch.nan))
         rows = StepRows(query, key, value, is_sink if self.config.sinks else None)
-        run(self.operations, self.state, rows, output, step)
+        self.operations.run(rows, output, step)
         for (sequence, part), computed in zip(parts, output.split([n for _, n in work]), strict=True):
             sequence.output[part] = computed
             sequence.computed = part.stop
@@ -300,13 +315,18 @@ class Engine:
 
     def _offline(self, sequence: Sequence) -> torch.Tensor:
         method = Method(
-            "x", 1.0, self.config, VectorQuantiser(self.codebook), sinks=SinkRule(layer=0, channels=(0,), threshold=1.0)
+            "x",
+            1.0,
+            self.config,
+            VectorQuantiser(self.codebook),
+            sinks=SinkRule(layer=0, channels=(0,), threshold=1.0),
+            key_errors=self.codebook.key_errors,
         )
-        rows = [tensor[None].double() for tensor in (sequence.query, sequence.key, sequence.value)]
+        query, key, value = (tensor[None].double() for tensor in (sequence.query, sequence.key, sequence.value))
         is_sink = sequence.is_sink[None] if self.config.sinks else None
         table = rotary(self.shape) or RotaryTable(torch.ones(self.shape.max_len, 1), torch.zeros(self.shape.max_len, 1))
         if table.sections is not None:
             # To the evaluator, which goes by the place in the window, this is a table like any other.
             table = RotaryTable(*table.angles(sequence.positions), table.is_neox_style)
-        window = LayerWindow(0, *rows, self.shape.rules, table)
+        window = LayerWindow(0, query, key, value, self.shape.rules, table)
         return attend_window(window, method, is_sink)[0]

@@ -15,11 +15,10 @@ from vllm_antkv.ops.cpu import CpuOperations
 
 pytestmark = pytest.mark.skipif(not runs(), reason="AMX, or its emulator, needs g++ and AVX512-BF16")
 
-#: Votes on what queries of a block see of it; and on all of a prompt, by weights of their softmax.
-SETTINGS = [AntKVConfig(prefix=3), AntKVConfig(anchor_scope="prompt", prefill_reads_cache=False)]
+SETTINGS = [AntKVConfig(prefix=3), AntKVConfig(prefill_reads_cache=False)]
 
 
-@pytest.mark.parametrize("config", SETTINGS, ids=lambda config: config.anchor_scope)
+@pytest.mark.parametrize("config", SETTINGS, ids=lambda config: f"reads_cache={config.prefill_reads_cache}")
 @pytest.mark.parametrize("shape", BFLOAT16_SHAPES[::3], ids=str)
 def test_every_bit_is_that_of_plain_tiles(shape: Shape, config: AntKVConfig):
     results = []

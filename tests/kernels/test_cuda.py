@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.kernels import engine as engine_module
 from tests.kernels.anchor_bytes import assert_reads_every_byte
 from tests.kernels.cuda_emulation.backend import EmulatedBackend, library
-from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, assert_decoded, decode_from
+from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, WithPrefill, assert_decoded, decode_from
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.guarded import guarding
 from tests.kernels.test_operations import CONFIGS
@@ -24,7 +24,7 @@ from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import cuda
 from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_build import Build
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import unpack_codes
 from vllm_antkv.ops.step import Step
@@ -39,31 +39,27 @@ SMALL = LAYERS[1][0]
 #: So many anchors that spans have no room for them are another build: `test_every_row_an_anchor`.
 FEW_ANCHORS = CONFIGS.filter(lambda config: config.anchor_share < 1)
 #: The smallest layers whose tables stay in L2.
-LOW_BITS = [LAYERS[6][0], LAYERS[8][0]]
+LOW_BITS = [LAYERS[5][0], LAYERS[7][0]]
 
 
-def build_of(shape: Shape, fp8: bool = False, shared_bytes: int = 232448) -> Build:
+def build_of(shape: Shape, shared_bytes: int = 232448) -> Build:
     """What the kernels are compiled for where CTAs have so much shared memory."""
-    layer, backend = (
-        Engine(AntKVConfig(), shape, operations(fp8, shared_bytes)).state.kind,
-        EmulatedBackend(shared_bytes),
-    )
-    return Build.of(layer, fp8, shared_bytes, backend.capability)
+    layer, backend = Engine(AntKVConfig(), shape, operations(shared_bytes)).state.kind, EmulatedBackend(shared_bytes)
+    return Build.of(layer, shared_bytes, backend.capability)
 
 
-def operations(fp8: bool = False, shared_bytes: int = 232448):
+def operations(shared_bytes: int = 232448):
     def build(layer: LayerState) -> CudaOperations:
-        backend = EmulatedBackend(shared_bytes)
-        return CudaOperations(layer, fp8=fp8, backend=backend, others=ReferenceOperations(layer))
+        return CudaOperations(layer, backend=EmulatedBackend(shared_bytes), triton=WithPrefill(layer))
 
     return build
 
 
-def decoding(fp8: bool = False, shared_bytes: int = 232448):
+def decoding(shared_bytes: int = 232448):
     """Rows are coded by the reference, which takes a tenth of the time; `test_pages_are_those_of_the_reference`."""
 
     def build(layer: LayerState) -> CudaOperations:
-        emulated = operations(fp8, shared_bytes)(layer)
+        emulated = operations(shared_bytes)(layer)
         emulated.encode_store = ReferenceOperations(layer).encode_store
         return emulated
 
@@ -76,21 +72,8 @@ def guarded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "tables_of", guarding(cuda.tables_of))
 
 
-@pytest.fixture
-def codebook_that_fits_fp8(monkeypatch):
-    """Centroids that e4m3 holds exactly: the FP8 kernels then owe the same answers."""
-    original = engine_module.codebook
-
-    def rounded(shape: Shape) -> Codebook:
-        book = original(shape)
-        k, v = (tuple(table.to(torch.float8_e4m3fn).half() for table in tables) for tables in (book.k, book.v))
-        return Codebook(book.header, k, v)
-
-    monkeypatch.setattr(engine_module, "codebook", rounded)
-
-
-@pytest.mark.parametrize(("shape", "fp8", "shared_bytes"), LAYERS, ids=str)
-def test_decoding_gives_what_the_evaluator_computes(codebook_that_fits_fp8, monkeypatch, shape, fp8, shared_bytes):
+@pytest.mark.parametrize(("shape", "shared_bytes"), LAYERS, ids=str)
+def test_decoding_gives_what_the_evaluator_computes(monkeypatch, shape, shared_bytes):
     monkeypatch.setattr(cuda, "SPLIT", 256)
 
     @settings(max_examples=6, deadline=None)
@@ -100,7 +83,7 @@ def test_decoding_gives_what_the_evaluator_computes(codebook_that_fits_fp8, monk
         num_steps=st.integers(1, 4),
     )
     def check(config, prompts, num_steps):
-        engine = Engine(config, shape, decoding(fp8, shared_bytes))
+        engine = Engine(config, shape, decoding(shared_bytes))
         sequences = [draw_sequence(seed, prompt + num_steps, shape) for seed, prompt in enumerate(prompts)]
         decode_from(engine, sequences, prompts, num_steps)
         assert_decoded(engine, sequences, prompts, num_steps)
@@ -191,30 +174,10 @@ def test_requests_that_a_graph_is_padded_with_are_left_alone():
         max_seq_len=SMALL.max_len,
     )
     before = engine.raw[0].clone()
-    engine.operations.encode_store(padded["key"], padded["value"], step)
-    engine.operations.attend(*padded.values(), output, None, step)
+    engine.operations.run(StepRows(**padded, is_sink=None), output, step)
     assert torch.equal(engine.raw[0], before)
     assert output[1].isnan().all()
     torch.testing.assert_close(output[:1].double(), engine.offline(sequence)[199:], rtol=5e-3, atol=5e-3)
-
-
-def test_the_lse_is_that_of_the_reference():
-    config = AntKVConfig(anchor_scope="prompt", anchor_share=0.05)
-    engine = Engine(config, SMALL, operations())
-    recorded = []
-    original = engine.operations.attend
-
-    def attend(query, key, value, output, lse, step):
-        original(query, key, value, output, lse, step)
-        expected = torch.full_like(lse, torch.nan)
-        ReferenceOperations(engine.state).attend(query, key, value, torch.empty_like(output), expected, step)
-        recorded.append((lse.clone(), expected))
-
-    engine.operations.attend = attend
-    sequence = draw_sequence(0, 303, SMALL)
-    decode_from(engine, [sequence], [300], 3)
-    for ours, reference in recorded[1:]:
-        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +221,7 @@ def test_equal_distances_take_the_lower_code(monkeypatch, shape):
         book = original(shape)
         halves = ([table.unflatten(-2, (2, -1))[..., :1, :, :] for table in tables] for tables in (book.k, book.v))
         k, v = (tuple(half.expand(-1, -1, 2, -1, -1).flatten(-3, -2) for half in tables) for tables in halves)
-        return Codebook(book.header, k, v)
+        return replace(book, k=k, v=v)
 
     monkeypatch.setattr(engine_module, "codebook", doubled)
     engine = Engine(AntKVConfig(), shape, operations())
@@ -271,22 +234,20 @@ def test_equal_distances_take_the_lower_code(monkeypatch, shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "fp8", "reads"),
+    ("shape", "reads"),
     [
-        (LAYERS[0][0], False, {"key_quad": (2, 8), "value_quad": (1, 16)}),
-        (LAYERS[3][0], False, {"key_quad": (1, 16), "value_quad": (1, 16)}),
-        (LAYERS[2][0], False, {"key_quad": (2, 8), "value_quad": (1, 8)}),
-        (SMALL, False, {"key_quad": (1, 16), "value_quad": (1, 8)}),
-        (LAYERS[5][0], True, {"key_quad": (1, 16), "value_quad": (1, 32)}),
+        (LAYERS[0][0], {"key_quad": (2, 8), "value_quad": (1, 16)}),
+        (LAYERS[3][0], {"key_quad": (1, 16), "value_quad": (1, 16)}),
+        (LAYERS[2][0], {"key_quad": (2, 8), "value_quad": (1, 8)}),
+        (SMALL, {"key_quad": (1, 16), "value_quad": (1, 8)}),
     ],
     ids=str,
 )
-def test_lanes_that_are_served_together_read_other_banks(shape, fp8, reads):
+def test_lanes_that_are_served_together_read_other_banks(shape, reads):
     """`reads`: quads that a lane reads at a time, and how many of the lanes that fill the banks read other columns."""
-    build = build_of(shape, fp8)
-    quad_bytes = 4 if fp8 else 8
+    build = build_of(shape)
     for name, (width, together) in reads.items():
-        pairs, at_once = build.head_size // 32, 128 // (quad_bytes * width)
+        pairs, at_once = build.head_size // 32, 128 // (8 * width)
         steps = [2 * j + second for j in range(0, pairs, width) for second in (0, 1)]
         for step in steps if name == "key_quad" else range(pairs):
             quads = [getattr(library(build), name)(lane, step) for lane in range(32)]

@@ -13,10 +13,11 @@ import torch
 
 from scripts.compile_cuda import SOURCES
 from tests.kernels.cuda_emulation.backend import EmulatedBackend
+from tests.kernels.cuda_emulation.cases import WithPrefill
 from tests.kernels.engine import Engine, Shape, Workspace, draw_sequence
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.cuda import CudaOperations
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import Step
@@ -59,8 +60,8 @@ def store(state: LayerState, spoil: Callable[[Step], Step]) -> None:
         max_seq_len=40,
     )
     sequence = draw_sequence(0, 40, SHAPE)
-    operations = CudaOperations(state, backend=EmulatedBackend(), others=ReferenceOperations(state))
-    operations.encode_store(sequence.key, sequence.value, spoil(step))
+    operations = CudaOperations(state, backend=EmulatedBackend(), triton=WithPrefill(state))
+    operations.encode_store(StepRows(sequence.query, sequence.key, sequence.value, None), spoil(step))
 
 
 def state() -> LayerState:

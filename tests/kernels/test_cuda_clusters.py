@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.cuda_emulation.backend import EmulatedBackend
-from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, assert_decoded
+from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, WithPrefill, assert_decoded
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
 from tests.kernels.guarded import guarding
 from vllm_antkv.config import AntKVConfig
@@ -63,7 +63,7 @@ def decoding(backend: EmulatedBackend):
     """Rows are coded by the reference."""
 
     def build(layer: LayerState) -> CudaOperations:
-        emulated = CudaOperations(layer, backend=backend, others=ReferenceOperations(layer))
+        emulated = CudaOperations(layer, backend=backend, triton=WithPrefill(layer))
         emulated.encode_store = ReferenceOperations(layer).encode_store
         return emulated
 
@@ -117,7 +117,7 @@ def test_ctas_without_a_split_have_tables_for_the_others():
         # More KV heads than clusters.
         (replace(SHAPES[1], num_heads=6, num_kv_heads=2), Recording(), PROMPTS),
         # Centroids that are whole sectors of L2, and those that a CTA has all of.
-        (LAYERS[8][0], Recording(), [200, 250, 250, 250]),
+        (LAYERS[7][0], Recording(), [200, 250, 250, 250]),
         (LAYERS[1][0], Recording(), [200, 250, 250, 250]),
         # A GPU that has no clusters.
         (SHAPES[0], Recording(shared_bytes=166912), PROMPTS),

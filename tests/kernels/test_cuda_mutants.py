@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.kernels.cuda_emulation.backend import EmulatedBackend, library
-from tests.kernels.cuda_emulation.cases import LAYERS, TOLERANCES
+from tests.kernels.cuda_emulation.cases import LAYERS, TOLERANCES, WithPrefill
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.cuda import CudaOperations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="the emulation needs g++ and an x86-64 processor with F16C",
 )
 #: Tables in shared memory, and in L2.
-SHAPES = [LAYERS[0][0], LAYERS[6][0]]
+SHAPES = [LAYERS[0][0], LAYERS[5][0]]
 #: More spans of 256 tokens together than the ring has room for.
 PROMPTS = [300, 1, 380, 300]
 
@@ -68,14 +68,14 @@ def unnoticed(build: Build, check: Callable[[], None], of: str = "") -> list[str
 
 
 def operations(layer):
-    return CudaOperations(layer, backend=OneWorker(), others=ReferenceOperations(layer))
+    return CudaOperations(layer, backend=OneWorker(), triton=WithPrefill(layer))
 
 
 def decoding(backend: EmulatedBackend):
     """Rows are coded by the reference: what orders the threads that code them is left out in a test of its own."""
 
     def build(layer):
-        emulated = CudaOperations(layer, backend=backend, others=ReferenceOperations(layer))
+        emulated = CudaOperations(layer, backend=backend, triton=WithPrefill(layer))
         emulated.encode_store = ReferenceOperations(layer).encode_store
         return emulated
 
@@ -109,7 +109,7 @@ def test_decoding_needs_all_that_orders_its_threads(shape: Shape):
 @pytest.mark.parametrize("of", ["cluster", "cached_tables"])
 def test_clusters_need_all_that_orders_their_ctas(of):
     """Four requests, one for each CTA of a cluster, of which one has more to do than the others."""
-    shape = LAYERS[6][0]
+    shape = LAYERS[5][0]
     engine = Engine(AntKVConfig(), shape, decoding(EmulatedBackend(clusters=1)))
     check = decoded_as_expected(engine)
     build = Build.of(engine.state.kind, False, 232448, (9, 0)).in_clusters(232448)

@@ -1,9 +1,6 @@
 """Single tokens vote on their block while they attend, and their votes are those that the specification counts."""
 
-import gc
 import shutil
-import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from tests.kernels.cuda_emulation.cases import LAYERS
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
 from tests.kernels.test_cuda import SMALL, operations
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.select.anchors import EXACT_ANCHOR
 
@@ -69,42 +65,10 @@ def test_votes_of_queries_that_see_codes_of_their_own_block_are_counted_elsewher
     assert torch.equal(open_scores(ours, sequence), open_scores(reference, other))
 
 
-def test_attending_without_scoring_counts_no_votes():
+def test_attending_to_the_cache_of_another_layer_counts_no_votes():
     engine, sequence = decoded(AntKVConfig(), SMALL, operations())
     before = open_scores(engine, sequence)
-    engine.operations.anchor_score = lambda *rows: None
+    engine.operations.run = engine.operations.attend
     sequence.computed -= 1
     engine.step([(sequence, 1)])
     assert torch.equal(open_scores(engine, sequence), before)
-
-
-def test_votes_wait_for_their_own_step(monkeypatch: pytest.MonkeyPatch):
-    """Another step that is scored in between, with sinks, adds nothing to them."""
-    expected = open_scores(*decoded(AntKVConfig(anchor_share=0.05), SMALL, operations()))
-    attend = CudaOperations.attend
-
-    def attend_late(self, query, key, value, output, lse, step):
-        self.anchor_score(query, key, value, torch.ones(len(query), dtype=torch.bool), lse, replace(step))
-        attend(self, query, key, value, output, lse, step)
-
-    monkeypatch.setattr(CudaOperations, "attend", attend_late)
-    assert torch.equal(open_scores(*decoded(AntKVConfig(anchor_share=0.05), SMALL, operations())), expected)
-
-
-def test_a_step_that_never_attends_is_forgotten(monkeypatch: pytest.MonkeyPatch):
-    """Its forward pass may have failed: its tensors must go, and nobody may vote in its place."""
-    engine, sequence = decoded(AntKVConfig(), SMALL, operations())
-    score, steps = engine.operations.anchor_score, []
-
-    def anchor_score(*rows):
-        steps.append(weakref.ref(rows[-1]))
-        score(*rows)
-
-    monkeypatch.setattr(engine.operations, "anchor_score", anchor_score)
-    monkeypatch.setattr(engine.operations, "attend", lambda *rows: None)
-    # What kernels are handed of the latest step is kept for its other layers.
-    for _ in range(2):
-        sequence.computed -= 1
-        engine.step([(sequence, 1)])
-    gc.collect()
-    assert steps[0]() is None

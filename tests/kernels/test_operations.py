@@ -1,6 +1,5 @@
 """The reference operations give what the offline evaluator computes on whole windows, however the steps are cut."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +18,10 @@ SHAPES = [
     Shape(window=40, soft_cap=2.0),
     Shape(window=20, has_sinks=True),
     Shape("antkv-4bit", 8, soft_cap=1.0, has_sinks=True),
+    Shape(error=0.5),
+    Shape("antkv-0.75bit", 32, rotary_dim=16, reorders=True, magnitude=1.3, error=0.2),
+    Shape(window=40, soft_cap=2.0, has_sinks=True, neox=False, error=0.5),
+    Shape(three_parts="blocks", reorders=True, error=0.5),
     Shape(three_parts="blocks", reorders=True),
     Shape("antkv-0.75bit", 32, rotary_dim=24, three_parts="turns", neox=False, window=150),
 ]
@@ -58,9 +61,8 @@ def test_any_schedule_gives_what_the_evaluator_computes(config, shape, lengths, 
     assert len(engine.free) == 1199
 
 
-@pytest.mark.parametrize("scope", ["block", "prompt"])
-def test_tokens_in_hand_are_seen_exactly_where_prefill_does_not_read_the_cache(scope):
-    config = AntKVConfig(prefill_reads_cache=False, anchor_scope=scope)
+def test_tokens_in_hand_are_seen_exactly_where_prefill_does_not_read_the_cache():
+    config = AntKVConfig(prefill_reads_cache=False)
     engine = Engine(config, SMALL, ReferenceOperations)
     sequence = draw_sequence(0, 300, SMALL)
     engine.step([(sequence, 300)])
@@ -68,18 +70,6 @@ def test_tokens_in_hand_are_seen_exactly_where_prefill_does_not_read_the_cache(s
     probs = logits.masked_fill(torch.ones(300, 300).triu(1).bool(), -torch.inf).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", probs, sequence.value.repeat_interleave(2, 1))
     torch.testing.assert_close(sequence.output, expected, rtol=1e-3, atol=1e-4)
-
-
-def test_prompt_scope_keeps_the_same_anchors_for_later_steps():
-    """Anchors of a block are frozen when it closes: the decode steps after it see one choice."""
-    engine = Engine(AntKVConfig(anchor_scope="prompt", recency="none", prefix=0), SMALL, ReferenceOperations)
-    sequence = draw_sequence(3, 330, SMALL)
-    engine.step([(sequence, 300)])
-    chosen = engine.state.vq.anchor_offsets[sequence.vq_blocks[:2]].clone()
-    assert (chosen[..., 0] >= 0).all()
-    for _ in range(30):
-        engine.step([(sequence, 1)])
-    assert torch.equal(engine.state.vq.anchor_offsets[sequence.vq_blocks[:2]], chosen)
 
 
 def test_rows_that_nobody_sees_may_be_gone():

@@ -5,7 +5,7 @@ Pages are full of NaN before they are written, and freed pages are again (see en
 
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +30,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import triton as triton_operations
 from vllm_antkv.ops import varlen as varlen_operations
 from vllm_antkv.ops import warm_up
-from vllm_antkv.ops.layer import LayerState, VotingBeside
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.triton import TritonOperations
@@ -174,37 +174,30 @@ def test_a_kernel_that_reads_behind_a_table_is_stopped(missing, signal_):
     assert ending(lambda: engine.step([(draw_sequence(0, 140, ONE_HEAD), 140)])) == signal_
 
 
-@dataclass
-class Decoding:
+class Decoding(ReferenceOperations):
     """The Triton kernels decode; longer queries are the reference's, which takes less time."""
 
-    layer: LayerState
+    def __init__(self, layer: LayerState) -> None:
+        super().__init__(layer)
+        self._triton = TritonOperations(layer)
 
-    def __post_init__(self) -> None:
-        self._triton, self._reference = TritonOperations(self.layer), ReferenceOperations(self.layer)
-        self.encode_store, self.anchor_score = self._reference.encode_store, self._reference.anchor_score
-
-    def attend(self, query, key, value, output, lse, step):
-        operations = self._triton if step.max_query_len == 1 else self._reference
-        operations.attend(query, key, value, output, lse, step)
+    def attend(self, rows, output, step):
+        operations = self._triton if step.max_query_len == 1 else super()
+        operations.attend(rows, output, step)
 
 
-@dataclass
-class Voting:
+class Voting(ReferenceOperations):
     """Votes of single tokens come from elsewhere: here, from nowhere; scores in the pages are drawn at random."""
 
-    layer: LayerState
-    beside: VotingBeside
+    def __init__(self, layer: LayerState, beside: TritonOperations | ReferenceOperations) -> None:
+        super().__init__(layer)
+        self._beside = beside
 
-    def __post_init__(self) -> None:
-        reference = ReferenceOperations(self.layer)
-        self.encode_store, self.attend = reference.encode_store, reference.attend
-
-    def anchor_score(self, query, key, value, is_sink, lse, step):
-        scores = self.layer.recency.scores
+    def anchor_score(self, rows, step):
+        scores = self._layer.recency.scores
         scores.copy_(torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)))
-        self.beside.score_longer(query, key, value, is_sink, step)
-        self.beside.close_blocks(key, value, step)
+        self._beside.anchor_score(rows, step, singles=False)
+        self._beside.close_blocks(rows, step)
 
 
 def test_blocks_that_single_tokens_fill_are_closed_by_the_scores_in_their_pages():
@@ -267,20 +260,14 @@ def test_default_tiles_of_encoding(monkeypatch):
     assert_offline(engine, serve(engine, [(20, 3), (1, 1)]))
 
 
-@pytest.mark.parametrize(
-    ("reads_cache", "rules"),
-    [(True, {}), (False, {}), (False, {"window": 160, "soft_cap": 2.0, "has_sinks": True})],
-    ids=str,
-)
-def test_votes_of_the_whole_prompt(reads_cache, rules):
-    config = AntKVConfig(anchor_scope="prompt", recency="none", prefix=0, prefill_reads_cache=reads_cache)
+@pytest.mark.parametrize("rules", [{}, {"window": 160, "soft_cap": 2.0, "has_sinks": True}], ids=str)
+def test_tokens_in_hand_are_seen_exactly_where_prefill_does_not_read_the_cache(rules):
+    config = AntKVConfig(recency="none", prefix=0, prefill_reads_cache=False)
     shape = Shape(num_heads=2, num_kv_heads=1, **rules)
     engines = [Engine(config, shape, build) for build in (TritonOperations, ReferenceOperations)]
     ours, theirs = (serve(engine, [(150, 1), (1, 1), (1, 127)]) for engine in engines)
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.output, reference.output, rtol=1e-3, atol=1e-4)
-    first_block = ours[0].vq_blocks[0]
-    assert torch.equal(*(engine.state.vq.anchor_offsets[first_block] for engine in engines))
 
 
 @pytest.mark.parametrize("rules", [{}, {"window": 150, "has_sinks": True}], ids=str)
@@ -319,17 +306,6 @@ def test_prompts_through_a_kernel_for_plain_rows(monkeypatch, shape, window, anc
     assert_offline(engine, serve(engine, [(150, 3), (1, 140), (170, 1), (2, 120)]))
 
 
-def test_votes_of_the_whole_prompt_through_a_kernel_for_plain_rows():
-    config = AntKVConfig(anchor_scope="prompt", prefix=0)
-    shape = Shape(num_heads=3, num_kv_heads=1)
-    engines = [Engine(config, shape, build) for build in (through_a_varlen_kernel, ReferenceOperations)]
-    ours, theirs = (serve(engine, [(150, 30), (1, 1), (20, 127)]) for engine in engines)
-    for mine, reference in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.output, reference.output, rtol=1e-3, atol=1e-4)
-    first_block = ours[0].vq_blocks[0]
-    assert torch.equal(*(engine.state.vq.anchor_offsets[first_block] for engine in engines))
-
-
 @pytest.mark.parametrize("nothing", [torch.inf, -torch.inf])
 def test_merging_with_nothing(nothing):
     output, other = torch.randn(2, 20, 2, 8)
@@ -344,31 +320,12 @@ def test_merging_with_nothing(nothing):
     torch.testing.assert_close(lse[:, 5:], both.logsumexp(0))
 
 
-@dataclass
-class Padded:
+class Padded(TritonOperations):
     """Operations as a CUDA graph calls them: with rows and requests that are not there."""
 
-    layer: LayerState
-
-    def __post_init__(self) -> None:
-        self._operations = TritonOperations(self.layer)
-
-    def encode_store(self, key, value, step):
-        self._operations.encode_store(_longer(key), _longer(value), _padded(step))
-
-    def anchor_score(self, query, key, value, is_sink, lse, step):
-        self._operations.anchor_score(
-            _longer(query),
-            _longer(key),
-            _longer(value),
-            None if is_sink is None else _longer(is_sink),
-            lse,
-            _padded(step),
-        )
-
-    def attend(self, query, key, value, output, lse, step):
+    def run(self, rows, output, step):
         padded = _longer(output)
-        self._operations.attend(_longer(query), _longer(key), _longer(value), padded, lse, _padded(step))
+        super().run(StepRows(*(None if part is None else _longer(part) for part in rows)), padded, _padded(step))
         output.copy_(padded[: len(output)])
         assert padded[len(output) :].isnan().all()
 

@@ -10,7 +10,7 @@ from vllm_antkv.cache.pages import VQPages
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import attention_shares as module
 from vllm_antkv.ops.attention_shares import attention_shares
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import correction
 from vllm_antkv.ops.step import Step
@@ -43,7 +43,7 @@ def attention_to_exact_values(
 ) -> float:
     """The attention's output when exact V rows are 1 and coded ones 0: how much went to the exact rows."""
     output = torch.empty_like(query)
-    ReferenceOperations(layer).attend(query, key, torch.ones_like(key), output, None, step)
+    ReferenceOperations(layer).attend(StepRows(query, key, torch.ones_like(key), None), output, step)
     return float(output[-1].unflatten(0, (key.shape[1], -1))[kv_head].mean())
 
 

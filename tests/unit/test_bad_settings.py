@@ -66,13 +66,6 @@ TABLE: list[tuple[str, str, str]] = [
     ('{"anchor_share": null}', "anchor_share", "valid number"),
     ('{"anchor_share": [0.01]}', "anchor_share", "valid number"),
     ('{"anchor_share": {}}', "anchor_share", "valid number"),
-    # anchor_scope: block or prompt.
-    ('{"anchor_scope": "batch"}', "anchor_scope", "'block' or 'prompt'"),
-    ('{"anchor_scope": "Block"}', "anchor_scope", "'block' or 'prompt'"),
-    ('{"anchor_scope": ""}', "anchor_scope", "'block' or 'prompt'"),
-    ('{"anchor_scope": 1}', "anchor_scope", "'block' or 'prompt'"),
-    ('{"anchor_scope": null}', "anchor_scope", "'block' or 'prompt'"),
-    ('{"anchor_scope": ["block"]}', "anchor_scope", "'block' or 'prompt'"),
     # sinks: true or false.
     ('{"sinks": "yes"}', "sinks", "valid boolean"),
     ('{"sinks": "false"}', "sinks", "valid boolean"),

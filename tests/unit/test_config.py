@@ -13,7 +13,6 @@ settings_dicts = st.fixed_dictionaries(
     optional={
         "codebooks": st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1, max_size=20),
         "anchor_share": st.floats(0, 1),
-        "anchor_scope": st.sampled_from(["block", "prompt"]),
         "sinks": st.booleans(),
         "prefix": st.integers(0, 4096),
         "recency": recencies,
@@ -60,7 +59,7 @@ def test_an_unreadable_recency_is_refused_with_its_value(text, reads_well):
         ({"anchor_share": -0.1}, "anchor_share"),
         ({"anchor_share": float("nan")}, "anchor_share"),
         ({"anchor_dtype": "fp16"}, "anchor_dtype"),
-        ({"anchor_scope": "batch"}, "anchor_scope"),
+        ({"anchor_scope": "prompt"}, "anchor_scope"),
         ({"prefix": -1}, "prefix"),
         ({"prefix": 1e9}, "prefix"),
         ({"sinks": "perhaps"}, "sinks"),

@@ -8,16 +8,28 @@ from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import (
     SeenRows,
     anchor_score,
+    causal_lse,
     corrected,
     correction,
     decode,
     encode,
+    jensen_bias,
+    jensen_weights,
     mixed_attention,
     pack_codes,
     unpack_codes,
 )
+from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.select.anchors import EXACT_ANCHOR, RECENT_VOTE, SINK_SCORE, block_anchors, top_rows, vote_weights
+from vllm_antkv.select.anchors import (
+    EXACT_ANCHOR,
+    RECENT_VOTE,
+    SINK_SCORE,
+    block_anchors,
+    code_errors,
+    top_rows,
+    vote_weights,
+)
 
 presets = st.sampled_from(list(PRESETS.values()))
 seeds = st.integers(0, 2**31)
@@ -122,13 +134,10 @@ def naive_attention(query, key, value, mask):
 @given(seeds)
 def test_mixed_attention_is_softmax_attention_over_both_kinds_of_rows(seed):
     query, coded, coded_mask, exact, exact_mask = draw_attention(seed)
-    output, lse = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), RULES)
+    output = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), RULES)
     key, value = torch.cat((coded[0], exact[0]), 1), torch.cat((coded[1], exact[1]), 1)
-    expected, probs = naive_attention(query, key, value, torch.cat((coded_mask, exact_mask), -1))
+    expected, _ = naive_attention(query, key, value, torch.cat((coded_mask, exact_mask), -1))
     torch.testing.assert_close(output, expected)
-    first = exact[0][:, 0].repeat_interleave(HEADS // KV_HEADS, 1)
-    logit = (query * first[:, None]).sum(-1) * SCALE
-    torch.testing.assert_close(torch.exp(logit - lse), probs[..., CODED].transpose(1, 2))
 
 
 @given(seeds)
@@ -143,7 +152,8 @@ def test_which_kind_a_row_is_of_does_not_matter_when_codes_are_exact(seed):
 def test_a_query_that_sees_nothing_gives_zeros_not_nan():
     query, coded, coded_mask, exact, exact_mask = draw_attention(0)
     coded_mask[0, 2], exact_mask[0, 2] = False, False
-    output, lse = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), RULES)
+    output = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), RULES)
+    lse = causal_lse(query, exact[0], exact_mask, RULES)
     assert (output[0, 2] == 0).all()
     assert (lse[0, 2] == -torch.inf).all()
     assert output.isfinite().all()
@@ -160,8 +170,47 @@ def test_what_is_masked_cannot_be_felt():
     for rows in exact:
         rows[:, 4] = -1e3
     after = mixed_attention(query, SeenRows(*coded, coded_mask), SeenRows(*exact, exact_mask), RULES)
-    assert torch.equal(before[0], after[0])
-    assert torch.equal(before[1], after[1])
+    assert torch.equal(before, after)
+
+
+@given(seeds, st.sampled_from([None, 20.0]))
+def test_correcting_logits_brings_attention_to_codes_near_that_to_the_keys_they_stand_for(seed, soft_cap):
+    """Keys drawn around centroids: the log-sum-exp of what stands for them is nearer to theirs."""
+    rules, (num_kv_heads, size, num_keys) = LogitRules(0.3, soft_cap=soft_cap), (2, 8, 4000)
+    errors = torch.rand(num_kv_heads, size // 2, generator=generator(seed), dtype=torch.float64).repeat(1, 2)
+    coded = draw(seed, 1, num_keys, num_kv_heads, size)
+    key = coded + draw(seed + 1, *coded.shape) * errors.sqrt()
+    query = draw(seed + 2, 1, 3, 2 * num_kv_heads, size)
+    weights = jensen_weights(errors, torch.ones(4), rules.scale, None)
+    is_code = torch.ones(coded.shape[:3], dtype=torch.bool)
+    bias = jensen_bias(query, weights, is_code)
+    products = torch.einsum("sqhgd,sthd->shgqt", query.unflatten(2, (num_kv_heads, -1)), coded).flatten(1, 2)
+    true = causal_lse(query, key, torch.ones(1, 3, num_keys, dtype=torch.bool), rules).transpose(1, 2)
+    plain, corrected_ = (rules.logits(products, by).logsumexp(-1) for by in (0.0, bias))
+    assert (corrected_ - true).abs().mean() < 0.3 * (plain - true).abs().mean()
+
+
+def test_the_correction_leaves_anchors_and_zero_weights_alone():
+    query, coded, mask, exact, exact_mask = draw_attention(0)
+    rows = SeenRows(*coded, mask), SeenRows(*exact, exact_mask)
+    plain = mixed_attention(query, *rows, RULES)
+    is_code = torch.zeros(SEGMENTS, CODED, KV_HEADS, dtype=torch.bool)
+    anchors = jensen_bias(query, torch.ones(HEADS, HEAD_SIZE, dtype=torch.float64), is_code)
+    nothing = jensen_bias(query, torch.zeros(HEADS, HEAD_SIZE, dtype=torch.float64), ~is_code)
+    assert torch.equal(mixed_attention(query, *rows, RULES, anchors), plain)
+    assert torch.equal(mixed_attention(query, *rows, RULES, nothing), plain)
+
+
+def test_the_correction_is_half_the_variance_of_a_logit_whatever_the_position():
+    """In each head by the errors of its KV head; a rotary table's magnitude is that of rotated errors, too."""
+    table = RotaryTable(1.5 * torch.ones(1, 2), torch.zeros(1, 2))
+    errors = torch.tensor([[1.0, 2.0, 1.0, 2.0, 3.0], [5.0, 5.0, 5.0, 5.0, 5.0]])
+    weights = jensen_weights(errors, torch.tensor([1.0, 0.5, 1.0, 0.0]), 0.5, table)
+    expected = torch.tensor([2.25, 4.5, 2.25, 4.5, 3.0]) / 8
+    torch.testing.assert_close(weights[0], expected)
+    torch.testing.assert_close(weights[1], expected / 2)
+    torch.testing.assert_close(weights[2], torch.tensor([2.25] * 4 + [1.0]) * 5 / 8)
+    assert not weights[3].any()
 
 
 # --- anchors -------------------------------------------------------------------------------------------------------
@@ -171,9 +220,7 @@ def test_what_is_masked_cannot_be_felt():
 def test_anchor_score_sums_the_terms_of_equation_5_or_their_squares(seed, power):
     query, _, _, exact, mask = draw_attention(seed)
     weight = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * mask
-    nothing = torch.zeros(SEGMENTS, QUERIES, 0, dtype=torch.bool)
-    no_rows = torch.zeros(SEGMENTS, 0, KV_HEADS, HEAD_SIZE, dtype=torch.float64)
-    _, lse = mixed_attention(query, SeenRows(no_rows, no_rows, nothing), SeenRows(*exact, mask), RULES)
+    lse = causal_lse(query, exact[0], mask, RULES)
     key_score, value_score = anchor_score(query, exact[0], lse, weight, RULES, power)
     _, probs = naive_attention(query, *exact, mask)
     for s in range(SEGMENTS):
@@ -192,9 +239,7 @@ def test_anchor_score_sums_the_terms_of_equation_5_or_their_squares(seed, power)
 
 def test_queries_that_do_not_vote_do_not_count():
     query, _, _, exact, mask = draw_attention(0)
-    _, lse = mixed_attention(
-        query, SeenRows(*exact, torch.zeros_like(mask)), SeenRows(*exact, torch.ones_like(mask)), RULES
-    )
+    lse = causal_lse(query, exact[0], torch.ones_like(mask), RULES)
     votes = torch.zeros_like(mask)
     votes[:, 3] = True
     alone = anchor_score(query[:, 3:4], exact[0], lse[:, 3:4], votes[:, 3:4], RULES, 1)
@@ -255,8 +300,9 @@ def choose(scores, num_rows, prefix, scope="prompt", errors=None, **settings):
     exact = torch.zeros(len(scores), 1, 4)
     coded = exact.clone()
     coded[:, 0, 0] = torch.ones(len(scores)) if errors is None else torch.tensor(errors)
-    config = AntKVConfig(**{"anchor_share": num_rows / VQ_BLOCK_SIZE, "anchor_scope": scope, "sinks": False} | settings)
-    rows = block_anchors(torch.tensor([scores]), exact, coded, torch.tensor([prefix]), config)
+    config = AntKVConfig(**{"anchor_share": num_rows / VQ_BLOCK_SIZE, "sinks": False} | settings)
+    lost = code_errors(exact, coded)
+    rows = block_anchors(torch.tensor([scores]), lost, torch.tensor([prefix]), config, scope=scope)
     return rows[0].tolist()
 
 

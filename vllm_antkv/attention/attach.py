@@ -34,8 +34,9 @@ from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels, choose
 from vllm_antkv.ops.fp8_tables import served
-from vllm_antkv.ops.layer import LayerKind
+from vllm_antkv.ops.layer import LayerKind, LayerSetup
 from vllm_antkv.ops.logits import LogitRules
+from vllm_antkv.ops.reference import jensen_weights
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.recency import last_query_table
 
@@ -88,7 +89,7 @@ def attach(
         sinks = flags if flags is not None and index > _sink_layer(codebook) else None
         _attach_layer(found.every[index], index, _Own(layout, rotaries[index], rules[index], sinks), shared)
     for index in found.sources.keys() & found.ours.keys():
-        _attach_reader(found.every[index], found.every[found.source(index)], rules[index])
+        _attach_reader(found, index, rules[index], codebook)
     if flags is not None and shared.last_layer > _sink_layer(codebook):
         register_op()
         watch(decoder_layers[_sink_layer(codebook)], probed.adds_residual, found.every[shared.last_layer].layer_name)
@@ -114,7 +115,7 @@ def _layouts(found: ModelLayers, rules: dict[int, LogitRules], shared: "_Shared"
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all layers of a worker have in common; other fields as in `Attachment`.
+    """What all layers of a worker have in common.
 
     coded: indices of the layers with codes.
     prefix_tokens: where the codebook has a trained prefix.
@@ -169,7 +170,7 @@ class _LastQueries:
 
 
 class _Own(NamedTuple):
-    """What a layer does not share with the others; fields as in `Attachment`."""
+    """What a layer does not share with the others."""
 
     layout: PageLayout
     rotary: RotaryTable | None
@@ -193,15 +194,27 @@ def _attach_layer(layer: Attention, index: int, own: _Own, shared: _Shared) -> N
     # As the file has them where kernels can read that: a second copy at 4,096 centroids is over a gigabyte.
     held_in = torch.float16 if shared.kernels.on_gpu else torch.float32
     max_num_tokens = shared.vllm_config.scheduler_config.max_num_batched_tokens
-    layer.impl.attachment = Attachment(
-        settings=settings,
-        layout=own.layout,
-        dtype=dtype,
+    setup = LayerSetup(
+        config=settings,
+        preset=own.layout.preset,
         k_centroids=served(codebook.k[index][heads].to(device, held_in)),
         v_centroids=served(codebook.v[index][heads].to(device, held_in)),
         k_order=_k_order(codebook, index, device),
         rotary=own.rotary,
+        jensen_weights=_jensen_weights(codebook, index, layer, (index, own.rules, own.rotary)).to(device),
+        last_query=shared.last_queries.of(own.rules.window),
+        num_heads=layer.num_heads,
         rules=own.rules,
+        counters=shared.counters,
+        # It counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
+        counts_rows=index == shared.last_layer,
+        max_num_reqs=shared.vllm_config.scheduler_config.max_num_seqs,
+        scratch=workspace,
+        varlen=flash_attention(layer.head_size, dtype, max_num_tokens) if shared.kernels.on_gpu else None,
+    )
+    layer.impl.attachment = Attachment(
+        setup=setup,
+        layout=own.layout,
         source=None,
         sinks=own.sinks,
         prefix=_layer_prefix(codebook, index, heads, shared),
@@ -209,14 +222,7 @@ def _attach_layer(layer: Attention, index: int, own: _Own, shared: _Shared) -> N
         recency=companion,
         positions=shared.positions,
         stores_positions=shared.positions is not None and index == min(shared.coded),
-        counters=shared.counters,
-        # It counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
-        counts_rows=index == shared.last_layer,
-        last_query=shared.last_queries.of(own.rules.window),
         kernels=shared.kernels,
-        max_num_reqs=shared.vllm_config.scheduler_config.max_num_seqs,
-        scratch=workspace,
-        varlen=flash_attention(layer.head_size, dtype, max_num_tokens) if shared.kernels.on_gpu else None,
     )
     spec = vq_spec(own.layout, layer.num_kv_heads, own.rules.window)
 
@@ -244,13 +250,31 @@ def _position_layer(
     return companion
 
 
-def _attach_reader(layer: Attention, source: Attention, rules: LogitRules) -> None:
-    """Let a layer without a cache of its own read that of `source`."""
+def _attach_reader(found: ModelLayers, index: int, rules: LogitRules, codebook: Codebook) -> None:
+    """Let a layer without a cache of its own read that of its source."""
+    layer, source = found.every[index], found.every[found.source(index)]
     assert isinstance(layer.impl, AntKVImpl)
     assert isinstance(source.impl, AntKVImpl)
-    assert source.impl.attachment is not None
+    attachment = source.impl.attachment
+    assert attachment is not None
     source.impl.is_read = True
-    layer.impl.attachment = source.impl.attachment.shared(source.impl, rules)
+    setup = attachment.setup
+    weights = _jensen_weights(codebook, index, layer, (found.source(index), rules, setup.rotary))
+    setup = replace(setup, rules=rules, counts_rows=False, jensen_weights=weights.to(setup.jensen_weights))
+    layer.impl.attachment = replace(attachment, setup=setup, source=source.impl, stores_positions=False)
+
+
+def _jensen_weights(
+    codebook: Codebook, index: int, layer: Attention, coded: tuple[int, LogitRules, RotaryTable | None]
+) -> torch.Tensor:
+    """See `LayerSetup`; `coded`: the layer whose K these queries read, the rules of their logits, K's rotary table."""
+    source, rules, rotary = coded
+    if codebook.key_errors is None:
+        return torch.zeros(layer.num_heads, layer.head_size)
+    errors, gain = codebook.key_errors.of_layers(source, index)
+    first = get_tensor_model_parallel_rank() * layer.num_heads
+    heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
+    return jensen_weights(errors[heads], gain[first : first + layer.num_heads], rules.scale, rotary)
 
 
 def _k_order(codebook: Codebook, index: int, device: torch.device) -> torch.Tensor | None:

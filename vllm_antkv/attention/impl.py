@@ -1,7 +1,7 @@
 """What an attention layer runs in each step: store the new tokens, then attend."""
 
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -10,16 +10,12 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionTy
 from vllm_antkv.attention.metadata import VQMetadata
 from vllm_antkv.attention.sinks import SinkFlags
 from vllm_antkv.attention.trained_prefix import LayerPrefix
-from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages
-from vllm_antkv.config import AntKVConfig
+from vllm_antkv.cache.pages import PageLayout, VQPages
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels
-from vllm_antkv.ops.layer import LayerOperations, LayerState, Scratch, StepRows, run
+from vllm_antkv.ops.layer import LayerOperations, LayerSetup, LayerState, StepRows
 from vllm_antkv.ops.logits import LogitRules
-from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import Step
-from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.ops.warm_up import warm_up
 
 
@@ -27,9 +23,8 @@ from vllm_antkv.ops.warm_up import warm_up
 class Attachment:
     """What a layer is given after the model is loaded.
 
-    k_centroids, v_centroids: of this rank's KV heads, (num_kv_heads, num_sub_vectors, num_centroids,
-        sub_vector_size); dtype and the others as in `ops.layer.LayerState`.
-    k_order, rotary, rules: see `ops.layer.LayerState`.
+    setup: see `LayerSetup`.
+    layout: of its pages.
     source: the layer whose cache this one reads, its rows of the step included; None: it has its own.
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
     prefix: rows of the codebook's trained prefix, if it has one.
@@ -37,23 +32,11 @@ class Attachment:
     recency: the companion layer.
     positions: the companion of all layers of a model with M-RoPE; None for others.
     stores_positions: this layer writes those of a step, before any layer reads them.
-    counters: of this worker.
-    counts_rows: this layer's tokens, sinks and anchors are the ones that are counted.
-    last_query: (max_model_len,) int32, what is seen exactly (`select.recency`).
     kernels: what runs the operations.
-    max_num_reqs: the most requests of a step.
-    scratch: see `ops.layer.Scratch`.
-    varlen: attends to plain rows, where there is such a kernel.
     """
 
-    settings: AntKVConfig
+    setup: LayerSetup
     layout: PageLayout
-    dtype: torch.dtype
-    k_centroids: torch.Tensor
-    v_centroids: torch.Tensor
-    k_order: torch.Tensor | None
-    rotary: RotaryTable | None
-    rules: LogitRules
     source: "AntKVImpl | None"
     sinks: SinkFlags | None
     prefix: LayerPrefix | None
@@ -61,17 +44,7 @@ class Attachment:
     recency: Any
     positions: Any
     stores_positions: bool
-    counters: Counters
-    counts_rows: bool
-    last_query: torch.Tensor
     kernels: Kernels
-    max_num_reqs: int
-    scratch: Scratch
-    varlen: Varlen | None
-
-    def shared(self, source: "AntKVImpl", rules: LogitRules) -> Self:
-        """What a layer is given that reads the cache of `source`, whose attachment this is."""
-        return replace(self, source=source, rules=rules, counts_rows=False, stores_positions=False)
 
 
 class AntKVImpl(AttentionImpl[VQMetadata]):
@@ -108,8 +81,8 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         #: Whether other layers read this one's cache.
         self.is_read = False
         self._pages: torch.Tensor | None = None
-        # K and V of the step, for layers that read this one's cache.
-        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Of the step, for layers that read this one's cache.
+        self._rows: StepRows | None = None
         self._layer: LayerState | None = None
         self._operations: LayerOperations | None = None
 
@@ -168,8 +141,8 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             rows = StepRows(query[:num_tokens], key[:num_tokens], value[:num_tokens], is_sink)
             written = output[:num_tokens]
         if self.is_read:
-            self._rows = rows.key, rows.value
-        run(self._operations, self._layer, rows, written, step)
+            self._rows = rows
+        self._operations.run(rows, written, step)
         return output
 
     def _read(self, source: "AntKVImpl", query: torch.Tensor, output: torch.Tensor, step: Step) -> None:
@@ -177,35 +150,14 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         assert self._layer is not None
         assert self._operations is not None
         assert source._rows is not None, "a layer reads the cache of one that comes before it"
-        key, value = source._rows
         with self._layer.counters.timed("attend"):
-            self._operations.attend(query, key, value, output, None, step)
+            self._operations.attend(source._rows._replace(query=query), output, step)
 
     def _take_pages(self, attachment: Attachment, kv_cache: torch.Tensor) -> None:
         self._pages = kv_cache
-        self._layer = self._state(attachment, kv_cache)
+        positions = None if attachment.positions is None else attachment.positions.pages
+        vq, recency = VQPages.view(kv_cache, attachment.layout), attachment.recency.pages
+        self._layer = LayerState.of(attachment.setup, vq, recency, positions)
         if attachment.kernels.on_gpu:
             warm_up(attachment.kernels.build, self._layer)
         self._operations = attachment.kernels.build(self._layer)
-
-    def _state(self, attachment: Attachment, kv_cache: torch.Tensor) -> LayerState:
-        recency: RecencyPages = attachment.recency.pages
-        return LayerState(
-            vq=VQPages.view(kv_cache, attachment.layout),
-            recency=recency,
-            k_centroids=attachment.k_centroids,
-            v_centroids=attachment.v_centroids,
-            preset=attachment.layout.preset,
-            k_order=attachment.k_order,
-            rotary=attachment.rotary,
-            last_query=attachment.last_query,
-            config=attachment.settings,
-            num_heads=self.num_heads,
-            rules=attachment.rules,
-            counters=attachment.counters,
-            counts_rows=attachment.counts_rows,
-            max_num_reqs=attachment.max_num_reqs,
-            scratch=attachment.scratch,
-            varlen=attachment.varlen,
-            positions=None if attachment.positions is None else attachment.positions.pages,
-        )

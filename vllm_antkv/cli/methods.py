@@ -50,6 +50,7 @@ def load_methods(
     from vllm_antkv.laboratory.sample import take_sample
 
     request = MethodRequest(card.name, card.identity, cache.codebooks, cache.config(), cache.own_recency)
+    request = replace(request, anchor_scope=cache.anchor_scope)
     if cache.calibration is None:
         built = [build_method(name, request) for name in names]
         return card.load(), built

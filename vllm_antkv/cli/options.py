@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from vllm_antkv.config import AntKVConfig, Recency
 from vllm_antkv.errors import SettingsError, first_problem
 
-#: As in `AntKVConfig.anchor_scope`.
+#: As in `offline.method.Method.anchor_scope`.
 AnchorScope = Literal["block", "prompt"]
 
 #: As in `AntKVConfig.anchor_dtype`.
@@ -99,21 +99,13 @@ class CacheOptions(KeptOptions):
 
     anchors: Anchors = DEFAULTS.anchor_share
     anchor_dtype: AnchorsAs = DEFAULTS.anchor_dtype
-    anchor_scope: Annotated[
-        AnchorScope,
-        typer.Option(help="Queries that vote for anchors: those of the block, or all of the window (paper)."),
-    ] = DEFAULTS.anchor_scope
 
     def config(self) -> AntKVConfig:
         """As the server has them; SettingsError when one cannot be used."""
         return self._config(**self._of_anchors())
 
     def _of_anchors(self) -> dict[str, Any]:
-        return {
-            "anchor_share": self.anchors,
-            "anchor_dtype": self.anchor_dtype,
-            "anchor_scope": self.anchor_scope,
-        }
+        return {"anchor_share": self.anchors, "anchor_dtype": self.anchor_dtype}
 
 
 @dataclass(frozen=True)
@@ -130,6 +122,10 @@ class MethodOptions(CacheOptions):
             "each method's paper keeps, and the server's default for cq-* and antkv-*.",
         ),
     ] = DEFAULTS.recency
+    anchor_scope: Annotated[
+        AnchorScope,
+        typer.Option(help="Queries that vote for anchors: those of the block, or all of the window (paper)."),
+    ] = "block"
     calibration: Annotated[
         Path | None,
         typer.Option(

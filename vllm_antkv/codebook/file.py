@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from vllm_antkv.codebook.header import CodebookHeader, check_header, parse_header
 from vllm_antkv.codebook.identity import ModelIdentity, differences
+from vllm_antkv.codebook.key_errors import KeyErrors
 from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.codebook.tensors import Form, by_layer, check_forms, check_values, checksum_of, form_of, stacks
 from vllm_antkv.config import AntKVConfig
@@ -31,6 +32,8 @@ _MAX_HEADER_BYTES = 1 << 20
 #: The largest models need 2 MiB for each of a few thousand KV heads; larger files are refused unread.
 _MAX_FILE_BYTES = 32 << 30
 _MAX_REASON = 200
+#: Tensors beside the centroids.
+_BESIDE = ("prefix_k", "prefix_v", "k_errors", "k_bias_gain")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Codebook:
 
     k, v: for every layer (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16, as its preset has it.
     prefix_k, prefix_v: rows of the trained prefix, as in `TrainedPrefix`, where the header has one.
+    k_errors, k_bias_gain: `errors` and `gain` of `KeyErrors`, where they are known; gains of 1 where only errors are.
     """
 
     header: CodebookHeader
@@ -46,6 +50,8 @@ class Codebook:
     v: tuple[torch.Tensor, ...]
     prefix_k: torch.Tensor | None = None
     prefix_v: torch.Tensor | None = None
+    k_errors: torch.Tensor | None = None
+    k_bias_gain: torch.Tensor | None = None
 
     @property
     def preset(self) -> Preset:
@@ -60,6 +66,16 @@ class Codebook:
         assert self.prefix_k is not None
         assert self.prefix_v is not None
         return TrainedPrefix(self.header.prefix, self.prefix_k, self.prefix_v)
+
+    @property
+    def key_errors(self) -> KeyErrors | None:
+        """What coded keys lose, if it is known."""
+        if self.k_errors is None:
+            return None
+        model, gain = self.header.model, self.k_bias_gain
+        return KeyErrors(
+            self.k_errors, torch.ones(model.num_layers, model.num_attention_heads) if gain is None else gain
+        )
 
     def with_prefix(self, prefix: TrainedPrefix | None) -> Self:
         """The same codebook with this trained prefix, or with none."""
@@ -121,7 +137,7 @@ class Codebook:
         if header.checksum != checksum_of(raw, tensors):
             raise CodebookError(f"{path} is damaged: its checksum does not match; run `antkv calibrate` again.")
         k, v = (by_layer(header, kind, tensors) for kind in ("k", "v"))
-        return cls(header, k, v, tensors.get("prefix_k"), tensors.get("prefix_v"))
+        return cls(header, k, v, **{name: tensors.get(name) for name in _BESIDE})
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Tensors as stored: the layers of a preset are stacked."""
@@ -130,8 +146,8 @@ class Codebook:
             for suffix, indices in stacks(self.header).items()
             for kind, layers in (("k", self.k), ("v", self.v))
         }
-        prefix = {"prefix_k": self.prefix_k, "prefix_v": self.prefix_v}
-        return tensors | {name: rows.contiguous() for name, rows in prefix.items() if rows is not None}
+        beside = {name: getattr(self, name) for name in _BESIDE}
+        return tensors | {name: rows.contiguous() for name, rows in beside.items() if rows is not None}
 
 
 def _read(

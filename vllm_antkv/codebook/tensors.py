@@ -15,6 +15,8 @@ from vllm_antkv.errors import CodebookError
 
 #: safetensors' names of dtypes.
 _DTYPE_NAMES = {torch.float16: "F16", torch.float32: "F32"}
+#: As in `KeyErrors`: errors and gains. A file without them serves uncorrected logits.
+OPTIONAL = ("k_errors", "k_bias_gain")
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,14 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 
 def check_forms(header: CodebookHeader, forms: Mapping[str, Form], path: Path) -> None:
-    """CodebookError unless there are exactly the tensors that the header tells of."""
+    """CodebookError unless there are exactly the tensors that the header tells of, or those and `OPTIONAL` ones."""
     wanted = _wanted_forms(header)
-    if set(forms) != set(wanted):
+    if set(forms) - set(OPTIONAL) != set(wanted):
         raise CodebookError(
             f"{path} is damaged: it holds tensors {reprlib.repr(sorted(forms))}, not {' and '.join(wanted)}."
         )
-    for name, form in wanted.items():
-        if forms[name] != form:
+    for name, form in (wanted | _optional_forms(header)).items():
+        if forms.get(name, form) != form:
             raise CodebookError(f"{path} is damaged: {name} is {forms[name]}, but must be {form}.")
 
 
@@ -57,6 +59,12 @@ def _wanted_forms(header: CodebookHeader) -> dict[str, Form]:
         rows = Form("F32", (model.num_layers, len(header.prefix), model.num_kv_heads, model.head_size))
         wanted |= dict.fromkeys(("prefix_k", "prefix_v"), rows)
     return wanted
+
+
+def _optional_forms(header: CodebookHeader) -> dict[str, Form]:
+    model = header.model
+    shapes = (model.num_kv_heads, model.head_size), (model.num_attention_heads,)
+    return {name: Form("F32", (model.num_layers, *shape)) for name, shape in zip(OPTIONAL, shapes, strict=True)}
 
 
 def stacks(header: CodebookHeader) -> dict[str, list[int]]:
@@ -79,8 +87,10 @@ def by_layer(header: CodebookHeader, kind: str, tensors: Mapping[str, torch.Tens
 
 
 def check_values(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """CodebookError when a value is not finite. Layer by layer: a mask over all would be half a codebook more."""
+    """CodebookError when a value cannot be served. Layer by layer: a mask over all would be half a codebook more."""
     for name, tensor in tensors.items():
+        if name in OPTIONAL and (tensor < 0).any():
+            raise CodebookError(f"{path} is damaged: {name} holds values below 0.")
         if not all(layer.isfinite().all() for layer in tensor):
             raise CodebookError(f"{path} is damaged: {name} holds values that are not finite.")
 

@@ -9,7 +9,7 @@ import torch
 
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.offline.method import Method, Quantiser
+from vllm_antkv.offline.method import AnchorScope, Method, Quantiser
 
 
 class CountedQuantiser(Quantiser, Protocol):
@@ -52,6 +52,7 @@ class MethodRequest:
     config: the settings asked for; a method takes those it has.
     own_recency: methods of the literature keep the recent tokens and sinks of their own papers, not `config.recency`.
     sample: None lets calibrated methods learn from the first tokens of each window.
+    anchor_scope: as in `Method`.
     """
 
     model_name: str
@@ -60,6 +61,7 @@ class MethodRequest:
     config: AntKVConfig
     own_recency: bool = False
     sample: Sample | None = None
+    anchor_scope: AnchorScope = "block"
 
     @property
     def recency_name(self) -> str:

@@ -5,9 +5,11 @@ intact prefix, itself; `select.recency`), and otherwise as it comes back from th
 anchor of a block that closed before i's block began, with the correction that is stored for it, or as it is where the
 cache keeps that. Blocks are taken in order, because the anchors of one decide what the next sees.
 
-With `anchor_scope: prompt` anchors are those of the paper: chosen from full-precision attention of all queries of the
+With the scope `prompt` anchors are those of the paper: chosen from full-precision attention of all queries of the
 window, serving all later blocks. There the future reaches the past, and the engine differs: it sees a prompt in steps,
 and blocks that close in a step serve nothing within it. The figures of that scope are the paper's, not the server's.
+
+The logits of coded rows are corrected by what a codebook knows of its errors (`ops.reference.jensen_bias`).
 
 In windows that start with the method's trained prefix, K and V of those tokens are the trained rows, in every layer.
 
@@ -35,9 +37,18 @@ from vllm_antkv.offline.sinks import strongest_so_far
 from vllm_antkv.offline.taps import replaced
 from vllm_antkv.offline.traits import layer_traits, rotary_tables
 from vllm_antkv.ops.logits import LogitRules
-from vllm_antkv.ops.reference import SeenRows, anchor_score, causal_lse, corrected, correction, mixed_attention
+from vllm_antkv.ops.reference import (
+    SeenRows,
+    anchor_score,
+    causal_lse,
+    corrected,
+    correction,
+    jensen_bias,
+    jensen_weights,
+    mixed_attention,
+)
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
+from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, block_anchors, code_errors, vote_weights
 from vllm_antkv.select.recency import last_query_table
 
 
@@ -170,7 +181,9 @@ def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | N
     last_query = last_query_table(config, num_tokens, rules.window).to(key.device)
     # What queries of later blocks see: decoded rows, of which the anchors of closed blocks are corrected.
     seen_key, seen_value = method.quantiser.read_back(owner.layer, key, value, window.rotary)
-    of_prompt = prompt_scores(owner, last_query) if config.anchor_scope == "prompt" else None
+    of_prompt = prompt_scores(owner, last_query) if method.anchor_scope == "prompt" else None
+    weights = _jensen_weights(window, method)
+    is_code = torch.ones(key.shape[:3], dtype=torch.bool, device=key.device)
     outputs = []
     for start in range(0, num_tokens, VQ_BLOCK_SIZE):
         block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
@@ -178,11 +191,12 @@ def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | N
         visible = rules.visible(positions[block, None], positions[past])
         exact = visible & (positions[block, None] <= last_query[past])
         columns = exact.any(0).nonzero().flatten()
-        output, _ = mixed_attention(
+        output = mixed_attention(
             query[:, block],
             SeenRows(seen_key[:, past], seen_value[:, past], (visible & ~exact)[None]),
             SeenRows(key[:, columns], value[:, columns], exact[None, :, columns]),
             rules,
+            jensen_bias(query[:, block], weights, is_code[:, past]),
         )
         outputs.append(output)
         # A block that never closes, or that no later query can see, has no anchors.
@@ -191,19 +205,18 @@ def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | N
         if of_prompt is None:
             own = visible[None, :, block]
             own_lse = causal_lse(owner.query[:, block], key[:, block], own, owner.rules)
-            weight = vote_weights(positions[block, None], positions[block], last_query, "block", rules.window)
-            scores = anchor_score(
-                owner.query[:, block], key[:, block], own_lse, weight[None], owner.rules, VOTE_POWER["block"]
-            )
+            scores = anchor_score(owner.query[:, block], key[:, block], own_lse, own.to(key.dtype), owner.rules)
         else:
             scores = (of_prompt[0][..., block], of_prompt[1][..., block])
+        anchors = []
         for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
             if is_sink is not None:
                 score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
-            offsets = block_anchors(
-                score, full[:, block], seen[:, block], positions[block] < config.prefix, config, rules.window
-            )
-            _correct_anchors(seen[:, block], full[:, block], offsets)
+            already_exact = positions[block] < config.prefix
+            errors = code_errors(full[:, block], seen[:, block])
+            offsets = block_anchors(score, errors, already_exact, config, rules.window, method.anchor_scope)
+            anchors.append(_correct_anchors(seen[:, block], full[:, block], offsets))
+        is_code[:, block] = ~anchors[0]
     return torch.cat(outputs, dim=1)
 
 
@@ -217,7 +230,7 @@ def prompt_scores(window: LayerWindow, last_query: torch.Tensor) -> tuple[torch.
     Returns:
         scores of K and of V, each (num_windows, num_kv_heads, num_tokens).
     """
-    query, key, value, rules = window.query, window.key, window.value, window.rules
+    query, key, rules = window.query, window.key, window.rules
     num_windows, num_tokens, num_kv_heads, _ = key.shape
     positions = torch.arange(num_tokens, device=key.device)
     key_score, value_score = key.new_zeros(2, num_windows, num_kv_heads, num_tokens)
@@ -225,13 +238,7 @@ def prompt_scores(window: LayerWindow, last_query: torch.Tensor) -> tuple[torch.
         block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
         past = slice(0, block.stop)
         visible = rules.visible(positions[block, None], positions[past])[None]
-        nothing = key[:, :0]
-        _, lse = mixed_attention(
-            query[:, block],
-            SeenRows(nothing, nothing, visible[..., :0]),
-            SeenRows(key[:, past], value[:, past], visible),
-            rules,
-        )
+        lse = causal_lse(query[:, block], key[:, past], visible, rules)
         weight = vote_weights(positions[block, None], positions[past], last_query, "prompt", rules.window)
         of_key, of_value = anchor_score(query[:, block], key[:, past], lse, weight[None], rules, VOTE_POWER["prompt"])
         key_score[..., past] += of_key
@@ -239,13 +246,16 @@ def prompt_scores(window: LayerWindow, last_query: torch.Tensor) -> tuple[torch.
     return key_score, value_score
 
 
-def _correct_anchors(seen: torch.Tensor, full: torch.Tensor, rows: torch.Tensor) -> None:
+def _correct_anchors(seen: torch.Tensor, full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Correct the decoded rows of the anchors of one block as the cache would.
 
     Args:
         seen: (num_windows, block_size, num_kv_heads, head_size) decoded rows, written.
         full: the same rows in full precision.
         rows: (num_windows, num_kv_heads, anchor_rows) offsets of the anchors, from `block_anchors`.
+
+    Returns:
+        (num_windows, block_size, num_kv_heads) bool, which rows are anchors.
     """
     offsets = torch.arange(seen.shape[1], device=seen.device)
     # An unused row is -1 and matches no offset.
@@ -253,6 +263,17 @@ def _correct_anchors(seen: torch.Tensor, full: torch.Tensor, rows: torch.Tensor)
         (rows[..., None] == first + offsets).any(-2).transpose(1, 2)[..., None] for first in (0, EXACT_ANCHOR)
     )
     seen.copy_(torch.where(exact, full, torch.where(in_fp8, corrected(seen, correction(full, seen)), seen)))
+    return (exact | in_fp8)[..., 0]
+
+
+def _jensen_weights(window: LayerWindow, method: Method) -> torch.Tensor:
+    """(num_heads, head_size) in the dtype of the rows; zeros where the method's codes are not corrected."""
+    num_heads, head_size = window.query.shape[2:]
+    if method.key_errors is None:
+        return window.query.new_zeros(num_heads, head_size)
+    errors, gain = method.key_errors.of_layers(window.owner.layer, window.layer)
+    weights = jensen_weights(errors, gain, window.rules.scale, window.owner.rotary)
+    return weights.to(window.query)
 
 
 def _watch(model: PreTrainedModel, run: _Run) -> list[torch.utils.hooks.RemovableHandle]:

@@ -1,16 +1,19 @@
 """What a method of the registry is: how a row comes back from the cache, and which rows stay in full precision."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
-from vllm_antkv.codebook import SinkRule
+from vllm_antkv.codebook import KeyErrors, SinkRule
 from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.offline.retention import Retention
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import Preset
+
+#: Queries that vote for anchors.
+AnchorScope = Literal["block", "prompt"]
 
 
 class Quantiser(Protocol):
@@ -70,6 +73,9 @@ class Method:
     retention: of a method of the literature, the rows that stay exact instead of what `config` says.
     num_sinks: with a `retention`, how many sinks are kept: the strongest so far by `sinks`, whatever its threshold.
     eviction: rows are dropped instead of quantised.
+    key_errors: what coded keys lose, for the correction of their logits; None: they are not corrected.
+    anchor_scope: queries that vote for anchors: those of the row's own VQ block, as the server has it, or all of the
+        window, as the paper has it.
     trained_prefix: rows in place of the model's own in windows that start with its token ids.
     """
 
@@ -83,6 +89,8 @@ class Method:
     retention: Retention | None = None
     num_sinks: int = 0
     eviction: Eviction | None = None
+    key_errors: KeyErrors | None = None
+    anchor_scope: AnchorScope = "block"
     trained_prefix: TrainedPrefix | None = None
 
     @property
@@ -90,5 +98,6 @@ class Method:
         """The settings that produced a figure, for its JSON."""
         of_config = self.quantiser is not None and self.retention is None
         chosen = self.config.model_dump(exclude={"codebooks", "prefill_reads_cache"}) if of_config else {}
+        chosen |= {"anchor_scope": self.anchor_scope} if of_config else {}
         trained = {} if self.trained_prefix is None else {"trained_prefix": len(self.trained_prefix.token_ids)}
         return {**chosen, **trained, **(self.provenance or {})}

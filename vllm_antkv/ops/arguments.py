@@ -1,11 +1,11 @@
 """What the C++ and the CUDA kernels are handed alike: addresses of a layer's pages, of a step and of its rows."""
 
 import ctypes
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
+from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.step import Step
 
@@ -68,18 +68,19 @@ def section_offset(first: torch.Tensor, section: torch.Tensor) -> int:
     return byte - first_byte
 
 
-@lru_cache(maxsize=1)
 def step_argument(step: Step) -> StepArgument:
-    """All layers of a model and their operations are given the same step."""
-    return StepArgument(
-        step.query_start_loc.data_ptr(),
-        step.seq_lens.data_ptr(),
-        step.vq_block_table.data_ptr(),
-        step.recency_block_table.data_ptr(),
-        step.vq_block_table.stride(0),
-        step.recency_block_table.stride(0),
-        step.num_reqs,
-    )
+    """Made once for all layers of a model, which are given the same step."""
+    if StepArgument not in step.shared:
+        step.shared[StepArgument] = StepArgument(
+            step.query_start_loc.data_ptr(),
+            step.seq_lens.data_ptr(),
+            step.vq_block_table.data_ptr(),
+            step.recency_block_table.data_ptr(),
+            step.vq_block_table.stride(0),
+            step.recency_block_table.stride(0),
+            step.num_reqs,
+        )
+    return step.shared[StepArgument]
 
 
 def rows_argument(rows: torch.Tensor) -> RowsArgument:
@@ -98,6 +99,15 @@ def check_heads(rows: torch.Tensor) -> None:
     strides = rows.stride()
     if strides[2] != 1 or (num_heads > 1 and strides[1] != head_size):
         raise ValueError(f"The heads of a token must be contiguous, not of strides {strides}.")
+
+
+def check_jensen_weights(layer: LayerState, kernels: str) -> None:
+    """UnsupportedModelError where a codebook corrects logits and these kernels do not."""
+    if layer.jensen_weights.any():
+        raise UnsupportedModelError(
+            f"The {kernels} kernels do not correct the logits of coded keys, as this codebook asks for: serve this "
+            "model with the antkv setting kernels=reference."
+        )
 
 
 def _stride(pages: torch.Tensor, dim: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from vllm_antkv.cache.pages import VQPages
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerState
-from vllm_antkv.ops.reference import corrected, decode, unpack_codes
+from vllm_antkv.ops.reference import corrected, decode, jensen_bias, unpack_codes
 from vllm_antkv.ops.rope import rotate
 from vllm_antkv.ops.step import Step
 from vllm_antkv.select.anchors import EXACT_ANCHOR
@@ -59,28 +59,32 @@ def _chunk(
     block_ids = step.vq_block_table[-1, blocks.start : blocks.stop].long()
     # A query sees the anchors of the blocks before its own.
     closed = torch.arange(blocks.start, blocks.stop, device=query.device) < position // VQ_BLOCK_SIZE
-    coded, anchors = _coded_rows(layer, positions, block_ids, closed, kv_head)
+    coded, is_anchor = _coded_rows(layer, positions, block_ids, closed, kv_head)
     known = positions.clamp(max=len(layer.last_query) - 1)
     seen = layer.rules.visible(position, positions)
     recent = (layer.last_query[known] >= position) & seen
     stored = _recency_rows(layer, positions, step, kv_head)
     exact = torch.where((positions == position)[:, None], own_key, stored).to(coded.dtype)
     rows = torch.where(recent[:, None], exact, coded)
-    logits = layer.rules.logits(query.to(rows.dtype) @ rows.T)
-    return logits.masked_fill(~seen, -torch.inf), recent, anchors * ~recent
+    query = query.to(rows.dtype)
+    weights = layer.jensen_weights.unflatten(0, (-1, len(query)))[kv_head].to(rows.dtype)
+    is_code = ~recent & (is_anchor[0] == 0)
+    bias = jensen_bias(query[None, None], weights, is_code[None, :, None])[0, :, 0]
+    logits = layer.rules.logits(query @ rows.T, bias)
+    return logits.masked_fill(~seen, -torch.inf), recent, is_anchor.mean(0) * ~recent
 
 
 def _coded_rows(
     layer: LayerState, positions: torch.Tensor, block_ids: torch.Tensor, closed: torch.Tensor, kv_head: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decoded K rows, the anchors of `closed` blocks corrected, (T, D); how much of an anchor each is, (T,)."""
+    """Decoded K rows, the anchors of `closed` blocks corrected, (T, D); 1 for anchors of K and of V, else 0, (2, T)."""
     # Layers on GPUs hold float16, which is too coarse to compute in.
     dtype = torch.promote_types(layer.k_centroids.dtype, torch.float32)
     vq, centroids = layer.vq, layer.k_centroids[kv_head, None].to(dtype)
     packed = vq.k_codes[block_ids, kv_head].flatten(0, 1)[:, None]
     rows = decode(unpack_codes(packed, layer.preset, centroids.shape[1]), centroids)
     if layer.rotary is not None:
-        rows = rotate(rows, layer.turned_by(block_ids.repeat_interleave(VQ_BLOCK_SIZE), positions), layer.rotary)
+        rows = rotate(rows, layer.rope_positions(block_ids.repeat_interleave(VQ_BLOCK_SIZE), positions), layer.rotary)
     rows = layer.to_model_order(rows)
     offsets = vq.anchor_offsets[block_ids, kv_head].long()
     is_exact = offsets >= EXACT_ANCHOR
@@ -96,7 +100,7 @@ def _coded_rows(
     exact = torch.nn.functional.pad(in_pairs, (0, 0, 0, anchors.shape[1] % 2)).to(dtype)
     in_fp8 = corrected(decoded, anchors[..., : decoded.shape[-1]])
     blocks.scatter_(1, index, torch.where(is_exact[:, 0, :, None], exact, in_fp8))
-    return blocks[:, :VQ_BLOCK_SIZE].flatten(0, 1), flags.mean(1).flatten()
+    return blocks[:, :VQ_BLOCK_SIZE].flatten(0, 1), flags.transpose(0, 1).flatten(1)
 
 
 def _recency_rows(layer: LayerState, positions: torch.Tensor, step: Step, kv_head: int) -> torch.Tensor:

@@ -14,12 +14,19 @@ from pathlib import Path
 import torch
 
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.arguments import layer_fields, plain_tables, rows_argument, section_offset, step_argument
+from vllm_antkv.ops.arguments import (
+    check_jensen_weights,
+    layer_fields,
+    plain_tables,
+    rows_argument,
+    section_offset,
+    step_argument,
+)
 from vllm_antkv.ops.byte_tables import byte_tables
 from vllm_antkv.ops.cpu_library import LayerArgument, WorkArgument, load
 from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.fixed_point import fixed_tables
-from vllm_antkv.ops.layer import InOneCall, LayerState, StepRows
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 
@@ -114,7 +121,7 @@ def _library(variant: Variant) -> ctypes.CDLL:
     return load(variant.path)
 
 
-class CpuOperations(InOneCall):
+class CpuOperations:
     """See `LayerOperations`.
 
     Args:
@@ -135,7 +142,7 @@ class CpuOperations(InOneCall):
         self._strides: tuple[tuple[int, ...], ...] = ()
 
     def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
-        """See `InOneCall`.
+        """See `LayerOperations`.
 
         Raises:
             ValueError: the heads of a token do not lie side by side.
@@ -155,55 +162,22 @@ class CpuOperations(InOneCall):
         if num_anchor_rows and state.counts_rows:
             state.counters.count_anchor_rows(num_anchor_rows, 2 * state.vq.k_codes.shape[1])
 
-    def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
-        """See `LayerOperations`."""
-        self._library.antkv_encode_store(self._layer, step_argument(step), rows_argument(key), rows_argument(value))
-
-    def anchor_score(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        is_sink: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        step: Step,
-    ) -> None:
-        """See `LayerOperations`."""
-        num_rows = self._library.antkv_anchor_score(
-            self._layer,
-            step_argument(step),
-            rows_argument(query),
-            rows_argument(key),
-            rows_argument(value),
-            _address(is_sink),
-            _address(lse),
-        )
-        if self._state.counts_rows:
-            self._state.counters.count_anchor_rows(num_rows, 2 * key.shape[1])
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        step: Step,
-    ) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
         self._library.antkv_attend(
             self._layer,
             step_argument(step),
-            rows_argument(query),
-            rows_argument(key),
-            rows_argument(value),
+            rows_argument(rows.query),
+            rows_argument(rows.key),
+            rows_argument(rows.value),
             rows_argument(output),
-            _address(lse),
+            None,
             _address(step.is_prefilling),
         )
 
 
 def _check(layer: LayerState) -> None:
+    check_jensen_weights(layer, "C++")
     num_kv_heads, num_sub_vectors, _, size = layer.k_centroids.shape
     if num_sub_vectors * size % _HEAD_SIZE_MULTIPLE or layer.num_heads // num_kv_heads > MAX_GROUP:
         raise UnsupportedModelError(
@@ -259,7 +233,7 @@ def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant)
         prefix=config.prefix,
         has_anchors=config.anchor_share > 0,
         exact_anchors=config.anchor_dtype == "model",
-        prompt_scope=config.anchor_scope == "prompt",
+        prompt_scope=False,
         prefill_reads_cache=config.prefill_reads_cache,
         soft_cap=layer.rules.soft_cap or 0.0,
         window=_NO_WINDOW if layer.rules.window is None else layer.rules.window,

@@ -8,17 +8,20 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from vllm_antkv.ops.triton import TritonOperations
+
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.arguments import rows_argument, step_argument
+from vllm_antkv.ops.arguments import check_jensen_weights, rows_argument, step_argument
 from vllm_antkv.ops.cuda_arguments import LayerArgument, ResultsArgument, anchor_bytes, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import CLUSTER, ENCODE_RUN, Build
-from vllm_antkv.ops.layer import LayerKind, LayerState, VotingBeside
+from vllm_antkv.ops.layer import LayerKind, LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 from vllm_antkv.select.recency import sees_own_block
@@ -50,18 +53,16 @@ def missing(device: torch.device, layers: Sequence[LayerKind] = ()) -> str | Non
         backend = _backend(device)
     except ImportError as error:
         return f"CuPy, which the CUDA kernels need, cannot be loaded ({error})"
-    return next((reason for layer in layers if (reason := unsupported(layer, False, backend)) is not None), None)
+    return next((reason for layer in layers if (reason := unsupported(layer, backend)) is not None), None)
 
 
-def unsupported(layer: LayerKind, fp8: bool, backend: Backend) -> str | None:
+def unsupported(layer: LayerKind, backend: Backend) -> str | None:
     """What the kernels have no code for in this layer, on this GPU; or None."""
     preset = layer.preset
     if (preset.sub_vector_size, preset.num_centroids) not in FORMATS:
         return f"the CUDA kernels have no code for {preset.name}"
     if layer.head_size not in HEAD_SIZES:
         return f"the CUDA kernels have head sizes 64 and 128, not {layer.head_size}"
-    if fp8 and preset.num_centroids == 256 and layer.head_size != 128:
-        return "the CUDA kernels have 256 centroids in FP8 at head size 128 only"
     if layer.group > MAX_GROUP:
         return f"the CUDA kernels have room for {MAX_GROUP} query heads per KV head, not {layer.group}"
     if layer.dtype not in (torch.float16, torch.bfloat16):
@@ -70,7 +71,7 @@ def unsupported(layer: LayerKind, fp8: bool, backend: Backend) -> str | None:
         return "the CUDA kernels turn whole heads as Llama does, and this model's RoPE is partial or interleaved"
     if layer.rotary is not None and not angles_are_linear(layer.rotary):
         return "the CUDA kernels need angles that are linear in the position, and this model's RoPE is not"
-    needed = Build.of(layer, fp8, backend.shared_bytes, backend.capability).decode_shared_bytes
+    needed = Build.of(layer, backend.shared_bytes, backend.capability).decode_shared_bytes
     if needed > backend.shared_bytes:
         return (
             f"the CUDA kernels need {needed} bytes of shared memory for this model, and this GPU has"
@@ -87,9 +88,8 @@ def _backend(device: torch.device) -> CudaBackend:
 class CudaOperations:
     """See `LayerOperations`.
 
-    fp8: 256 centroids in 8 bits (e4m3, a scale per sub-vector), which halves the shared memory; head size 128 only.
-        4,096 are so in any case (`fp8_tables`).
-    backend, others: where the kernels run, and what does the rest; None is the layer's GPU, and Triton.
+    backend, triton: where the kernels run, and what does the rest; None is the layer's GPU, and Triton on it. Tests on
+        CPUs hand over `ReferenceOperations`, which has the same methods.
     split: tokens of a split, `SPLIT` where nothing is said.
 
     Raises:
@@ -99,25 +99,24 @@ class CudaOperations:
     def __init__(
         self,
         layer: LayerState,
-        fp8: bool = False,
         backend: Backend | None = None,
-        others: VotingBeside | None = None,
+        triton: "TritonOperations | Any" = None,
         split: int | None = None,
     ) -> None:
+        check_jensen_weights(layer, "CUDA")
         self._split = SPLIT if split is None else split
         self._backend = _backend(layer.recency.k.device) if backend is None else backend
-        reason = unsupported(layer.kind, fp8, self._backend)
+        reason = unsupported(layer.kind, self._backend)
         if reason is not None:
             raise UnsupportedModelError(f"This model cannot run here: {reason}: use the antkv setting kernels=triton.")
-        self._others = _triton(layer) if others is None else others
-        build = Build.of(layer.kind, fp8, self._backend.shared_bytes, self._backend.capability)
+        self._triton = _triton(layer) if triton is None else triton
+        build = Build.of(layer.kind, self._backend.shared_bytes, self._backend.capability)
         self._build = build.with_anchors(anchor_bytes(layer))
         self._backend.load(self._build)
         self._scratch = layer.scratch
-        self._votes = layer.config.anchor_rows > 0 and not layer.votes_on_prompt and sees_own_block(layer.last_query)
-        # Steps whose single tokens are to vote when they attend, with the sinks among their tokens. A step that never
-        # attends is forgotten with whoever held it.
-        self._awaited: WeakKeyDictionary[Step, torch.Tensor | None] = WeakKeyDictionary()
+        self._has_anchors = layer.config.anchor_rows > 0
+        # The kernels count votes of queries that see the keys of their block exactly.
+        self._votes = self._has_anchors and sees_own_block(layer.last_query)
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
         self._layer = layer_argument(layer, self._tensors, self._build, self._split)
@@ -138,13 +137,29 @@ class CudaOperations:
         self._backend.load(build)
         return _Decoding(build, layer_argument(layer, self._tensors, build, self._split), clusters * CLUSTER)
 
-    def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+    def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+        """See `LayerOperations`. Single tokens vote on their block while they attend."""
+        self.encode_store(rows, step)
+        if not self._votes and self._has_anchors:
+            self._triton.anchor_score(rows, step)
+        elif self._votes and step.max_query_len > 1:
+            self._triton.anchor_score(rows, step, singles=False)
+        self._attend(rows, output, step, self._votes)
+        if self._votes and step.num_reqs:
+            self._triton.close_blocks(rows, step)
+
+    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
-        if not len(key):
+        self._attend(rows, output, step, votes=False)
+
+    def encode_store(self, rows: StepRows, step: Step) -> None:
+        """See `ReferenceOperations`."""
+        num_tokens, num_kv_heads, _ = rows.key.shape
+        if not num_tokens:
             return
-        build, num_kv_heads = self._build, key.shape[1]
+        build = self._build
         # Long runs read centroids less often, but there must be runs for all multiprocessors.
-        least, most = -(-len(key) // ENCODE_RUN), -(-len(key) // _ENCODE_TILE)
+        least, most = -(-num_tokens // ENCODE_RUN), -(-num_tokens // _ENCODE_TILE)
         num_runs = min(max(self._backend.multiprocessors // (2 * num_kv_heads), least), most)
         self._backend.launch(
             build,
@@ -152,63 +167,27 @@ class CudaOperations:
             (num_runs, num_kv_heads, 2),
             build.encode_threads,
             build.encode_shared_bytes,
-            (self._layer, step_argument(step), rows_argument(key), rows_argument(value)),
+            (self._layer, step_argument(step), rows_argument(rows.key), rows_argument(rows.value)),
         )
 
-    def anchor_score(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        is_sink: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        step: Step,
-    ) -> None:
-        """See `LayerOperations`. In scope `block`, single tokens vote when their step attends, which must follow."""
-        if not self._votes:
-            self._others.anchor_score(query, key, value, is_sink, lse, step)
-            return
+    def _attend(self, rows: StepRows, output: torch.Tensor, step: Step, votes: bool) -> None:
+        """Longer queries are Triton's; single tokens beside them get the bits that they get alone."""
         if step.max_query_len > 1:
-            self._others.score_longer(query, key, value, is_sink, step)
+            self._triton.prefill(rows, output, step)
         if step.num_reqs:
-            self._awaited[step] = is_sink
+            self._decode(rows, output, step, votes)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        step: Step,
-    ) -> None:
-        """See `LayerOperations`. Longer queries are Triton's; single tokens beside them get the bits they get alone."""
-        if step.max_query_len > 1:
-            self._others.attend(query, key, value, output, lse, step)
-        if step.num_reqs:
-            self._decode(query, key, value, output, lse, step)
-
-    def _decode(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        step: Step,
-    ) -> None:
-        num_kv_heads = key.shape[1]
-        votes = step in self._awaited
-        is_sink = self._awaited.pop(step, None)
+    def _decode(self, rows: StepRows, output: torch.Tensor, step: Step, votes: bool) -> None:
+        num_kv_heads, is_sink = rows.key.shape[1], rows.is_sink
         partials, places = self._partials(step.num_reqs, step.max_seq_len)
         capacity = len(partials)
         results = ResultsArgument(
             rows_argument(output),
-            None if lse is None else lse.data_ptr(),
+            None,
             partials.data_ptr(),
             places.data_ptr(),
             capacity,
-            None if is_sink is None else is_sink.data_ptr(),
+            is_sink.data_ptr() if votes and is_sink is not None else None,
             votes,
         )
         # Both give the same bits. Bringing tables pays where every CTA has a split.
@@ -225,9 +204,9 @@ class CudaOperations:
             (
                 decoding.layer,
                 step_argument(step),
-                rows_argument(query),
-                rows_argument(key),
-                rows_argument(value),
+                rows_argument(rows.query),
+                rows_argument(rows.key),
+                rows_argument(rows.value),
                 results,
             ),
         )
@@ -239,8 +218,6 @@ class CudaOperations:
             0,
             (self._layer, step_argument(step), results),
         )
-        if votes:
-            self._others.close_blocks(key, value, step)
 
     def _partials(self, num_reqs: int, max_seq_len: int) -> list[torch.Tensor]:
         """Scratch for what the splits leave to be merged, and where each request's start.
@@ -262,7 +239,7 @@ class _Decoding:
     workers: int
 
 
-def _triton(layer: LayerState) -> VotingBeside:
+def _triton(layer: LayerState) -> "TritonOperations":
     from vllm_antkv.ops.triton import TritonOperations
 
     return TritonOperations(layer, decodes=False)

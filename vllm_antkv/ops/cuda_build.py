@@ -27,7 +27,7 @@ _SIZES = ((8, 4, 8), (8, 3, 8), (8, 2, 8), (8, 2, 2), (4, 4, 8), (4, 3, 2), (4, 
 class Build:
     """What the kernels are compiled for.
 
-    fp8: the tables of decoding are in e4m3, as those of 4,096 centroids always are.
+    fp8: the tables of decoding are in e4m3: those of 4,096 centroids.
     staged_rows: anchor rows of K, and of V, that spans have room for beside the codes of a page; 0: anchors are read
         where they are.
     cluster: CTAs that have K's tables of 4,096 centroids in their shared memory together; 1: those are in L2.
@@ -48,7 +48,7 @@ class Build:
     stamps: bool = False
 
     @classmethod
-    def of(cls, layer: LayerKind, fp8: bool, shared_bytes: int, capability: tuple[int, int]) -> "Build":
+    def of(cls, layer: LayerKind, shared_bytes: int, capability: tuple[int, int]) -> "Build":
         """For a layer on a GPU of this compute capability whose CTAs have `shared_bytes`."""
         build = cls(
             head_size=layer.head_size,
@@ -56,7 +56,7 @@ class Build:
             sub_vector_size=layer.preset.sub_vector_size,
             num_centroids=layer.preset.num_centroids,
             bfloat16=layer.dtype == torch.bfloat16,
-            fp8=fp8 or layer.preset.num_centroids >= ROUNDED_FROM,
+            fp8=layer.preset.num_centroids >= ROUNDED_FROM,
             bulk=capability >= _BULK_CAPABILITY,
         )
         return build.fitted(shared_bytes)

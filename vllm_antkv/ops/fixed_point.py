@@ -5,7 +5,7 @@ What the C++ kernels do with them is in csrc/cpu/fixed_logits.h.
 
 import torch
 
-from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rope import RotaryTable, pair_sums
 
 #: What the largest centroid of a channel becomes. Turned, and rounded on the way, keys stay within 16 bits.
 LARGEST = 32_000
@@ -32,7 +32,7 @@ def fixed_tables(k_centroids: torch.Tensor, rotary: RotaryTable | None) -> dict[
     num_kv_heads, num_sub_vectors, _, size = k_centroids.shape
     sizes = k_centroids.float().abs()
     largest, usual = (
-        _of_pairs(of_channels.reshape(num_kv_heads, -1).square(), rotary).sqrt()
+        pair_sums(of_channels.reshape(num_kv_heads, -1).square(), rotary).sqrt()
         for of_channels in (sizes.amax(2), sizes.mean(2))
     )
     if not (torch.isfinite(largest).all() and (largest <= MOST_UNEVEN * usual).all()):
@@ -50,15 +50,3 @@ def fixed_tables(k_centroids: torch.Tensor, rotary: RotaryTable | None) -> dict[
         tables["fixed_angles"] = torch.zeros(RUN, 2, cos.shape[1], dtype=torch.int16)
         tables["fixed_angles"][: len(cos)] = torch.stack([cos, sin], 1)
     return tables | {"k_units": units}
-
-
-def _of_pairs(squares: torch.Tensor, rotary: RotaryTable | None) -> torch.Tensor:
-    """(num_kv_heads, head_size): of channels that turn together, the sum, which bounds both however they turn."""
-    if rotary is None:
-        return squares
-    turning, rest = squares.split([rotary.rotary_dim, squares.shape[1] - rotary.rotary_dim], 1)
-    if rotary.is_neox_style:
-        pairs = turning.unflatten(1, (2, -1)).sum(1).repeat(1, 2)
-    else:
-        pairs = turning.unflatten(1, (-1, 2)).sum(2).repeat_interleave(2, 1)
-    return torch.cat([pairs, rest], 1)

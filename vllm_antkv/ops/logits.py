@@ -28,9 +28,14 @@ class LogitRules:
         """Logits are scaled products, and every query sees all tokens before it."""
         return self.window is None and self.soft_cap is None and self.sinks is None
 
-    def logits(self, products: torch.Tensor) -> torch.Tensor:
-        """Of products of queries and keys, any shape."""
-        scaled = products * self.scale
+    def logits(self, products: torch.Tensor, bias: torch.Tensor | float = 0.0) -> torch.Tensor:
+        """Of products of queries and keys, any shape; `bias` is added to the scaled ones (`reference.jensen_bias`).
+
+        A soft cap f takes b in: f(x + b), about f + f' b, stands for log E exp f(x + e), about f + (f'^2 + f'') b. They
+        differ by f' b (t^2 + 2 t / soft_cap) with t = tanh(x / soft_cap): nothing where logits are far from the cap,
+        and where they are near, f' is small.
+        """
+        scaled = products * self.scale + bias
         return scaled if self.soft_cap is None else self.soft_cap * torch.tanh(scaled / self.soft_cap)
 
     def visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from vllm_antkv.cache.pages import NO_ANCHOR, VQPages
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.reference import (
     SeenRows,
     anchor_score,
@@ -16,6 +16,7 @@ from vllm_antkv.ops.reference import (
     correction,
     decode,
     encode,
+    jensen_bias,
     mixed_attention,
     pack_codes,
     unpack_codes,
@@ -23,7 +24,7 @@ from vllm_antkv.ops.reference import (
 from vllm_antkv.ops.rope import rotate, unrotate
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.step_requests import StepRequest, step_requests
-from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, block_anchors, vote_weights
+from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, block_anchors, code_errors
 
 
 class ReferenceOperations:
@@ -33,89 +34,65 @@ class ReferenceOperations:
         self._layer = layer
         self._dtype = layer.k_centroids.dtype
 
-    def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+    def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
+        timed = self._layer.counters.timed
+        with timed("encode_store"):
+            self.encode_store(rows, step)
+        if self._layer.config.anchor_rows:
+            with timed("anchor_score"):
+                self.anchor_score(rows, step)
+        with timed("attend"):
+            self.attend(rows, output, step)
+
+    def encode_store(self, rows: StepRows, step: Step) -> None:
+        """Write the codes of the step's tokens, and the full-precision rows of those that own a recency page."""
+        key, value = rows.key, rows.value
         for request in step_requests(step):
             positions = torch.arange(request.start, request.end, device=key.device)
-            rows = request.rows(request.start, request.end)
-            self._store_codes(key[rows].to(self._dtype), value[rows].to(self._dtype), positions, step, request)
-            self._store_rows(key[rows], value[rows], positions, step, request)
+            own = request.rows(request.start, request.end)
+            self._store_codes(key[own].to(self._dtype), value[own].to(self._dtype), positions, step, request)
+            self._store_rows(key[own], value[own], positions, step, request)
 
-    def anchor_score(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        is_sink: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        step: Step,
-    ) -> None:
-        """See `LayerOperations`."""
-        self._score((query, key, value), is_sink, lse, step, list(step_requests(step)))
+    def anchor_score(self, rows: StepRows, step: Step, singles: bool = True) -> None:
+        """Add the votes of the step's queries to the Anchor Scores; choose the anchors of the blocks that close.
 
-    def score_longer(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_sink: torch.Tensor | None, step: Step
-    ) -> None:
-        """See `VotingBeside`."""
-        longer = [request for request in step_requests(step) if request.end - request.start > 1]
-        self._score((query, key, value), is_sink, None, step, longer)
+        singles: those of requests with one new token, too.
+        """
+        for request in step_requests(step):
+            if singles or request.end - request.start > 1:
+                self._score(rows, step, request)
 
-    def close_blocks(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
-        """See `VotingBeside`."""
+    def close_blocks(self, rows: StepRows, step: Step) -> None:
+        """Choose the anchors of blocks that the only new token of a request fills, from the scores in the pages."""
         for request in step_requests(step):
             if request.end - request.start == 1 and request.end % VQ_BLOCK_SIZE == 0:
-                positions = torch.arange(request.end - VQ_BLOCK_SIZE, request.end, device=key.device)
+                positions = torch.arange(request.end - VQ_BLOCK_SIZE, request.end, device=rows.key.device)
                 scores = self._carried_scores(positions, request.end, step, request)
-                self._close(scores, (key, value), positions, step, request)
+                self._close(scores, rows, positions, step, request)
 
-    def _score(
-        self,
-        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        is_sink: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        step: Step,
-        requests: list[StepRequest],
-    ) -> None:
-        query, key, value = rows
+    def _score(self, rows: StepRows, step: Step, request: StepRequest) -> None:
         rules = self._layer.rules
-        for request in requests:
-            for block, begin, end in request.segments():
-                positions = torch.arange(block * VQ_BLOCK_SIZE, end, device=key.device)
-                exact_key = self._exact_rows(key, self._layer.recency.k, positions, step, request)
-                scores = self._carried_scores(positions, begin, step, request)
-                # Whoever votes on these keys: the queries of the block, or all that follow them in the step.
-                voters = request.rows(begin, end if lse is None else request.end)
-                queries = torch.arange(begin, begin + voters.stop - voters.start, device=key.device)
-                seen = rules.visible(queries[:, None], positions)
-                wave_query = query[None, voters].to(self._dtype)
-                if lse is None:
-                    statistics = causal_lse(wave_query, exact_key[None], seen[None], rules)
-                else:
-                    statistics = lse[None, voters].to(self._dtype)
-                scope = self._layer.config.anchor_scope
-                weight = vote_weights(queries[:, None], positions, self._layer.last_query, scope, rules.window)
-                power = VOTE_POWER[scope]
-                votes = anchor_score(wave_query, exact_key[None], statistics, weight[None], rules, power)
-                scores += torch.cat(votes)
-                if is_sink is not None:
-                    scores[:, :, begin - positions[0] :].masked_fill_(is_sink[request.rows(begin, end)], SINK_SCORE)
-                if end % VQ_BLOCK_SIZE:
-                    pages, offsets = self._recency_slots(positions, step, request)
-                    self._layer.recency.scores[pages, :, :, offsets] = scores.permute(2, 1, 0).float()
-                else:
-                    self._close(scores, (key, value), positions, step, request)
+        for block, begin, end in request.segments():
+            positions = torch.arange(block * VQ_BLOCK_SIZE, end, device=rows.key.device)
+            exact_key = self._exact_rows(rows.key, self._layer.recency.k, positions, step, request)
+            scores = self._carried_scores(positions, begin, step, request)
+            new = request.rows(begin, end)
+            seen = rules.visible(torch.arange(begin, end, device=rows.key.device)[:, None], positions)
+            query = rows.query[None, new].to(self._dtype)
+            lse = causal_lse(query, exact_key[None], seen[None], rules)
+            scores += torch.cat(anchor_score(query, exact_key[None], lse, seen[None].to(self._dtype), rules))
+            if rows.is_sink is not None:
+                scores[:, :, begin - positions[0] :].masked_fill_(rows.is_sink[new], SINK_SCORE)
+            if end % VQ_BLOCK_SIZE:
+                pages, offsets = self._recency_slots(positions, step, request)
+                self._layer.recency.scores[pages, :, :, offsets] = scores.permute(2, 1, 0).float()
+            else:
+                self._close(scores, rows, positions, step, request)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        step: Step,
-    ) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
-        rules = self._layer.rules
+        rules, weights = self._layer.rules, self._layer.jensen_weights.to(self._dtype)
         for request in step_requests(step):
             num_blocks = -(-request.end // VQ_BLOCK_SIZE)
             # Blocks that no query of the step sees are gone.
@@ -123,31 +100,33 @@ class ReferenceOperations:
             origin = first_block * VQ_BLOCK_SIZE
             block_ids = step.vq_block_table[request.row, first_block:num_blocks].long()
             coded_key, coded_value = self._decoded(block_ids, origin)
+            is_anchor = coded_key.new_zeros(2, *coded_key.shape[:2], dtype=torch.bool)
             num_corrected = 0
             for block, begin, end in request.segments():
                 # A query sees the anchors of the blocks before its own.
-                self._correct_anchors(coded_key, coded_value, block_ids, num_corrected, block - first_block)
-                num_corrected = block - first_block
-                past = torch.arange(origin, end, device=key.device)
-                queries = torch.arange(begin, end, device=key.device)[:, None]
+                closed = range(num_corrected, block - first_block)
+                self._correct_anchors(coded_key, coded_value, block_ids, closed, is_anchor)
+                num_corrected = closed.stop
+                past = torch.arange(origin, end, device=rows.key.device)
+                queries = torch.arange(begin, end, device=rows.key.device)[:, None]
                 seen = rules.visible(queries, past)
                 exact = seen & self._seen_exactly(past, queries, request)
                 columns = exact.any(0).nonzero().flatten()
                 num_past = end - origin
-                rows = request.rows(begin, end)
-                result, statistics = mixed_attention(
-                    query[None, rows].to(self._dtype),
+                new = request.rows(begin, end)
+                query = rows.query[None, new].to(self._dtype)
+                result = mixed_attention(
+                    query,
                     SeenRows(coded_key[None, :num_past], coded_value[None, :num_past], (seen & ~exact)[None]),
                     SeenRows(
-                        self._exact_rows(key, self._layer.recency.k, past[columns], step, request)[None],
-                        self._exact_rows(value, self._layer.recency.v, past[columns], step, request)[None],
+                        self._exact_rows(rows.key, self._layer.recency.k, past[columns], step, request)[None],
+                        self._exact_rows(rows.value, self._layer.recency.v, past[columns], step, request)[None],
                         exact[None, :, columns],
                     ),
                     rules,
+                    jensen_bias(query, weights, ~is_anchor[:1, :num_past]),
                 )
-                output[rows] = result[0].to(output.dtype)
-                if lse is not None:
-                    lse[rows] = statistics[0].to(lse.dtype)
+                output[new] = result[0].to(output.dtype)
 
     def _seen_exactly(self, keys: torch.Tensor, queries: torch.Tensor, request: StepRequest) -> torch.Tensor:
         seen = self._layer.last_query[keys] >= queries
@@ -162,7 +141,9 @@ class ReferenceOperations:
         # Blocks fill from their first token, so whoever had the block before left its anchors until here.
         layer.vq.anchor_offsets[block_ids[offsets == 0]] = NO_ANCHOR
         key = layer.to_code_order(key)
-        raw_key = key if layer.rotary is None else unrotate(key, layer.turned_by(block_ids, positions), layer.rotary)
+        raw_key = (
+            key if layer.rotary is None else unrotate(key, layer.rope_positions(block_ids, positions), layer.rotary)
+        )
         layer.vq.k_codes[block_ids, :, offsets] = pack_codes(encode(raw_key, layer.k_centroids), layer.preset)
         layer.vq.v_codes[block_ids, :, offsets] = pack_codes(encode(value, layer.v_centroids), layer.preset)
 
@@ -208,26 +189,37 @@ class ReferenceOperations:
             rows.append(decode(unpack_codes(packed, layer.preset, centroids.shape[1]), centroids))
         if layer.rotary is not None:
             positions = first_position + torch.arange(len(rows[0]), device=block_ids.device)
-            turned_by = layer.turned_by(block_ids.repeat_interleave(VQ_BLOCK_SIZE), positions)
+            turned_by = layer.rope_positions(block_ids.repeat_interleave(VQ_BLOCK_SIZE), positions)
             rows[0] = rotate(rows[0], turned_by, layer.rotary)
         return layer.to_model_order(rows[0]), rows[1]
 
     def _correct_anchors(
-        self, key: torch.Tensor, value: torch.Tensor, block_ids: torch.Tensor, first: int, last: int
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        block_ids: torch.Tensor,
+        closed: range,
+        is_anchor: torch.Tensor,
     ) -> None:
-        """Correct the decoded rows that are anchors of blocks `first .. last` of those decoded."""
+        """Correct the decoded rows that are anchors of the blocks `closed` of those decoded.
+
+        is_anchor: (2, tokens, num_kv_heads) bool, those of K and of V; set here.
+        """
         vq = self._layer.vq
-        ids = block_ids[first:last]
+        ids = block_ids[closed.start : closed.stop]
         for kind, (rows, anchors) in enumerate(((key, vq.k_anchors), (value, vq.v_anchors))):
             offsets = vq.anchor_offsets[ids][:, :, kind].long()
-            tokens = (first + torch.arange(len(ids), device=ids.device))[:, None, None] * VQ_BLOCK_SIZE + offsets
+            tokens = (closed.start + torch.arange(len(ids), device=ids.device))[:, None, None] * VQ_BLOCK_SIZE + offsets
             block, head, row = torch.nonzero((offsets >= 0) & (offsets < EXACT_ANCHOR), as_tuple=True)
             token = tokens[block, head, row]
             corrections = anchors[ids[block], head, row, : rows.shape[-1]]
             rows[token, head] = corrected(rows[token, head], corrections)
+            is_anchor[kind, token, head] = True
             block, head, row = torch.nonzero(offsets >= EXACT_ANCHOR, as_tuple=True)
+            token = tokens[block, head, row] - EXACT_ANCHOR
             exact = self._exact_anchors(anchors)[ids[block], head, row // 2]
-            rows[tokens[block, head, row] - EXACT_ANCHOR, head] = exact.to(rows.dtype)
+            rows[token, head] = exact.to(rows.dtype)
+            is_anchor[kind, token, head] = True
 
     def _exact_anchors(self, anchors: torch.Tensor) -> torch.Tensor:
         return VQPages.in_pairs(anchors, self._layer.recency.k.dtype)
@@ -235,7 +227,7 @@ class ReferenceOperations:
     def _close(
         self,
         scores: torch.Tensor,
-        in_hand: tuple[torch.Tensor, torch.Tensor],
+        in_hand: StepRows,
         positions: torch.Tensor,
         step: Step,
         request: StepRequest,
@@ -243,7 +235,7 @@ class ReferenceOperations:
         recency = self._layer.recency
         key, value = (
             self._exact_rows(rows, paged, positions, step, request)
-            for rows, paged in zip(in_hand, (recency.k, recency.v), strict=True)
+            for rows, paged in zip((in_hand.key, in_hand.value), (recency.k, recency.v), strict=True)
         )
         block_id = int(step.vq_block_table[request.row, int(positions[0]) // VQ_BLOCK_SIZE])
         self._choose(scores, (key, value), positions, block_id)
@@ -257,8 +249,7 @@ class ReferenceOperations:
         for kind, anchors in enumerate((layer.vq.k_anchors, layer.vq.v_anchors)):
             offsets = block_anchors(
                 scores[kind],
-                exact[kind],
-                coded[kind],
+                code_errors(exact[kind], coded[kind]),
                 positions[None] < config.prefix,
                 config,
                 layer.rules.window,

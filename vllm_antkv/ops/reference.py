@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_antkv.ops.logits import LogitRules
+from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import Preset
 
 #: Largest e4m3 number.
@@ -95,21 +96,22 @@ def mixed_attention(
     coded: SeenRows,
     exact: SeenRows,
     rules: LogitRules,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bias: torch.Tensor | float = 0.0,
+) -> torch.Tensor:
     """One softmax over two kinds of rows: those decoded from codes (anchors corrected) and those kept exactly.
 
     Args:
         query: (S, num_queries, num_heads, head_size).
         coded, exact: rows of each kind, see `SeenRows`.
         rules: of the layer; the masks say already what its window hides.
+        bias: (S, num_heads, num_queries, T) of the coded rows, see `jensen_bias`.
 
     Returns:
-        output (S, num_queries, num_heads, head_size) and the log-sum-exp of the logits, sinks included (S, num_queries,
-        num_heads): the row statistics from which `anchor_score` rebuilds the attention matrix.
+        (S, num_queries, num_heads, head_size).
     """
     logits = torch.cat(
         (
-            _logits(query, coded.key, rules).masked_fill(~coded.mask[:, None], -torch.inf),
+            _logits(query, coded.key, rules, bias).masked_fill(~coded.mask[:, None], -torch.inf),
             _logits(query, exact.key, rules).masked_fill(~exact.mask[:, None], -torch.inf),
         ),
         dim=-1,
@@ -118,8 +120,46 @@ def mixed_attention(
     # A padded query sees nothing: its LSE is -inf and its row of A is 0, not NaN.
     probs = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0)[..., None])
     split = coded.key.shape[1]
-    output = _weighted_sum(probs[..., :split], coded.value) + _weighted_sum(probs[..., split:], exact.value)
-    return output, lse.transpose(1, 2)
+    return _weighted_sum(probs[..., :split], coded.value) + _weighted_sum(probs[..., split:], exact.value)
+
+
+def jensen_weights(errors: torch.Tensor, gain: torch.Tensor, scale: float, rotary: RotaryTable | None) -> torch.Tensor:
+    """The table of `jensen_bias`, from what codes lose.
+
+    A code stands for all keys near its centroid c. With an error e that is 0 on average, E exp(scale q.(c + e)) is
+    about exp(scale q.c + scale^2 / 2 * sum of q_c^2 E[e_c^2]): the exponential of a mean is less than the mean of
+    exponentials (Jensen), so that without this term coded keys get too little attention beside exact ones.
+
+    Args:
+        errors: (num_kv_heads, head_size) float32, mean squared error of each channel of coded K before RoPE, in the
+            model's order. The two channels of a rotary pair have the same, so that no rotation changes it.
+        gain: (num_heads) float32, multiplies the term; 1 is the theory's.
+        scale: of the logits.
+        rotary: of the layer, whose magnitude K after RoPE has; None without.
+
+    Returns:
+        (num_heads, head_size) float32.
+    """
+    weights = errors * (scale * scale / 2)
+    if rotary is not None and rotary.rotary_dim:
+        weights[:, : rotary.rotary_dim] *= float(rotary.cos[0, 0]) ** 2 + float(rotary.sin[0, 0]) ** 2
+    return gain[:, None] * weights.repeat_interleave(len(gain) // len(weights), 0)
+
+
+def jensen_bias(query: torch.Tensor, weights: torch.Tensor, is_code: torch.Tensor) -> torch.Tensor:
+    """What is added to the scaled products of queries and coded keys: sum over channels of q_c^2 w_c.
+
+    Args:
+        query: (S, num_queries, num_heads, head_size), after RoPE.
+        weights: (num_heads, head_size), see `jensen_weights`.
+        is_code: (S, T, num_kv_heads) bool, False for anchors, whose keys are (nearly) exact.
+
+    Returns:
+        (S, num_heads, num_queries, T).
+    """
+    bias = torch.einsum("sqhd,hd->shq", query.square(), weights)
+    group = query.shape[2] // is_code.shape[2]
+    return bias[..., None] * is_code.transpose(1, 2).repeat_interleave(group, 1)[:, :, None]
 
 
 def causal_lse(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, rules: LogitRules) -> torch.Tensor:
@@ -150,7 +190,7 @@ def anchor_votes(
     Args:
         query: (S, num_queries, num_heads, head_size).
         key: (S, E, num_kv_heads, head_size), exact rows.
-        lse: (S, num_queries, num_heads), from `mixed_attention` or `causal_lse`.
+        lse: (S, num_queries, num_heads), from `causal_lse`.
         rules: of the layer.
 
     Returns:
@@ -164,7 +204,7 @@ def anchor_votes(
 
 
 def anchor_score(
-    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, weight: torch.Tensor, rules: LogitRules, power: int
+    query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, weight: torch.Tensor, rules: LogitRules, power: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Anchor Score of every key and value: votes summed over the queries and heads of its group.
 
@@ -208,10 +248,12 @@ def corrected(coded_rows: torch.Tensor, corrections: torch.Tensor) -> torch.Tens
     return coded_rows + corrections.view(torch.float8_e4m3fn).to(coded_rows.dtype)
 
 
-def _logits(query: torch.Tensor, key: torch.Tensor, rules: LogitRules) -> torch.Tensor:
+def _logits(
+    query: torch.Tensor, key: torch.Tensor, rules: LogitRules, bias: torch.Tensor | float = 0.0
+) -> torch.Tensor:
     """(S, num_heads, num_queries, T)."""
     grouped = query.unflatten(2, (key.shape[2], -1))
-    return rules.logits(torch.einsum("sqhgd,sthd->shgqt", grouped, key).flatten(1, 2))
+    return rules.logits(torch.einsum("sqhgd,sthd->shgqt", grouped, key).flatten(1, 2), bias)
 
 
 def _weighted_sum(probs: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

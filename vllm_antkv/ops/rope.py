@@ -87,6 +87,18 @@ def reordered(table: RotaryTable, order: Sequence[int]) -> RotaryTable:
     return RotaryTable(cos, sin, table.is_neox_style, None if table.sections is None else table.sections[pairs])
 
 
+def pair_sums(values: torch.Tensor, table: RotaryTable | None) -> torch.Tensor:
+    """(n, head_size) with, for channels that turn together, the sum of both; others as they are."""
+    if table is None or not table.rotary_dim:
+        return values
+    turning, rest = values.split([table.rotary_dim, values.shape[1] - table.rotary_dim], 1)
+    if table.is_neox_style:
+        pairs = turning.unflatten(1, (2, -1)).sum(1).repeat(1, 2)
+    else:
+        pairs = turning.unflatten(1, (-1, 2)).sum(2).repeat_interleave(2, 1)
+    return torch.cat([pairs, rest], 1)
+
+
 def rotate(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
     """Apply RoPE.
 

@@ -8,8 +8,8 @@ import triton
 
 from vllm_antkv.cache.pages import ALIGNMENT
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.arguments import check_heads
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.arguments import check_heads, check_jensen_weights
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.varlen import PlainPages, VarlenPrefill, suits
@@ -34,19 +34,22 @@ _MAX_SPLITS = 64
 class TritonOperations:
     """See `LayerOperations`.
 
-    decodes: attend from requests with one new token too; other kernels may do that.
+    decodes: `attend` is called, which needs scratch; other kernels may decode.
+
+    Raises:
+        UnsupportedModelError: the codebook corrects logits, which the kernels cannot.
     """
 
     def __init__(self, layer: LayerState, decodes: bool = True) -> None:
+        check_jensen_weights(layer, "Triton")
         self._layer = layer
-        self._decodes = decodes
         self._shape = _shape(layer)
         self._pages = _pages(layer)
         self._tables = _tables(layer)
         self._policy = Policy(
             anchors=layer.config.anchor_share > 0,
             exact=layer.config.anchor_dtype == "model",
-            weighs_votes=layer.config.anchor_scope == "block",
+            weighs_votes=True,
             vote_prior=VOTE_PRIOR,
             recent_vote=RECENT_VOTE,
         )
@@ -54,53 +57,23 @@ class TritonOperations:
         if decodes:
             self._reserve()
 
-    def encode_store(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+    def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
-        encode_store(_rows(key, key, value), self._pages, self._tables, _batch(step), self._shape)
+        self.encode_store(rows, step)
+        if self._layer.config.anchor_rows:
+            self.anchor_score(rows, step)
+        self.attend(rows, output, step)
 
-    def anchor_score(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        is_sink: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        step: Step,
-    ) -> None:
-        """See `LayerOperations`."""
-        self._score(_rows(query, key, value), is_sink, lse, step, singles=True)
+    def encode_store(self, rows: StepRows, step: Step) -> None:
+        """See `ReferenceOperations`."""
+        encode_store(_rows(rows), self._pages, self._tables, _batch(step), self._shape)
 
-    def score_longer(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        is_sink: torch.Tensor | None,
-        step: Step,
-    ) -> None:
-        """See `VotingBeside`."""
-        self._score(_rows(query, key, value), is_sink, None, step, singles=False)
-
-    def close_blocks(self, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
-        """See `VotingBeside`."""
-        close_blocks(
-            _rows(key, key, value),
-            self._layer.config.prefix,
-            self._count(),
-            self._pages,
-            self._tables,
-            _batch(step),
-            self._shape,
-            self._policy,
-        )
-
-    def _score(
-        self, rows: Rows, is_sink: torch.Tensor | None, lse: torch.Tensor | None, step: Step, singles: bool
-    ) -> None:
+    def anchor_score(self, rows: StepRows, step: Step, singles: bool = True) -> None:
+        """See `ReferenceOperations`."""
         anchor_score(
-            rows,
-            is_sink,
-            lse,
+            _rows(rows),
+            rows.is_sink,
+            None,
             self._layer.config.prefix,
             self._count(),
             self._pages,
@@ -112,37 +85,55 @@ class TritonOperations:
             singles,
         )
 
+    def close_blocks(self, rows: StepRows, step: Step) -> None:
+        """See `ReferenceOperations`."""
+        close_blocks(
+            _rows(rows),
+            self._layer.config.prefix,
+            self._count(),
+            self._pages,
+            self._tables,
+            _batch(step),
+            self._shape,
+            self._policy,
+        )
+
     def _count(self) -> torch.Tensor | None:
         layer = self._layer
         return layer.counters.anchor_rows(2 * self._shape.num_kv_heads) if layer.counts_rows else None
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        step: Step,
-    ) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
-        rows, batch, scale = _rows(query, key, value), _batch(step), self._layer.rules.scale
         check_heads(output)
-        if step.max_query_len > 1 and self._varlen is not None and step.seq_lens_cpu is not None:
-            self._varlen.attend(query, key, value, output, lse, step)
-        elif step.max_query_len > 1:
-            prefill(rows, output, lse, self._pages, self._tables, batch, self._shape, scale)
-        if not self._decodes:
-            return
+        if step.max_query_len > 1:
+            self.prefill(rows, output, step)
         partial_output, partial_lse = self._partials(step.num_reqs, step.max_seq_len)
-        decode(rows, output, lse, partial_output, partial_lse, self._pages, self._tables, batch, self._shape, scale)
+        decode(
+            _rows(rows),
+            output,
+            None,
+            partial_output,
+            partial_lse,
+            self._pages,
+            self._tables,
+            _batch(step),
+            self._shape,
+            self._layer.rules.scale,
+        )
 
-    def _write_plain_pages(self, key: torch.Tensor, value: torch.Tensor, pages: PlainPages, step: Step) -> None:
+    def prefill(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+        """Attend from the requests with several new tokens; rows of the others are left alone or hold anything."""
+        if self._varlen is not None and step.seq_lens_cpu is not None:
+            self._varlen.attend(rows, output, step)
+        else:
+            batch, scale = _batch(step), self._layer.rules.scale
+            prefill(_rows(rows), output, None, self._pages, self._tables, batch, self._shape, scale)
+
+    def _write_plain_pages(self, rows: StepRows, pages: PlainPages, step: Step) -> None:
         """See `ops.varlen.PlainPageWriter`."""
         wanted = arguments.PlainPages(pages.wanted, pages.key, pages.value)
-        # No query is read.
-        rows, prefix = _rows(key, key, value), self._layer.config.prefix
-        write_plain_pages(rows, wanted, prefix, self._pages, self._tables, _batch(step), self._shape)
+        prefix = self._layer.config.prefix
+        write_plain_pages(_rows(rows), wanted, prefix, self._pages, self._tables, _batch(step), self._shape)
 
     def _reserve(self) -> None:
         """Take as much scratch as any step will."""
@@ -272,7 +263,8 @@ def _batch(step: Step) -> Batch:
     )
 
 
-def _rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
+def _rows(rows: StepRows) -> Rows:
+    query, key, value = rows.query, rows.key, rows.value
     return Rows(query, _token_stride(query), key, _token_stride(key), value, _token_stride(value))
 
 

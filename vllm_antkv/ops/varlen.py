@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.varlen_call import VarlenCall
 from vllm_antkv.ops.varlen_plan import Call, Limits, Round, plan
@@ -41,11 +41,11 @@ class PlainPages:
 class PlainPageWriter(Protocol):
     """Writes pages from the step's rows and the cache: see `ops.varlen_plan`."""
 
-    def __call__(self, key: torch.Tensor, value: torch.Tensor, pages: PlainPages, step: Step) -> None:
+    def __call__(self, rows: StepRows, pages: PlainPages, step: Step) -> None:
         """Write all rows of the pages; those that nobody sees, or that are gone, must be finite.
 
         Args:
-            key, value: (num_tokens, num_kv_heads, head_size) model dtype.
+            rows: of the step; no query is read.
             pages: what to write where.
             step: what is computed.
         """
@@ -78,32 +78,22 @@ class VarlenPrefill:
         self._limits = Limits(layer.config.recency_policy.window, PIECE, num_pages)
         self._scratch()
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        step: Step,
-    ) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
         """See `LayerOperations.attend`."""
         key_pages, value_pages, other, total = self._scratch()
-        for current in self._rounds(step, query.device):
-            rows = slice(current.first_row, current.first_row + current.num_rows)
-            self._write(key, value, PlainPages(current.pages, key_pages, value_pages), step)
+        for current in self._rounds(step, output.device):
+            new = slice(current.first_row, current.first_row + current.num_rows)
+            self._write(rows, PlainPages(current.pages, key_pages, value_pages), step)
             for index, call in enumerate(current.calls):
                 is_first = current.is_first and index == 0
-                result = output[rows] if is_first else other[: current.num_rows]
+                result = output[new] if is_first else other[: current.num_rows]
                 statistics = self._varlen.attend(
-                    query[rows], key_pages, value_pages, result, call, self._layer.rules.scale
+                    rows.query[new], key_pages, value_pages, result, call, self._layer.rules.scale
                 )
                 if is_first:
-                    total[:, rows] = statistics
+                    total[:, new] = statistics
                 else:
-                    self._merge(output[rows], total[:, rows], result, statistics)
-            if lse is not None:
-                lse[rows] = total[:, rows].T
+                    self._merge(output[new], total[:, new], result, statistics)
 
     def _scratch(self) -> list[torch.Tensor]:
         """K and V pages, an output beside the step's, and the log-sum-exp of what was merged so far."""

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import torch
 
+from vllm_antkv.cache.pages import NO_ANCHOR
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.counters import Counters
-from vllm_antkv.ops.layer import LayerOperations, LayerState
+from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
 from vllm_antkv.ops.step import Step
 
 #: What the kernels are tuned for: prompts of so many tokens together, and then so many requests that continue one.
@@ -17,8 +18,8 @@ _PROMPT, _BATCH = 2048, 32
 def warm_up(build: Callable[[LayerState], LayerOperations], layer: LayerState) -> None:
     """Run prompts and a decode step through a layer's operations.
 
-    Decoding attends first: kernels tune themselves where they are launched first, and those of decoding are launched
-    with prompts too, for the single tokens that a step may have beside them.
+    Decoding comes first: kernels tune themselves where they are launched first, and those of decoding are launched with
+    prompts too, for the single tokens that a step may have beside them.
 
     The pages must be nobody's yet, and are left dirty.
     """
@@ -31,12 +32,13 @@ def warm_up(build: Callable[[LayerState], LayerOperations], layer: LayerState) -
     num_reqs = min(_BATCH, layer.max_num_reqs)
     # What is counted here is nobody's, but the kernels must be those that count.
     operations = build(replace(layer, counters=Counters(device, "warm-up")))
-    prompts = _Call(operations, layer, _step(layer, num_pages, [length] * num_prompts, length))
-    decodes = _Call(operations, layer, _step(layer, num_pages, [1] * num_reqs, length + 1))
-    for call in (prompts, decodes):
-        call.store()
-    for call in (decodes, prompts):
-        call.attend()
+    # Attending must meet no anchor beyond a block.
+    layer.vq.anchor_offsets.fill_(NO_ANCHOR)
+    decodes = _step(layer, num_pages, [1] * num_reqs, length + 1)
+    prompts = _step(layer, num_pages, [length] * num_prompts, length)
+    for step in (decodes, prompts):
+        for with_sinks in (False, True):
+            _run(operations, layer, step, with_sinks)
 
 
 def _step(layer: LayerState, num_pages: int, query_lens: list[int], seq_len: int) -> Step:
@@ -67,30 +69,15 @@ def _step(layer: LayerState, num_pages: int, query_lens: list[int], seq_len: int
     )
 
 
-class _Call:
+def _run(operations: LayerOperations, layer: LayerState, step: Step, with_sinks: bool) -> None:
     """A step of random rows."""
-
-    def __init__(self, operations: LayerOperations, layer: LayerState, step: Step) -> None:
-        self._operations, self._layer, self._step = operations, layer, step
-        num_tokens = step.max_query_len * step.num_reqs
-        num_kv_heads, head_size = layer.k_centroids.shape[0], layer.recency.k.shape[-1]
-        # As they come from one projection.
-        sizes = [layer.num_heads, num_kv_heads, num_kv_heads]
-        dtype, device = layer.recency.k.dtype, layer.last_query.device
-        fused = torch.randn(num_tokens, sum(sizes), head_size, dtype=dtype, device=device)
-        self._query, self._key, self._value = fused.split(sizes, dim=1)
-        self._lse = None
-        if layer.votes_on_prompt:
-            self._lse = torch.zeros(num_tokens, layer.num_heads, dtype=torch.float32, device=device)
-
-    def store(self) -> None:
-        """Write the rows, and choose anchors."""
-        self._operations.encode_store(self._key, self._value, self._step)
-        if self._layer.config.anchor_rows:
-            for is_sink in (None, torch.zeros(len(self._key), dtype=torch.bool, device=self._key.device)):
-                self._operations.anchor_score(self._query, self._key, self._value, is_sink, self._lse, self._step)
-
-    def attend(self) -> None:
-        """Attend from all rows."""
-        output = torch.empty_like(self._query, memory_format=torch.contiguous_format)
-        self._operations.attend(self._query, self._key, self._value, output, self._lse, self._step)
+    num_tokens = step.max_query_len * step.num_reqs
+    num_kv_heads, head_size = layer.k_centroids.shape[0], layer.recency.k.shape[-1]
+    # As they come from one projection.
+    sizes = [layer.num_heads, num_kv_heads, num_kv_heads]
+    dtype, device = layer.recency.k.dtype, layer.last_query.device
+    fused = torch.randn(num_tokens, sum(sizes), head_size, dtype=dtype, device=device)
+    is_sink = torch.zeros(num_tokens, dtype=torch.bool, device=device) if with_sinks else None
+    query, key, value = fused.split(sizes, dim=1)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    operations.run(StepRows(query, key, value, is_sink), output, step)

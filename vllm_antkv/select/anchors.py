@@ -12,7 +12,8 @@ SINK_SCORE = torch.inf
 #: Votes that every row of a block is credited with, so that the few votes for its last rows weigh less.
 VOTE_PRIOR = 32
 #: Votes and errors are raised to it. With the queries of the whole prompt squares are better, as errors of many rows
-#: add up in an output like independent ones; with those of a block alone they gain nothing.
+#: add up in an output like independent ones; with those of a block alone they gain nothing. The scope `prompt` is
+#: offline evaluation's alone.
 VOTE_POWER = {"block": 1, "prompt": 2}
 #: What a query's vote counts on a row that it sees exactly anyway, where others vote that see the code: enough to
 #: decide between rows that have no other votes.
@@ -28,7 +29,7 @@ def vote_weights(
         queries: (num_queries, 1) int64 positions.
         keys: (num_keys,) int64 positions.
         last_query: (max_model_len,) int32, what is seen exactly (`select.recency`).
-        scope: `block` or `prompt`, as in the settings. In a block, all see all rows exactly, or none but their own.
+        scope: `block` or `prompt`. In a block, all see all rows exactly, or none but their own.
         window: of the layer, see `select.recency.visible`.
 
     Returns:
@@ -40,13 +41,18 @@ def vote_weights(
     return votes * torch.where(queries <= last_query[keys], RECENT_VOTE, 1.0)
 
 
+def code_errors(exact_rows: torch.Tensor, coded_rows: torch.Tensor) -> torch.Tensor:
+    """Norms of what codes lose: (..., block_size, num_kv_heads, head_size) each -> (..., num_kv_heads, block_size)."""
+    return (exact_rows - coded_rows).norm(dim=-1).transpose(-1, -2)
+
+
 def block_anchors(
     scores: torch.Tensor,
-    exact_rows: torch.Tensor,
-    coded_rows: torch.Tensor,
+    errors: torch.Tensor,
     already_exact: torch.Tensor,
     config: AntKVConfig,
     window: int | None = None,
+    scope: str = "block",
 ) -> torch.Tensor:
     """Choose the rows of one block of which queries past its end see more than the codes.
 
@@ -58,18 +64,18 @@ def block_anchors(
 
     Args:
         scores: (..., num_kv_heads, block_size) sums over queries, SINK_SCORE for sinks.
-        exact_rows, coded_rows: (..., block_size, num_kv_heads, head_size), the rows and what their codes stand for.
+        errors: (..., num_kv_heads, block_size), see `code_errors`.
         already_exact: (..., 1, block_size) bool, tokens of the intact prefix.
-        config: how many rows there are, what they keep, and who competes for them.
+        config: how many rows there are, and what they keep.
         window: of the layer: no row has more votes than that.
+        scope: whose votes the scores are, as in `VOTE_POWER`.
 
     Returns:
         (..., num_kv_heads, anchor_rows) int64 offsets in the block, -1 for an unused row; see `EXACT_ANCHOR`.
     """
-    is_sink, scope = scores == SINK_SCORE, config.anchor_scope
+    is_sink = scores == SINK_SCORE
     if config.anchor_share > 0:
-        error = (exact_rows - coded_rows).norm(dim=-1).transpose(-1, -2)
-        weighted = scores * error ** VOTE_POWER[scope]
+        weighted = scores * errors ** VOTE_POWER[scope]
         if scope == "block":
             block_size = scores.shape[-1]
             num_votes = torch.arange(block_size, 0, -1, device=scores.device).clamp(max=window or block_size)

@@ -3,25 +3,31 @@
 import torch
 
 from tests.kernels.engine import Engine, Sequence, Shape
+from vllm_antkv.ops.paged import ReferenceOperations
 
 FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 
-#: (layer, FP8 centroids, bytes of shared memory): all presets and head sizes, groups that fill no mma, smaller GPUs.
+#: (layer, bytes of shared memory): all presets and head sizes, groups that fill no mma, smaller GPUs.
 LAYERS = [
-    (Shape("antkv-1bit", 128, 8, 2, BFLOAT16), False, 232448),
-    (Shape("antkv-2bit", 64, 3, 1, FLOAT16), False, 232448),
-    (Shape("antkv-1bit", 64, 2, 2, FLOAT16, rotary_dim=0), False, 166912),
-    (Shape("antkv-2bit", 128, 9, 1, FLOAT16, magnitude=1.3, reorders=True), False, 232448),
-    (Shape("antkv-2bit", 128, 4, 1, BFLOAT16), False, 166912),
-    (Shape("antkv-1bit", 128, 2, 1, FLOAT16, reorders=True), True, 232448),
-    (Shape("antkv-0.75bit", 64, 3, 1, FLOAT16), False, 232448),
-    (Shape("antkv-0.75bit", 128, 4, 1, BFLOAT16, magnitude=1.3, reorders=True), False, 101376),
-    (Shape("antkv-0.375bit", 64, 9, 1, BFLOAT16), False, 166912),
-    (Shape("antkv-0.375bit", 128, 2, 1, FLOAT16, rotary_dim=0, reorders=True), False, 232448),
+    (Shape("antkv-1bit", 128, 8, 2, BFLOAT16), 232448),
+    (Shape("antkv-2bit", 64, 3, 1, FLOAT16), 232448),
+    (Shape("antkv-1bit", 64, 2, 2, FLOAT16, rotary_dim=0), 166912),
+    (Shape("antkv-2bit", 128, 9, 1, FLOAT16, magnitude=1.3, reorders=True), 232448),
+    (Shape("antkv-2bit", 128, 4, 1, BFLOAT16), 166912),
+    (Shape("antkv-0.75bit", 64, 3, 1, FLOAT16), 232448),
+    (Shape("antkv-0.75bit", 128, 4, 1, BFLOAT16, magnitude=1.3, reorders=True), 101376),
+    (Shape("antkv-0.375bit", 64, 9, 1, BFLOAT16), 166912),
+    (Shape("antkv-0.375bit", 128, 2, 1, FLOAT16, rotary_dim=0, reorders=True), 232448),
 ]
 
 #: Outputs are rounded to the dtype, and codes of float32 may be others than those of float64 where centroids are close.
 TOLERANCES = {FLOAT16: 5e-3, BFLOAT16: 4e-2}
+
+
+class WithPrefill(ReferenceOperations):
+    """In the place of Triton's kernels."""
+
+    prefill = ReferenceOperations.attend
 
 
 def decode_from(engine: Engine, sequences: list[Sequence], prompts: list[int], num_steps: int) -> None:

@@ -19,7 +19,7 @@ from vllm_antkv.families import FAMILIES
 from vllm_antkv.offline import attention
 from vllm_antkv.offline.attention import attend_window, quantised_past
 from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.method import AnchorScope, Method
 from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.logits import LogitRules
@@ -29,9 +29,12 @@ from vllm_antkv.select.anchors import VOTE_PRIOR
 NOTHING_EXACT = {"anchor_share": 0.0, "sinks": False, "prefix": 0, "recency": "none"}
 
 
-def vq_method(codebook: Codebook, rule: SinkRule | None = None, **changes: object) -> Method:
+def vq_method(
+    codebook: Codebook, rule: SinkRule | None = None, scope: AnchorScope = "block", **changes: object
+) -> Method:
     config = AntKVConfig.model_validate({**NOTHING_EXACT, **changes})
-    return Method("antkv-1bit", 1.0, config, VectorQuantiser(codebook), codebook.preset, rule)
+    quantiser, errors = VectorQuantiser(codebook), codebook.key_errors
+    return Method("antkv-1bit", 1.0, config, quantiser, sinks=rule, anchor_scope=scope, key_errors=errors)
 
 
 def random_windows(num_windows: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
@@ -307,7 +310,7 @@ def test_a_later_token_never_changes_an_earlier_position(
 
 def test_the_papers_scope_looks_ahead(model: PreTrainedModel, codebook: Codebook) -> None:
     """Why it is not the default: with anchors chosen by the whole window, the future reaches the past."""
-    method = vq_method(codebook, anchor_share=0.1, recency="sliding:1", anchor_scope="prompt")
+    method = vq_method(codebook, anchor_share=0.1, recency="sliding:1", scope="prompt")
     windows = random_windows(1, 384)
     changed = windows.clone()
     changed[0, 256:] = random_windows(1, 384, seed=9)[0, 256:]

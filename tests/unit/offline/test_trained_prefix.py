@@ -38,9 +38,9 @@ def codebook(identity: ModelIdentity) -> Codebook:
     return random_codebook(identity)
 
 
-def logits(model, codebook: Codebook, windows: torch.Tensor, prefix: TrainedPrefix | None, **settings) -> torch.Tensor:
+def logits(model, codebook: Codebook, windows: torch.Tensor, prefix: TrainedPrefix | None, scope="block", **settings):
     config = AntKVConfig(**{"sinks": False, "prefix": 3, **settings})
-    method = Method("x", 1.0, config, VectorQuantiser(codebook), trained_prefix=prefix)
+    method = Method("x", 1.0, config, VectorQuantiser(codebook), trained_prefix=prefix, anchor_scope=scope)
     with torch.inference_mode(), quantised_past(model, method, windows.shape[1]):
         return model(windows, use_cache=False).logits
 
@@ -49,11 +49,11 @@ def logits(model, codebook: Codebook, windows: torch.Tensor, prefix: TrainedPref
 def test_windows_with_the_prefix_see_it_and_the_others_are_untouched(model, codebook, windows, own, scope) -> None:
     generator = torch.Generator().manual_seed(1)
     trained = replace(own, k=own.k + torch.randn(own.k.shape, generator=generator))
-    plain, with_it = (logits(model, codebook, windows, p, anchor_scope=scope) for p in (None, trained))
+    plain, with_it = (logits(model, codebook, windows, p, scope=scope) for p in (None, trained))
     assert torch.equal(plain[1:3], with_it[1:3])
     changed = (plain - with_it).abs().amax(-1)
     assert (changed[[0, 3], 2:] > 1e-4).all(), "every query from the last token of the prefix on sees it"
-    alone = logits(model, codebook, windows[3:], trained, anchor_scope=scope)
+    alone = logits(model, codebook, windows[3:], trained, scope=scope)
     assert torch.allclose(alone, with_it[3:], atol=1e-4)
 
 

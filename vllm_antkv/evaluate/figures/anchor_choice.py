@@ -25,7 +25,7 @@ from vllm_antkv.offline.score import Scores, score
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import anchor_score, anchor_votes, causal_lse
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.select.anchors import VOTE_POWER, block_anchors, top_rows, vote_weights
+from vllm_antkv.select.anchors import VOTE_POWER, block_anchors, code_errors, top_rows, vote_weights
 from vllm_antkv.select.recency import last_query_table
 
 SHARES = (0.01, 0.02, 0.05, 0.10)
@@ -108,13 +108,12 @@ def _by_anchor_score(scope: str) -> Choice:
 
     def choose(candidates: Candidates, configs: Sequence[AntKVConfig]) -> list[Chosen]:
         rows, scores = candidates.rows, served_scores(candidates.rows, configs[0], scope)
-        configs = [config.model_copy(update={"anchor_scope": scope}) for config in configs]
 
         def kept(config: AntKVConfig, score: torch.Tensor, exact: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
             def of_block(block: slice) -> torch.Tensor:
                 already = torch.arange(block.start, block.stop, device=exact.device) < config.prefix
-                window = rows.rules.window
-                return block_anchors(score[:, block], exact[block], coded[block], already, config, window)
+                window, errors = rows.rules.window, code_errors(exact[block], coded[block])
+                return block_anchors(score[:, block], errors, already, config, window, scope)
 
             return _in_blocks(of_block, score)
 

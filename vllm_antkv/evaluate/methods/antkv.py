@@ -21,6 +21,8 @@ def build(name: str, request: MethodRequest) -> Method:
         quantiser=VectorQuantiser(codebook),
         layers=codebook.header.layer_presets,
         sinks=codebook.header.sinks if request.config.sinks else None,
+        key_errors=codebook.key_errors,
+        anchor_scope=request.anchor_scope,
         trained_prefix=codebook.prefix,
         provenance={
             "codebook": codebook.identity,
