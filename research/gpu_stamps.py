@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.gpu.antkv_layer import Requests, Tokens
 from benchmarks.gpu.tables import table
+from research.stamps import START_UP, StampedBackend, cycles_of
 from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.paged import ReferenceOperations

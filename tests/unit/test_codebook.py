@@ -1,6 +1,7 @@
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,33 @@ def test_a_trained_prefix_is_loaded_and_makes_room_for_itself(tmp_path):
     loaded.with_prefix(None).save(tmp_path / "without")
     plain.save(tmp_path / "plain")
     assert (tmp_path / "without").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+@pytest.mark.parametrize("gain", [None, torch.rand(MODEL.num_layers, MODEL.num_attention_heads)])
+def test_errors_of_keys_are_loaded_and_their_gains_are_1_where_there_are_none(tmp_path, gain):
+    errors = torch.rand(MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)
+    replace(make(), k_errors=errors, k_bias_gain=gain).save(tmp_path / "c")
+    loaded = Codebook.load(tmp_path / "c").key_errors
+    assert torch.equal(loaded.errors, errors)
+    assert torch.equal(loaded.gain, torch.ones(MODEL.num_layers, MODEL.num_attention_heads) if gain is None else gain)
+    make().save(tmp_path / "without")
+    assert Codebook.load(tmp_path / "without").key_errors is None
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("k_errors", lambda rows: rows[:1], "must be F32"),
+        ("k_errors", lambda rows: rows.half(), "must be F32"),
+        ("k_errors", lambda rows: -rows, "below 0"),
+        ("k_errors", lambda rows: rows / 0, "finite"),
+        ("k_bias_gain", lambda rows: rows, "must be F32"),
+    ],
+)
+def test_errors_of_keys_that_cannot_be_are_refused(tmp_path, reads_well, name, change, said):
+    errors = torch.rand(MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size) + 0.1
+    rewrite(tmp_path / "c", tensors={name: change(errors)})
+    assert said in refusal(tmp_path / "c", reads_well)
 
 
 def test_a_file_from_before_there_were_prefixes_is_loaded(tmp_path):
