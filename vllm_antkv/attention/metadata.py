@@ -93,7 +93,7 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         attachments = _attachments(vllm_config)
         ours = [attachments[name] for name in layer_names]
-        self._counters = next((each.counters for each in ours if each.counts_rows), None)
+        self._counters = next((each.setup.counters for each in ours if each.setup.counts_rows), None)
         prefix_tokens = ours[0].prefix.tokens if ours[0].prefix else None
         self._prefix_tokens = prefix_tokens if prefix_tokens and prefix_tokens.layer_name in layer_names else None
 
