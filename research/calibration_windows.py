@@ -3,7 +3,7 @@
     python -m research.calibration_windows NAME MODEL --text HELD_OUT --calibration TEXT
 
 learns codebooks of 1 bit from ever more windows of 512 tokens, measures them on held-out text with the server's
-defaults, puts the numbers into docs/figures/calibration-windows.json under NAME, and draws all models that stand there.
+defaults, puts the numbers into research/calibration-windows.json under NAME, and draws all models that stand there.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.score import score
 
-FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "calibration-windows.svg"
+FIGURE = Path(__file__).with_name("calibration-windows.svg")
 NUMBERS = FIGURE.with_suffix(".json")
 PRESET = "antkv-1bit"
 #: Of windows. The last has all the tokens that k-means takes at 1 bit.
