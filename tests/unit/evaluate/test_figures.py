@@ -18,11 +18,8 @@ from vllm_antkv.evaluate.figures.anchor_choice import CHOICES, ORACLE, best_of_b
 from vllm_antkv.evaluate.figures.coverage import kept_by_table, mass_on
 from vllm_antkv.evaluate.figures.error_distribution import SHARES, worst_tokens
 from vllm_antkv.evaluate.figures.row_error import row_errors
-from vllm_antkv.evaluate.figures.scene import Scene, numbers_of
+from vllm_antkv.evaluate.figures.scene import numbers_of
 from vllm_antkv.evaluate.figures.token_error import covered, spearman
-from vllm_antkv.laboratory.base import MethodRequest
-from vllm_antkv.offline.attention import quantised_past
-from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.ops.logits import LogitRules
 
 TOKENS = 40
@@ -160,21 +157,6 @@ def test_coverage_is_the_attention_on_what_is_kept(rows: LayerRows) -> None:
         ]
     ).mean()
     assert mass_on(itself, rows, slice(10, None)) == pytest.approx(float(expected))
-
-
-def test_divergence_is_that_of_whole_distributions(model, model_folder: Path, codebook_folder: Path) -> None:
-    card = ModelCard.read(str(model_folder))
-    windows = torch.randint(3, 64, (2, 200), generator=torch.Generator().manual_seed(0))
-    request = MethodRequest(card.name, card.identity, codebook_folder, AntKVConfig())
-    scene = Scene(card, model, ["antkv-1bit"], windows, request)
-    method = scene.method("rtn-2bit")
-    with torch.inference_mode():
-        own = model(windows).logits.log_softmax(-1)
-        with quantised_past(model, method, 200):
-            through = model(windows, use_cache=False).logits.log_softmax(-1)
-    expected = (own.exp() * (own - through)).sum(-1).mean()
-    assert scene.divergence(method) == pytest.approx(float(expected), rel=1e-4)
-    assert scene.divergence(scene.method("fp16")) == pytest.approx(0, abs=1e-6)
 
 
 def test_numbers_keep_their_shape() -> None:

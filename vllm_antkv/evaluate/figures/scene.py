@@ -16,10 +16,9 @@ from vllm_antkv.evaluate.figures.activations import LayerRows, visit_layers
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.report import perplexity_of
 from vllm_antkv.laboratory.base import MethodRequest
-from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
-from vllm_antkv.offline.score import mean_nll
+from vllm_antkv.offline.score import mean_nll, score
 from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.ops.rope import RotaryTable
 
@@ -27,8 +26,6 @@ T = TypeVar("T")
 
 #: Shown by figures of one preset, where there is a codebook for it.
 DEFAULT_PRESET = "antkv-1bit"
-#: Positions whose logits are held at a time.
-_LOGITS_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -79,21 +76,14 @@ class Scene:
         """Of the model as it is."""
         return self.perplexity(self.method("fp16"))
 
-    @torch.inference_mode()
     def divergence(self, method: Method) -> float:
         """Mean KL divergence, in nats, of the next-token distributions through `method` from the model's own.
 
         Unlike perplexity, it cannot fall because an error happens to suit the text.
         """
-        total = 0.0
-        for window in self.windows.to(self.model.device):
-            own = self.model.get_decoder()(window[None], use_cache=False).last_hidden_state[0]
-            with quantised_past(self.model, method, self.context):
-                through = self.model.get_decoder()(window[None], use_cache=False).last_hidden_state[0]
-            for parts in zip(own.split(_LOGITS_CHUNK), through.split(_LOGITS_CHUNK), strict=True):
-                p, q = (self.model.get_output_embeddings()(part).float().log_softmax(-1) for part in parts)
-                total += float((p.exp() * (p - q)).sum())
-        return total / self.windows.numel()
+        fidelity = score(self.model, method, self.windows, against_own=True).fidelity
+        assert fidelity is not None
+        return fidelity.kl
 
     def visit(self, visitor: Callable[[LayerRows], None], window: int = 0) -> None:
         """Hand the rows of every layer of one window, in full precision, to `visitor`."""
