@@ -180,6 +180,20 @@ def test_a_model_without_codebooks_is_told_that_a_server_learns_one_and_how_to_m
     assert "does not divide" in findings["antkv-0.375bit"].detail
 
 
+@pytest.mark.parametrize(
+    ("instructions", "dtype", "noted"),
+    [({}, "bfloat16", True), ({}, "float32", False), ({"avx512_bf16": True}, "bfloat16", False)],
+)
+def test_bfloat16_is_slow_where_the_processor_lacks_it(model, monkeypatch, instructions, dtype, noted):
+    path, _ = model
+    LlamaConfig.from_pretrained(path, dtype=dtype).save_pretrained(path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    findings = by_name(doctor.check_model(str(path), None))
+    assert ("dtype" in findings) == noted
+    assert not noted or "--dtype float32" in findings["dtype"].remedy
+
+
 def test_a_folder_that_is_named_and_has_no_codebook_is_a_problem(model, tmp_path):
     findings = by_name(doctor.check_model(str(model[0]), str(tmp_path / "empty")))
     assert findings["codebooks"].state == "problem"

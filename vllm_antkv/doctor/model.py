@@ -25,6 +25,7 @@ def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
         yield Finding("config", "problem", str(error), remedy)
         return
     yield _architecture(identity, model, config)
+    yield from _dtype(config)
     findings = [_codebook(model, identity, preset, codebooks) for preset in PRESETS]
     yield from findings
     states = {finding.state for finding in findings}
@@ -47,6 +48,16 @@ def _architecture(identity: ModelIdentity, model: str, config: Any) -> Finding:
         return Finding("architecture", "ok", detail)
     remedy = f"antkv doctor {model} --verify compares what it answers with --kv-cache-dtype auto."
     return Finding("architecture", "note", f"{detail}; not among the tested ones", remedy)
+
+
+def _dtype(config: Any) -> Iterator[Finding]:
+    """A note where float32 is the faster dtype."""
+    import torch
+
+    on_gpu, instructions = torch.cuda.is_available(), torch.cpu.get_capabilities()
+    if config.dtype == torch.bfloat16 and not on_gpu and not instructions.get("avx512_bf16"):
+        detail = "bfloat16, in which this processor multiplies several times more slowly than in float32"
+        yield Finding("dtype", "note", detail, "Serve it with --dtype float32.")
 
 
 def _codebook(model: str, identity: ModelIdentity, preset: str, codebooks: str | None) -> Finding:
