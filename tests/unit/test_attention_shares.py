@@ -53,7 +53,7 @@ def with_values(layer: LayerState, recent: float, anchors: float) -> LayerState:
     offsets[:, :, 1] = offsets[:, :, 0]
     of_zero = correction(torch.tensor(anchors), torch.tensor(0.0))
     rows = of_zero.repeat(*layer.vq.v_anchors.shape)
-    in_pairs = VQPages.in_pairs(rows, layer.recency.v.dtype)
+    in_pairs = VQPages.as_exact_rows(rows, layer.recency.v.dtype)
     in_pairs[offsets[:, :, 1, : 2 * in_pairs.shape[2] : 2] >= EXACT_ANCHOR] = anchors
     vq = replace(layer.vq, anchor_offsets=offsets, v_anchors=rows)
     recency = replace(layer.recency, v=torch.full_like(layer.recency.v, recent))

@@ -79,7 +79,7 @@ def test_two_anchor_rows_are_one_in_full_precision(config, head_size, dtype) -> 
     layout = PageLayout.of(config, get_preset("antkv-1bit"), head_size, dtype)
     raw = torch.zeros(2, 3, 1, layout.vq_page_bytes, dtype=torch.uint8)
     pages = VQPages.view(raw, layout)
-    rows = VQPages.in_pairs(pages.v_anchors, dtype)
+    rows = VQPages.as_exact_rows(pages.v_anchors, dtype)
     assert rows.shape == (2, 3, config.anchor_rows // 2, head_size)
     number = torch.tensor(1.5, dtype=dtype)
     for row in range(rows.shape[2]):

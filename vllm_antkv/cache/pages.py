@@ -222,7 +222,7 @@ class VQPages:
         )
 
     @staticmethod
-    def in_pairs(anchors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def as_exact_rows(anchors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`k_anchors` or `v_anchors` as rows of the model's `dtype`.
 
         Returns (num_blocks, num_kv_heads, anchor_rows // 2, head_size), a view.

@@ -42,7 +42,7 @@ class Codebook:
 
     k, v: for every layer (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16, as its preset has it.
     prefix_k, prefix_v: rows of the trained prefix, as in `TrainedPrefix`, where the header has one.
-    k_errors, k_bias_gain: `errors` and `gain` of `KeyErrors`, where they are known; gains of 1 where only errors are.
+    k_errors, k_bias_gain: `errors` and `gain` of `KeyErrors`, where known; without gains they are 1.
     """
 
     header: CodebookHeader
@@ -69,7 +69,7 @@ class Codebook:
 
     @property
     def key_errors(self) -> KeyErrors | None:
-        """What coded keys lose, if it is known."""
+        """Quantisation errors of keys, if known."""
         if self.k_errors is None:
             return None
         model, gain = self.header.model, self.k_bias_gain

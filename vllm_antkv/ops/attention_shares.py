@@ -96,8 +96,8 @@ def _coded_rows(
     blocks = torch.nn.functional.pad(rows.view(len(block_ids), VQ_BLOCK_SIZE, -1), (0, 0, 0, 1))
     index = slots[:, 0, :, None].expand(-1, -1, blocks.shape[-1])
     decoded, anchors = blocks.gather(1, index), vq.k_anchors[block_ids, kv_head]
-    in_pairs = VQPages.in_pairs(vq.k_anchors, layer.recency.k.dtype)[block_ids, kv_head].repeat_interleave(2, dim=1)
-    exact = torch.nn.functional.pad(in_pairs, (0, 0, 0, anchors.shape[1] % 2)).to(dtype)
+    exact_rows = VQPages.as_exact_rows(vq.k_anchors, layer.recency.k.dtype)[block_ids, kv_head]
+    exact = torch.nn.functional.pad(exact_rows.repeat_interleave(2, dim=1), (0, 0, 0, anchors.shape[1] % 2)).to(dtype)
     in_fp8 = corrected(decoded, anchors[..., : decoded.shape[-1]])
     blocks.scatter_(1, index, torch.where(is_exact[:, 0, :, None], exact, in_fp8))
     return blocks[:, :VQ_BLOCK_SIZE].flatten(0, 1), flags.transpose(0, 1).flatten(1)

@@ -222,7 +222,7 @@ class ReferenceOperations:
             is_anchor[kind, token, head] = True
 
     def _exact_anchors(self, anchors: torch.Tensor) -> torch.Tensor:
-        return VQPages.in_pairs(anchors, self._layer.recency.k.dtype)
+        return VQPages.as_exact_rows(anchors, self._layer.recency.k.dtype)
 
     def _close(
         self,

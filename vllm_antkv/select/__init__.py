@@ -1,1 +1,1 @@
-"""Which tokens are kept beside their codes: anchors, sinks, recency."""
+"""Which tokens keep more than their codes: anchors, sinks, recent tokens."""

@@ -1,35 +1,37 @@
-"""Which rows of a closed VQ block become anchors, from the Anchor Scores they collected."""
+"""Choose the anchors of a closed VQ block from Anchor Scores.
+
+A vote is a query's contribution to the Anchor Score of a K or V vector (a row).
+"""
 
 import torch
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.select.recency import visible
 
-#: Added to the offset of an anchor whose row is kept as it is, in two anchor rows; the offset of the other is -1.
+#: Added to the offset of an unquantised anchor, which takes two anchor slots; the second slot's offset is -1.
 EXACT_ANCHOR = 128
-#: Score of an attention sink: ahead of every anchor (KVSink rows are pinned first).
+#: Score of an attention sink, which ranks it before all other tokens (KVSink).
 SINK_SCORE = torch.inf
-#: Votes that every row of a block is credited with, so that the few votes for its last rows weigh less.
+#: Added to the number of votes that scores are divided by: few queries see the last rows of a block.
 VOTE_PRIOR = 32
-#: Votes and errors are raised to it. With the queries of the whole prompt squares are better, as errors of many rows
-#: add up in an output like independent ones; with those of a block alone they gain nothing. The scope `prompt` is
-#: offline evaluation's alone.
+#: Exponent of votes and errors. Errors of many rows add up in an output like independent ones, by their squares; with
+#: a block's queries alone squares gain nothing. Only offline evaluation has the scope `prompt`.
 VOTE_POWER = {"block": 1, "prompt": 2}
-#: What a query's vote counts on a row that it sees exactly anyway, where others vote that see the code: enough to
-#: decide between rows that have no other votes.
+#: Weight of a vote for a row that the query sees unquantised, in scope `prompt`: it only decides between rows without
+#: other votes.
 RECENT_VOTE = 1 / 1024
 
 
 def vote_weights(
     queries: torch.Tensor, keys: torch.Tensor, last_query: torch.Tensor, scope: str, window: int | None = None
 ) -> torch.Tensor:
-    """What each query's vote on each key counts.
+    """Weight of each query's vote for each key.
 
     Args:
         queries: (num_queries, 1) int64 positions.
         keys: (num_keys,) int64 positions.
-        last_query: (max_model_len,) int32, what is seen exactly (`select.recency`).
-        scope: `block` or `prompt`. In a block, all see all rows exactly, or none but their own.
+        last_query: (max_model_len,) int32, see `select.recency`.
+        scope: `block` or `prompt`. A block's queries see all its rows unquantised, or only their own.
         window: of the layer, see `select.recency.visible`.
 
     Returns:
@@ -42,7 +44,7 @@ def vote_weights(
 
 
 def code_errors(exact_rows: torch.Tensor, coded_rows: torch.Tensor) -> torch.Tensor:
-    """Norms of what codes lose: (..., block_size, num_kv_heads, head_size) each -> (..., num_kv_heads, block_size)."""
+    """Norms of code errors: (..., block_size, num_kv_heads, head_size) each -> (..., num_kv_heads, block_size)."""
     return (exact_rows - coded_rows).norm(dim=-1).transpose(-1, -2)
 
 
@@ -54,24 +56,23 @@ def block_anchors(
     window: int | None = None,
     scope: str = "block",
 ) -> torch.Tensor:
-    """Choose the rows of one block of which queries past its end see more than the codes.
+    """Choose the anchors of one block, which later blocks' queries see beside the codes.
 
-    Scores say what a unit error of a row would cost. Here they are multiplied by the error its code really makes (in
-    scope `prompt` squared, as the votes are), and in scope `block`, where early rows of a block have had more queries
-    than late ones, divided by their number; `docs/design.md` has the measurements. Tokens of the intact prefix take no
-    row. Those that are kept as they are take two, and come first: with `anchor_dtype: model` all anchors; otherwise
-    sinks, as many as leave one for every other sink.
+    A score is the cost of a unit error. It is multiplied by the error of the code (in scope `prompt` both are squared),
+    and in scope `block` divided by the number of queries, of which early rows had more; `docs/design.md` says why.
+    Tokens of the intact prefix take no slot. Unquantised anchors take two slots and come first: all anchors with
+    `anchor_dtype: model`, otherwise as many sinks as leave one slot for every other sink.
 
     Args:
         scores: (..., num_kv_heads, block_size) sums over queries, SINK_SCORE for sinks.
         errors: (..., num_kv_heads, block_size), see `code_errors`.
         already_exact: (..., 1, block_size) bool, tokens of the intact prefix.
-        config: how many rows there are, and what they keep.
-        window: of the layer: no row has more votes than that.
-        scope: whose votes the scores are, as in `VOTE_POWER`.
+        config: number of slots, and what they store.
+        window: of the layer: a row has at most as many votes.
+        scope: the queries that voted, as in `VOTE_POWER`.
 
     Returns:
-        (..., num_kv_heads, anchor_rows) int64 offsets in the block, -1 for an unused row; see `EXACT_ANCHOR`.
+        (..., num_kv_heads, anchor_rows) int64 offsets in the block, -1 for an unused slot; see `EXACT_ANCHOR`.
     """
     is_sink = scores == SINK_SCORE
     if config.anchor_share > 0:
@@ -93,7 +94,7 @@ def block_anchors(
 
 
 def _share_rows(ranked: torch.Tensor, num_exact: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """`num_rows` rows for the highest `ranked`: two each for the first `num_exact` (..., 1), then one each."""
+    """Assign `num_rows` slots to the highest `ranked`: two each to the first `num_exact` (..., 1), then one each."""
     row = torch.arange(num_rows, device=ranked.device)
     is_exact = row < 2 * num_exact
     rank = torch.where(is_exact, row // 2, row - num_exact)

@@ -1,8 +1,8 @@
-"""Which recent tokens stay in full precision, as one table: the last query that sees each token exactly.
+"""Which recent tokens stay unquantised, as one table: the last query that sees each token so.
 
-Token `j` is visible in full precision to the query at position `i >= j` iff `i <= last_query[j]`. The table depends on
-positions alone, so chunking, batching, preemption and prefix hits cannot change what a query sees. Sliding windows,
-LogQuant's log-distributed retention (algorithm 1), the intact prefix and the open VQ block all fit in it.
+The query at position `i >= j` sees token `j` unquantised iff `i <= last_query[j]`. The table depends on positions
+alone, so chunking, batching, preemption and prefix-cache hits cannot change what a query sees. It covers sliding
+windows, LogQuant's log-distributed retention (algorithm 1), the intact prefix and the open VQ block.
 """
 
 import torch
@@ -14,24 +14,24 @@ ALWAYS = 2**31 - 1
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which keys queries see at all, exactly or through their codes, bool.
+    """Mask of the keys that queries see at all, unquantised or through their codes.
 
     Args:
         queries, keys: positions, whose shapes broadcast.
-        window: tokens that a query sees, itself included; None: all before it.
+        window: number of tokens that a query sees, itself included; None: all before it.
     """
     causal = keys <= queries
     return causal if window is None else causal & (keys > queries - window)
 
 
 def last_query_table(config: AntKVConfig, max_len: int, window: int | None = None) -> torch.Tensor:
-    """The last query position that would see each token in full precision, if it saw it at all (`visible`).
+    """The last query position that sees each token unquantised, if it sees it at all (`visible`).
 
     Args:
         window: of the layer; None: every query sees all tokens before it.
 
     Returns:
-        (max_len,) int32; entry `j` is at least `j`, since a token always sees itself exactly.
+        (max_len,) int32; entry `j` is at least `j`: a token always sees itself unquantised.
     """
     policy = config.recency_policy
     positions = torch.arange(max_len, dtype=torch.int32)
@@ -45,9 +45,9 @@ def last_query_table(config: AntKVConfig, max_len: int, window: int | None = Non
 
 
 def last_use_table(config: AntKVConfig, max_len: int, window: int | None = None) -> torch.Tensor:
-    """The last position at whose step the full-precision row of each token is read, for attention or for anchors.
+    """The last position whose step reads the unquantised K and V of each token, for attention or for anchors.
 
-    Anchors are picked from the rows of a block when it closes, so rows live until then. (max_len,) int32.
+    Anchors are chosen when a block closes, so its K and V live until then. (max_len,) int32.
 
     window: of the layer, as in `last_query_table`.
     """
@@ -60,23 +60,23 @@ def last_use_table(config: AntKVConfig, max_len: int, window: int | None = None)
 
 
 def sees_own_block(last_query: torch.Tensor) -> bool:
-    """Whether every query sees all tokens of its own VQ block exactly, those before it; (max_len,) int32 table."""
+    """Whether every query sees all earlier tokens of its own VQ block unquantised; (max_len,) int32 table."""
     ends = _block_end(torch.arange(len(last_query))).clamp(max=len(last_query) - 1)
     return bool((last_query.cpu() >= ends).all())
 
 
 def exact_bounds(last_query: torch.Tensor) -> tuple[int, int]:
-    """Where queries look for exact rows of closed blocks: among the first tokens, and shortly before themselves.
+    """Bounds of the unquantised tokens of closed blocks: the first tokens, and those shortly before the query.
 
     Args:
         last_query: (max_len,) int32 table.
 
     Returns:
-        `(prefix, reach)`: if a query sees a token of an earlier VQ block than its own exactly, then the token is one of
-        the first `prefix`, or at most `reach` before the query.
+        `(prefix, reach)`: a token of an earlier VQ block that a query sees unquantised is one of the first `prefix`, or
+        at most `reach` before the query.
     """
     positions = torch.arange(len(last_query))
-    # No query comes behind the end of the table.
+    # There is no query beyond the end of the table.
     table = last_query.long().cpu().clamp(max=len(last_query) - 1)
     prefix = int((table == len(table) - 1).int().cumprod(0).sum())
     seen_later = (positions >= prefix) & (table > _block_end(positions))

@@ -1,6 +1,6 @@
-"""Which recency pages are needed when: the recency table, seen page by page.
+"""When recency pages are needed: the recency table, page by page.
 
-Pure numpy, so that the block manager and its tests share one definition.
+Plain NumPy, so that the block manager and its tests share one definition.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class PageRetention:
 
     block_size: tokens per recency page.
     interval: tokens between the boundaries at which prefix-cache hits may end; 0 keeps only the last one of a step.
-    last_use: (num_pages,) int64, the last position whose step reads a row of the page.
+    last_use: (num_pages,) int64, the last position whose step reads the page.
     """
 
     block_size: int
@@ -37,18 +37,18 @@ class PageRetention:
     def pages_of_step(self, first_page: int, num_tokens: int) -> np.ndarray:
         """Mask over pages `first_page ...` that a step ending at `num_tokens` must store: later steps read them.
 
-        All other rows of the step are read from the keys and values in hand.
+        The step itself attends to its own keys and values without pages.
         """
         return self.needed_after(self._pages(first_page, num_tokens), num_tokens)
 
     def tails_of_step(self, first_page: int, num_tokens: int) -> np.ndarray:
-        """Mask over pages `first_page ...` that a request would read if it resumed at one of the step's boundaries.
+        """Mask over pages `first_page ...` that a request resuming at one of the step's boundaries reads.
 
-        Storing them makes prefix-cache hits possible; the request itself does not need them. Boundaries are the
-        multiples of the interval and the last one of the step, where the same prompt, or a longer one, resumes.
+        They make prefix-cache hits possible; the request itself does not need them. Boundaries are the multiples of the
+        interval, and the end of the step, where the same or a longer prompt resumes.
         """
         pages = self._pages(first_page, num_tokens)
-        # A resent prompt resumes one block lower when the prompt fills its last block exactly.
+        # A repeated prompt that fills its last block resumes one block earlier.
         return self.reachable(pages, [num_tokens, num_tokens - 1], num_tokens)
 
     def reachable(self, pages: np.ndarray, boundaries: list[int], num_tokens: int) -> np.ndarray:
@@ -69,9 +69,9 @@ class PageRetention:
         return mask
 
     def max_pages(self, max_len: int, max_in_flight_tokens: int, max_steps: int) -> int:
-        """Upper bound of the real pages one request holds at any time.
+        """Upper bound of the real pages that one request holds at any time.
 
-        Pages alive when the oldest step in flight began, plus what each step in flight stores: those alive at its end.
+        Pages alive when the oldest step in flight began, plus those that each step in flight stores: alive at its end.
         """
         num_pages = -(-max_len // self.block_size)
         per_step = -(-max_in_flight_tokens // max_steps // self.block_size) + 1
@@ -82,7 +82,7 @@ class PageRetention:
         return np.arange(first_page, -(-num_tokens // self.block_size))
 
     def _max_alive(self, num_pages: int) -> int:
-        """Most pages alive at once: born at their first token, dead after their last use."""
+        """The most pages alive at once, from their first token to their last use."""
         births = np.arange(num_pages) * self.block_size
         deaths = np.minimum(self.last_use[:num_pages], num_pages * self.block_size) + 1
         change = np.zeros(num_pages * self.block_size + 2, dtype=np.int64)
@@ -95,7 +95,7 @@ class PageRetention:
 def page_retention(
     config: AntKVConfig, max_len: int, block_size: int, interval: int, window: int | None = None
 ) -> PageRetention:
-    """The retention of recency pages for these settings, sequences of up to `max_len` tokens and layers of a window."""
+    """Retention of recency pages for these settings, sequences of at most `max_len` tokens and layers with `window`."""
     num_pages = -(-max_len // block_size)
     table = last_use_table(config, num_pages * block_size, window).numpy().astype(np.int64)
     return PageRetention(block_size, interval, table.reshape(num_pages, block_size).max(axis=1))
