@@ -97,8 +97,8 @@ def _rotaries(
         if turn is None:
             kinds = ", ".join(sorted({type(module).__name__ for _, module in modules}))
             raise UnsupportedModelError(
-                f"{layer.layer_name} turns K otherwise than by a table that depends on the position alone (the model "
-                f"has {kinds}): serve this model with --kv-cache-dtype auto."
+                f"The RoPE of {layer.layer_name} is not a table over positions alone (the model has {kinds}): serve "
+                "this model with --kv-cache-dtype auto."
             )
         found[index] = None if turn < 0 else tables[turn]
     return found

@@ -16,18 +16,18 @@ class LearningOptions:
 
     samples: Annotated[int, typer.Option(min=1, help="Windows of text, at most.")] = CalibrationSettings.samples
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = CalibrationSettings.seq_len
-    weights: Annotated[Weights, typer.Option(help="How tokens count: by their gradient, or all alike.")] = (
+    weights: Annotated[Weights, typer.Option(help="Weight of a token: the norm of its gradient, or 1.")] = (
         CalibrationSettings.weights
     )
     channels: Annotated[
         Channels,
-        typer.Option(help="How sub-vectors take the channels of K; consecutive is CQ's way."),
+        typer.Option(help="Channels of K in a sub-vector: spread over the RoPE frequencies, or consecutive (CQ)."),
     ] = CalibrationSettings.channels
     bits: Annotated[
         Bits,
         typer.Option(
-            help="uniform: all layers get --preset. mixed: each gets what it needs, all together no more bytes: closer "
-            "to full precision, but slower to learn and, with tables of 4,096 centroids, to decode."
+            help="uniform: all layers get --preset. mixed: each gets what it needs, in no more bytes together. Closer "
+            "to full precision, but slower to learn and to decode."
         ),
     ] = CalibrationSettings.bits
     refine: Annotated[
@@ -42,7 +42,7 @@ class LearningOptions:
     ] = CalibrationSettings.train_prefix
     prefix_text: Annotated[
         str | None,
-        typer.Option(help="Plain text file with the system prompt that --train-prefix trains, as prompts have it."),
+        typer.Option(help="Plain text file with the system prompt that --train-prefix trains, exactly as in prompts."),
     ] = CalibrationSettings.prefix_text
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = CalibrationSettings.device
     seed: Annotated[int, typer.Option(help="The same command and seed write the same file.")] = CalibrationSettings.seed
@@ -57,11 +57,11 @@ def calibrate(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="Calibration text: plain UTF-8 file or data set name; repeatable. Without it the model writes its own."
+            help="Calibration text: plain UTF-8 file or data set name; repeatable. Default: text that the model writes."
         ),
     ] = None,
 ) -> None:
-    """Learn codebooks for a model from text, or from what it writes itself.
+    """Learn codebooks for a model from text, or from text that it writes.
 
     Example: `antkv calibrate MODEL --preset antkv-1bit --out DIR`
 

@@ -32,7 +32,7 @@ class QuestionOptions:
 @grouped
 def diff(
     this: Annotated[str, typer.Argument(metavar="URL", help="The server to look at, e.g. http://a:8000.")],
-    other: Annotated[str, typer.Argument(metavar="OTHER", help="The server to hold it against, as a rule with auto.")],
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="The server to compare with, usually with auto.")],
     question: QuestionOptions,
     figure: Annotated[Path | None, typer.Option(help="The text, coloured by divergence: a .png or .svg file.")] = None,
     json: JsonInstead = None,

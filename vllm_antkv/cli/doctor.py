@@ -26,7 +26,7 @@ def doctor(
         bool,
         typer.Option(
             "--verify",
-            help="Start vLLM with auto and with an antkv cache that keeps every row as it is, and compare the answers.",
+            help="Start vLLM with auto and with an unquantised antkv cache, and compare their answers.",
         ),
     ] = False,
     json: JsonInstead = None,

@@ -46,12 +46,12 @@ Text = Annotated[
 Anchors = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of tokens kept as anchors, per KV head.")]
 AnchorsAs = Annotated[
     AnchorDtype,
-    typer.Option(help="Anchors as what their codes lose, in 8 bits, or as they are, which takes twice the bytes."),
+    typer.Option(help="What an anchor stores: its quantisation error in FP8, or the vector in twice the bytes."),
 ]
-Prefix = Annotated[int, typer.Option(min=0, max=4096, help="First tokens that stay in full precision (IntactKV).")]
+Prefix = Annotated[int, typer.Option(min=0, max=4096, help="First tokens that stay unquantised (IntactKV).")]
 RecentTokens = Annotated[
     str,
-    typer.Option("--recency", parser=_recency, metavar="sliding:W|log:W|none", help="Recent tokens in full precision."),
+    typer.Option("--recency", parser=_recency, metavar="sliding:W|log:W|none", help="Unquantised recent tokens."),
 ]
 Context = Annotated[int, typer.Option(min=2, help="Tokens per window, BOS first.")]
 Json = Annotated[Path, typer.Option("--json", help="Where the result is written.")]
@@ -59,21 +59,20 @@ Json = Annotated[Path, typer.Option("--json", help="Where the result is written.
 
 @dataclass(frozen=True)
 class KeptOptions:
-    """Where the codebooks are, and what is kept in full precision beside anchors."""
+    """Where the codebooks are, and what stays unquantised beside anchors."""
 
     codebooks: Annotated[
         Path | None,
         typer.Option(
-            help="Folder that `antkv calibrate` wrote to. Plain centroids for cq-* are taken from its folder cq, or "
-            "from itself when calibrated with --weights none. Without it: where the server looks."
+            help="Folder that `antkv calibrate` wrote to. cq-* reads its folder cq, or the folder itself if calibrated "
+            "with --weights none. Default: where the server looks."
         ),
     ] = None
     sinks: Annotated[
         int,
         typer.Option(
             min=0,
-            help="0: no attention sinks. Anything else: sinks are the first anchors; how many there are is found by "
-            "the calibrated threshold, not by this number.",
+            help="0: no attention sinks. Any other number: those that the calibrated threshold finds.",
         ),
     ] = 5
     prefix: Prefix = DEFAULTS.prefix
@@ -118,19 +117,19 @@ class MethodOptions(CacheOptions):
             "--recency",
             parser=_recency_or_own,
             metavar="sliding:W|log:W|none|own",
-            help="Recent tokens in full precision, the same for every method; own: the recent and first tokens that "
-            "each method's paper keeps, and the server's default for cq-* and antkv-*.",
+            help="Recent tokens that stay unquantised, for every method. own: the recent and first tokens of each "
+            "method's paper, and the server's default for cq-* and antkv-*.",
         ),
     ] = DEFAULTS.recency
     anchor_scope: Annotated[
         AnchorScope,
-        typer.Option(help="Queries that vote for anchors: those of the block, or all of the window (paper)."),
+        typer.Option(help="Queries that count in Anchor Scores: those of the block, or all of the window (paper)."),
     ] = "block"
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="Text that kvquant-*, skvq-* and +kvsink-N learn from. Without it they learn from the first tokens of "
-            "each window, and kvsink from a codebook's sink rule."
+            help="Text that kvquant-*, skvq-* and +kvsink-N learn from. Default: the first tokens of each window, and "
+            "for kvsink a codebook's sink rule."
         ),
     ] = None
 

@@ -25,7 +25,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class KeptOptions:
-    """What an antkv cache keeps in full precision."""
+    """What an antkv cache keeps unquantised."""
 
     anchors: Anchors = DEFAULTS.anchor_share
     anchor_dtype: AnchorsAs = DEFAULTS.anchor_dtype

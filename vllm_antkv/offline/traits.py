@@ -118,8 +118,8 @@ def _turn_of(model: PreTrainedModel, layer: int, keys: torch.Tensor, tables: lis
     turn = turn_of(keys, torch.arange(len(keys), device=keys.device), tables, model.dtype)
     if turn is None:
         raise UnsupportedModelError(
-            f"Layer {layer} of {type(model).__name__} turns K otherwise than by its table of cosines and sines, "
-            "or not by the position alone: it cannot be calibrated or evaluated offline."
+            f"The RoPE of layer {layer} of {type(model).__name__} is not a table of cosines and sines over positions "
+            "alone: it cannot be calibrated or evaluated offline."
         )
     return turn
 
