@@ -32,20 +32,6 @@ Page of a block and KV head at 1 bit, 128 channels:
 | default | 2 in FP8 | 4,624 |
 | `"anchor_dtype": "model"` | 2 in 16 bits | 5,136 |
 
-## Examples
-
-Keep the first 200 tokens unquantised instead of the first 8, for a long system prompt:
-
-```json
-{"antkv": {"prefix": 200}}
-```
-
-Use codebooks from the Hugging Face hub, and never calibrate:
-
-```json
-{"antkv": {"codebooks": "owner/name@revision", "calibrate": "never"}}
-```
-
 `GET /antkv/config` shows the settings in effect ([Metrics](metrics.md#get-antkvconfig)).
 `AntKVConfig.model_json_schema()` in `vllm_antkv.config` gives the JSON schema.
 """
