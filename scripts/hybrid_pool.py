@@ -94,7 +94,7 @@ def measure(shape: dict[str, Any], preset: str | None) -> Pool:
     from vllm.v1.attention.backends.utils import record_kv_cache_layout
 
     from scripts.capacity_figure import engine_config
-    from vllm_antkv.hooks.moved import kv_cache_planning
+    from scripts.moved import kv_cache_planning
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_COMMON | shape))

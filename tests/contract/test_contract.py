@@ -41,7 +41,7 @@ def test_every_name_of_vllm_in_our_code_is_in_the_contract(release: Release) -> 
 
 
 def test_every_import_is_there(release: Release) -> None:
-    """What a release does not have is looked up in `vllm_antkv.hooks.moved`, or behind a question for it."""
+    """What a release does not have is looked up in `scripts.moved`, or behind a question for it."""
     missing = unknown_imports(sources_below(release.root))
     assert not missing
 

@@ -208,7 +208,7 @@ def _vllm_parsers() -> dict[str, argparse.ArgumentParser]:
     from vllm.benchmarks.serve import add_cli_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_antkv.hooks.moved import serve_arguments
+    from scripts.moved import serve_arguments
     from vllm_antkv.plugin import register
 
     register()

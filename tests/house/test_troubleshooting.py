@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from vllm_antkv.hooks.moved import kv_cache_planning
+from scripts.moved import kv_cache_planning
 from vllm_antkv.releases import minor_release
 
 ROOT = Path(__file__).parents[2]

@@ -14,11 +14,11 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from scripts.moved import serve_arguments
 from tests.serving.conftest import EMBEDDED
 from tests.unit import spoilt
 from vllm_antkv.codebook import codebook_path
 from vllm_antkv.errors import AntKVError, SettingsError
-from vllm_antkv.hooks.moved import serve_arguments
 from vllm_antkv.plugin import register
 
 pytestmark = pytest.mark.serving

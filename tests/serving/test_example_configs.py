@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from scripts.moved import serve_arguments
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.hooks.moved import serve_arguments
 
 CONFIGS = sorted((Path(__file__).parents[2] / "vllm_antkv" / "configs").glob("*.yaml"))
 
