@@ -1,28 +1,24 @@
 """Gives a loaded model's attention layers what they need for an antkv cache."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MethodType
-from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_antkv.attention.code_order import in_code_order
 from vllm_antkv.attention.exact_layers import has_window, leave_exact
 from vllm_antkv.attention.flash_attention import flash_attention
 from vllm_antkv.attention.impl import AntKVImpl, Attachment
 from vllm_antkv.attention.layer import RecencyLayer, recency_layer_name
-from vllm_antkv.attention.model_layers import ModelLayers, attention_layers, decoder_layer
+from vllm_antkv.attention.model_layers import ModelLayers, attention_layers, decoder_layer, set_spec
 from vllm_antkv.attention.positions import PositionLayer, position_layer_name
 from vllm_antkv.attention.probe import probe
-from vllm_antkv.attention.sinks import SinkFlags, register_op, watch
+from vllm_antkv.attention.sinks import SinkFlags, watch
 from vllm_antkv.attention.startup import resolved_codebook
 from vllm_antkv.attention.trained_prefix import LayerPrefix, PrefixTokens
 from vllm_antkv.attention.worker import Worker, workspace
@@ -64,36 +60,54 @@ def attach(
     probed = probe(model, found.every, decoder_layers[max(decoder_layers)], vllm_config, device)
     rotaries = in_code_order(probed.rotaries, codebook)
     _leave_exact(found, vllm_config)
-    dtype = vllm_config.model_config.dtype
-    presets = codebook.header.layer_presets
-    rules = {index: _logit_rules(layer, vllm_config) for index, layer in found.ours.items()}
+    rules = {
+        index: _impl(layer).logit_rules(vllm_config.model_config.max_model_len) for index, layer in found.ours.items()
+    }
     kinds = [
         LayerKind(
-            presets[found.source(index)],
+            codebook.header.layer_presets[found.source(index)],
             layer.head_size,
             layer.num_heads // layer.num_kv_heads,
-            dtype,
+            vllm_config.model_config.dtype,
             rotaries[found.source(index)],
             rules[index].are_plain,
         )
         for index, layer in found.ours.items()
     ]
     kernels = choose(settings.kernels, device, kinds)
-    shared = _Shared.of(settings, codebook, vllm_config, device, kernels, found.coded)
-    if of_step is not None:
-        shared = replace(shared, positions=_position_layer(found, rules, of_step, vllm_config))
-    if codebook.header.prefix is not None:
-        shared = replace(shared, prefix_tokens=_prefix_tokens(found, rules, codebook.header.prefix, shared))
-    flags = _sink_flags(codebook, settings, vllm_config, device)
-    for index, layout in zip(found.coded, _layouts(found, rules, shared), strict=True):
-        sinks = flags if flags is not None and index > _sink_layer(codebook) else None
-        _attach_layer(found.every[index], index, _Own(layout, rotaries[index], rules[index], sinks), shared)
+    logger.info("antkv kernels: %s", kernels.title)
+    counters = Counters(device, kernels.name)
+    rule, max_num_tokens = codebook.header.sinks, vllm_config.scheduler_config.max_num_batched_tokens
+    last_layer = max(found.coded)
+    sinks = None
+    if rule is not None and settings.sinks and last_layer > rule.layer:
+        sinks = SinkFlags(rule, max_num_tokens, device)
+        watch(decoder_layers[rule.layer], probed.adds_residual, found.every[last_layer].layer_name)
+    prefix_tokens = None
+    if codebook.prefix is not None:
+        layer, window = _keeps_first_page(found, rules)
+        prefix_tokens = PrefixTokens(codebook.prefix.token_ids, layer.layer_name, max_num_tokens, device)
+        prefix_tokens.refuse_window(window)
+    positions = None if of_step is None else _position_layer(found, rules, of_step, vllm_config)
+    shared = _Shared(
+        settings,
+        codebook,
+        vllm_config,
+        device,
+        kernels,
+        counters,
+        found,
+        rules,
+        rotaries,
+        sinks,
+        prefix_tokens,
+        positions,
+    )
+    for index, layout in zip(found.coded, _layouts(shared), strict=True):
+        _attach_layer(index, layout, shared)
     for index in found.sources.keys() & found.ours.keys():
-        _attach_reader(found, index, rules[index], codebook)
-    if flags is not None and shared.last_layer > _sink_layer(codebook):
-        register_op()
-        watch(decoder_layers[_sink_layer(codebook)], probed.adds_residual, found.every[shared.last_layer].layer_name)
-    return Worker(shared.counters, shared.prefix_tokens)
+        _attach_reader(index, shared)
+    return Worker(counters, prefix_tokens)
 
 
 def _leave_exact(found: ModelLayers, vllm_config: VllmConfig) -> None:
@@ -103,22 +117,23 @@ def _leave_exact(found: ModelLayers, vllm_config: VllmConfig) -> None:
     vllm_config.cache_config.kv_cache_dtype_skip_layers = []
 
 
-def _layouts(found: ModelLayers, rules: dict[int, LogitRules], shared: "_Shared") -> list[PageLayout]:
-    """Of the layers with codes."""
-    header, model_config = shared.codebook.header, shared.vllm_config.model_config
-    exact = [found.every[index] for index in found.exact if index not in found.sources]
-    num_beside = sum(not has_window(layer, model_config.max_model_len) for layer in exact)
-    all_slide = not num_beside and all(rules[index].window is not None for index in found.coded)
-    presets = [header.layer_presets[index] for index in found.coded]
-    return page_layouts(shared.settings, presets, header.model.head_size, model_config.dtype, all_slide, num_beside)
+def _impl(layer: Attention) -> AntKVImpl:
+    assert isinstance(layer.impl, AntKVImpl)
+    return layer.impl
+
+
+def _keeps_first_page(found: ModelLayers, rules: dict[int, LogitRules]) -> tuple[Attention, int | None]:
+    """A layer that keeps its first page longest, and its window: that of a layer without one stays to the end."""
+    index = min(found.coded, key=lambda index: (rules[index].window is not None, index))
+    return found.every[index], rules[index].window
 
 
 @dataclass(frozen=True)
 class _Shared:
     """What all layers of a worker have in common.
 
-    coded: indices of the layers with codes.
-    prefix_tokens: where the codebook has a trained prefix.
+    found, rules, rotaries: the layers, by their indices how their logits come about, and what turns their K.
+    sinks: where sinks are pinned. prefix_tokens: where the codebook has a trained prefix. positions: with M-RoPE.
     """
 
     settings: AntKVConfig
@@ -127,110 +142,80 @@ class _Shared:
     device: torch.device
     kernels: Kernels
     counters: Counters
-    last_queries: "_LastQueries"
-    coded: tuple[int, ...]
-    positions: PositionLayer | None = None
-    prefix_tokens: PrefixTokens | None = None
-
-    @property
-    def last_layer(self) -> int:
-        """The index of the last layer with codes."""
-        return max(self.coded)
-
-    @classmethod
-    def of(
-        cls,
-        settings: AntKVConfig,
-        codebook: Codebook,
-        vllm_config: VllmConfig,
-        device: torch.device,
-        kernels: Kernels,
-        coded: tuple[int, ...],
-    ) -> "_Shared":
-        """Make what is shared, and say which kernels run."""
-        logger.info("antkv kernels: %s", kernels.title)
-        last_queries = _LastQueries(settings, vllm_config.model_config.max_model_len, device)
-        counters = Counters(device, kernels.name)
-        return cls(settings, codebook, vllm_config, device, kernels, counters, last_queries, coded)
-
-
-class _LastQueries:
-    """Tables of what is seen exactly, shared by the layers that have the same."""
-
-    def __init__(self, settings: AntKVConfig, max_len: int, device: torch.device) -> None:
-        self._settings, self._max_len, self._device = settings, max_len, device
-        self._tables: dict[int | None, torch.Tensor] = {}
-
-    def of(self, window: int | None) -> torch.Tensor:
-        """See `select.recency.last_query_table`."""
-        known = window if self._settings.windows == "exact" else None
-        if known not in self._tables:
-            self._tables[known] = last_query_table(self._settings, self._max_len, known).to(self._device)
-        return self._tables[known]
-
-
-class _Own(NamedTuple):
-    """What a layer does not share with the others."""
-
-    layout: PageLayout
-    rotary: RotaryTable | None
-    rules: LogitRules
+    found: ModelLayers
+    rules: dict[int, LogitRules]
+    rotaries: dict[int, RotaryTable | None]
     sinks: SinkFlags | None
+    prefix_tokens: PrefixTokens | None
+    positions: PositionLayer | None
+    _last_queries: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def last_query(self, window: int | None) -> torch.Tensor:
+        """See `select.recency.last_query_table`; one tensor for all layers that see the same."""
+        known = window if self.settings.windows == "exact" else None
+        if known not in self._last_queries:
+            max_len = self.vllm_config.model_config.max_model_len
+            self._last_queries[known] = last_query_table(self.settings, max_len, known).to(self.device)
+        return self._last_queries[known]
 
 
-def _logit_rules(layer: Attention, vllm_config: VllmConfig) -> LogitRules:
-    assert isinstance(layer.impl, AntKVImpl)
-    return layer.impl.logit_rules(vllm_config.model_config.max_model_len)
+def _layouts(shared: _Shared) -> list[PageLayout]:
+    """Of the layers with codes."""
+    header, model_config, found = shared.codebook.header, shared.vllm_config.model_config, shared.found
+    exact = [found.every[index] for index in found.exact if index not in found.sources]
+    num_beside = sum(not has_window(layer, model_config.max_model_len) for layer in exact)
+    all_slide = not num_beside and all(shared.rules[index].window is not None for index in found.coded)
+    presets = [header.layer_presets[index] for index in found.coded]
+    return page_layouts(shared.settings, presets, header.model.head_size, model_config.dtype, all_slide, num_beside)
 
 
-def _attach_layer(layer: Attention, index: int, own: _Own, shared: _Shared) -> None:
-    settings, device, dtype = shared.settings, shared.device, shared.vllm_config.model_config.dtype
-    codebook = shared.codebook
-    companion = RecencyLayer(own.layout, layer.num_kv_heads, dtype, settings, own.rules.window)
+def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:
+    layer, rules, codebook = shared.found.every[index], shared.rules[index], shared.codebook
+    device, dtype, scheduler_config = (
+        shared.device,
+        shared.vllm_config.model_config.dtype,
+        shared.vllm_config.scheduler_config,
+    )
+    companion = RecencyLayer(layout, layer.num_kv_heads, dtype, shared.settings, rules.window)
     name = recency_layer_name(layer.layer_name)
     shared.vllm_config.compilation_config.static_forward_context[name] = companion
     heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
-    assert isinstance(layer.impl, AntKVImpl)
     # As the file has them where kernels can read that: a second copy at 4,096 centroids is over a gigabyte.
-    held_in = torch.float16 if shared.kernels.on_gpu else torch.float32
-    max_num_tokens = shared.vllm_config.scheduler_config.max_num_batched_tokens
+    on_gpu = shared.kernels.on_gpu
+    held_in = torch.float16 if on_gpu else torch.float32
+    order = codebook.header.k_order(index)
     setup = LayerSetup(
-        config=settings,
-        preset=own.layout.preset,
+        config=shared.settings,
+        preset=layout.preset,
         k_centroids=served(codebook.k[index][heads].to(device, held_in)),
         v_centroids=served(codebook.v[index][heads].to(device, held_in)),
-        k_order=_k_order(codebook, index, device),
-        rotary=own.rotary,
-        jensen_weights=_jensen_weights(codebook, index, layer, (index, own.rules, own.rotary)).to(device),
-        last_query=shared.last_queries.of(own.rules.window),
+        k_order=None if order is None else torch.tensor(order, dtype=torch.int32, device=device),
+        rotary=shared.rotaries[index],
+        jensen_weights=_jensen_weights(index, shared),
+        last_query=shared.last_query(rules.window),
         num_heads=layer.num_heads,
-        rules=own.rules,
+        rules=rules,
         counters=shared.counters,
         # It counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
-        counts_rows=index == shared.last_layer,
-        max_num_reqs=shared.vllm_config.scheduler_config.max_num_seqs,
+        counts_rows=index == max(shared.found.coded),
+        max_num_reqs=scheduler_config.max_num_seqs,
         scratch=workspace,
-        varlen=flash_attention(layer.head_size, dtype, max_num_tokens) if shared.kernels.on_gpu else None,
+        varlen=flash_attention(layer.head_size, dtype, scheduler_config.max_num_batched_tokens) if on_gpu else None,
     )
-    layer.impl.attachment = Attachment(
+    rule, prefix, tokens = codebook.header.sinks, codebook.prefix, shared.prefix_tokens
+    _impl(layer).attachment = Attachment(
         setup=setup,
-        layout=own.layout,
+        layout=layout,
         source=None,
-        sinks=own.sinks,
-        prefix=_layer_prefix(codebook, index, heads, shared),
+        sinks=shared.sinks if rule is not None and index > rule.layer else None,
+        prefix=None if tokens is None or prefix is None else LayerPrefix.of(tokens, prefix, index, heads, dtype),
         recency_name=name,
         recency=companion,
         positions=shared.positions,
-        stores_positions=shared.positions is not None and index == min(shared.coded),
+        stores_positions=shared.positions is not None and index == min(shared.found.coded),
         kernels=shared.kernels,
     )
-    spec = vq_spec(own.layout, layer.num_kv_heads, own.rules.window)
-
-    def get_kv_cache_spec(self: Attention, vllm_config: VllmConfig) -> KVCacheSpec:
-        return spec
-
-    # The layer builds its spec from head size and dtype; only this layer knows its page's bytes.
-    layer.get_kv_cache_spec = MethodType(get_kv_cache_spec, layer)  # type: ignore[method-assign]
+    set_spec(layer, vq_spec(layout, layer.num_kv_heads, rules.window))
 
 
 def _position_layer(
@@ -250,74 +235,29 @@ def _position_layer(
     return companion
 
 
-def _attach_reader(found: ModelLayers, index: int, rules: LogitRules, codebook: Codebook) -> None:
+def _attach_reader(index: int, shared: _Shared) -> None:
     """Let a layer without a cache of its own read that of its source."""
-    layer, source = found.every[index], found.every[found.source(index)]
-    assert isinstance(layer.impl, AntKVImpl)
-    assert isinstance(source.impl, AntKVImpl)
-    attachment = source.impl.attachment
+    source = _impl(shared.found.every[shared.found.source(index)])
+    attachment = source.attachment
     assert attachment is not None
-    source.impl.is_read = True
-    setup = attachment.setup
-    weights = _jensen_weights(codebook, index, layer, (found.source(index), rules, setup.rotary))
-    setup = replace(setup, rules=rules, counts_rows=False, jensen_weights=weights.to(setup.jensen_weights))
-    layer.impl.attachment = replace(attachment, setup=setup, source=source.impl, stores_positions=False)
+    source.is_read = True
+    weights = _jensen_weights(index, shared)
+    setup = replace(attachment.setup, rules=shared.rules[index], counts_rows=False, jensen_weights=weights)
+    _impl(shared.found.every[index]).attachment = replace(
+        attachment, setup=setup, source=source, stores_positions=False
+    )
 
 
-def _jensen_weights(
-    codebook: Codebook, index: int, layer: Attention, coded: tuple[int, LogitRules, RotaryTable | None]
-) -> torch.Tensor:
-    """See `LayerSetup`; `coded`: the layer whose K these queries read, the rules of their logits, K's rotary table."""
-    source, rules, rotary = coded
+def _jensen_weights(index: int, shared: _Shared) -> torch.Tensor:
+    """See `LayerSetup`, for the queries of a layer and the K that they read."""
+    layer, source, codebook = shared.found.every[index], shared.found.source(index), shared.codebook
     if codebook.key_errors is None:
-        return torch.zeros(layer.num_heads, layer.head_size)
+        return torch.zeros(layer.num_heads, layer.head_size, device=shared.device)
     errors, gain = codebook.key_errors.of_layers(source, index)
     first = get_tensor_model_parallel_rank() * layer.num_heads
     heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
-    return jensen_weights(errors[heads], gain[first : first + layer.num_heads], rules.scale, rotary)
-
-
-def _k_order(codebook: Codebook, index: int, device: torch.device) -> torch.Tensor | None:
-    order = codebook.header.k_order(index)
-    return None if order is None else torch.tensor(order, dtype=torch.int32, device=device)
-
-
-def _prefix_tokens(
-    found: ModelLayers, rules: dict[int, LogitRules], token_ids: tuple[int, ...], shared: _Shared
-) -> PrefixTokens:
-    # The first page of layers without a window is kept as long as the request runs.
-    index = min(found.coded, key=lambda index: (rules[index].window is not None, index))
-    window = rules[index].window
-    if window is not None and window < len(token_ids):
-        raise UnsupportedModelError(
-            f"The codebook's trained prefix of {len(token_ids)} tokens is longer than the windows of the model's "
-            f"layers ({window} tokens): run `antkv calibrate` without --train-prefix."
-        )
-    max_num_tokens = shared.vllm_config.scheduler_config.max_num_batched_tokens
-    return PrefixTokens(token_ids, found.every[index].layer_name, max_num_tokens, shared.device)
-
-
-def _layer_prefix(codebook: Codebook, index: int, heads: slice, shared: _Shared) -> LayerPrefix | None:
-    prefix, tokens = codebook.prefix, shared.prefix_tokens
-    if prefix is None or tokens is None:
-        return None
-    dtype = shared.vllm_config.model_config.dtype
-    k, v = (pad(rows[index, :, heads], (0, 0, 0, 0, 0, 1)).to(shared.device, dtype) for rows in (prefix.k, prefix.v))
-    return LayerPrefix(tokens, k, v)
-
-
-def _sink_flags(
-    codebook: Codebook, settings: AntKVConfig, vllm_config: VllmConfig, device: torch.device
-) -> SinkFlags | None:
-    rule = codebook.header.sinks
-    if rule is None or not settings.sinks:
-        return None
-    return SinkFlags(rule, vllm_config.scheduler_config.max_num_batched_tokens, device)
-
-
-def _sink_layer(codebook: Codebook) -> int:
-    assert codebook.header.sinks is not None
-    return codebook.header.sinks.layer
+    gain, scale = gain[first : first + layer.num_heads], shared.rules[index].scale
+    return jensen_weights(errors[heads], gain, scale, shared.rotaries[source]).to(shared.device)
 
 
 def _heads_of_rank(num_kv_heads: int, heads_here: int) -> slice:

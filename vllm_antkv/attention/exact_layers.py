@@ -5,11 +5,11 @@ with ours, and that nothing is skipped that cannot be.
 """
 
 from collections.abc import Sequence
-from types import MethodType
 
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
+from vllm_antkv.attention.model_layers import set_spec
 from vllm_antkv.cache.specs import exact_spec
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
@@ -51,8 +51,7 @@ def leave_exact(layer: Attention, max_model_len: int) -> None:
 
         layer.attn_backend = PackedCPUBackend
     window = layer.sliding_window if has_window(layer, max_model_len) else None
-    spec = exact_spec(layer.num_kv_heads, layer.head_size, layer.kv_cache_torch_dtype, window)
-    layer.get_kv_cache_spec = MethodType(lambda layer, vllm_config: spec, layer)  # type: ignore[method-assign]
+    set_spec(layer, exact_spec(layer.num_kv_heads, layer.head_size, layer.kv_cache_torch_dtype, window))
 
 
 def has_window(layer: Attention, max_model_len: int) -> bool:

@@ -48,7 +48,7 @@ class Attachment:
 
 
 class AntKVImpl(AttentionImpl[VQMetadata]):
-    """Attention over coded and exact rows. `attachment` is set by the after-load hook."""
+    """Attention over coded and exact rows. `attachment` is set by `attach`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             attn_metadata: None in vLLM's warm-up runs, which need no result.
             output: (num_tokens, num_heads, head_size), written.
         """
-        assert self.attachment is not None, "the after-load hook did not run"
+        assert self.attachment is not None, "AntKVWorker did not load this model"
         # vLLM may run with the pages of a trial first, to learn how much memory CUDA graphs take.
         if self._pages is not kv_cache and kv_cache.numel():
             self._take_pages(self.attachment, kv_cache)

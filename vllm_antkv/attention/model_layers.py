@@ -7,6 +7,7 @@ from torch import nn
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_antkv.attention.impl import AntKVImpl
 from vllm_antkv.codebook import ModelIdentity
@@ -70,6 +71,15 @@ def attention_layers(model: nn.Module, identity: ModelIdentity, skipped: Collect
                 f"{num_kv_heads} of {identity.head_size}: serve this model with --kv-cache-dtype auto."
             )
     return layers
+
+
+def set_spec(layer: Attention, spec: KVCacheSpec) -> None:
+    """Let vLLM give a layer such pages.
+
+    It takes those of codes for pages of rows of the head size. The backend's `customize_spec` could say better if all
+    layers had the same bits, but is not told which layer it is asked for.
+    """
+    layer.get_kv_cache_spec = lambda vllm_config: spec  # type: ignore[method-assign]
 
 
 def _sorted_out(found: dict[int, Attention]) -> ModelLayers:

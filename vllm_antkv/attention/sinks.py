@@ -47,6 +47,11 @@ def watch(layer: nn.Module, adds_residual: bool, reader: str) -> None:
         reader: name of an attention layer that has the flags: the custom op can only be handed tensors and names.
     """
 
+    if not hasattr(torch.ops.vllm, "antkv_mark_sinks"):
+        direct_register_custom_op(
+            op_name="antkv_mark_sinks", op_func=_mark_sinks, mutates_args=["hidden"], fake_impl=_mark_sinks_fake
+        )
+
     def after(layer: nn.Module, args: Any, output: Any) -> None:
         hidden, residual = (*output, None)[:2] if isinstance(output, tuple) else (output, None)
         torch.ops.vllm.antkv_mark_sinks(hidden, residual if adds_residual else None, reader)
@@ -63,11 +68,3 @@ def _mark_sinks(hidden: torch.Tensor, residual: torch.Tensor | None, reader: str
 
 def _mark_sinks_fake(hidden: torch.Tensor, residual: torch.Tensor | None, reader: str) -> None:
     return
-
-
-def register_op() -> None:
-    """Register the custom op once per process."""
-    if not hasattr(torch.ops.vllm, "antkv_mark_sinks"):
-        direct_register_custom_op(
-            op_name="antkv_mark_sinks", op_func=_mark_sinks, mutates_args=["hidden"], fake_impl=_mark_sinks_fake
-        )

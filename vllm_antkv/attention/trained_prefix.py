@@ -7,12 +7,15 @@ step has it. A captured graph holds the choice between two rows, by a tensor tha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+from torch.nn.functional import pad
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_antkv.codebook.prefix import starts_with
+from vllm_antkv.codebook.prefix import TrainedPrefix, starts_with
+from vllm_antkv.errors import UnsupportedModelError
 
 
 class PrefixTokens:
@@ -27,10 +30,19 @@ class PrefixTokens:
     def __init__(self, token_ids: Sequence[int], layer_name: str, max_num_tokens: int, device: torch.device) -> None:
         self.token_ids = list(token_ids)
         self.layer_name = layer_name
+        self.device = device
         self.rows: torch.Tensor | None = None
         self._buffer = torch.full((max_num_tokens,), len(self.token_ids), device=device)
         self._starting: set[str] = set()
         self._has_prefix = torch.zeros(0, dtype=torch.bool, device=device)
+
+    def refuse_window(self, window: int | None) -> None:
+        """Refuse a prefix that `layer_name` may have lost the first page of before all of it is computed."""
+        if window is not None and window < len(self.token_ids):
+            raise UnsupportedModelError(
+                f"The codebook's trained prefix of {len(self.token_ids)} tokens is longer than the windows of the "
+                f"model's layers ({window} tokens): run `antkv calibrate` without --train-prefix."
+            )
 
     def allocate(self, num_blocks: int) -> None:
         """Make room for what is known of each page."""
@@ -49,7 +61,7 @@ class PrefixTokens:
         begun += [(name, pages) for name, pages in again if pages and name in cached.resumed_req_ids]
         first = {group[0]: name in self._starting for name, pages in begun for group in pages if group}
         if first:
-            pages, known = (torch.tensor(list(each)).to(self._buffer.device) for each in (first, first.values()))
+            pages, known = (torch.tensor(list(each)).to(self.device) for each in (first, first.values()))
             self._has_prefix[pages] = known
 
     def plan(self, step: CommonAttentionMetadata) -> None:
@@ -89,6 +101,12 @@ class LayerPrefix:
     tokens: PrefixTokens
     k: torch.Tensor
     v: torch.Tensor
+
+    @classmethod
+    def of(cls, tokens: PrefixTokens, prefix: TrainedPrefix, layer: int, heads: slice, dtype: torch.dtype) -> Self:
+        """Those of a codebook."""
+        k, v = (pad(rows[layer, :, heads], (0, 0, 0, 0, 0, 1)) for rows in (prefix.k, prefix.v))
+        return cls(tokens, k.to(tokens.device, dtype), v.to(tokens.device, dtype))
 
     def put_in(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a step, each (num_tokens, num_kv_heads, head_size), with the trained rows in their places."""
