@@ -81,8 +81,6 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         #: Whether other layers read this one's cache.
         self.is_read = False
         self._pages: torch.Tensor | None = None
-        # Of the step, for layers that read this one's cache.
-        self._rows: StepRows | None = None
         self._layer: LayerState | None = None
         self._operations: LayerOperations | None = None
 
@@ -141,7 +139,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             rows = StepRows(query[:num_tokens], key[:num_tokens], value[:num_tokens], is_sink)
             written = output[:num_tokens]
         if self.is_read:
-            self._rows = rows
+            step.shared[self] = rows
         self._operations.run(rows, written, step)
         return output
 
@@ -149,9 +147,8 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         """Attend to another layer's cache, which is as that layer left it: its codes, and anchors by its votes."""
         assert self._layer is not None
         assert self._operations is not None
-        assert source._rows is not None, "a layer reads the cache of one that comes before it"
         with self._layer.counters.timed("attend"):
-            self._operations.attend(source._rows._replace(query=query), output, step)
+            self._operations.attend(step.shared[source]._replace(query=query), output, step)
 
     def _take_pages(self, attachment: Attachment, kv_cache: torch.Tensor) -> None:
         self._pages = kv_cache

@@ -22,7 +22,7 @@ class Step:
         None where nobody says.
     query_start_loc_cpu, seq_lens_cpu: in the host's memory; lengths may be upper bounds for requests with a single new
         token, as long as their number of new tokens is right. None where nobody says.
-    shared: what the first layer of a step made of all this, for the others.
+    shared: what a layer made of all this in this step, for those behind it.
     """
 
     query_start_loc: torch.Tensor
