@@ -6,7 +6,7 @@
 # make real-models   fetch real language models into the user's cache (ARGS=smollm2: one of them)
 # make wheel   a source distribution and a manylinux wheel with the C++ kernels, in dist/
 # make gpu-check   check and time everything on a GPU
-# make vllm-contract   how much work a release of vLLM is (VERSION=0.34.0; default: the newest)
+# make vllm-contract   what a release of vLLM changes in the names that we use (VERSION=0.34.0; default: the newest)
 # make test-vllm-0.33   run what can run on the Python of a release that has no build for CPUs yet
 # make bench-cpu   decode and prefill on this CPU: antkv-1bit against vLLM's own caches (ARGS="--contexts 1024")
 # make lint | format | docs | lock | clean

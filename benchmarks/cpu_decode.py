@@ -28,7 +28,6 @@ from benchmarks.cpu_engine import MAX_LEN, EngineProcess, Setting
 HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS = 128, 2, 4
 #: Turns of each engine for a setting, and decode steps of a turn after those that only warm up.
 TURNS, STEPS, WARM_UP = 8, 6, 2
-SIDES = ("auto", "fp8", "antkv")
 
 #: What was measured of a side: seconds of each prefill, and of the steps of each turn.
 Measured = dict[str, list[Any]]
@@ -40,10 +39,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = _make_model(Path(folder), arguments.kv_cache_dtype, arguments.group)
         bandwidth = _memory_bandwidth()
-        dtypes = ("auto", "fp8", arguments.kv_cache_dtype)
+        dtypes = {"auto": "auto", "fp8": "fp8", "antkv": arguments.kv_cache_dtype}
+        if "avx512_f" not in processor()["instructions"]:
+            print("Without fp8: vLLM has no FP8 cache on processors without AVX-512.")
+            del dtypes["fp8"]
         sides = {
-            side: EngineProcess(model, dtype, arguments.kernels, arguments.threads)
-            for side, dtype in zip(SIDES, dtypes, strict=True)
+            side: EngineProcess(model, dtype, arguments.kernels, arguments.threads) for side, dtype in dtypes.items()
         }
         for engine in sides.values():
             # Nobody is to pay for what happens once in a process.
@@ -191,8 +192,8 @@ def _row(
     setting: Setting, measured: dict[str, Measured], arguments: argparse.Namespace, bandwidth: float
 ) -> dict[str, Any]:
     row: dict[str, Any] = asdict(setting)
-    turns = {side: [statistics.median(steps) for steps in measured[side]["turns"]] for side in SIDES}
-    for side in SIDES:
+    turns = {side: [statistics.median(steps) for steps in found["turns"]] for side, found in measured.items()}
+    for side in turns:
         step = statistics.median(turns[side])
         quartiles = statistics.quantiles(turns[side])
         kv_bytes = _kv_bytes(arguments.kv_cache_dtype if side == "antkv" else side, setting)
@@ -204,7 +205,7 @@ def _row(
             "kv_bytes": kv_bytes,
             "share_of_bandwidth": kv_bytes / step / bandwidth,
         }
-    for side in SIDES[1:]:
+    for side in turns.keys() - {"auto"}:
         ratios = [auto / other for auto, other in zip(turns["auto"], turns[side], strict=True)]
         prefills = zip(measured[side]["prefills"], measured["auto"]["prefills"], strict=True)
         row[side] |= {
@@ -216,29 +217,37 @@ def _row(
 
 
 def _table(report: dict[str, Any]) -> str:
-    machine = report["machine"]
+    machine, rows = report["machine"], report["rows"]
     clock = f" at {machine['mhz'] / 1000:.1f} GHz" if machine["mhz"] else ""
     caches = [f"{machine[f'{level}_bytes'] // 1024} KiB of {level.upper()}" for level in ("l1d", "l2")]
+    sides = [name for name, side in rows[0].items() if isinstance(side, dict)]
+    others = sides[1:]
+    columns = [
+        *("context", "batch"),
+        *(f"{side}: ms per step" for side in sides),
+        *(f"{side}: tokens/s against auto" for side in others),
+        *("auto: KV MB read", "antkv: KV MB read"),
+        *(f"{side}: prefill time against auto" for side in others),
+    ]
     lines = [
         f"{report['kv_cache_dtype']} (kernels: {report['kernels']}) against vLLM's own caches; {report['group']} "
         "query heads per KV head.",
         f"{machine['processor']}{clock} ({', '.join(machine['instructions'])}), {machine['cpus']} CPUs with "
         f"{' and '.join(caches)} each, {machine['bandwidth'] / 1e9:.1f} GB/s.",
         "",
-        "| context | batch | ms per step: auto | fp8 | antkv | tokens/s against auto: fp8 | antkv "
-        "| KV MB read: auto | antkv | prefill time against auto: fp8 | antkv |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| {' | '.join(columns)} |",
+        "|---:" * len(columns) + "|",
     ]
-    for row in report["rows"]:
-        sides = [row[name] for name in SIDES]
-        steps = [f"{side['step_seconds'] * 1e3:.2f} ± {side['step_spread'] * 5e2:.2f}" for side in sides]
-        speedups = [_with_quartiles(side) for side in sides[1:]]
-        bytes_read = [f"{row[name]['kv_bytes'] / 1e6:.1f}" for name in ("auto", "antkv")]
-        prefills = [f"{side['prefill_ratio']:.2f}" for side in sides[1:]]
-        lines.append(
-            f"| {' | '.join(map(str, [row['context'], row['batch'], *steps, *speedups, *bytes_read, *prefills]))} |"
-        )
-    return "\n".join([*lines, "", *_growth(report["rows"])])
+    for row in rows:
+        cells = [
+            *(row["context"], row["batch"]),
+            *(f"{row[side]['step_seconds'] * 1e3:.2f} ± {row[side]['step_spread'] * 5e2:.2f}" for side in sides),
+            *(_with_quartiles(row[side]) for side in others),
+            *(f"{row[side]['kv_bytes'] / 1e6:.1f}" for side in ("auto", "antkv")),
+            *(f"{row[side]['prefill_ratio']:.2f}" for side in others),
+        ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", *_growth(rows, sides)])
 
 
 def _with_quartiles(side: dict[str, Any]) -> str:
@@ -246,7 +255,7 @@ def _with_quartiles(side: dict[str, Any]) -> str:
     return f"{side['speedup']:.2f} ({first:.2f} to {third:.2f})"
 
 
-def _growth(rows: list[dict[str, Any]]) -> list[str]:
+def _growth(rows: list[dict[str, Any]], sides: list[str]) -> list[str]:
     """For every batch, what a token more in the context adds to a step: the cost of attention without all the rest."""
     lines = []
     for batch in sorted({row["batch"] for row in rows}):
@@ -255,11 +264,11 @@ def _growth(rows: list[dict[str, Any]]) -> list[str]:
         if first is last:
             continue
         tokens = batch * (last["context"] - first["context"]) * NUM_LAYERS * NUM_KV_HEADS
-        seconds = {side: last[side]["step_seconds"] - first[side]["step_seconds"] for side in SIDES}
+        seconds = {side: last[side]["step_seconds"] - first[side]["step_seconds"] for side in sides}
         ns = {side: grown / tokens * 1e9 for side, grown in seconds.items()}
         lines.append(
             f"Batch {batch}, from {first['context']} to {last['context']} tokens: a step grows by "
-            + ", ".join(f"{ns[side]:.1f} ns ({side})" for side in SIDES)
+            + ", ".join(f"{ns[side]:.1f} ns ({side})" for side in sides)
             + " per token, layer and KV head."
         )
     return lines

@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -107,8 +106,3 @@ def _unpack(wheel: Path, folder: Path) -> None:
         wanted = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(_KEPT)]
         archive.extractall(folder, wanted)
     wheel.unlink()
-
-
-def remove(version: str) -> None:
-    """Forget the sources of a release."""
-    shutil.rmtree(CACHE / version, ignore_errors=True)
