@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.triton import TritonOperations
 from vllm_antkv.ops.varlen_call import Varlen
-from vllm_antkv.presets import PRESETS
+from vllm_antkv.presets import PRESETS, Preset
 from vllm_antkv.select.recency import last_query_table
 from vllm_antkv.triton_kernels import anchor_score, close_blocks, decode, encode_store, plain_pages, prefill
 
@@ -44,25 +44,8 @@ KERNELS = (
     (plain_pages, "_merge_attention_kernel"),
 )
 MAX_LEN = 256
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layer and its settings.
-
-    rotary_dim: None is all of a head, 0 is no RoPE.
-    three_part: tokens have three positions (M-RoPE).
-    """
-
-    preset: str
-    head_size: int = 128
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    dtype: torch.dtype = torch.bfloat16
-    rotary_dim: int | None = None
-    neox: bool = True
-    ordered: bool = False
-    three_part: bool = False
+#: A layer in the shape of Llama-3-8B's.
+HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, DTYPE = 128, 32, 8, torch.bfloat16
 
 
 def main() -> None:
@@ -78,7 +61,7 @@ def main() -> None:
         triton.runtime.driver.set_active(_CompileOnly(architecture))
         compiled: dict[str, Any] = {}
         with _recording(compiled, arguments.kernel):
-            _launch_all(Case(arguments.preset, three_part=arguments.three_part))
+            _launch_all(_layer(PRESETS[arguments.preset], arguments.three_part))
         found[architecture] = {
             name: {"stack": stack_bytes(each), "shared": each.metadata.shared} for name, each in compiled.items()
         }
@@ -146,13 +129,12 @@ def _recording(compiled: dict[str, Any], wanted: list[str] | None) -> Iterator[N
             setattr(module, name, kernel)
 
 
-def _launch_all(case: Case) -> None:
+def _launch_all(layer: LayerState) -> None:
     """One step of two requests through all operations."""
-    layer = _layer(case, AntKVConfig())
     operations = TritonOperations(layer)
     num_tokens = 100
-    query = torch.zeros(num_tokens, case.num_heads, case.head_size, dtype=case.dtype)
-    key = torch.zeros(num_tokens, case.num_kv_heads, case.head_size, dtype=case.dtype)
+    query = torch.zeros(num_tokens, NUM_HEADS, HEAD_SIZE, dtype=DTYPE)
+    key = torch.zeros(num_tokens, NUM_KV_HEADS, HEAD_SIZE, dtype=DTYPE)
     step = Step(
         query_start_loc=torch.tensor([0, 99, 100], dtype=torch.int32),
         seq_lens=torch.tensor([99, 200], dtype=torch.int32),
@@ -169,29 +151,29 @@ def _launch_all(case: Case) -> None:
     TritonOperations(layer, decodes=False).prefill(rows, torch.empty_like(query), known)
 
 
-def _layer(case: Case, config: AntKVConfig) -> LayerState:
-    preset = PRESETS[case.preset]
-    layout = PageLayout.of(config, preset, case.head_size, case.dtype)
-    raw = torch.zeros(4, case.num_kv_heads, 1, pool_block_bytes([layout]), dtype=torch.uint8)
-    tables = (preset.num_sub_vectors(case.head_size), preset.num_centroids, preset.sub_vector_size)
-    centroids = torch.zeros(case.num_kv_heads, *tables)
-    rotary_dim = case.head_size if case.rotary_dim is None else case.rotary_dim
-    angles = torch.arange(MAX_LEN)[:, None] * torch.logspace(0, -3, rotary_dim // 2)
-    sections = torch.arange(rotary_dim // 2) % NUM_POSITIONS if case.three_part else None
+def _layer(preset: Preset, three_part: bool) -> LayerState:
+    """Pages and tables of zeros; three_part: tokens have three positions (M-RoPE)."""
+    config = AntKVConfig()
+    layout = PageLayout.of(config, preset, HEAD_SIZE, DTYPE)
+    raw = torch.zeros(4, NUM_KV_HEADS, 1, pool_block_bytes([layout]), dtype=torch.uint8)
+    tables = (preset.num_sub_vectors(HEAD_SIZE), preset.num_centroids, preset.sub_vector_size)
+    centroids = torch.zeros(NUM_KV_HEADS, *tables)
+    angles = torch.arange(MAX_LEN)[:, None] * torch.logspace(0, -3, HEAD_SIZE // 2)
+    sections = torch.arange(HEAD_SIZE // 2) % NUM_POSITIONS if three_part else None
     return LayerState(
         vq=VQPages.view(raw[..., : layout.vq_page_bytes], layout),
-        recency=RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, case.dtype),
+        recency=RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, DTYPE),
         k_centroids=centroids,
         v_centroids=centroids,
         preset=preset,
-        k_order=torch.arange(case.head_size, dtype=torch.int32) if case.ordered else None,
-        rotary=RotaryTable(angles.cos(), angles.sin(), case.neox, sections) if rotary_dim else None,
-        positions=torch.zeros(4, VQ_BLOCK_SIZE, NUM_POSITIONS, dtype=torch.int32) if case.three_part else None,
-        jensen_weights=torch.zeros(case.num_heads, case.head_size),
+        k_order=None,
+        rotary=RotaryTable(angles.cos(), angles.sin(), True, sections),
+        positions=torch.zeros(4, VQ_BLOCK_SIZE, NUM_POSITIONS, dtype=torch.int32) if three_part else None,
+        jensen_weights=torch.zeros(NUM_HEADS, HEAD_SIZE),
         last_query=last_query_table(config, MAX_LEN),
         config=config,
-        num_heads=case.num_heads,
-        rules=LogitRules(case.head_size**-0.5),
+        num_heads=NUM_HEADS,
+        rules=LogitRules(HEAD_SIZE**-0.5),
         counters=Counters(torch.device("cpu"), "compiled"),
         counts_rows=False,
         max_num_reqs=2,

@@ -1,8 +1,8 @@
 """The names of vLLM that the package uses: imports, members, and classes that ours derive from.
 
-Members are found by name: one that a class of vLLM has and that stands in a file of ours with an import of vLLM counts as
-used. Types of such members are followed, so that `vllm_config.cache_config.block_size` is found. Names that merely sound
-the same are found, too.
+Members are found by name: one that a class of vLLM has counts as used where it stands in a file of ours with an import
+of vLLM. Types of such members are followed, so that `vllm_config.cache_config.block_size` is found. Names that merely
+sound the same are found, too.
 """
 
 import ast
