@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"bash", "console", "json", "promql", "python", "text", "yaml"}
 #: Programs that are of no use without what the title of their fence must name.
-OUTSIDE = {"debootstrap": "root", "docker": "Docker", "helm": "a cluster", "kubectl": "a cluster"}
+OUTSIDE = {"docker": "Docker", "helm": "a cluster", "kubectl": "a cluster"}
 #: Words to fill in that a parser would not take as they are.
 PLACEHOLDERS = {"NAMES": "fp16", "RECENCY": "none"}
 
@@ -388,11 +388,6 @@ def check_kubectl(arguments: list[str]) -> None:
             _must_exist(value)
 
 
-def check_sudo(arguments: list[str]) -> None:
-    """As if it were not there."""
-    _check(arguments, "root")
-
-
 def check_nothing(arguments: list[str]) -> None:
     """Tools that are not ours, with nothing of ours in their arguments."""
 
@@ -402,7 +397,6 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "antkv": check_antkv,
     "cp": check_cp,
     "curl": check_curl,
-    "debootstrap": check_nothing,
     "docker": check_docker,
     "grep": check_nothing,
     "helm": check_helm,
@@ -412,6 +406,5 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "pip": check_pip,
     "pytest": check_pytest,
     "python": check_python,
-    "sudo": check_sudo,
     "vllm": check_vllm,
 }

@@ -120,14 +120,6 @@ def test_another_vllm_than_the_pinned_one_is_refused(tmp_path):
     assert "gpu.in pins 0.1.2." in done.stderr
 
 
-def test_run_steps_expands_variables_and_places_files(tmp_path):
-    pytest.importorskip("dockerfile_parse", reason="dockerfile-parse is not installed: requirements/deploy.lock has it")
-    stage = script("run_steps").Stage(tmp_path, environment={"A": "1"}, folder="/work")
-    assert stage.expand("${A}/$A/$UNKNOWN") == "1/1/"
-    assert stage.inside("x/../y") == tmp_path / "work" / "y"
-    assert stage.inside("/etc") == tmp_path / "etc"
-
-
 # Compose
 
 
