@@ -25,12 +25,7 @@ A VQ block has 128 tokens. By default, two of its K vectors and two of its V vec
 An unquantised sink uses two anchor slots. With two sinks in a block, both fall back to their quantisation error in FP8.
 `"anchor_share": 0.031` stores both unquantised.
 
-Page of a block and KV head at 1 bit, 128 channels:
-
-| setting | anchors per block | bytes |
-|---|---|---:|
-| default | 2 in FP8 | 4,624 |
-| `"anchor_dtype": "model"` | 2 in 16 bits | 5,136 |
+`"anchor_dtype": "model"` makes a page of 1 bit and 128 channels 5,136 bytes instead of 4,624.
 
 `GET /antkv/config` shows the settings in effect ([Metrics](metrics.md#get-antkvconfig)).
 `AntKVConfig.model_json_schema()` in `vllm_antkv.config` gives the JSON schema.
