@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from vllm_antkv.attention.exact_layers import read_skipped
 from vllm_antkv.attention.footprint import describe
@@ -17,6 +18,7 @@ from vllm_antkv.errors import SettingsError
 from vllm_antkv.features import num_sharing_layers
 from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.presets import Preset, get_preset
+from vllm_antkv.slow_bfloat16 import REMEDY, slow_bfloat16
 
 logger = logging.getLogger("vllm.antkv")
 
@@ -70,6 +72,8 @@ def complete(vllm_config: VllmConfig) -> None:
     if cache_config.prefix_cache_retention_interval == 0:
         cache_config.prefix_cache_retention_interval = DEFAULT_RETENTION_INTERVAL
     model_config = vllm_config.model_config
+    if current_platform.is_cpu() and (slow := slow_bfloat16(model_config.dtype)):
+        logger.warning("The model is in %s. %s", slow, REMEDY)
     identity = ModelIdentity.from_hf_config(model_config.hf_config)
     get_preset(cache_config.cache_dtype).num_sub_vectors(identity.head_size)
     exact, settings = read_skipped(cache_config.kv_cache_dtype_skip_layers, identity.num_layers, settings)

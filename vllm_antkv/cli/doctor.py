@@ -1,7 +1,7 @@
 """`antkv doctor`."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -29,6 +29,10 @@ def doctor(
             help="Start vLLM with auto and with an unquantised antkv cache, and compare their answers.",
         ),
     ] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of weights and activations with --verify; default: float32 on a CPU."),
+    ] = None,
     json: JsonInstead = None,
 ) -> None:
     """Say what is installed, what works here, and what to do about what does not.
@@ -42,7 +46,7 @@ def doctor(
 
     progress = Console(stderr=True)
     report: dict[str, list[Finding]] = {}
-    for title, check in examine(model, codebooks, verify):
+    for title, check in examine(model, codebooks, verify, dtype):
         with progress.status(f"Checking: {title} ..."):
             report[title] = list(check())
     problems = sum(finding.state == "problem" for findings in report.values() for finding in findings)

@@ -29,13 +29,14 @@ _PLUGIN_NAME = "antkv"
 Section = tuple[str, Callable[[], Iterator[Finding]]]
 
 
-def examine(model: str | None, codebooks: str | None, answers: bool = False) -> list[Section]:
+def examine(model: str | None, codebooks: str | None, answers: bool = False, dtype: str | None = None) -> list[Section]:
     """What is to be checked.
 
     Args:
         model: folder or Hugging Face name of a model to check, or None.
         codebooks: folder with codebooks to check, or None for the places that are always searched.
         answers: whether vLLM is to be started to compare what the model answers.
+        dtype: in which it answers; None: float32 on a CPU, otherwise that of the checkpoint.
     """
     sections: list[Section] = [
         ("Installation", check_installation),
@@ -45,7 +46,7 @@ def examine(model: str | None, codebooks: str | None, answers: bool = False) -> 
     if model is not None:
         sections.append(("Model", lambda: check_model(model, codebooks)))
         if answers:
-            sections.append(("Answers", lambda: check_answers(model, codebooks)))
+            sections.append(("Answers", lambda: check_answers(model, codebooks, dtype)))
     elif codebooks is not None:
         sections.append(("Codebooks", lambda: check_codebooks(Path(codebooks))))
     return sections

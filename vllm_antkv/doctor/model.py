@@ -54,10 +54,10 @@ def _dtype(config: Any) -> Iterator[Finding]:
     """A note where float32 is the faster dtype."""
     import torch
 
-    on_gpu, instructions = torch.cuda.is_available(), torch.cpu.get_capabilities()
-    if config.dtype == torch.bfloat16 and not on_gpu and not instructions.get("avx512_bf16"):
-        detail = "bfloat16, in which this processor multiplies several times more slowly than in float32"
-        yield Finding("dtype", "note", detail, "Serve it with --dtype float32.")
+    from vllm_antkv.slow_bfloat16 import REMEDY, slow_bfloat16
+
+    if not torch.cuda.is_available() and (slow := slow_bfloat16(config.dtype)):
+        yield Finding("dtype", "note", slow, REMEDY)
 
 
 def _codebook(model: str, identity: ModelIdentity, preset: str, codebooks: str | None) -> Finding:

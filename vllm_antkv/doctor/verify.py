@@ -87,18 +87,19 @@ def largest_difference(mine: Sequence[Completion], theirs: Sequence[Completion])
     return max(a.difference(b) for a, b in zip(mine, theirs, strict=True))
 
 
-def check_answers(model: str, codebooks: str | None) -> Iterator[Finding]:
+def check_answers(model: str, codebooks: str | None, dtype: str | None = None) -> Iterator[Finding]:
     """Start vLLM with `auto` and with an antkv cache, and compare what they answer.
 
     Args:
         model: folder or Hugging Face name.
         codebooks: folder with codebooks, or None for the places that are always searched.
+        dtype: of the model and its rows; None: float32 on a CPU, otherwise that of the checkpoint.
     """
     from vllm_antkv.offline.models import ModelCard
 
     remedy = "Give a model that vLLM serves without an antkv cache."
     try:
-        card = ModelCard.read(model)
+        card = ModelCard.read(model, dtype or _exactest())
         preset = _preset(card, codebooks)
         prompts = _prompts(card)
         with _engine(card, "auto", AntKVConfig()) as (llm, tolerance):
@@ -140,6 +141,13 @@ def _prompts(card: "ModelCard") -> list[list[int]]:
     return [ids[10 * i : 10 * i + min(length, room)] for i, length in enumerate(LENGTHS)]
 
 
+def _exactest() -> str | None:
+    """The dtype in which differences that are not rounding show best; on GPUs not every attention of vLLM has it."""
+    import torch
+
+    return None if torch.cuda.is_available() else "float32"
+
+
 @contextmanager
 def _engine(card: "ModelCard", kv_cache_dtype: str, config: AntKVConfig) -> "Iterator[tuple[LLM, float]]":
     """An engine, and how much its log-probabilities may differ from those of another.
@@ -150,11 +158,7 @@ def _engine(card: "ModelCard", kv_cache_dtype: str, config: AntKVConfig) -> "Ite
 
     options: dict[str, Any] = engine_options(card, kv_cache_dtype, config, min(MAX_MODEL_LEN, card.max_context))
     from vllm import LLM
-    from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        # Differences that are not rounding show best; on GPUs not every attention of vLLM has it.
-        options["dtype"] = "float32"
     with starting():
         llm = LLM(**options, max_num_batched_tokens=STEP_TOKENS, enforce_eager=True)
     try:
