@@ -111,7 +111,7 @@ LONG_FILES = (
     "kernels/test_cuda_clusters.py",
     "kernels/test_cuda_compile.py",
     "unit/evaluate/test_embedded_quality.py",
-    "unit/calibrate/test_once.py",
+    "unit/calibrate/test_calibrate_on_start.py",
     "unit/laboratory/test_literature.py",
     "serving/test_cuts.py",
     "kernels/test_cpu_cuts.py",

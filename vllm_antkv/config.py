@@ -63,7 +63,7 @@ class AntKVConfig(BaseModel):
     calibration_text: str | None = Field(
         default=None,
         min_length=1,
-        description="Plain text file to learn that codebook from. Default: text that the model writes.",
+        description="Plain text file to learn that codebook from. Default: the text that comes with the package.",
     )
     anchor_share: float = Field(
         default=0.015,

@@ -17,7 +17,7 @@ CONTEXT = 32
 
 
 def test_a_server_learns_its_codebook(tmp_path: Path, users_cache: Path) -> None:
-    """That servers that start together learn one is tested in tests/unit/calibrate/test_once.py."""
+    """That servers that start together learn one is tested in tests/unit/calibrate/test_calibrate_on_start.py."""
     odd_model, log = make_odd_model(tmp_path / "model", CONTEXT), tmp_path / "server.log"
     with serving(odd_model, log, **{"--max-model-len": str(CONTEXT)}) as url:
         assert answer(url) == "length"

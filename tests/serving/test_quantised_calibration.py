@@ -15,12 +15,12 @@ from tests.quantised import quantised
 from tests.serving.conftest import EMBEDDED
 from tests.serving.server import PRESET, make_odd_model
 from vllm_antkv.attention.startup import resolved_codebook
-from vllm_antkv.calibrate import once
+from vllm_antkv.calibrate import calibrate_on_start
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
+from vllm_antkv.calibrate.forward_backend import HIDDEN
 from vllm_antkv.calibrate.job import Job, prepare
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, TransformersModel
-from vllm_antkv.calibrate.why_vllm import HIDDEN
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.pretrained import read_config, read_tokenizer
@@ -66,7 +66,7 @@ def test_weights_that_vllm_cannot_run_end_with_a_sentence(
     broken = quantised(EMBEDDED, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not a tensor")
     monkeypatch.setattr(sys, "argv", ["once", str(broken), PRESET, str(tmp_path / "out")])
-    assert once.main() == 1
+    assert calibrate_on_start.main() == 1
     last_line = capsys.readouterr().err.strip().splitlines()[-1]
     assert last_line.startswith(
         f"K and V of {broken} are taken from vLLM's own forward pass, as no gradient flows through quantised weights, "

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import PreTrainedModel
 
 from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.capture_attention import attention_captured
 from vllm_antkv.offline.hidden import captured_hidden, loss_of
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.sinks import SinkChannels
-from vllm_antkv.offline.taps import tapped
 from vllm_antkv.ops.rope import RotaryTable, rotated_gradient, unrotate
 
 #: Receives the index of a layer, 0 for K or 1 for V, and the rows or norms.
@@ -115,7 +115,7 @@ def captured(
         on_norms: receives norms (seq_len, num_kv_heads) float32: ||dL/dK_j|| or ||dL/dV_j|| per head.
     """
 
-    def see(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def on_kv(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         positions = torch.arange(key.shape[2], device=key.device)
         rotary = rotaries[layer]
 
@@ -131,7 +131,7 @@ def captured(
             key.register_hook(on_key_gradient)
             value.register_hook(lambda gradient: on_norms(layer, 1, plain(gradient).norm(dim=-1)))
 
-    with tapped(model, see):
+    with attention_captured(model, on_kv):
         yield
 
 

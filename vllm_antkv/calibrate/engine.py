@@ -1,4 +1,4 @@
-"""A model that vLLM runs, as calibration sees it: no gradient flows, and `why_vllm` says why transformers does not.
+"""A model that vLLM runs: no gradient flows, and `forward_backend` says why transformers does not run it.
 
 vLLM runs it in this process, and K and V are taken where its attention is handed them. In the place of its gradient's
 norm a row counts by the votes for it (AnTKV, equation 5): how far a unit error of it would move what attention gives to
@@ -18,13 +18,11 @@ import torch
 
 from vllm_antkv.calibrate.capture import Capture, CaptureWindow
 from vllm_antkv.calibrate.job import Job
-from vllm_antkv.calibrate.own_text import BATCH, beginnings
-from vllm_antkv.calibrate.progress import progress_bar, say
+from vllm_antkv.calibrate.progress import say
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CalibrationError, UnsupportedModelError
+from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.offline.attention import prompt_scores
 from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.pretrained import read_tokenizer
 from vllm_antkv.offline.sinks import peak_ratio
 from vllm_antkv.ops.rope import RotaryTable, unrotate
 from vllm_antkv.select.recency import last_query_table
@@ -81,22 +79,6 @@ class EngineModel:
         (self._model,) = engine.apply_model(lambda model: model)
         self._probed = probed(self._model, engine.llm_engine.vllm_config)
 
-    def write_windows(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
-        """As `Source` says: a document that ends is followed by BOS and the next, as in `own_text`."""
-        num_windows, seq_len = shape
-        tokenizer = read_tokenizer(self._job.settings.model, CalibrationError)
-        bos = tokenizer.bos_token_id
-        written = beginnings(tokenizer, num_windows, seq_len)
-        # Of all draws in this process: vLLM cannot give requests seeds of their own where it cuts prompts on a CPU.
-        torch.manual_seed(seed)
-        with progress_bar("Writing text", num_windows * seq_len) as progress:
-            while unfinished := [tokens for tokens in written if len(tokens) < seq_len]:
-                for tokens, more in zip(unfinished, self._go_on(unfinished, seq_len, bos is not None), strict=True):
-                    ended = len(tokens) + len(more) < seq_len
-                    tokens += [*more, bos] if ended and more[-1] != bos else more
-                progress.update(sum(map(len, written)) - progress.n)
-        return torch.tensor(written)
-
     def peak_ratios(self, window: torch.Tensor) -> np.ndarray:
         """As `Source` says."""
         from vllm_antkv.attention.rows import watched
@@ -135,22 +117,6 @@ class EngineModel:
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         self._engine.generate([TokensPrompt(prompt_token_ids=window.tolist())], params, use_tqdm=False)
 
-    def _go_on(self, begun: list[list[int]], seq_len: int, ends: bool) -> list[list[int]]:
-        """What the model says after each of these tokens, up to `seq_len` in all.
-
-        ends: only to the end of the document, which the last token says.
-        """
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in begun]
-        params = [
-            SamplingParams(temperature=1, max_tokens=seq_len - len(tokens), ignore_eos=not ends, detokenize=False)
-            for tokens in begun
-        ]
-        outputs = self._engine.generate(prompts, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
 
 def _write(capture: Capture, index: int, layer: int, rows: "HandedRows") -> None:
     rotary = capture.rotaries[layer].to(rows.key.device)
@@ -170,7 +136,7 @@ def _write_sinks(capture: Capture, index: int, layer: int, hidden: torch.Tensor)
 
 
 def _engine_options(job: Job) -> dict[str, Any]:
-    """Arguments of vLLM's `LLM`: every window in one step, and a cache for as many as are written side by side."""
+    """Arguments of vLLM's `LLM`: every window in one step, and a cache for one."""
     # One more than a window: a prompt needs room for an answer.
     context = job.windows.shape[1] + 1
     identity = job.identity
@@ -181,9 +147,9 @@ def _engine_options(job: Job) -> dict[str, Any]:
         "max_model_len": context,
         # What is read is text.
         "language_model_only": True,
-        "max_num_seqs": BATCH,
-        "max_num_batched_tokens": max(context, BATCH),
-        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, BATCH * context * token_bytes),
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": context,
+        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, 2 * context * token_bytes),
         "enable_prefix_caching": False,
         "enforce_eager": True,
         "use_tqdm_on_load": False,

@@ -1,24 +1,22 @@
 """A calibration that was checked against its model and text, before the model is run."""
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from vllm_antkv.calibrate.capture import checkpointed
+from vllm_antkv.calibrate.forward_backend import WhyVllm, why_vllm
 from vllm_antkv.calibrate.mix import can_be_mixed, parts_of_mix
 from vllm_antkv.calibrate.models import Streaming, compute_dtype, load_model
-from vllm_antkv.calibrate.own_text import NAME as OWN_TEXT
 from vllm_antkv.calibrate.progress import say
 from vllm_antkv.calibrate.resources import needs_checkpointing, pick_device, places_for_weights
 from vllm_antkv.calibrate.settings import CalibrationSettings
-from vllm_antkv.calibrate.texts import prefix_ids, read_text, text_hash, token_windows
-from vllm_antkv.calibrate.why_vllm import WhyVllm, why_vllm
+from vllm_antkv.calibrate.texts import built_in_text, prefix_ids, read_text, text_hash, token_windows
 from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.codebook.header import MAX_PREFIX
@@ -36,7 +34,7 @@ class Job:
 
     presets: those asked for, each once.
     parts: presets whose centroids may go into mixes of layers; empty: none are mixed.
-    windows: (num_windows, seq_len) int64; without values, on PyTorch's device `meta`, until the model has written them.
+    windows: (num_windows, seq_len) int64.
     prefix: token ids of the prefix that is trained; none: none is.
     why_vllm: why vLLM has to run the model; None: transformers does.
     places: bytes of weights that each place can hold where the device cannot hold them all; None: it can.
@@ -59,16 +57,6 @@ class Job:
     def weighted(self) -> bool:
         """Whether tokens count by their gradients."""
         return self.settings.weights == "grad"
-
-    @property
-    def writes_text(self) -> bool:
-        """Whether the model writes the windows itself."""
-        return not self.settings.texts
-
-    def with_windows(self, windows: torch.Tensor) -> Self:
-        """With the windows that the model has written."""
-        digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
-        return replace(self, windows=windows, record={**self.record, "text_sha256": digest})
 
     @property
     def recomputes(self) -> bool:
@@ -137,9 +125,7 @@ def _read_windows(
     settings: CalibrationSettings, tokenizer: Any, seq_len: int, identity: ModelIdentity
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The windows, and what the codebook's header says about their text."""
-    if not settings.texts:
-        return torch.empty(settings.samples, seq_len, dtype=torch.int64, device="meta"), {"texts": [OWN_TEXT]}
-    texts = [read_text(source) for source in settings.texts]
+    texts = [read_text(source) for source in settings.texts] or [built_in_text()]
     windows = token_windows(texts, tokenizer, settings.samples, seq_len, settings.seed)
     check_token_ids(windows, settings.model, identity.vocab_size, CalibrationError)
     return windows, {"texts": [text.name for text in texts], "text_sha256": text_hash(texts)}
@@ -175,11 +161,6 @@ def _check_streamable(settings: CalibrationSettings, trained: dict[str, bool], d
         raise CalibrationError(
             f"{option} runs a model hundreds of times, and {device} cannot hold the weights of {settings.model}: leave "
             f"{option} out, or use a larger device."
-        )
-    if not settings.texts:
-        raise CalibrationError(
-            f"{device} cannot hold the weights of {settings.model}, which would be read from disk for every token that "
-            "it writes: give a text (--text, or a server's setting calibration_text), or use a larger device."
         )
     say(f"{device} cannot hold all weights: layers that do not fit are read whenever they are run, twice a window.")
 

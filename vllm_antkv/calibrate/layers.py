@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
 
 import numpy as np
+import torch
 
 from vllm_antkv.calibrate.capture import CaptureFiles
-from vllm_antkv.offline.kmeans import Backend, Problem, solve
+from vllm_antkv.offline.kmeans import learn_centroids
 from vllm_antkv.presets import Preset
 
 #: A token's weight is its gradient's norm to this power. AnTKV leaves it open; `docs/calibration.md` has the figures.
@@ -24,50 +23,46 @@ class Clustering:
     k_order: channels of K in the order in which sub-vectors take them; None: as the model has them.
     weighted: by gradients, or every token alike.
     seed: of all layers.
+    device: where k-means runs.
     """
 
     preset: Preset
     k_order: list[int] | None
     weighted: bool
     seed: int
-    backend: Backend
+    device: torch.device
 
 
 def learn_layer(
-    files: CaptureFiles, layer: int, kept: np.ndarray, how: Clustering, advance: Callable[[], object]
+    files: CaptureFiles, layer: int, kept: np.ndarray, how: Clustering, advance: Callable[[int], object]
 ) -> np.ndarray:
     """Learn the centroids of one layer.
 
     Args:
         kept: (num_windows, seq_len) bool, the tokens that are clustered.
         how: see `Clustering`.
-        advance: called after every sub-vector position of every head.
+        advance: called with the number of sub-vectors that are done since the last call.
 
     Returns:
         (2, num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16, K first.
     """
-    preset = how.preset
-    shape = files.shape
+    preset, shape = how.preset, files.shape
     num_sub_vectors = preset.num_sub_vectors(shape.head_size)
-    rows = files.rows(layer)[:, kept]
-    weights = token_weights(files.norms(layer)[:, kept]) if how.weighted else np.ones(rows.shape[:3], np.float32)
-
-    def problem(kind: int, head: int, sub_vector: int) -> Problem:
-        order = how.k_order if how.k_order is not None and kind == 0 else list(range(shape.head_size))
-        channels = order[sub_vector * preset.sub_vector_size : (sub_vector + 1) * preset.sub_vector_size]
-        return Problem(
-            rows[kind, :, head][:, channels].astype(np.float32),
-            weights[kind, :, head],
-            preset.num_centroids,
-            np.random.SeedSequence([how.seed, layer, kind, head, sub_vector]),
-        )
-
-    places = list(product(range(2), range(shape.num_kv_heads), range(num_sub_vectors)))
-    learned: list[np.ndarray] = []
-    for centroids in solve([partial(problem, *place) for place in places], how.backend):
-        learned.append(centroids.astype(np.float16))
-        advance()
-    return np.stack(learned).reshape(2, shape.num_kv_heads, num_sub_vectors, preset.num_centroids, -1)
+    learned = []
+    for kind, order in enumerate((how.k_order, None)):
+        rows = torch.from_numpy(files.rows(layer)[kind, kept]).to(how.device, torch.float32)
+        if order is not None:
+            rows = rows[..., order]
+        norms = files.norms(layer)[kind, kept] if how.weighted else np.ones(rows.shape[:2], np.float32)
+        weights = torch.from_numpy(token_weights(norms)).to(how.device)
+        # A problem for each sub-vector of each head.
+        points = rows.unflatten(-1, (num_sub_vectors, -1)).flatten(1, 2).transpose(0, 1)
+        weights = weights.T.repeat_interleave(num_sub_vectors, 0)
+        (seed,) = np.random.SeedSequence([how.seed, layer, kind]).generate_state(1, np.uint64)
+        centroids = learn_centroids(points, weights, preset.num_centroids, int(seed >> 1))
+        learned.append(centroids.unflatten(0, (shape.num_kv_heads, num_sub_vectors)).half().cpu())
+        advance(len(points))
+    return torch.stack(learned).numpy()
 
 
 def token_weights(norms: np.ndarray) -> np.ndarray:
@@ -77,12 +72,12 @@ def token_weights(norms: np.ndarray) -> np.ndarray:
     gradients all vanish falls back to equal weights.
 
     Args:
-        norms: (2, num_tokens, num_kv_heads) float32.
+        norms: (num_tokens, num_kv_heads) float32.
 
     Returns:
         Same shape, float32.
     """
     raw = norms.astype(np.float64) ** GRADIENT_POWER
-    mean = raw.mean(axis=1, keepdims=True)
+    mean = raw.mean(axis=0, keepdims=True)
     relative = np.divide(raw, mean, out=np.ones_like(raw), where=mean > 0)
     return np.maximum(relative, _MIN_WEIGHT).astype(np.float32)

@@ -11,7 +11,6 @@ from vllm_antkv.calibrate.layers import Clustering, learn_layer
 from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.workspace import Workspace
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, RopeLayout, SinkRule
-from vllm_antkv.offline.kmeans import Backend
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
 from vllm_antkv.presets import Preset
 
@@ -31,12 +30,12 @@ class Captured:
     rotaries: list[RotaryTable]
 
 
-def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace, backend: Backend) -> Codebook:
+def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace) -> Codebook:
     """Learn what is not learned yet of one preset."""
     shape, settings = captured.files.shape, job.settings
     interleaves = settings.channels == "interleaved"
     k_order = _interleaved(captured.rotaries, shape.head_size, preset.sub_vector_size) if interleaves else None
-    how = Clustering(preset, k_order, job.weighted, settings.seed, backend)
+    how = Clustering(preset, k_order, job.weighted, settings.seed, job.device)
     per_layer = 2 * shape.num_kv_heads * preset.num_sub_vectors(shape.head_size)
     layers = []
     with progress_bar(f"Clustering for {preset.name}", per_layer * shape.num_layers) as progress:
@@ -59,7 +58,7 @@ def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace, 
             RopeLayout(rotary_dim=table.rotary_dim, neighbours=bool(table.rotary_dim) and not table.is_neox_style)
             for table in captured.rotaries
         ),
-        calibration={**job.record, "tokens": int(captured.kept.sum()), "kmeans": backend.name},
+        calibration={**job.record, "tokens": int(captured.kept.sum())},
     )
     return Codebook(header, tuple(k), tuple(v))
 

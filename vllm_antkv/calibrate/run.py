@@ -11,7 +11,6 @@ import torch
 
 from vllm_antkv import __version__
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
-from vllm_antkv.calibrate.finish import finish, with_layers_mixed
 from vllm_antkv.calibrate.job import Job, check_enough, prepare
 from vllm_antkv.calibrate.learn import Captured, learn_preset
 from vllm_antkv.calibrate.progress import progress_bar
@@ -20,10 +19,10 @@ from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, open_source
 from vllm_antkv.calibrate.training import num_held_out
 from vllm_antkv.calibrate.workspace import Workspace, open_workspace
+from vllm_antkv.calibrate.write_codebook import with_layers_mixed, write_codebook
 from vllm_antkv.codebook.revision import revision_of
 from vllm_antkv.errors import AntKVError, CalibrationError
-from vllm_antkv.offline.kmeans import pick_backend
-from vllm_antkv.offline.sinks import PROBE_WINDOWS, SinkChannels, find_channels, find_rule, sink_mask
+from vllm_antkv.offline.sinks import PROBE_TOKENS, PROBE_WINDOWS, SinkChannels, find_channels, find_rule, sink_mask
 from vllm_antkv.ops.rope import RotaryTable
 
 #: Windows between two points from which a killed run goes on.
@@ -33,7 +32,7 @@ _WINDOWS_PER_SAVE = 8
 def calibrate(settings: CalibrationSettings) -> list[Path]:
     """Learn the centroids of one or more presets from calibration text and write one codebook file for each.
 
-    Without a text the model writes its own. It runs once over it, however many presets are asked for. A killed run
+    The model runs once over the text, however many presets are asked for. A killed run
     continues where it stopped when the same command is given again. Runs for other presets may work into the same
     folder at the same time. The same command on the same machine writes the same bytes.
 
@@ -55,30 +54,25 @@ def calibrate(settings: CalibrationSettings) -> list[Path]:
 
 
 def _run(job: Job) -> list[Path]:
-    backend = pick_backend(job.device)
     with ExitStack() as held:
-        job, work, captured = _take(job, backend.name, held)
-        if job.device.type == "cuda":
-            torch.cuda.empty_cache()  # the model is gone; cuML does not share PyTorch's memory
+        work, captured = _take(job, held)
         num_tokens = int(captured.kept.sum())
         check_enough(job.presets, num_tokens, captured.files.shape.seq_len)
         needed = [preset for preset in dict.fromkeys((*job.presets, *job.parts)) if preset.num_centroids <= num_tokens]
-        learned = {preset.name: learn_preset(job, preset, captured, work, backend) for preset in needed}
-        paths = [finish(job, codebook, work) for codebook in with_layers_mixed(job, learned, work)]
+        learned = {preset.name: learn_preset(job, preset, captured, work) for preset in needed}
+        paths = [write_codebook(job, codebook, work) for codebook in with_layers_mixed(job, learned, work)]
         work.remove()
     return paths
 
 
-def _take(job: Job, backend: str, held: ExitStack) -> tuple[Job, Workspace, Captured]:
-    """Everything that the model is needed for: its text, its sinks, its K and V. `held` keeps the work folder open."""
+def _take(job: Job, held: ExitStack) -> tuple[Workspace, Captured]:
+    """Everything that the model is needed for: its sinks, its K and V. `held` keeps the work folder open."""
     weights = revision_of(job.settings.model)
-    work = held.enter_context(open_workspace(job.settings.out, _identity_of_work(job, weights, backend)))
+    work = held.enter_context(open_workspace(job.settings.out, _identity_of_work(job, weights)))
     with _opened(job, work) as source:
-        if job.writes_text:
-            job = job.with_windows(_write_text(job, source, work))
         found = _find_sink_channels(source, job.windows)
         files = _capture(job, source, work, found)
-        return job, work, _captured(job, files, found, source.rotary_tables(1))
+        return work, _captured(job, files, found, source.rotary_tables(1))
 
 
 @contextmanager
@@ -88,13 +82,13 @@ def _opened(job: Job, work: Workspace) -> Iterator[Source]:
         try:
             source = loaded.enter_context(open_source(job, work.folder / "weights"))
         except AntKVError:
-            if not work.windows_done() and work.text() is None:
+            if not work.windows_done():
                 work.remove()
             raise
         yield source
 
 
-def _identity_of_work(job: Job, weights: str, backend: str) -> dict[str, Any]:
+def _identity_of_work(job: Job, weights: str) -> dict[str, Any]:
     """What another calibration would have to share to go on where this one stopped.
 
     weights: their name, as `revision_of` gives it.
@@ -103,27 +97,15 @@ def _identity_of_work(job: Job, weights: str, backend: str) -> dict[str, Any]:
         **job.record,
         "presets": sorted(preset.name for preset in job.presets),
         "weights_of": weights,
-        # What the model writes follows from the rest.
-        "windows": "" if job.writes_text else hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
+        "windows": hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
         "prefix": job.prefix,
         "device": job.device.type,
-        "backend": backend,
         "version": __version__,
     }
 
 
-def _write_text(job: Job, source: Source, work: Workspace) -> torch.Tensor:
-    """The windows that the model writes, or has written before it was killed."""
-    windows = work.text()
-    if windows is None:
-        num_windows, seq_len = job.windows.shape
-        windows = source.write_windows((num_windows, seq_len), job.settings.seed)
-        work.save_text(windows)
-    return windows
-
-
 def _find_sink_channels(source: Source, windows: torch.Tensor) -> SinkChannels | None:
-    probed = windows[:PROBE_WINDOWS]
+    probed = windows[:PROBE_WINDOWS, :PROBE_TOKENS]
     ratios = []
     with progress_bar("Looking for sinks", len(probed)) as progress:
         for window in probed:

@@ -22,8 +22,8 @@ class CalibrationSettings:
 
     model: folder or Hugging Face name of a causal language model.
     presets: preset names; `all` stands for every preset.
-    texts: plain text files, or names of Hugging Face data sets where `datasets` is installed; none: the model writes
-        its own (`calibrate.own_text`).
+    texts: plain text files, or names of Hugging Face data sets where `datasets` is installed; none: the
+        text that comes with the package (`texts.built_in_text`).
     out: folder for the codebooks, made if it does not exist; files are `codebook_path(out, preset)`.
     samples: windows of text, at most; fewer when the text is shorter.
     seq_len: tokens per window, BOS included; clipped to the model's context.

@@ -1,6 +1,5 @@
 """What calibration asks of a model, and the answers of one that transformers runs; `engine` has those of vLLM."""
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -12,20 +11,13 @@ from transformers import PreTrainedModel
 
 from vllm_antkv.calibrate.capture import Capture, CaptureWindow, capture_window, checkpointed
 from vllm_antkv.calibrate.job import Job
-from vllm_antkv.calibrate.own_text import BATCH, write_windows
-from vllm_antkv.calibrate.progress import progress_bar
-from vllm_antkv.errors import CalibrationError
-from vllm_antkv.offline.pretrained import read_tokenizer
 from vllm_antkv.offline.sinks import peak_ratios
 from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.ops.rope import RotaryTable
 
 
 class Source(Protocol):
-    """A loaded model that text, K and V are taken from."""
-
-    def write_windows(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
-        """Text of the model's own, (num_windows, seq_len) int64 on the CPU; see `own_text`."""
+    """A loaded model that K and V are taken from."""
 
     def peak_ratios(self, window: torch.Tensor) -> np.ndarray:
         """As `offline.sinks.peak_ratios`, of a window on the CPU."""
@@ -63,12 +55,6 @@ class TransformersModel:
     def __init__(self, job: Job, folder: Path) -> None:
         self._job = job
         self._model: PreTrainedModel = job.load_model(folder)
-
-    def write_windows(self, shape: tuple[int, int], seed: int) -> torch.Tensor:
-        """As `Source` says."""
-        tokenizer = read_tokenizer(self._job.settings.model, CalibrationError)
-        with progress_bar("Writing text", math.ceil(shape[0] / BATCH) * (shape[1] - 1)) as progress:
-            return write_windows(self._model, tokenizer, shape, seed, progress.update)
 
     def peak_ratios(self, window: torch.Tensor) -> np.ndarray:
         """As `Source` says."""

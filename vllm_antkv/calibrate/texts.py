@@ -54,6 +54,11 @@ def read_text(source: str) -> Text:
     return text
 
 
+def built_in_text() -> Text:
+    """The text that comes with the package; `docs/calibration.md` says what it is made of."""
+    return Text("built-in", (Path(__file__).parent / "text.txt").read_text(encoding="utf-8"))
+
+
 def text_hash(texts: Sequence[Text]) -> str:
     """SHA-256 over the contents, in order."""
     digest = hashlib.sha256()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -20,7 +19,6 @@ from vllm_antkv.errors import CalibrationError
 
 _WINDOWS_DONE = "windows.json"
 _MEASURED = "measured.json"
-_TEXT = "text.safetensors"
 
 
 class Workspace:
@@ -28,17 +26,6 @@ class Workspace:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-
-    def text(self) -> torch.Tensor | None:
-        """The windows that the model has written, (num_windows, seq_len) int64, or None."""
-        path = self.folder / _TEXT
-        return load_file(path)["windows"] if path.exists() else None
-
-    def save_text(self, windows: torch.Tensor) -> None:
-        """Keep them, completely or not at all."""
-        part = (self.folder / _TEXT).with_suffix(".part")
-        save_file({"windows": windows}, part)
-        os.replace(part, self.folder / _TEXT)
 
     def windows_done(self) -> int:
         """Windows whose activations are completely captured."""

@@ -57,11 +57,11 @@ def calibrate(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="Calibration text: plain UTF-8 file or data set name; repeatable. Default: text that the model writes."
+            help="Calibration text: plain UTF-8 file or data set name; repeatable. Default: the text of the package."
         ),
     ] = None,
 ) -> None:
-    """Learn codebooks for a model from text, or from text that it writes.
+    """Learn codebooks for a model from text.
 
     Example: `antkv calibrate MODEL --preset antkv-1bit --out DIR`
 

@@ -1,6 +1,6 @@
 """Learn a missing codebook before the engine is loaded, in a process of its own that gives its memory back.
 
-Only the command line of `vllm_antkv.calibrate.once` is known here.
+Only the command line of `calibrate.calibrate_on_start` is known here.
 """
 
 import logging
@@ -51,7 +51,7 @@ def find_or_make(request: CodebookRequest, settings: AntKVConfig) -> Path:
 
 
 def _make(request: CodebookRequest, folder: Path, text: str | None) -> None:
-    source = "text that it writes itself" if text is None else text
+    source = "the text that comes with the package" if text is None else text
     logger.info(
         "There is no %s codebook for %s yet: learning one from %s, for %s. Later starts find it there.",
         request.preset,
@@ -59,7 +59,8 @@ def _make(request: CodebookRequest, folder: Path, text: str | None) -> None:
         source,
         folder,
     )
-    command = [sys.executable, "-m", "vllm_antkv.calibrate.once", request.model, request.preset, str(folder)]
+    command = [sys.executable, "-m", "vllm_antkv.calibrate.calibrate_on_start"]
+    command += [request.model, request.preset, str(folder)]
     command += [] if text is None else ["--text", text]
     command += [] if request.revision is None else ["--revision", request.revision]
     said = "it said nothing"

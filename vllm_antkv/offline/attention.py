@@ -28,13 +28,13 @@ from transformers import PreTrainedModel
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.offline.capture_attention import replaced
 from vllm_antkv.offline.hidden import handed_on
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.retained import attend_retained
 from vllm_antkv.offline.sinks import strongest_so_far
-from vllm_antkv.offline.taps import replaced
 from vllm_antkv.offline.traits import layer_traits, rotary_tables
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import (

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.offline.capture_attention import replaced
 from vllm_antkv.offline.models import decoder_layers
-from vllm_antkv.offline.taps import replaced
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.turns import transformers_tables, turn_of
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from vllm_antkv.calibrate import finish, mix
+from vllm_antkv.calibrate import mix, write_codebook
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.codebook import Codebook, codebook_path
@@ -190,7 +190,7 @@ def test_a_run_stopped_after_measuring_does_not_measure_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(finish, "mix", stop)
+        patch.setattr(write_codebook, "mix", stop)
         with pytest.raises(KeyboardInterrupt):
             calibrate(settings)
     measured: list[object] = []

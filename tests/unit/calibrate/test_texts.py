@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_antkv.calibrate.texts import Text, read_text, text_hash, token_windows
+from vllm_antkv.calibrate.texts import Text, built_in_text, read_text, text_hash, token_windows
 from vllm_antkv.errors import CalibrationError
 
 
@@ -106,3 +106,12 @@ def test_a_data_set_without_the_library(
     with pytest.raises(CalibrationError) as refused:
         read_text("no/such-set")
     assert "pip install datasets" in reads_well(refused.value)
+
+
+def test_the_text_of_the_package_fills_the_default_windows_of_a_tokenizer_of_english(tokenizer: Any) -> None:
+    text = built_in_text()
+    assert len(text.content) > 4 * 128 * 2048
+    windows = token_windows([text], tokenizer, 2, 2048, 0)
+    assert windows.shape == (2, 2048)
+    # Special tokens in it would begin documents in the middle of a passage.
+    assert (windows[:, 1:] > tokenizer.eos_token_id).all()

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from vllm_antkv.offline.capture_attention import replaced
 from vllm_antkv.offline.hidden import captured_hidden
 from vllm_antkv.offline.models import decoder_layers
-from vllm_antkv.offline.taps import replaced
 from vllm_antkv.ops.logits import LogitRules
 
 

@@ -7,14 +7,13 @@ error is measured on another: the same learning for both sides. RoPE keeps lengt
 
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.figure import Figure as Canvas
 
 from vllm_antkv.evaluate.figures.activations import LayerRows
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of, track
 from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label
-from vllm_antkv.offline.kmeans import Problem, learn_centroids, pick_backend
+from vllm_antkv.offline.kmeans import learn_centroids
 from vllm_antkv.ops.reference import decode, encode
 from vllm_antkv.ops.rope import unrotate
 from vllm_antkv.presets import get_preset
@@ -57,17 +56,8 @@ def coding_error(known: torch.Tensor, rows: torch.Tensor) -> float:
     """
     size = get_preset("antkv-1bit").sub_vector_size
     num_centroids = min(get_preset("antkv-1bit").num_centroids, len(known))
-    points = known.unflatten(-1, (-1, size)).transpose(0, 1).float().numpy()
-    backend = pick_backend(torch.device("cpu"))
-    weights = np.ones(len(known), np.float32)
-    centroids = torch.from_numpy(
-        np.stack(
-            [
-                learn_centroids(Problem(part, weights, num_centroids, np.random.SeedSequence(index)), backend)
-                for index, part in enumerate(points)
-            ]
-        )
-    )[None]
+    points = known.unflatten(-1, (-1, size)).transpose(0, 1).float()
+    centroids = learn_centroids(points, torch.ones(points.shape[:2]), num_centroids, seed=0)[None]
     back = decode(encode(rows[:, None].float(), centroids), centroids)[:, 0]
     return float((back - rows).square().mean())
 

@@ -46,7 +46,7 @@ def with_layers_mixed(job: Job, learned: Mapping[str, Codebook], work: Workspace
         ]
 
 
-def finish(job: Job, codebook: Codebook, work: Workspace) -> Path:
+def write_codebook(job: Job, codebook: Codebook, work: Workspace) -> Path:
     """Train what is to be trained, and write the file."""
     if job.settings.refine:
         refined = _refine(job, codebook, work)

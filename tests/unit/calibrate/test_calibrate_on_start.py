@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 from transformers import AutoConfig
 
-from vllm_antkv.calibrate.once import main
+from vllm_antkv.calibrate.calibrate_on_start import main
 from vllm_antkv.calibrate.original import original_of
 from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, codebook_path, own_folder
 from vllm_antkv.codebook.automatic import CodebookRequest, find_or_make
@@ -40,7 +40,7 @@ def test_the_first_start_makes_it_and_the_second_finds_it(tiny_llama: Path, user
     Codebook.load(path, PRESET, want.identity)
     # Nothing of the work is left.
     assert {found.name for found in path.parent.iterdir()} - {f".{PRESET}.lock"} == {path.name}
-    assert any("learning one from text that it writes itself" in line for line in said)
+    assert any("learning one from the text that comes with the package" in line for line in said)
     said.clear()
     assert find_or_make(want, AntKVConfig(calibrate="never")) == path
     assert not said
@@ -50,7 +50,7 @@ def test_whoever_comes_while_it_is_made_waits_and_takes_it(
     tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = codebook_path(tmp_path, PRESET)
-    command = [sys.executable, "-m", "vllm_antkv.calibrate.once", str(tiny_llama), PRESET, str(tmp_path)]
+    command = [sys.executable, "-m", "vllm_antkv.calibrate.calibrate_on_start", str(tiny_llama), PRESET, str(tmp_path)]
     with FileLock(tmp_path / f".{PRESET}.lock"):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None

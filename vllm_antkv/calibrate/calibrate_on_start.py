@@ -1,7 +1,7 @@
 """What a server runs as a process of its own where it finds no codebook: learns one, however many servers ask for it.
 
-`python -m vllm_antkv.calibrate.once MODEL PRESET OUT`. The last line on standard error says what is wrong, if the exit
-code is not 0.
+`python -m vllm_antkv.calibrate.calibrate_on_start MODEL PRESET OUT`. If the exit code is not 0, the last line on
+standard error says what is wrong.
 """
 
 import argparse
@@ -21,16 +21,16 @@ from vllm_antkv.codebook import codebook_path
 from vllm_antkv.errors import AntKVError, CalibrationError, reason
 from vllm_antkv.presets import get_preset
 
-#: Half of what k-means would take at most: the codebook is hardly better with more (`docs/calibration.md`), and
-#: clustering is most of the time.
-TOKENS_PER_CENTROID = 128
+#: On a CPU and on a GPU: a server waits for them, and a CPU takes many seconds for every window
+#: (`docs/calibration.md`).
+TOKENS_PER_CENTROID = {"cpu": 64, "cuda": 128}
 #: What calibration reads of a repository of a model.
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md")
 
 
 def main() -> int:
     """Run the command line; the exit code."""
-    parser = argparse.ArgumentParser(prog="vllm_antkv.calibrate.once")
+    parser = argparse.ArgumentParser(prog="vllm_antkv.calibrate.calibrate_on_start")
     parser.add_argument("model")
     parser.add_argument("preset")
     parser.add_argument("out", type=Path)
@@ -60,13 +60,15 @@ def _calibrate(model: str, revision: str | None, preset: str, texts: list[str], 
     from transformers.utils.logging import disable_progress_bar
 
     from vllm_antkv.calibrate.original import original_of
+    from vllm_antkv.calibrate.resources import pick_device
     from vllm_antkv.calibrate.run import calibrate
     from vllm_antkv.offline.pretrained import read_config
 
     disable_progress_bar()
     folder = original_of(_local_folder(model, revision))
     context = read_config(folder, CalibrationError).get_text_config().max_position_embeddings
-    calibrate(CalibrationSettings(folder, [preset], texts, out, samples=num_samples(context, preset)))
+    samples = num_samples(context, preset, pick_device("auto").type)
+    calibrate(CalibrationSettings(folder, [preset], texts, out, samples=samples))
 
 
 def _held(out: Path, preset: str) -> AbstractContextManager[object]:
@@ -87,9 +89,9 @@ def _held(out: Path, preset: str) -> AbstractContextManager[object]:
         ) from None
 
 
-def num_samples(context: int, preset: str) -> int:
-    """Windows of a model with this context that a server takes, which waits for them."""
-    tokens = TOKENS_PER_CENTROID * get_preset(preset).num_centroids
+def num_samples(context: int, preset: str, device: str) -> int:
+    """Windows of a model with this context that a server takes on a device, `cpu` or `cuda`."""
+    tokens = TOKENS_PER_CENTROID[device] * get_preset(preset).num_centroids
     return min(CalibrationSettings.samples, math.ceil(tokens / min(CalibrationSettings.seq_len, context)))
 
 

@@ -11,18 +11,18 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 #: Receives the index of a layer, and K after RoPE and norms and V, both (1, num_kv_heads, num_tokens, head_size).
-See = Callable[[int, torch.Tensor, torch.Tensor], None]
+OnKV = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 @contextmanager
-def tapped(model: PreTrainedModel, see: See) -> Iterator[None]:
-    """While open, `see` is called before every attention of `model`, which then computes as it would without."""
+def attention_captured(model: PreTrainedModel, on_kv: OnKV) -> Iterator[None]:
+    """While open, `on_kv` is called before every attention of `model`, which then computes as it would without."""
     before = model.config._attn_implementation
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
     ) -> Any:
-        see(int(module.layer_idx), key, value)  # type: ignore[arg-type]
+        on_kv(int(module.layer_idx), key, value)  # type: ignore[arg-type]
         return _own(module, before)(module, query, key, value, *args, **options)
 
     with replaced(model, attend) as name:
