@@ -16,7 +16,7 @@ from scripts.vllm_contract.releases import CACHE, Release, UnavailableError, fet
 from vllm_antkv.releases import SUPPORTED
 
 ROOT = Path(__file__).parents[1]
-#: What runs on a chimera, and what that shows; docs/compatibility.md reads it.
+#: What runs on a chimera, and what that shows.
 PARTS: dict[str, str] = {
     "tests/serving/test_hooks.py": "the hooks fit and install",
     "tests/serving/test_recency_spec.py": "no decision of vLLM's about recency pages is inherited",
