@@ -205,7 +205,6 @@ def test_hooks_are_not_imported_for_another_vllm(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", RECORDED)
 def test_signatures_are_as_recorded(kind: str) -> None:
-    """Those of the model runners are looked at when one of them is watched."""
     assert changed_signature(kind, minor_release(vllm.__version__)) is None
 
 

@@ -1,4 +1,4 @@
-"""Every touch on vLLM's internals, one file each. Importing this package imports vLLM."""
+"""Every touch on vLLM's internals, one file each, and the worker class. Importing this package imports vLLM."""
 
 from vllm_antkv.hooks import (
     backend,
