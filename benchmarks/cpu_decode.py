@@ -1,12 +1,14 @@
-"""Decode and prefill of real vLLM on this CPU: an antkv cache against vLLM's own in bfloat16 (`auto`) and FP8 (`fp8`).
+"""Decode and prefill of real vLLM on this CPU: an antkv cache against vLLM's own (`auto`, and `fp8` where it runs).
 
-All sides serve the same model with random weights, whose attention has the shape of Llama-3-8B's with fewer heads. A
-decode step is timed as an engine step: scheduling, the whole model and sampling included. The engines take turns every
-few steps, and a ratio is the median over turns: a machine that is slower for a second is so for all of them.
+All sides serve the same model: one with random weights, whose attention has the shape of Llama-3-8B's with fewer heads,
+or the one that --model names. A decode step is timed as an engine step: scheduling, the whole model and sampling
+included. The engines take turns every few steps, and a ratio is the median over turns: a machine that is slower for a
+second is so for all of them.
 
     python -m benchmarks.cpu_decode                          # the table of docs/performance.md
     python -m benchmarks.cpu_decode --contexts 1024 --batches 1 --rounds 1
     python -m benchmarks.cpu_decode --kernels avx512         # insists on kernels, as the setting of that name
+    python -m benchmarks.cpu_decode --model FOLDER --dtype float32 --contexts 1024 2048 4096 8000
 """
 
 import argparse
@@ -17,15 +19,19 @@ import re
 import statistics
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
-from benchmarks.cpu_engine import MAX_LEN, EngineProcess, Setting
+from benchmarks.cpu_engine import EngineProcess, Setting
+
+if TYPE_CHECKING:
+    import torch
 
 HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS = 128, 2, 4
+MAX_LEN = 33_000
 #: Turns of each engine for a setting, and decode steps of a turn after those that only warm up.
 TURNS, STEPS, WARM_UP = 8, 6, 2
 
@@ -33,19 +39,62 @@ TURNS, STEPS, WARM_UP = 8, 6, 2
 Measured = dict[str, list[Any]]
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What decides how many bytes a cache has.
+
+    group: query heads per KV head.
+    windows: of every layer, None for one without.
+    max_len: tokens of the longest request.
+    """
+
+    head_size: int
+    num_kv_heads: int
+    group: int
+    windows: tuple[int | None, ...]
+    dtype: "torch.dtype"
+    max_len: int
+
+    @classmethod
+    def of(cls, model: Path, dtype: str) -> Self:
+        """Of a model's folder, computed in `dtype`; auto: the checkpoint's."""
+        import torch
+        from transformers import AutoConfig
+
+        from vllm_antkv.codebook import ModelIdentity
+        from vllm_antkv.layer_windows import layer_windows
+
+        config = AutoConfig.from_pretrained(model)
+        text, identity = config.get_text_config(), ModelIdentity.from_hf_config(config)
+        return cls(
+            identity.head_size,
+            identity.num_kv_heads,
+            identity.num_attention_heads // identity.num_kv_heads,
+            tuple(layer_windows(text)),
+            config.dtype if dtype == "auto" else getattr(torch, dtype),
+            min(MAX_LEN, text.max_position_embeddings),
+        )
+
+    @property
+    def full_heads(self) -> int:
+        """KV heads of all layers that see the whole context."""
+        return self.num_kv_heads * sum(window is None for window in self.windows)
+
+
 def main() -> None:
     """Run all sides in turns, print the table, write the JSON."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as folder:
-        model = _make_model(Path(folder), arguments.kv_cache_dtype, arguments.group)
+        model = arguments.model or _make_model(Path(folder), arguments.kv_cache_dtype, arguments.group)
+        shape = Shape.of(model, arguments.dtype)
+        options = {"max_model_len": shape.max_len, "dtype": str(shape.dtype).removeprefix("torch.")}
+        options["additional_config"] = {"antkv": {"kernels": arguments.kernels}}
         bandwidth = _memory_bandwidth()
         dtypes = {"auto": "auto", "fp8": "fp8", "antkv": arguments.kv_cache_dtype}
         if "avx512_f" not in processor()["instructions"]:
             print("Without fp8: vLLM has no FP8 cache on processors without AVX-512.")
             del dtypes["fp8"]
-        sides = {
-            side: EngineProcess(model, dtype, arguments.kernels, arguments.threads) for side, dtype in dtypes.items()
-        }
+        sides = {side: EngineProcess(model, dtype, arguments.threads, options) for side, dtype in dtypes.items()}
         for engine in sides.values():
             # Nobody is to pay for what happens once in a process.
             engine.prefill(Setting(256, 1), STEPS)
@@ -53,10 +102,12 @@ def main() -> None:
             engine.finish()
         settings = [Setting(context, batch) for context in arguments.contexts for batch in arguments.batches]
         rows = [
-            _row(setting, _measure(sides, setting, arguments.rounds), arguments, bandwidth)
+            _row(setting, _measure(sides, setting, arguments.rounds), arguments.kv_cache_dtype, shape, bandwidth)
             for setting in tqdm(settings)
         ]
-    report = {"kv_cache_dtype": arguments.kv_cache_dtype, "group": arguments.group, "kernels": arguments.kernels}
+    report = {"kv_cache_dtype": arguments.kv_cache_dtype, "kernels": arguments.kernels}
+    report |= {"model": arguments.model and arguments.model.name, "dtype": options["dtype"]}
+    report |= {"group": shape.group, "full_heads": shape.full_heads}
     report |= {"machine": processor() | {"cpus": os.cpu_count(), "bandwidth": bandwidth}, "rows": rows}
     print(_table(report))
     if arguments.json:
@@ -66,6 +117,8 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-cache-dtype", default="antkv-1bit")
+    parser.add_argument("--model", type=Path, help="Folder of a model, served with its codebook (default: random).")
+    parser.add_argument("--dtype", default="auto", help="Of weights and activations: float32 or bfloat16.")
     parser.add_argument("--kernels", default="auto", help="The antkv setting kernels.")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
@@ -154,21 +207,20 @@ def _seconds(call: Any) -> float:
     return time.perf_counter() - start
 
 
-def _kv_bytes(dtype: str, setting: Setting) -> float:
+def _kv_bytes(dtype: str, setting: Setting, shape: Shape) -> float:
     """Bytes of the cache that a decode step reads."""
-    import torch
-
     from vllm_antkv.cache.footprint import footprint
     from vllm_antkv.cache.pages import PageLayout
     from vllm_antkv.config import AntKVConfig
     from vllm_antkv.presets import get_preset
 
-    heads = NUM_LAYERS * NUM_KV_HEADS * setting.batch
+    heads = shape.num_kv_heads * setting.batch
     if dtype in ("auto", "fp8"):
-        return heads * setting.context * HEAD_SIZE * 2 * (2 if dtype == "auto" else 1)
+        rows = sum(min(setting.context, window or setting.context) for window in shape.windows)
+        return heads * rows * shape.head_size * 2 * (shape.dtype.itemsize if dtype == "auto" else 1)
     config = AntKVConfig()
-    layout = PageLayout.of(config, get_preset(dtype), HEAD_SIZE, torch.bfloat16)
-    parts = footprint([layout], config, setting.context)
+    layout = PageLayout.of(config, get_preset(dtype), shape.head_size, shape.dtype)
+    parts = footprint([layout] * len(shape.windows), config, setting.context, shape.windows)
     return heads * (parts.codes + parts.anchors + parts.recency)
 
 
@@ -189,14 +241,14 @@ def processor() -> dict[str, Any]:
 
 
 def _row(
-    setting: Setting, measured: dict[str, Measured], arguments: argparse.Namespace, bandwidth: float
+    setting: Setting, measured: dict[str, Measured], kv_cache_dtype: str, shape: Shape, bandwidth: float
 ) -> dict[str, Any]:
     row: dict[str, Any] = asdict(setting)
     turns = {side: [statistics.median(steps) for steps in found["turns"]] for side, found in measured.items()}
     for side in turns:
         step = statistics.median(turns[side])
         quartiles = statistics.quantiles(turns[side])
-        kv_bytes = _kv_bytes(arguments.kv_cache_dtype if side == "antkv" else side, setting)
+        kv_bytes = _kv_bytes(kv_cache_dtype if side == "antkv" else side, setting, shape)
         row[side] = {
             "step_seconds": step,
             "step_spread": quartiles[2] - quartiles[0],
@@ -230,8 +282,8 @@ def _table(report: dict[str, Any]) -> str:
         *(f"{side}: prefill time against auto" for side in others),
     ]
     lines = [
-        f"{report['kv_cache_dtype']} (kernels: {report['kernels']}) against vLLM's own caches; {report['group']} "
-        "query heads per KV head.",
+        f"{report['kv_cache_dtype']} (kernels: {report['kernels']}) against vLLM's own caches; "
+        f"{report['model'] or 'random weights'} in {report['dtype']}, {report['group']} query heads per KV head.",
         f"{machine['processor']}{clock} ({', '.join(machine['instructions'])}), {machine['cpus']} CPUs with "
         f"{' and '.join(caches)} each, {machine['bandwidth'] / 1e9:.1f} GB/s.",
         "",
@@ -247,7 +299,7 @@ def _table(report: dict[str, Any]) -> str:
             *(f"{row[side]['prefill_ratio']:.2f}" for side in others),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*lines, "", *_growth(rows, sides)])
+    return "\n".join([*lines, "", *_growth(report, sides)])
 
 
 def _with_quartiles(side: dict[str, Any]) -> str:
@@ -255,15 +307,15 @@ def _with_quartiles(side: dict[str, Any]) -> str:
     return f"{side['speedup']:.2f} ({first:.2f} to {third:.2f})"
 
 
-def _growth(rows: list[dict[str, Any]], sides: list[str]) -> list[str]:
+def _growth(report: dict[str, Any], sides: list[str]) -> list[str]:
     """For every batch, what a token more in the context adds to a step: the cost of attention without all the rest."""
-    lines = []
+    rows, lines = report["rows"], []
     for batch in sorted({row["batch"] for row in rows}):
         same = sorted((row for row in rows if row["batch"] == batch), key=lambda row: row["context"])
         first, last = same[0], same[-1]
         if first is last:
             continue
-        tokens = batch * (last["context"] - first["context"]) * NUM_LAYERS * NUM_KV_HEADS
+        tokens = batch * (last["context"] - first["context"]) * report["full_heads"]
         seconds = {side: last[side]["step_seconds"] - first[side]["step_seconds"] for side in sides}
         ns = {side: grown / tokens * 1e9 for side, grown in seconds.items()}
         lines.append(

@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-MAX_LEN = 33_000
 _CHUNK = 4096
 
 
@@ -24,11 +23,17 @@ class Setting:
 class EngineProcess:
     """The process, from outside.
 
+    Args:
+        model: its folder.
+        dtype: of the KV cache.
+        threads: of this engine.
+        options: more arguments of vLLM's `LLM`.
+
     Raises:
         SystemExit: it ended; what it said stands above.
     """
 
-    def __init__(self, model: Path, dtype: str, kernels: str, threads: int) -> None:
+    def __init__(self, model: Path, dtype: str, threads: int, options: dict[str, Any]) -> None:
         self.dtype = dtype
         os.environ |= {
             "OMP_NUM_THREADS": str(threads),
@@ -39,7 +44,7 @@ class EngineProcess:
         }
         spawn = multiprocessing.get_context("spawn")
         self._connection, there = spawn.Pipe()
-        spawn.Process(target=_serve, args=(there, str(model), dtype, kernels), daemon=True).start()
+        spawn.Process(target=_serve, args=(there, str(model), dtype, options), daemon=True).start()
         there.close()
         self._answer()
 
@@ -66,11 +71,11 @@ class EngineProcess:
             raise SystemExit(f"The engine with --kv-cache-dtype {self.dtype} ended.") from None
 
 
-def _serve(connection: Connection, model: str, dtype: str, kernels: str) -> None:
+def _serve(connection: Connection, model: str, dtype: str, options: dict[str, Any]) -> None:
     """Do what is asked until nobody asks any more."""
     # vLLM's messages are not to come between the lines of a table.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    engine = _Engine(model, dtype, kernels)
+    engine = _Engine(model, dtype, options)
     connection.send(None)
     while True:
         try:
@@ -83,19 +88,18 @@ def _serve(connection: Connection, model: str, dtype: str, kernels: str) -> None
 class _Engine:
     """The engine, inside its process; operations as in `EngineProcess`."""
 
-    def __init__(self, model: str, dtype: str, kernels: str) -> None:
+    def __init__(self, model: str, dtype: str, options: dict[str, Any]) -> None:
         from vllm import LLM
 
         self._engine: Any = LLM(
             model,
             skip_tokenizer_init=True,
             kv_cache_dtype=dtype,
-            additional_config={"antkv": {"kernels": kernels}},
-            max_model_len=MAX_LEN,
             max_num_batched_tokens=_CHUNK,
             enable_prefix_caching=False,
             enforce_eager=True,
             seed=0,
+            **options,
         ).llm_engine
         self._requests: list[str] = []
 
