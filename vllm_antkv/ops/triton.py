@@ -13,7 +13,7 @@ from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.varlen import PlainPages, VarlenPrefill, suits
-from vllm_antkv.select.anchors import EXACT_ANCHOR, RECENT_VOTE, VOTE_PRIOR
+from vllm_antkv.select.anchors import EXACT_ANCHOR, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
 from vllm_antkv.triton_kernels import arguments
 from vllm_antkv.triton_kernels.anchor_score import anchor_score
@@ -49,9 +49,7 @@ class TritonOperations:
         self._policy = Policy(
             anchors=layer.config.anchor_share > 0,
             exact=layer.config.anchor_dtype == "model",
-            weighs_votes=True,
             vote_prior=VOTE_PRIOR,
-            recent_vote=RECENT_VOTE,
         )
         self._varlen = VarlenPrefill(layer, self._write_plain_pages, merge_attention) if suits(layer) else None
         if decodes:
@@ -73,7 +71,6 @@ class TritonOperations:
         anchor_score(
             _rows(rows),
             rows.is_sink,
-            None,
             self._layer.config.prefix,
             self._count(),
             self._pages,
@@ -111,7 +108,6 @@ class TritonOperations:
         decode(
             _rows(rows),
             output,
-            None,
             partial_output,
             partial_lse,
             self._pages,
@@ -127,7 +123,7 @@ class TritonOperations:
             self._varlen.attend(rows, output, step)
         else:
             batch, scale = _batch(step), self._layer.rules.scale
-            prefill(_rows(rows), output, None, self._pages, self._tables, batch, self._shape, scale)
+            prefill(_rows(rows), output, self._pages, self._tables, batch, self._shape, scale)
 
     def _write_plain_pages(self, rows: StepRows, pages: PlainPages, step: Step) -> None:
         """See `ops.varlen.PlainPageWriter`."""

@@ -17,7 +17,6 @@ from .common import LOG2E, capped, exact_rows, find_request, first_tile, in_rece
 def anchor_score(
     rows: Rows,
     is_sink: torch.Tensor | None,
-    lse: torch.Tensor | None,
     prefix: int,
     count: torch.Tensor | None,
     pages: Pages,
@@ -32,8 +31,6 @@ def anchor_score(
 
     Args:
         is_sink: (num_tokens,) bool, tokens that take an anchor row before all others; or None.
-        lse: (num_tokens, num_heads) float32 of attention, for votes of all later queries of the step; None when only
-            queries of the block vote (`policy.weighs_votes`).
         prefix: tokens at the start of a sequence that need no anchor.
         count: () int64, to which the number of anchor rows chosen now, K and V, is added; or None.
         scale: multiplies the logits.
@@ -43,7 +40,6 @@ def anchor_score(
     _anchor_score_kernel[(rows.key.shape[0] // shape.block_size + 2 * num_reqs, shape.num_kv_heads)](
         rows,
         batch.seq_lens if is_sink is None else is_sink.view(torch.uint8),
-        tables.cos if lse is None else lse,
         prefix,
         batch.seq_lens if count is None else count,
         pages,
@@ -65,7 +61,6 @@ def anchor_score(
 def _anchor_score_kernel(
     rows: Rows,
     is_sink: tl.tensor,
-    lse: tl.tensor,
     prefix: tl.tensor,
     count: tl.tensor,
     pages: Pages,
@@ -109,9 +104,8 @@ def _anchor_score_kernel(
         batch,
         shape,
     )
-    voters_end = stop if policy.weighs_votes else end
     k_votes, v_votes = count_votes(
-        k_rows, keys, stop, begin, voters_end, start, first_row, head, lse, scale, rows, tables, shape, policy, BLOCK_M
+        k_rows, keys, begin, stop, start, first_row, head, scale, rows, tables, shape, BLOCK_M
     )
     k_scores += k_votes
     v_scores += v_votes
@@ -230,29 +224,22 @@ def keep_scores(
 def count_votes(
     k_rows: ExactRows,
     keys: tl.tensor,
-    stop: tl.tensor,
     begin: tl.tensor,
-    voters_end: tl.tensor,
+    stop: tl.tensor,
     start: tl.tensor,
     first_row: tl.tensor,
     head: tl.tensor,
-    lse: tl.tensor,
     scale: tl.tensor,
     rows: Rows,
     tables: Tables,
     shape: tl.constexpr,
-    policy: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Votes of the queries `begin .. voters_end` and all heads of the group on K and V, (block_size,) float32 each:
+    """Votes of the queries `begin .. stop` and all heads of the group on K and V, (block_size,) float32 each:
 
     AnS(K_j) = sum_i A_ij (1 - A_ij) ||Q_i||,    AnS(V_j) = sum_i A_ij
-
-    In scope `prompt` squares of them, of which those on rows that the query sees exactly count `policy.recent_vote`
-    (`select.anchors`).
     """
     TILE: tl.constexpr = BLOCK_M // shape.group_pad if shape.group_pad < BLOCK_M else 1
-    num_heads: tl.constexpr = shape.num_kv_heads * shape.group
     channels = tl.arange(0, shape.head_pad)
     in_head = channels < shape.head_size
     key = load_exact(k_rows, channels, in_head)
@@ -260,12 +247,9 @@ def count_votes(
     heads = head * shape.group + row % shape.group_pad
     k_votes = tl.full((shape.block_size,), 0, tl.float32)
     v_votes = tl.full((shape.block_size,), 0, tl.float32)
-    seen_until = keys
-    if not policy.weighs_votes:
-        seen_until = tl.load(tables.last_query + keys, mask=keys < stop, other=0)
-    for tile in range(begin, voters_end, TILE):
+    for tile in range(begin, stop, TILE):
         positions = tile + row // shape.group_pad
-        real = (positions < voters_end) & (row % shape.group_pad < shape.group)
+        real = (positions < stop) & (row % shape.group_pad < shape.group)
         tokens = (first_row + positions - start).to(tl.int64)
         query = load_rows(rows.query + tokens * rows.query_stride + heads * shape.head_size, real, channels, in_head)
         logits = tl.dot(query, tl.trans(key), input_precision="tf32x3") * (scale * LOG2E)
@@ -273,22 +257,9 @@ def count_votes(
         visible = real[:, None] & (keys[None, :] <= positions[:, None]) & (keys < stop)[None, :]
         if shape.window > 0:
             visible &= keys[None, :] > positions[:, None] - shape.window
-        if policy.weighs_votes:
-            logits = tl.where(visible, logits, float("-inf"))
-            probs = shares(logits, real, heads, tables, shape)
-        else:
-            statistics = tl.load(lse + tokens * num_heads + heads, mask=real, other=0.0)
-            # A row that the query saw only through its code can come out above 1 here.
-            probs = tl.minimum(tl.exp2(logits - (statistics * LOG2E)[:, None]), 1.0)
-            probs = tl.where(visible, probs, 0.0)
+        probs = shares(tl.where(visible, logits, float("-inf")), real, heads, tables, shape)
         wide = query.to(tl.float32)
         norms = tl.sqrt(tl.sum(wide * wide, 1))
-        on_values = probs
-        on_keys = probs * (1.0 - probs) * norms[:, None]
-        if not policy.weighs_votes:
-            counts = tl.where(positions[:, None] > seen_until[None, :], 1.0, policy.recent_vote)
-            on_values = counts * on_values * on_values
-            on_keys = counts * on_keys * on_keys
-        v_votes += tl.sum(on_values, 0)
-        k_votes += tl.sum(on_keys, 0)
+        v_votes += tl.sum(probs, 0)
+        k_votes += tl.sum(probs * (1.0 - probs) * norms[:, None], 0)
     return k_votes, v_votes

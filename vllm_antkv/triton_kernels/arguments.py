@@ -186,13 +186,9 @@ class Policy(NamedTuple):
 
     anchors: rows are chosen by score; else only sinks are.
     exact: all anchors are kept as they are; else sinks are.
-    weighs_votes: scope `block`: A is normalised over the block, and a row's sum is divided by its number of votes.
-    vote_prior: votes that every row is credited with, in scope `block`.
-    recent_vote: what a vote counts on a row that the query sees exactly, in scope `prompt`.
+    vote_prior: votes that every row is credited with, beside its own.
     """
 
     anchors: bool
     exact: bool
-    weighs_votes: bool
     vote_prior: int
-    recent_vote: float

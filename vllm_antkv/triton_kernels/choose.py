@@ -227,14 +227,10 @@ def rank_scores(
     """(block_size,) what rows compete with: sinks first, -inf where a row cannot be chosen; see `select.anchors`."""
     is_sink = scores == float("inf")
     if policy.anchors:
-        weighted = scores * error
-        if not policy.weighs_votes:
-            weighted = weighted * error
-        else:
-            num_votes = shape.block_size - offsets
-            if shape.window > 0:
-                num_votes = tl.minimum(num_votes, shape.window)
-            weighted = weighted / (num_votes + policy.vote_prior).to(tl.float32)
+        num_votes = shape.block_size - offsets
+        if shape.window > 0:
+            num_votes = tl.minimum(num_votes, shape.window)
+        weighted = scores * error / (num_votes + policy.vote_prior).to(tl.float32)
     else:
         weighted = tl.full((shape.block_size,), float("-inf"), tl.float32)
     ranked = tl.where(is_sink, float("inf"), weighted)

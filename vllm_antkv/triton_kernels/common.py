@@ -11,7 +11,6 @@ from .arguments import Batch, ExactRows, Pages, Tables
 
 #: log2(e): the kernels compute powers of two, which the hardware has.
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 #: Larger than any position.
 ALWAYS = tl.constexpr(2**31 - 1)
 

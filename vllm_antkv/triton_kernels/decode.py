@@ -12,7 +12,7 @@ import triton.language as tl
 from .arguments import Batch, Pages, Rows, Shape, Tables
 from .attention import attend_tile, nothing_seen, query_pointers
 from .coded_past import attend_past
-from .common import LN2, LOG2E, load_halves
+from .common import LOG2E, load_halves
 from .tuning import autotuned
 
 #: Splits that a merging program reads at a time.
@@ -27,7 +27,6 @@ _CONFIGS = [
 def decode(
     rows: Rows,
     output: torch.Tensor,
-    lse: torch.Tensor | None,
     partial_output: torch.Tensor,
     partial_lse: torch.Tensor,
     pages: Pages,
@@ -40,7 +39,6 @@ def decode(
 
     Args:
         output: (num_tokens, num_heads, head_size) model dtype, heads contiguous; written.
-        lse: (num_tokens, num_heads) float32, log-sum-exp of the scaled logits, written; or None.
         partial_output: (num_reqs, num_heads, num_splits, head_size) float32 scratch; its shape sets the splits.
         partial_lse: (num_reqs, num_heads, num_splits) float32 scratch.
         scale: multiplies the logits.
@@ -52,14 +50,12 @@ def decode(
     _merge_kernel[(num_reqs, num_heads)](
         output,
         output.stride(0),
-        partial_lse if lse is None else lse,
         partial_output,
         partial_lse,
         tables.sinks,
         batch,
         num_splits,
         shape,
-        WRITES_LSE=lse is not None,
         num_warps=4,
     )
 
@@ -142,16 +138,14 @@ def coded_past(
 def _merge_kernel(
     output: tl.tensor,
     output_stride: tl.tensor,
-    lse: tl.tensor,
     partial_output: tl.tensor,
     partial_lse: tl.tensor,
     sinks: tl.tensor,
     batch: Batch,
     num_splits: tl.tensor,
     shape: tl.constexpr,
-    WRITES_LSE: tl.constexpr,
 ) -> None:
-    """Merge the splits of one (request, query head). Their LSE is in powers of two, the result's natural."""
+    """Merge the splits of one (request, query head). Their LSE is in powers of two."""
     num_heads: tl.constexpr = shape.num_kv_heads * shape.group
     request, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(batch.query_start_loc + request)
@@ -184,5 +178,3 @@ def _merge_kernel(
         maximum = new_maximum
     row = output + token.to(tl.int64) * output_stride + head * shape.head_size
     tl.store(row + channels, (merged / total).to(output.dtype.element_ty), mask=real)
-    if WRITES_LSE:
-        tl.store(lse + token.to(tl.int64) * num_heads + head, (maximum + tl.log2(total)) * LN2)

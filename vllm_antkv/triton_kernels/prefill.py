@@ -1,4 +1,4 @@
-"""Attention of requests with several new tokens, to coded and exact rows, with the log-sum-exp if it is wanted.
+"""Attention of requests with several new tokens, to coded and exact rows.
 
 Grid (num_tokens // Q + 2 num_reqs, num_kv_heads), Q queries a tile: see `common.find_request`. The rows of a tile are Q
 queries times the heads of the group, so that a decoded row serves all of them.
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .arguments import Batch, Pages, Rows, Shape, Tables
 from .attention import attend_tile, nothing_seen, query_pointers
-from .common import LN2, LOG2E, find_request, first_tile, load_halves
+from .common import LOG2E, find_request, first_tile, load_halves
 from .tuning import autotuned
 
 _CONFIGS = [
@@ -24,7 +24,6 @@ _CONFIGS = [
 def prefill(
     rows: Rows,
     output: torch.Tensor,
-    lse: torch.Tensor | None,
     pages: Pages,
     tables: Tables,
     batch: Batch,
@@ -35,7 +34,6 @@ def prefill(
 
     Args:
         output: (num_tokens, num_heads, head_size) model dtype, heads contiguous; written.
-        lse: (num_tokens, num_heads) float32, log-sum-exp of the scaled logits, written; or None.
         scale: multiplies the logits.
     """
     num_tokens, num_reqs = output.shape[0], batch.seq_lens.shape[0]
@@ -47,14 +45,12 @@ def prefill(
         rows,
         output,
         output.stride(0),
-        output if lse is None else lse,
         pages,
         tables,
         batch,
         num_reqs,
         scale,
         shape,
-        WRITES_LSE=lse is not None,
     )
 
 
@@ -69,20 +65,17 @@ def _prefill_kernel(
     rows: Rows,
     output: tl.tensor,
     output_stride: tl.tensor,
-    lse: tl.tensor,
     pages: Pages,
     tables: Tables,
     batch: Batch,
     num_reqs: tl.tensor,
     scale: tl.tensor,
     shape: tl.constexpr,
-    WRITES_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
     """One tile of queries of one KV head."""
     TILE: tl.constexpr = BLOCK_M // shape.group_pad if shape.group_pad < BLOCK_M else 1
-    num_heads: tl.constexpr = shape.num_kv_heads * shape.group
     # Late tiles see the most keys: they go first, so that the short ones fill the gaps at the end.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -120,5 +113,3 @@ def _prefill_kernel(
     pointers = output + (tokens.to(tl.int64) * output_stride + heads * shape.head_size)[:, None] + channels
     result = (weighted / total[:, None]).to(output.dtype.element_ty)
     tl.store(pointers, result, mask=real[:, None] & (channels < shape.head_size))
-    if WRITES_LSE:
-        tl.store(lse + tokens.to(tl.int64) * num_heads + heads, (maximum + tl.log2(total)) * LN2, mask=real)
