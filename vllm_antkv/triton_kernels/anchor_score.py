@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, ExactRows, Pages, Policy, Rows, Shape, Tables
+from .arguments import Batch, ExactRows, Pages, Policy, Request, Rows, Shape, Tables
 from .choose import choose, key_error, store_keys, store_values, value_error
 from .common import LOG2E, capped, exact_rows, find_request, first_tile, in_recency_page, load_exact, load_rows, shares
 
@@ -77,36 +77,22 @@ def _anchor_score_kernel(
 ) -> None:
     """One (block touched by the step, KV head)."""
     index, head = tl.program_id(0), tl.program_id(1)
-    request = find_request(batch.query_start_loc, num_reqs, index, shape.block_size)
-    first_row = tl.load(batch.query_start_loc + request)
-    num_new = tl.load(batch.query_start_loc + request + 1) - first_row
-    end = tl.load(batch.seq_lens + request)
+    found = find_request(batch.query_start_loc, num_reqs, index, shape.block_size)
+    first_row = tl.load(batch.query_start_loc + found)
+    num_new = tl.load(batch.query_start_loc + found + 1) - first_row
+    end = tl.load(batch.seq_lens + found)
     start = end - num_new
-    block = start // shape.block_size + index - first_tile(batch.query_start_loc, request, shape.block_size)
+    block = start // shape.block_size + index - first_tile(batch.query_start_loc, found, shape.block_size)
     if (num_new < (1 if SINGLES else 2)) | (block * shape.block_size >= end):
         return
     begin = tl.maximum(block * shape.block_size, start)
     stop = tl.minimum((block + 1) * shape.block_size, end)
     keys = block * shape.block_size + tl.arange(0, shape.block_size)
 
-    k_scores, v_scores = carried_scores(keys, keys < begin, request, head, pages, batch, shape)
-    k_rows = exact_rows(
-        pages.recent_k,
-        rows.key,
-        rows.key_stride,
-        keys,
-        keys < stop,
-        start,
-        first_row,
-        request,
-        head,
-        pages,
-        batch,
-        shape,
-    )
-    k_votes, v_votes = count_votes(
-        k_rows, keys, begin, stop, start, first_row, head, scale, rows, tables, shape, BLOCK_M
-    )
+    request = Request(found, start, first_row, head)
+    k_scores, v_scores = carried_scores(keys, keys < begin, request, pages, batch, shape)
+    k_rows = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, keys < stop, request, pages, batch, shape)
+    k_votes, v_votes = count_votes(k_rows, keys, begin, stop, request, scale, rows, tables, shape, BLOCK_M)
     k_scores += k_votes
     v_scores += v_votes
     if HAS_SINKS:
@@ -115,12 +101,11 @@ def _anchor_score_kernel(
         k_scores = tl.where(sink, float("inf"), k_scores)
         v_scores = tl.where(sink, float("inf"), v_scores)
     if stop % shape.block_size > 0:
-        keep_scores(k_scores, v_scores, keys, keys < stop, request, head, pages, batch, shape)
+        keep_scores(k_scores, v_scores, keys, keys < stop, request, pages, batch, shape)
     else:
         close_block(
-            k_scores, v_scores, k_rows, keys, start, first_row, request, head, prefix, count, rows, pages, tables,
-            batch, shape, policy, COUNTS,
-        )  # fmt: skip
+            k_scores, v_scores, k_rows, keys, request, prefix, count, rows, pages, tables, batch, shape, policy, COUNTS
+        )
 
 
 @triton.jit
@@ -129,10 +114,7 @@ def close_block(
     v_scores: tl.tensor,
     k_rows: ExactRows,
     keys: tl.tensor,
-    start: tl.tensor,
-    first_row: tl.tensor,
-    request: tl.tensor,
-    head: tl.tensor,
+    request: Request,
     prefix: tl.tensor,
     count: tl.tensor,
     rows: Rows,
@@ -145,27 +127,21 @@ def close_block(
 ) -> None:
     """Choose and store the anchors of a block from its final scores; keys: the positions of its tokens."""
     origin = tl.min(keys, 0)
-    block_id = tl.load(batch.vq_table + request * batch.vq_table_stride + origin // shape.block_size).to(tl.int64)
-    v_rows = exact_rows(
-        pages.recent_v, rows.value, rows.value_stride, keys, keys >= 0, start, first_row, request, head, pages, batch,
-        shape,
-    )  # fmt: skip
+    head = request.head
+    block_id = tl.load(batch.vq_table + request.index * batch.vq_table_stride + origin // shape.block_size).to(tl.int64)
+    v_rows = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, keys >= 0, request, pages, batch, shape)
     k_error = k_scores
     v_error = v_scores
     if policy.anchors:
         k_error = key_error(k_rows, keys - origin, origin, block_id, head, pages, tables, shape)
         v_error = value_error(v_rows, keys - origin, block_id, head, pages, tables, shape)
     held = choose(k_scores, k_error, 0, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
-    k_held = exact_rows(
-        pages.recent_k, rows.key, rows.key_stride, origin + held % shape.block_size, held >= 0, start,
-        first_row, request, head, pages, batch, shape,
-    )  # fmt: skip
+    at = origin + held % shape.block_size
+    k_held = exact_rows(pages.recent_k, rows.key, rows.key_stride, at, held >= 0, request, pages, batch, shape)
     store_keys(k_held, held, origin, block_id, head, pages, tables, shape)
     held = choose(v_scores, v_error, 1, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
-    v_held = exact_rows(
-        pages.recent_v, rows.value, rows.value_stride, origin + held % shape.block_size, held >= 0, start,
-        first_row, request, head, pages, batch, shape,
-    )  # fmt: skip
+    at = origin + held % shape.block_size
+    v_held = exact_rows(pages.recent_v, rows.value, rows.value_stride, at, held >= 0, request, pages, batch, shape)
     store_values(v_held, held, block_id, head, pages, tables, shape)
 
 
@@ -173,31 +149,28 @@ def close_block(
 def score_slots(
     keys: tl.tensor,
     mask: tl.tensor,
-    request: tl.tensor,
-    head: tl.tensor,
+    request: Request,
     pages: Pages,
     batch: Batch,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Pointers to the K scores of tokens, and which tokens own a page; those of V are `page_size` on."""
-    page = tl.load(
-        batch.recency_table + request * batch.recency_table_stride + keys // shape.page_size, mask=mask, other=0
-    ).to(tl.int64)
-    return in_recency_page(pages.scores, page, head, pages) + keys % shape.page_size, mask & (page > 0)
+    table = batch.recency_table + request.index * batch.recency_table_stride
+    page = tl.load(table + keys // shape.page_size, mask=mask, other=0).to(tl.int64)
+    return in_recency_page(pages.scores, page, request.head, pages) + keys % shape.page_size, mask & (page > 0)
 
 
 @triton.jit
 def carried_scores(
     keys: tl.tensor,
     mask: tl.tensor,
-    request: tl.tensor,
-    head: tl.tensor,
+    request: Request,
     pages: Pages,
     batch: Batch,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Scores of K and V, (block_size,) float32, that tokens of earlier steps bring along; else 0."""
-    slots, owned = score_slots(keys, mask, request, head, pages, batch, shape)
+    slots, owned = score_slots(keys, mask, request, pages, batch, shape)
     k_scores = tl.load(slots, mask=owned, other=0.0)
     return k_scores, tl.load(slots + shape.page_size, mask=owned, other=0.0)
 
@@ -208,14 +181,13 @@ def keep_scores(
     v_scores: tl.tensor,
     keys: tl.tensor,
     mask: tl.tensor,
-    request: tl.tensor,
-    head: tl.tensor,
+    request: Request,
     pages: Pages,
     batch: Batch,
     shape: tl.constexpr,
 ) -> None:
     """Write the scores of a block that stays open to the recency pages."""
-    slots, owned = score_slots(keys, mask, request, head, pages, batch, shape)
+    slots, owned = score_slots(keys, mask, request, pages, batch, shape)
     tl.store(slots, k_scores, mask=owned)
     tl.store(slots + shape.page_size, v_scores, mask=owned)
 
@@ -226,9 +198,7 @@ def count_votes(
     keys: tl.tensor,
     begin: tl.tensor,
     stop: tl.tensor,
-    start: tl.tensor,
-    first_row: tl.tensor,
-    head: tl.tensor,
+    request: Request,
     scale: tl.tensor,
     rows: Rows,
     tables: Tables,
@@ -244,13 +214,13 @@ def count_votes(
     in_head = channels < shape.head_size
     key = load_exact(k_rows, channels, in_head)
     row = tl.arange(0, TILE * shape.group_pad)
-    heads = head * shape.group + row % shape.group_pad
+    heads = request.head * shape.group + row % shape.group_pad
     k_votes = tl.full((shape.block_size,), 0, tl.float32)
     v_votes = tl.full((shape.block_size,), 0, tl.float32)
     for tile in range(begin, stop, TILE):
         positions = tile + row // shape.group_pad
         real = (positions < stop) & (row % shape.group_pad < shape.group)
-        tokens = (first_row + positions - start).to(tl.int64)
+        tokens = (request.first_row + positions - request.start).to(tl.int64)
         query = load_rows(rows.query + tokens * rows.query_stride + heads * shape.head_size, real, channels, in_head)
         logits = tl.dot(query, tl.trans(key), input_precision="tf32x3") * (scale * LOG2E)
         logits = capped(logits, shape)

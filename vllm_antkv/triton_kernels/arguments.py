@@ -110,6 +110,50 @@ class PlainPages(NamedTuple):
     value: torch.Tensor
 
 
+class Request(NamedTuple):
+    """What a program computes for: a request and a KV head; scalars inside kernels.
+
+    index: of the request in the batch.
+    start: position of its first new token, which is row `first_row` of `Rows`.
+    head: of K and V.
+    """
+
+    index: tl.tensor
+    start: tl.tensor
+    first_row: tl.tensor
+    head: tl.tensor
+
+
+class Queries(NamedTuple):
+    """A tile of queries of one KV head, all heads of its group side by side; inside kernels.
+
+    at: (M,) pointers to the queries.
+    first, second: (M, half_pad) model dtype, their halves in the order of decoded rows.
+    positions: (M,) int32, negative for rows of padding.
+    earliest, latest: int32, smallest and largest position of the others, in one VQ block.
+    scale: float32, multiplies products with keys; that is a logit.
+    """
+
+    at: tl.tensor
+    first: tl.tensor
+    second: tl.tensor
+    positions: tl.tensor
+    earliest: tl.tensor
+    latest: tl.tensor
+    scale: tl.tensor
+
+
+class Softmax(NamedTuple):
+    """An online softmax so far, of M rows of queries; float32, inside kernels.
+
+    maximum: (M,) of the logits, times log2(e). total: (M,) denominator. weighted: (M, head_pad) weighted sum of V.
+    """
+
+    maximum: tl.tensor
+    total: tl.tensor
+    weighted: tl.tensor
+
+
 class ExactRows(NamedTuple):
     """Where the full-precision rows of some tokens are; inside kernels.
 

@@ -1,13 +1,13 @@
 """Attention of a tile of queries to a range of keys, coded or exact: what decode and prefill share.
 
-A tile holds the queries of one KV head, all heads of its group side by side, at positions of one VQ block; so whether
-the anchors of a block of keys serve them is one question for the tile. Online softmax in powers of two.
+The queries of a tile are at positions of one VQ block; so whether the anchors of a block of keys serve them is one
+question for the tile. Online softmax in powers of two.
 """
 
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Pages, Rows, Tables
+from .arguments import Batch, Pages, Queries, Request, Rows, Softmax, Tables
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import (
     ALWAYS,
@@ -31,129 +31,95 @@ def query_pointers(rows: Rows, tokens: tl.tensor, heads: tl.tensor, shape: tl.co
 
 
 @triton.jit
-def nothing_seen(row: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Where the online softmax of the M rows of queries starts: maximum of the logits times log2(e), (M,); softmax
-    denominator, (M,); weighted sum of V, (M, head_pad); float32.
-    """
+def nothing_seen(row: tl.tensor, shape: tl.constexpr) -> Softmax:
+    """Where the online softmax of M rows of queries starts."""
     maximum = tl.full((row.shape[0],), float("-inf"), tl.float32)
     total = tl.full((row.shape[0],), 0, tl.float32)
-    return maximum, total, tl.full((row.shape[0], shape.head_pad), 0, tl.float32)
+    return Softmax(maximum, total, tl.full((row.shape[0], shape.head_pad), 0, tl.float32))
 
 
 @triton.jit
 def attend_tile(
-    queries: tl.tensor,
-    query_first: tl.tensor,
-    query_second: tl.tensor,
-    positions: tl.tensor,
-    first_query: tl.tensor,
-    final_query: tl.tensor,
+    queries: Queries,
     tile: tl.tensor,
-    start: tl.tensor,
-    first_row: tl.tensor,
-    request: tl.tensor,
-    head: tl.tensor,
-    scale: tl.tensor,
-    maximum: tl.tensor,
-    total: tl.tensor,
-    weighted: tl.tensor,
+    request: Request,
+    softmax: Softmax,
     rows: Rows,
     pages: Pages,
     tables: Tables,
     batch: Batch,
     shape: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Attend to BLOCK_N keys from `tile` on, a multiple of BLOCK_N, which divides the VQ block.
-
-    Args:
-        queries: (M,) pointers to the queries.
-        query_first, query_second: halves of the queries, in the order of decoded rows.
-        positions: (M,) int32 of the queries, negative for rows of padding.
-        first_query, final_query: smallest and largest of the real ones, in one VQ block.
-        start: first position of the request in this step, which is row `first_row` of `rows`.
-        maximum, total, weighted: see `nothing_seen`.
-
-    Returns:
-        the same three, with these keys.
-    """
+) -> Softmax:
+    """Attend to BLOCK_N keys from `tile` on, a multiple of BLOCK_N, which divides the VQ block."""
     keys = tile + tl.arange(0, BLOCK_N)
-    present = keys <= final_query
+    present = keys <= queries.latest
     seen_until = tl.load(tables.last_query + keys, mask=present, other=-1)
     if not shape.reads_cache:
-        seen_until = tl.where(present & (keys >= start), ALWAYS, seen_until)
-    visible = keys[None, :] <= positions[:, None]
+        seen_until = tl.where(present & (keys >= request.start), ALWAYS, seen_until)
+    visible = keys[None, :] <= queries.positions[:, None]
     if shape.window > 0:
-        visible &= keys[None, :] > positions[:, None] - shape.window
-    exact = seen_until[None, :] >= positions[:, None]
+        visible &= keys[None, :] > queries.positions[:, None] - shape.window
+    exact = seen_until[None, :] >= queries.positions[:, None]
     # Both kinds of rows are skipped where no query of the tile sees one: most tiles have only coded rows.
-    if tl.max((present & (seen_until < final_query)).to(tl.int32), 0) > 0:
-        maximum, total, weighted = attend_coded(
-            query_first, query_second, visible & ~exact, keys, present, tile, first_query, request, head, scale,
-            maximum, total, weighted, pages, tables, batch, shape,
-        )  # fmt: skip
-    kept = present & (seen_until >= first_query)
+    if tl.max((present & (seen_until < queries.latest)).to(tl.int32), 0) > 0:
+        softmax = attend_coded(
+            queries, visible & ~exact, keys, present, tile, request, softmax, pages, tables, batch, shape
+        )
+    kept = present & (seen_until >= queries.earliest)
     if shape.window > 0:
-        kept &= keys > first_query - shape.window  # Rows before it may be gone.
+        kept &= keys > queries.earliest - shape.window  # Rows before it may be gone.
     if tl.max(kept.to(tl.int32), 0) > 0:
-        exact_first, exact_second = query_first, query_second
-        if shape.ordered:
-            # To have them at hand for every tile would fill the registers.
-            exact_first, exact_second = load_halves(queries, positions >= 0, tables, False, shape)
-        maximum, total, weighted = attend_exact(
-            exact_first, exact_second, visible & exact, keys, kept, start, first_row, request, head, scale,
-            maximum, total, weighted, rows, pages, batch, shape,
-        )  # fmt: skip
-    return maximum, total, weighted
+        softmax = attend_exact(
+            queries, visible & exact, keys, kept, request, softmax, rows, pages, tables, batch, shape
+        )
+    return softmax
 
 
 @triton.jit
 def attend_coded(
-    query_first: tl.tensor,
-    query_second: tl.tensor,
+    queries: Queries,
     visible: tl.tensor,
     keys: tl.tensor,
     present: tl.tensor,
     tile: tl.tensor,
-    first_query: tl.tensor,
-    request: tl.tensor,
-    head: tl.tensor,
-    scale: tl.tensor,
-    maximum: tl.tensor,
-    total: tl.tensor,
-    weighted: tl.tensor,
+    request: Request,
+    softmax: Softmax,
     pages: Pages,
     tables: Tables,
     batch: Batch,
     shape: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> Softmax:
     """One step of the online softmax over what the codes of `keys` stand for, anchors corrected."""
     block = tile // shape.block_size
-    block_id = tl.load(batch.vq_table + request * batch.vq_table_stride + block).to(tl.int64)
+    block_id = tl.load(batch.vq_table + request.index * batch.vq_table_stride + block).to(tl.int64)
     offsets = keys % shape.block_size
     # Anchors of a block serve the queries behind it: those in the block would see rows chosen after them.
-    anchored = (first_query // shape.block_size > block) & (shape.anchor_rows > 0)
+    anchored = (queries.earliest // shape.block_size > block) & (shape.anchor_rows > 0)
 
-    k_codes = in_vq_page(pages.k_codes, block_id, head, pages) + offsets * shape.code_bytes
+    k_codes = in_vq_page(pages.k_codes, block_id, request.head, pages) + offsets * shape.code_bytes
     first_codes, second_codes = load_key_codes(k_codes, shape)
     raw_first, raw_second = look_up_key_halves(
-        first_codes, second_codes, head_centroids(tables.k_centroids, head, shape), shape
+        first_codes, second_codes, head_centroids(tables.k_centroids, request.head, shape), shape
     )
     pairs, origin = tl.arange(0, shape.half_pad), block * shape.block_size
     key_first, key_second = turn(raw_first, raw_second, tables, origin, block_id, offsets, present, pairs, pages, shape)
     if anchored:
-        key_first, key_second = correct_keys(key_first, key_second, offsets, block_id, head, pages, tables, shape)
-    key_first = key_first.to(query_first.dtype)
-    key_second = key_second.to(query_first.dtype)
-    logits = visible_logits(query_first, query_second, key_first, key_second, visible, scale, shape)
-    probs, decay, maximum, total = softmax_step(logits, maximum, total)
+        key_first, key_second = correct_keys(
+            key_first, key_second, offsets, block_id, request.head, pages, tables, shape
+        )
+    dtype: tl.constexpr = queries.first.dtype
+    logits = visible_logits(
+        queries.first, queries.second, key_first.to(dtype), key_second.to(dtype), visible, queries.scale, shape
+    )
+    probs, decay, maximum, total = softmax_step(logits, softmax)
 
-    v_codes = in_vq_page(pages.v_codes, block_id, head, pages) + offsets * shape.code_bytes
-    value = look_up_values(load_value_codes(v_codes, shape), head_centroids(tables.v_centroids, head, shape), shape)
-    value = value.to(query_first.dtype)
+    v_codes = in_vq_page(pages.v_codes, block_id, request.head, pages) + offsets * shape.code_bytes
+    v_centroids = head_centroids(tables.v_centroids, request.head, shape)
+    value = look_up_values(load_value_codes(v_codes, shape), v_centroids, shape).to(dtype)
     if anchored:
-        value = correct_values(value, offsets, block_id, head, pages, shape)
-    return maximum, total, accumulate(probs, decay, value, weighted)
+        value = correct_values(value, offsets, block_id, request.head, pages, shape)
+    return Softmax(maximum, total, accumulate(probs, decay, value, softmax.weighted))
 
 
 @triton.jit
@@ -228,40 +194,34 @@ def anchor_row(
 
 @triton.jit
 def attend_exact(
-    query_first: tl.tensor,
-    query_second: tl.tensor,
+    queries: Queries,
     visible: tl.tensor,
     keys: tl.tensor,
     kept: tl.tensor,
-    start: tl.tensor,
-    first_row: tl.tensor,
-    request: tl.tensor,
-    head: tl.tensor,
-    scale: tl.tensor,
-    maximum: tl.tensor,
-    total: tl.tensor,
-    weighted: tl.tensor,
+    request: Request,
+    softmax: Softmax,
     rows: Rows,
     pages: Pages,
+    tables: Tables,
     batch: Batch,
     shape: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> Softmax:
     """One step of the online softmax over full-precision rows; only the `kept` ones are read, others may be gone."""
-    k_rows = exact_rows(
-        pages.recent_k, rows.key, rows.key_stride, keys, kept, start, first_row, request, head, pages, batch, shape
-    )
+    query_first, query_second = queries.first, queries.second
+    if shape.ordered:
+        # To have them at hand for every tile would fill the registers.
+        query_first, query_second = load_halves(queries.at, queries.positions >= 0, tables, False, shape)
+    k_rows = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, kept, request, pages, batch, shape)
     pairs = tl.arange(0, shape.half_pad)
     first_channels, second_channels = channels_of_pairs(pairs, shape)
     key_first = load_exact(k_rows, first_channels, pairs < shape.head_size // 2)
     key_second = load_exact(k_rows, second_channels, pairs < shape.head_size // 2)
-    logits = visible_logits(query_first, query_second, key_first, key_second, visible, scale, shape)
-    probs, decay, maximum, total = softmax_step(logits, maximum, total)
-    v_rows = exact_rows(
-        pages.recent_v, rows.value, rows.value_stride, keys, kept, start, first_row, request, head, pages, batch, shape
-    )
+    logits = visible_logits(query_first, query_second, key_first, key_second, visible, queries.scale, shape)
+    probs, decay, maximum, total = softmax_step(logits, softmax)
+    v_rows = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, kept, request, pages, batch, shape)
     channels = tl.arange(0, shape.head_pad)
     value = load_exact(v_rows, channels, channels < shape.head_size)
-    return maximum, total, accumulate(probs, decay, value, weighted)
+    return Softmax(maximum, total, accumulate(probs, decay, value, softmax.weighted))
 
 
 @triton.jit
@@ -281,16 +241,14 @@ def visible_logits(
 
 
 @triton.jit
-def softmax_step(
-    logits: tl.tensor, maximum: tl.tensor, total: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def softmax_step(logits: tl.tensor, softmax: Softmax) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """(M, N) unnormalised probabilities, (M,) factor for what was summed before, and the new maximum and sum."""
-    new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+    new_maximum = tl.maximum(softmax.maximum, tl.max(logits, 1))
     # A row that has seen nothing yet has no maximum to subtract.
     subtracted = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     probs = tl.exp2(logits - subtracted[:, None])
-    decay = tl.exp2(maximum - subtracted)
-    return probs, decay, new_maximum, total * decay + tl.sum(probs, 1)
+    decay = tl.exp2(softmax.maximum - subtracted)
+    return probs, decay, new_maximum, softmax.total * decay + tl.sum(probs, 1)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .anchor_score import carried_scores, close_block
-from .arguments import Batch, Pages, Policy, Rows, Shape, Tables
+from .arguments import Batch, Pages, Policy, Request, Rows, Shape, Tables
 from .common import exact_rows
 
 _TOGETHER = 32
@@ -69,18 +69,18 @@ def _close_blocks_kernel(
     closes = (stops - starts == 1) & (ends % shape.block_size == 0)
     if tl.sum(closes.to(tl.int32), 0) == 0:
         return
-    for request in range(first, tl.minimum(first + TOGETHER, num_reqs)):
-        first_row = tl.load(batch.query_start_loc + request)
-        num_new = tl.load(batch.query_start_loc + request + 1) - first_row
-        end = tl.load(batch.seq_lens + request)
+    for index in range(first, tl.minimum(first + TOGETHER, num_reqs)):
+        first_row = tl.load(batch.query_start_loc + index)
+        num_new = tl.load(batch.query_start_loc + index + 1) - first_row
+        end = tl.load(batch.seq_lens + index)
         if (num_new == 1) & (end % shape.block_size == 0):
             keys = end - shape.block_size + tl.arange(0, shape.block_size)
-            k_scores, v_scores = carried_scores(keys, keys >= 0, request, head, pages, batch, shape)
+            request = Request(index, end - 1, first_row, head)
+            k_scores, v_scores = carried_scores(keys, keys >= 0, request, pages, batch, shape)
             k_rows = exact_rows(
-                pages.recent_k, rows.key, rows.key_stride, keys, keys >= 0, end - 1, first_row, request, head, pages,
-                batch, shape,
-            )  # fmt: skip
+                pages.recent_k, rows.key, rows.key_stride, keys, keys >= 0, request, pages, batch, shape
+            )
             close_block(
-                k_scores, v_scores, k_rows, keys, end - 1, first_row, request, head, prefix, count, rows, pages, tables,
-                batch, shape, policy, COUNTS,
+                k_scores, v_scores, k_rows, keys, request, prefix, count, rows, pages, tables, batch, shape, policy,
+                COUNTS,
             )  # fmt: skip

@@ -13,98 +13,87 @@ query's, so that most of the work on a key can be done on something smaller:
   comes, and both are nearer the truth than in bfloat16. The query is scaled before it is rounded, far from the limits.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Pages, Tables
+from .arguments import Batch, Pages, Request, Softmax, Tables
 from .attention import accumulate, softmax_step
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import LOG2E, capped, from_e4m3, in_vq_page, load_halves, load_rows
 
 
+class Anchors(NamedTuple):
+    """Anchors of some blocks of the past, A rows of K and of V; inside kernels.
+
+    k, v: (A,) int32 positions, negative for none.
+    k_exact, v_exact: (A,) bool, which are kept as they are.
+    k_logits: (M, A) float32, what they add to the logits of their codes, or their logits.
+    v_rows: (A, head_pad), what the codes lose, or the rows as they are.
+    exact_tiles: int32, a bit for each tile, set where it has one that is kept as it is.
+    """
+
+    k: tl.tensor
+    v: tl.tensor
+    k_exact: tl.tensor
+    v_exact: tl.tensor
+    k_logits: tl.tensor
+    v_rows: tl.tensor
+    exact_tiles: tl.tensor
+
+
 @triton.jit
 def attend_past(
-    queries: tl.tensor,
+    at: tl.tensor,
     real: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
-    request: tl.tensor,
-    head: tl.tensor,
+    request: Request,
     scale: tl.tensor,
-    maximum: tl.tensor,
-    total: tl.tensor,
-    weighted: tl.tensor,
+    softmax: Softmax,
     pages: Pages,
     tables: Tables,
     batch: Batch,
     shape: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> Softmax:
     """Attend to the keys `begin .. end`, multiples of BLOCK_N with `begin < end`, which divides the VQ block.
 
     Args:
-        queries: (M,) pointers to the queries of a KV head at one position.
+        at: (M,) pointers to the queries of a KV head at one position.
         real: (M,) which of them there are.
-        maximum, total, weighted: of the online softmax so far, as `attention.attend_tile` has them.
-
-    Returns:
-        the same three, with these keys.
+        scale: multiplies products; that is a logit.
     """
-    dtype: tl.constexpr = tl.float32 if queries.dtype.element_ty == tl.float32 else tl.float16
+    dtype: tl.constexpr = tl.float32 if at.dtype.element_ty == tl.float32 else tl.float16
     # Anchors of as many blocks at a time as fill the smallest product.
     BLOCKS: tl.constexpr = 16 // shape.anchor_pad if shape.anchor_pad < 16 else 1
-    SLOTS: tl.constexpr = BLOCKS * shape.anchor_pad
     CHUNK: tl.constexpr = BLOCKS * shape.block_size
     pairs = tl.arange(0, shape.half_pad)
     offsets = tl.arange(0, BLOCK_N)
-    query_first, query_second = load_halves(queries, real, tables, True, shape)
+    query_first, query_second = load_halves(at, real, tables, True, shape)
     query_first = query_first.to(tl.float32) * (scale * LOG2E)
     query_second = query_second.to(tl.float32) * (scale * LOG2E)
     cos, sin = row_angles(tables, offsets, pairs, shape)
     cos = cos.to(dtype)
     sin = sin.to(dtype)
-    k_centroids = head_centroids(tables.k_centroids, head, shape)
-    v_centroids = head_centroids(tables.v_centroids, head, shape)
-    first_codes, second_codes, value_codes = codes_of_tile(begin, offsets, request, head, pages, batch, shape)
+    k_centroids = head_centroids(tables.k_centroids, request.head, shape)
+    v_centroids = head_centroids(tables.v_centroids, request.head, shape)
+    maximum, total, weighted = softmax.maximum, softmax.total, softmax.weighted
+    first_codes, second_codes, value_codes = codes_of_tile(begin, offsets, request, pages, batch, shape)
     for chunk in range(begin // shape.block_size * shape.block_size, end, CHUNK):
-        k_anchors = tl.full((SLOTS,), -1, tl.int32)
-        v_anchors = k_anchors
-        k_logits = tl.full((real.shape[0], SLOTS), 0, tl.float32)
-        v_weights = k_logits
-        k_rest = k_logits
-        k_exact = k_anchors >= 0
-        v_exact = k_exact
-        exact_tiles = 0
-        v_rows = tl.full((SLOTS, shape.head_pad), 0, dtype)
+        v_weights = tl.full((real.shape[0], BLOCKS * shape.anchor_pad), 0, tl.float32)
         if shape.anchor_rows > 0:
-            slot = tl.arange(0, SLOTS)
-            block = chunk // shape.block_size + slot // shape.anchor_pad
-            used = (block * shape.block_size < end) & (slot % shape.anchor_pad < shape.anchor_rows)
-            anchored_ids = tl.load(batch.vq_table + request * batch.vq_table_stride + block, mask=used, other=0)
-            k_anchors, k_exact = anchors_of(0, block, anchored_ids, slot, used, head, pages, shape)
-            v_anchors, v_exact = anchors_of(1, block, anchored_ids, slot, used, head, pages, shape)
-            k_rows = rows_of(
-                pages.k_anchors, pages.k_exact, k_anchors, k_exact, anchored_ids, slot, head, dtype, pages, shape
-            )
-            v_rows = rows_of(
-                pages.v_anchors, pages.v_exact, v_anchors, v_exact, anchored_ids, slot, head, dtype, pages, shape
-            )
-            if shape.exact_anchor > 0:
-                exact_tiles = tiles_of(k_anchors, k_exact, chunk, BLOCK_N)
-                exact_tiles |= tiles_of(v_anchors, v_exact, chunk, BLOCK_N)
-            channels = tl.arange(0, shape.head_pad)
-            query = load_rows(queries, real, channels, channels < shape.head_size).to(tl.float32) * (scale * LOG2E)
-            k_logits = tl.dot(query.to(dtype), tl.trans(k_rows), input_precision="tf32x3")
+            anchors = anchors_of_chunk(at, real, chunk, end, request, scale, pages, batch, shape, BLOCKS, BLOCK_N)
             # Whole logits need more than the bits of float16.
-            k_rest = k_logits - k_logits.to(dtype).to(tl.float32)
+            k_rest = anchors.k_logits - anchors.k_logits.to(dtype).to(tl.float32)
         for tile in range(tl.maximum(begin, chunk), tl.minimum(chunk + CHUNK, end), BLOCK_N):
             keys = tile + offsets
-            has_exact = (exact_tiles >> (tile - chunk) // BLOCK_N) & 1
             first, second = look_up_key_halves(first_codes, second_codes, k_centroids, shape)
             value = look_up_values(value_codes, v_centroids, shape).to(dtype)
             # They are asked for a tile ahead: from the block table to the centroids is three latencies of memory.
             ahead = tl.minimum(tile + BLOCK_N, end - BLOCK_N)
-            first_codes, second_codes, value_codes = codes_of_tile(ahead, offsets, request, head, pages, batch, shape)
+            first_codes, second_codes, value_codes = codes_of_tile(ahead, offsets, request, pages, batch, shape)
             first = first.to(dtype)
             second = second.to(dtype)
             turned_first, turned_second = turn_back(query_first, query_second, tile, tables, pairs, shape)
@@ -113,39 +102,72 @@ def attend_past(
                 turned_second.to(dtype), tl.trans(second * cos + first * sin), logits, input_precision="tf32x3"
             )
             if shape.anchor_rows > 0:
-                own = k_anchors[:, None] == keys[None, :]
+                has_exact = (anchors.exact_tiles >> (tile - chunk) // BLOCK_N) & 1
+                own = anchors.k[:, None] == keys[None, :]
                 picked = own.to(dtype)
                 if has_exact > 0:
-                    logits = tl.where(any_of(own & k_exact[:, None], 0)[None, :], 0.0, logits)
+                    logits = tl.where(any_of(own & anchors.k_exact[:, None], 0)[None, :], 0.0, logits)
                     logits = tl.dot(k_rest.to(dtype), picked, logits, input_precision="tf32x3")
-                logits = tl.dot(k_logits.to(dtype), picked, logits, input_precision="tf32x3")
-            probs, decay, maximum, total = softmax_step(capped(logits, shape), maximum, total)
+                logits = tl.dot(anchors.k_logits.to(dtype), picked, logits, input_precision="tf32x3")
+            probs, decay, maximum, total = softmax_step(capped(logits, shape), Softmax(maximum, total, weighted))
             if shape.anchor_rows > 0:
-                own = keys[:, None] == v_anchors[None, :]
+                own = keys[:, None] == anchors.v[None, :]
                 v_weights = accumulate(probs, decay, own.to(dtype), v_weights)
                 if has_exact > 0:
-                    probs = tl.where(any_of(own & v_exact[None, :], 1)[None, :], 0.0, probs)
+                    probs = tl.where(any_of(own & anchors.v_exact[None, :], 1)[None, :], 0.0, probs)
             weighted = accumulate(probs, decay, value, weighted)
         if shape.anchor_rows > 0:
-            weighted = tl.dot(v_weights.to(dtype), v_rows, weighted, input_precision="tf32x3")
-    return maximum, total, weighted
+            weighted = tl.dot(v_weights.to(dtype), anchors.v_rows, weighted, input_precision="tf32x3")
+    return Softmax(maximum, total, weighted)
+
+
+@triton.jit
+def anchors_of_chunk(
+    at: tl.tensor,
+    real: tl.tensor,
+    chunk: tl.tensor,
+    end: tl.tensor,
+    request: Request,
+    scale: tl.tensor,
+    pages: Pages,
+    batch: Batch,
+    shape: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> Anchors:
+    """Those of BLOCKS blocks from position `chunk` on, as far as they begin before `end`; see `attend_past`."""
+    dtype: tl.constexpr = tl.float32 if at.dtype.element_ty == tl.float32 else tl.float16
+    slot = tl.arange(0, BLOCKS * shape.anchor_pad)
+    block = chunk // shape.block_size + slot // shape.anchor_pad
+    used = (block * shape.block_size < end) & (slot % shape.anchor_pad < shape.anchor_rows)
+    ids = tl.load(batch.vq_table + request.index * batch.vq_table_stride + block, mask=used, other=0)
+    k, k_exact = anchors_of(0, block, ids, slot, used, request.head, pages, shape)
+    v, v_exact = anchors_of(1, block, ids, slot, used, request.head, pages, shape)
+    k_rows = rows_of(pages.k_anchors, pages.k_exact, k, k_exact, ids, slot, request.head, dtype, pages, shape)
+    v_rows = rows_of(pages.v_anchors, pages.v_exact, v, v_exact, ids, slot, request.head, dtype, pages, shape)
+    exact_tiles = 0
+    if shape.exact_anchor > 0:
+        exact_tiles = tiles_of(k, k_exact, chunk, BLOCK_N) | tiles_of(v, v_exact, chunk, BLOCK_N)
+    channels = tl.arange(0, shape.head_pad)
+    query = load_rows(at, real, channels, channels < shape.head_size).to(tl.float32) * (scale * LOG2E)
+    k_logits = tl.dot(query.to(dtype), tl.trans(k_rows), input_precision="tf32x3")
+    return Anchors(k, v, k_exact, v_exact, k_logits, v_rows, exact_tiles)
 
 
 @triton.jit
 def codes_of_tile(
     tile: tl.tensor,
     offsets: tl.tensor,
-    request: tl.tensor,
-    head: tl.tensor,
+    request: Request,
     pages: Pages,
     batch: Batch,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Codes of the keys `tile + offsets`: of the halves of K, and of V."""
-    block = tl.load(batch.vq_table + request * batch.vq_table_stride + tile // shape.block_size).to(tl.int64)
+    block = tl.load(batch.vq_table + request.index * batch.vq_table_stride + tile // shape.block_size).to(tl.int64)
     row = (tile % shape.block_size + offsets) * shape.code_bytes
-    first, second = load_key_codes(in_vq_page(pages.k_codes, block, head, pages) + row, shape)
-    return first, second, load_value_codes(in_vq_page(pages.v_codes, block, head, pages) + row, shape)
+    first, second = load_key_codes(in_vq_page(pages.k_codes, block, request.head, pages) + row, shape)
+    return first, second, load_value_codes(in_vq_page(pages.v_codes, block, request.head, pages) + row, shape)
 
 
 @triton.jit

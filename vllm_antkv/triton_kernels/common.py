@@ -7,7 +7,7 @@ and a logit is the sum of two products.
 import triton
 import triton.language as tl
 
-from .arguments import Batch, ExactRows, Pages, Tables
+from .arguments import Batch, ExactRows, Pages, Request, Tables
 
 #: log2(e): the kernels compute powers of two, which the hardware has.
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -212,28 +212,24 @@ def exact_rows(
     token_stride: tl.tensor,
     keys: tl.tensor,
     mask: tl.tensor,
-    start: tl.tensor,
-    first_row: tl.tensor,
-    request: tl.tensor,
-    head: tl.tensor,
+    request: Request,
     pages: Pages,
     batch: Batch,
     shape: tl.constexpr,
 ) -> ExactRows:
-    """The full-precision K (or V) rows of tokens `keys`: in hand from `start` on, else in pages.
+    """The full-precision K (or V) rows of tokens `keys`: in hand if they are new, else in pages.
 
     Block tables keep the ids of freed pages, so `mask` must hold only tokens whose row is known to be alive.
     """
-    stored = mask & (keys < start)
-    page = tl.load(
-        batch.recency_table + request * batch.recency_table_stride + keys // shape.page_size, mask=stored, other=0
-    ).to(tl.int64)
-    row = (first_row + keys - start).to(tl.int64)
+    stored = mask & (keys < request.start)
+    table = batch.recency_table + request.index * batch.recency_table_stride
+    page = tl.load(table + keys // shape.page_size, mask=stored, other=0).to(tl.int64)
+    row = (request.first_row + keys - request.start).to(tl.int64)
     return ExactRows(
-        in_recency_page(paged, page, head, pages) + keys % shape.page_size * shape.head_size,
-        in_hand + (row * token_stride + head * shape.head_size),
+        in_recency_page(paged, page, request.head, pages) + keys % shape.page_size * shape.head_size,
+        in_hand + (row * token_stride + request.head * shape.head_size),
         stored,
-        mask & (keys >= start),
+        mask & (keys >= request.start),
     )
 
 

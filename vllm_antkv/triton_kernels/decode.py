@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Pages, Rows, Shape, Tables
+from .arguments import Batch, Pages, Queries, Request, Rows, Shape, Tables
 from .attention import attend_tile, nothing_seen, query_pointers
 from .coded_past import attend_past
 from .common import LOG2E, load_halves
@@ -75,11 +75,11 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
 ) -> None:
     """One split of one (request, KV head)."""
-    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(batch.query_start_loc + request)
-    if tl.load(batch.query_start_loc + request + 1) - token != 1:
+    index, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = tl.load(batch.query_start_loc + index)
+    if tl.load(batch.query_start_loc + index + 1) - token != 1:
         return
-    position = tl.load(batch.seq_lens + request) - 1
+    position = tl.load(batch.seq_lens + index) - 1
     first_block = 0
     if shape.window > 0:
         first_block = tl.maximum(position - shape.window + 1, 0) // shape.block_size
@@ -91,29 +91,26 @@ def _decode_kernel(
     in_group = tl.arange(0, shape.group_pad if shape.group_pad > 16 else 16)
     real = in_group < shape.group
     heads = head * shape.group + in_group
-    queries = query_pointers(rows, token + in_group * 0, heads, shape)
-    maximum, total, weighted = nothing_seen(in_group, shape)
+    at = query_pointers(rows, token + in_group * 0, heads, shape)
+    request = Request(index, position, token, head)
+    softmax = nothing_seen(in_group, shape)
     past_begin, past_end = coded_past(begin, end, position, shape, BLOCK_N)
     if past_begin < past_end:
-        maximum, total, weighted = attend_past(
-            queries, real, past_begin, past_end, request, head, scale, maximum, total, weighted, pages, tables, batch,
-            shape, BLOCK_N,
-        )  # fmt: skip
-    positions = tl.where(real, position, -1)
-    query_first, query_second = load_halves(queries, real, tables, True, shape)
+        softmax = attend_past(
+            at, real, past_begin, past_end, request, scale, softmax, pages, tables, batch, shape, BLOCK_N
+        )
+    first, second = load_halves(at, real, tables, True, shape)
+    queries = Queries(at, first, second, tl.where(real, position, -1), position, position, scale)
     for other in range(begin, end - (past_end - past_begin), BLOCK_N):
         tile = tl.where(other < past_begin, other, other + (past_end - past_begin))
-        maximum, total, weighted = attend_tile(
-            queries, query_first, query_second, positions, position, position, tile, position, token, request, head,
-            scale, maximum, total, weighted, rows, pages, tables, batch, shape, BLOCK_N,
-        )  # fmt: skip
-    slot = (request * shape.num_kv_heads * shape.group + heads).to(tl.int64) * num_splits + split
+        softmax = attend_tile(queries, tile, request, softmax, rows, pages, tables, batch, shape, BLOCK_N)
+    slot = (index * shape.num_kv_heads * shape.group + heads).to(tl.int64) * num_splits + split
     # A split behind the end of the sequence has seen nothing: its LSE is -inf, and nobody reads its output.
-    tl.store(partial_lse + slot, maximum + tl.log2(total), mask=real)
+    tl.store(partial_lse + slot, softmax.maximum + tl.log2(softmax.total), mask=real)
     channels = tl.arange(0, shape.head_pad)[None, :]
     tl.store(
         partial_output + slot[:, None] * shape.head_size + channels,
-        weighted / total[:, None],
+        softmax.weighted / softmax.total[:, None],
         mask=real[:, None] & (channels < shape.head_size),
     )
 

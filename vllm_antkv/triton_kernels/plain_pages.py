@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, ExactRows, Pages, PlainPages, Rows, Shape, Tables
+from .arguments import Batch, ExactRows, Pages, PlainPages, Request, Rows, Shape, Tables
 from .attention import correct_keys, correct_values
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import channels_in_rows, channels_of_pairs, exact_rows, in_vq_page, load_exact, turn
@@ -44,12 +44,13 @@ def _plain_pages_kernel(
     """BLOCK_N rows of K or V of one KV head."""
     page = tl.program_id(0)
     head = tl.program_id(2) // 2
-    request = tl.load(plain.wanted + page * 3)
+    index = tl.load(plain.wanted + page * 3)
     block = tl.load(plain.wanted + page * 3 + 1)
     is_exact = tl.load(plain.wanted + page * 3 + 2) != 0
-    first_row = tl.load(batch.query_start_loc + request)
-    end = tl.load(batch.seq_lens + request)
-    start = end - (tl.load(batch.query_start_loc + request + 1) - first_row)
+    first_row = tl.load(batch.query_start_loc + index)
+    end = tl.load(batch.seq_lens + index)
+    start = end - (tl.load(batch.query_start_loc + index + 1) - first_row)
+    request = Request(index, start, first_row, head)
     offsets = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     keys = block * shape.block_size + offsets
     in_full = keys < tl.where(is_exact, (block + 1) * shape.block_size, prefix)
@@ -58,11 +59,9 @@ def _plain_pages_kernel(
     alive = in_full & (keys < end) & (seen_until >= start)
     row = page.to(tl.int64) * shape.block_size + offsets
     written = (row * shape.num_kv_heads + head) * shape.head_size
-    block_id = tl.load(batch.vq_table + request * batch.vq_table_stride + block).to(tl.int64)
+    block_id = tl.load(batch.vq_table + index * batch.vq_table_stride + block).to(tl.int64)
     if tl.program_id(2) % 2 == 0:
-        exact = exact_rows(
-            pages.recent_k, rows.key, rows.key_stride, keys, alive, start, first_row, request, head, pages, batch, shape
-        )
+        exact = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, alive, request, pages, batch, shape)
         if not is_exact:
             present = keys < end
             _write_keys(
@@ -70,10 +69,7 @@ def _plain_pages_kernel(
             )
         _write_exact(plain.key + written, exact, in_full, shape)
     else:
-        exact = exact_rows(
-            pages.recent_v, rows.value, rows.value_stride, keys, alive, start, first_row, request, head, pages, batch,
-            shape,
-        )  # fmt: skip
+        exact = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, alive, request, pages, batch, shape)
         if not is_exact:
             _write_values(plain.value + written, offsets, keys >= prefix, block_id, head, pages, tables, shape)
         _write_exact(plain.value + written, exact, in_full, shape)

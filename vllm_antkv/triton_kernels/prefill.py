@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Pages, Rows, Shape, Tables
+from .arguments import Batch, Pages, Queries, Request, Rows, Shape, Softmax, Tables
 from .attention import attend_tile, nothing_seen, query_pointers
 from .common import LOG2E, find_request, first_tile, load_halves
 from .tuning import autotuned
@@ -79,12 +79,12 @@ def _prefill_kernel(
     # Late tiles see the most keys: they go first, so that the short ones fill the gaps at the end.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    request = find_request(batch.query_start_loc, num_reqs, index, TILE)
-    first_row = tl.load(batch.query_start_loc + request)
-    num_new = tl.load(batch.query_start_loc + request + 1) - first_row
-    end = tl.load(batch.seq_lens + request)
+    found = find_request(batch.query_start_loc, num_reqs, index, TILE)
+    first_row = tl.load(batch.query_start_loc + found)
+    num_new = tl.load(batch.query_start_loc + found + 1) - first_row
+    end = tl.load(batch.seq_lens + found)
     start = end - num_new
-    tile_begin = (start // TILE + index - first_tile(batch.query_start_loc, request, TILE)) * TILE
+    tile_begin = (start // TILE + index - first_tile(batch.query_start_loc, found, TILE)) * TILE
     if (num_new < 2) | (tile_begin >= end):
         return
 
@@ -94,22 +94,21 @@ def _prefill_kernel(
     tokens = first_row + positions - start
     heads = head * shape.group + row % shape.group_pad
     final_query = tl.minimum(tile_begin + TILE, end) - 1
-    queries = query_pointers(rows, tokens, heads, shape)
-    positions = tl.where(real, positions, -1)
-    query_first, query_second = load_halves(queries, real, tables, True, shape)
-    maximum, total, weighted = nothing_seen(row, shape)
+    at = query_pointers(rows, tokens, heads, shape)
+    first, second = load_halves(at, real, tables, True, shape)
+    earliest = tl.maximum(tile_begin, start)
+    queries = Queries(at, first, second, tl.where(real, positions, -1), earliest, final_query, scale)
+    request = Request(found, start, first_row, head)
+    softmax = nothing_seen(row, shape)
     if shape.has_sinks:
         maximum = tl.load(tables.sinks + heads, mask=real, other=float("-inf")) * LOG2E
-        total = tl.where(real, 1.0, 0.0)
+        softmax = Softmax(maximum, tl.where(real, 1.0, 0.0), softmax.weighted)
     first_key = 0
     if shape.window > 0:
-        first_key = tl.maximum(tl.maximum(tile_begin, start) - shape.window + 1, 0) // BLOCK_N * BLOCK_N
+        first_key = tl.maximum(earliest - shape.window + 1, 0) // BLOCK_N * BLOCK_N
     for tile in range(first_key, final_query + 1, BLOCK_N):
-        maximum, total, weighted = attend_tile(
-            queries, query_first, query_second, positions, tl.maximum(tile_begin, start), final_query, tile, start,
-            first_row, request, head, scale, maximum, total, weighted, rows, pages, tables, batch, shape, BLOCK_N,
-        )  # fmt: skip
+        softmax = attend_tile(queries, tile, request, softmax, rows, pages, tables, batch, shape, BLOCK_N)
     channels = tl.arange(0, shape.head_pad)[None, :]
     pointers = output + (tokens.to(tl.int64) * output_stride + heads * shape.head_size)[:, None] + channels
-    result = (weighted / total[:, None]).to(output.dtype.element_ty)
+    result = (softmax.weighted / softmax.total[:, None]).to(output.dtype.element_ty)
     tl.store(pointers, result, mask=real[:, None] & (channels < shape.head_size))
