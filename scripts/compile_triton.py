@@ -41,6 +41,7 @@ KERNELS = (
     (decode, "_merge_kernel"),
     (prefill, "_prefill_kernel"),
     (plain_pages, "_plain_pages_kernel"),
+    (plain_pages, "_extend_queries_kernel"),
     (plain_pages, "_merge_attention_kernel"),
 )
 MAX_LEN = 256
@@ -55,13 +56,14 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", required=True, help="compute capabilities, as 90")
     parser.add_argument("--kernel", nargs="+", help="only these, as `decode`")
     parser.add_argument("--three-part", action="store_true", help="tokens have three positions (M-RoPE)")
+    parser.add_argument("--jensen", action="store_true", help="logits of coded keys are corrected")
     arguments = parser.parse_args()
     found: dict[int, dict[str, dict[str, int]]] = {}
     for architecture in arguments.arch:
         triton.runtime.driver.set_active(_CompileOnly(architecture))
         compiled: dict[str, Any] = {}
         with _recording(compiled, arguments.kernel):
-            _launch_all(_layer(PRESETS[arguments.preset], arguments.three_part))
+            _launch_all(_layer(PRESETS[arguments.preset], arguments.three_part, arguments.jensen))
         found[architecture] = {
             name: {"stack": stack_bytes(each), "shared": each.metadata.shared} for name, each in compiled.items()
         }
@@ -151,8 +153,11 @@ def _launch_all(layer: LayerState) -> None:
     TritonOperations(layer, decodes=False).prefill(rows, torch.empty_like(query), known)
 
 
-def _layer(preset: Preset, three_part: bool) -> LayerState:
-    """Pages and tables of zeros; three_part: tokens have three positions (M-RoPE)."""
+def _layer(preset: Preset, three_part: bool, jensen: bool) -> LayerState:
+    """Pages and tables of zeros.
+
+    three_part: tokens have three positions (M-RoPE). jensen: logits of coded keys are corrected.
+    """
     config = AntKVConfig()
     layout = PageLayout.of(config, preset, HEAD_SIZE, DTYPE)
     raw = torch.zeros(4, NUM_KV_HEADS, 1, pool_block_bytes([layout]), dtype=torch.uint8)
@@ -169,7 +174,7 @@ def _layer(preset: Preset, three_part: bool) -> LayerState:
         k_order=None,
         rotary=RotaryTable(angles.cos(), angles.sin(), True, sections),
         positions=torch.zeros(4, VQ_BLOCK_SIZE, NUM_POSITIONS, dtype=torch.int32) if three_part else None,
-        jensen_weights=torch.zeros(NUM_HEADS, HEAD_SIZE),
+        jensen_weights=torch.full((NUM_HEADS, HEAD_SIZE), float(jensen)),
         last_query=last_query_table(config, MAX_LEN),
         config=config,
         num_heads=NUM_HEADS,
@@ -178,7 +183,7 @@ def _layer(preset: Preset, three_part: bool) -> LayerState:
         counts_rows=False,
         max_num_reqs=2,
         scratch=lambda *sizes: [torch.empty(shape, dtype=dtype) for shape, dtype in sizes],
-        varlen=Varlen(lambda query, *rest: query.new_zeros(query.shape[1::-1], dtype=torch.float32), 100),
+        varlen=Varlen(lambda query, *rest: query.new_zeros(query.shape[1::-1], dtype=torch.float32), 100, 256),
     )
 
 

@@ -31,7 +31,7 @@ KERNELS = (
         (NEWEST, "antkv-0.75bit", ("encode_store", "decode"), [90], ()),
         # Whatever reads positions: what the interpreter runs the compiler may refuse.
         (NEWEST, "antkv-1bit", ("encode_store", "anchor_score", "decode", "plain_pages"), [90], ("--three-part",)),
-        (OLDEST, "antkv-1bit", KERNELS, [90], ()),
+        (OLDEST, "antkv-1bit", (*KERNELS, "extend_queries"), [90], ("--jensen",)),
     ],
     ids=["newest, 8-bit codes", "newest, 12-bit codes", "newest, three positions", "oldest, 8-bit codes"],
 )

@@ -96,7 +96,7 @@ def test_settings(config):
         prefix=st.sampled_from([0, 1, 8, 150]),
         recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
     ),
-    shape=st.sampled_from([ONE_HEAD, Shape(num_heads=2), Shape("antkv-4bit", 8, 4, 1, neox=False)]),
+    shape=st.sampled_from([ONE_HEAD, Shape(num_heads=2, error=1.0), Shape("antkv-4bit", 8, 4, 1, neox=False)]),
     lengths=st.lists(st.integers(1, 260), min_size=1, max_size=3),
     data=st.data(),
 )
@@ -217,13 +217,13 @@ def test_blocks_that_single_tokens_fill_are_closed_by_the_scores_in_their_pages(
 
 
 @pytest.mark.parametrize(
-    ("num_splits", "share", "anchor_dtype"),
-    [(1, 0.015, "fp8"), (4, 0.015, "fp8"), (4, 0.0, "fp8"), (1, 0.2, "fp8"), (4, 0.03, "model")],
+    ("num_splits", "share", "anchor_dtype", "error"),
+    [(1, 0.015, "fp8", 0), (4, 0.015, "fp8", 1.0), (4, 0.0, "fp8", 0), (1, 0.2, "fp8", 0), (4, 0.03, "model", 1.0)],
 )
-def test_a_long_past(monkeypatch, share, anchor_dtype, num_splits):
+def test_a_long_past(monkeypatch, share, anchor_dtype, num_splits, error):
     """Anchors of several chunks of blocks, of which the last is not full, and no anchor rows, and many."""
     monkeypatch.setattr(triton_operations, "_MAX_SPLITS", num_splits)
-    shape = replace(ONE_HEAD, max_len=1500)
+    shape = replace(ONE_HEAD, max_len=1500, error=error)
     engine = Engine(AntKVConfig(anchor_share=share, anchor_dtype=anchor_dtype, sinks=share > 0), shape, Decoding)
     assert_offline(engine, serve(engine, [(1330, 700), (1, 1), (1, 1)]))
 
@@ -270,7 +270,7 @@ def test_tokens_in_hand_are_seen_exactly_where_prefill_does_not_read_the_cache(r
         torch.testing.assert_close(mine.output, reference.output, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("rules", [{}, {"window": 150, "has_sinks": True}], ids=str)
+@pytest.mark.parametrize("rules", [{"error": 1.0}, {"window": 150, "has_sinks": True}], ids=str)
 def test_splits_are_merged(monkeypatch, rules):
     monkeypatch.setattr(triton_operations, "_MIN_SPLIT", 16)
     engine = Engine(AntKVConfig(recency="sliding:4"), replace(ONE_HEAD, **rules), TritonOperations)
@@ -290,9 +290,9 @@ def through_a_varlen_kernel(layer: LayerState) -> TritonOperations:
 @pytest.mark.parametrize(
     ("shape", "window", "anchor_dtype"),
     [
-        (Shape("antkv-1bit", 48, 3, 1, torch.bfloat16, reorders=True), 32, "model"),
+        (Shape("antkv-1bit", 48, 3, 1, torch.bfloat16, reorders=True, error=1.0), 32, "model"),
         (Shape("antkv-1bit", 32, 6, 2, torch.float16, rotary_dim=16, magnitude=1.3, reorders=True), 128, "fp8"),
-        (Shape("antkv-2bit", 32, 3, 1, neox=False, three_parts="turns"), 1, "fp8"),
+        (Shape("antkv-2bit", 32, 3, 1, neox=False, three_parts="turns", error=1.0), 1, "fp8"),
         (Shape("antkv-0.75bit", 48, 3, 1, rotary_dim=0), 100, "model"),
     ],
     ids=lambda value: str(value),

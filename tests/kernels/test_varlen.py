@@ -33,7 +33,7 @@ class Planned(ReferenceOperations):
         layer = replace(layer, varlen=varlen(MAX_TOKENS, self.nothing))
         super().__init__(layer)
         self.calls = 0
-        self._prefill = VarlenPrefill(layer, self._write, self._merge)
+        self._prefill = VarlenPrefill(layer, self._write, self._extend, self._merge)
 
     def attend(self, rows, output, step):
         self._prefill.attend(rows, output, step)
@@ -52,14 +52,25 @@ class Planned(ReferenceOperations):
             positions = torch.arange(block * VQ_BLOCK_SIZE, (block + 1) * VQ_BLOCK_SIZE)
             sections = ((rows.key, self._layer.recency.k), (rows.value, self._layer.recency.v))
             decoded = self._decoded(ids, block * VQ_BLOCK_SIZE)
-            nobody_asks = torch.empty(2, *decoded[0].shape[:2], dtype=torch.bool)
-            self._correct_anchors(*decoded, ids, range(0 if exact else 1), nobody_asks)
+            is_anchor = torch.zeros(2, *decoded[0].shape[:2], dtype=torch.bool)
+            self._correct_anchors(*decoded, ids, range(0 if exact else 1), is_anchor)
+            head_size = rows.key.shape[-1]
+            is_code = ~is_anchor[0] & (positions >= self._layer.config.prefix)[:, None]
             for to, coded, (in_hand, paged) in zip((pages.key, pages.value), decoded, sections, strict=True):
                 alive = positions[positions < request.end]
                 seen = self._layer.last_query[alive] >= request.start
                 kept = alive[seen if exact else alive < self._layer.config.prefix]
-                to[page] = 0 if exact else coded
-                to[page, kept % VQ_BLOCK_SIZE] = self._exact_rows(in_hand, paged, kept, step, request)
+                to[page] = 0
+                to[page, ..., :head_size] = 0 if exact else coded
+                to[page, kept % VQ_BLOCK_SIZE, :, :head_size] = self._exact_rows(in_hand, paged, kept, step, request)
+            pages.key[page, ..., head_size : head_size + 2] = 0 if exact else is_code[..., None].to(pages.key)
+
+    def _extend(self, query, extended):
+        bias = torch.einsum("nhd,hd->nh", query.square(), self._layer.jensen_weights.to(query.dtype))
+        extended[..., : query.shape[-1]] = query
+        extended[..., query.shape[-1] :] = 0
+        # The second is for what the first rounds away: any two numbers do that have this sum.
+        extended[..., query.shape[-1] :][..., :2] = bias[..., None] / self._layer.rules.scale / 2
 
     def _merge(self, output, lse, other, other_lse):
         self.calls += 1
@@ -84,14 +95,15 @@ def run(engine: Engine, sequences: list, draw) -> None:
     share=st.sampled_from([0.0, 0.02]),
     anchor_dtype=st.sampled_from(["fp8", "model"]),
     piece=st.sampled_from([1, 2, 3, 128]),
+    error=st.sampled_from([0.0, 1.0]),
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=2),
     data=st.data(),
 )
-def test_any_cut_of_any_prompt(window, prefix, share, anchor_dtype, piece, lengths, data):
+def test_any_cut_of_any_prompt(window, prefix, share, anchor_dtype, piece, error, lengths, data):
     config = AntKVConfig(recency=f"sliding:{window}", prefix=prefix, anchor_share=share, anchor_dtype=anchor_dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen_operations, "PIECE", piece)
-        engine = Engine(config, SHAPE, Planned, compute_dtype=torch.float64)
+        engine = Engine(config, replace(SHAPE, error=error), Planned, compute_dtype=torch.float64)
     sequences = [draw_sequence(seed, length, SHAPE) for seed, length in enumerate(lengths)]
     run(engine, sequences, lambda: data.draw(st.sampled_from([1, 2, 31, 97, 128, 300])))
 
@@ -139,3 +151,8 @@ def test_what_the_plan_covers(settings_, suited):
     assert suits(replace(state, varlen=varlen(1))) is suited
     assert not suits(state)
     assert not suits(replace(state, varlen=varlen(1), num_heads=4))
+    # The channels of a bias would not fit into rows.
+    tight = replace(varlen(1), max_head_size=SHAPE.head_size)
+    weights = torch.ones_like(state.jensen_weights)
+    assert suits(replace(state, varlen=tight)) is suited
+    assert not suits(replace(state, varlen=tight, jensen_weights=weights))

@@ -12,20 +12,20 @@ SCHEDULE = [(127, 1), (1, 1), (2, 127), (1, 1)]
 ONE_HEAD = Shape(num_heads=1, num_kv_heads=1)
 
 SHAPES = [
-    Shape("antkv-4bit", 8, 2, 1),
+    Shape("antkv-4bit", 8, 2, 1, error=1.0),
     Shape("antkv-2bit", 48, 1, 1, torch.float16),
     Shape("antkv-1bit", 80, 1, 1, torch.bfloat16, reorders=True),
-    Shape("antkv-1bit", 128, 8, 1, torch.bfloat16),
+    Shape("antkv-1bit", 128, 8, 1, torch.bfloat16, error=1.0),
     Shape("antkv-1bit", 16, 3, 1),
-    Shape("antkv-1bit", 32, 4, 1, rotary_dim=16, magnitude=1.3, reorders=True),
+    Shape("antkv-1bit", 32, 4, 1, rotary_dim=16, magnitude=1.3, reorders=True, error=1.0),
     Shape("antkv-1bit", 32, 1, 1, neox=False, reorders=True),
     Shape("antkv-1bit", 16, 1, 1, rotary_dim=0),
-    Shape("antkv-0.75bit", 80, 1, 1, rotary_dim=48, reorders=True),
+    Shape("antkv-0.75bit", 80, 1, 1, rotary_dim=48, reorders=True, error=1.0),
     Shape("antkv-0.375bit", 32, 1, 1),
     Shape("antkv-1bit", 16, 2, 1, window=100),
-    Shape("antkv-1bit", 32, 3, 1, window=40, soft_cap=2.0, has_sinks=True),
+    Shape("antkv-1bit", 32, 3, 1, window=40, soft_cap=2.0, has_sinks=True, error=1.0),
     Shape("antkv-1bit", 64, 2, 1, torch.bfloat16, soft_cap=1.0, has_sinks=True),
-    Shape("antkv-1bit", 32, 2, 1, rotary_dim=24, three_parts="blocks", reorders=True, magnitude=1.3),
+    Shape("antkv-1bit", 32, 2, 1, rotary_dim=24, three_parts="blocks", reorders=True, magnitude=1.3, error=1.0),
     Shape("antkv-1bit", 16, 1, 1, three_parts="turns", neox=False, window=100),
 ]
 CONFIGS = [

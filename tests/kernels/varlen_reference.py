@@ -28,7 +28,7 @@ def varlen(max_num_tokens: int, nothing: float = -torch.inf) -> Varlen:
             output[rows], statistics[:, rows] = _attended(query[rows], keys, values, call, scale, nothing)
         return statistics
 
-    return Varlen(attend, max_num_tokens)
+    return Varlen(attend, max_num_tokens, max_head_size=256)
 
 
 def _attended(query, key, value, call, scale, nothing):

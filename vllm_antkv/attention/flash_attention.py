@@ -8,6 +8,7 @@ from vllm_antkv.ops.varlen_call import Varlen, VarlenCall
 
 #: Versions whose page tables, windows and log-sum-exp were read. Version 4, of Blackwell, was not.
 _VERSIONS = (2, 3)
+_MAX_HEAD_SIZE = 256
 
 
 def flash_attention(head_size: int, dtype: torch.dtype, max_num_tokens: int) -> Varlen | None:
@@ -16,8 +17,8 @@ def flash_attention(head_size: int, dtype: torch.dtype, max_num_tokens: int) -> 
     Args:
         max_num_tokens: the most new tokens of a step.
     """
-    # 16-bit rows, multiples of 8 channels, 256 at most: what both versions have code for.
-    fits = dtype in (torch.float16, torch.bfloat16) and head_size % 8 == 0 and head_size <= 256
+    # 16-bit rows, multiples of 8 channels: what both versions have code for.
+    fits = dtype in (torch.float16, torch.bfloat16) and head_size % 8 == 0 and head_size <= _MAX_HEAD_SIZE
     if not current_platform.is_cuda() or not fits:
         return None
     version = get_flash_attn_version(head_size=head_size)
@@ -53,4 +54,4 @@ def flash_attention(head_size: int, dtype: torch.dtype, max_num_tokens: int) -> 
         )
         return lse
 
-    return Varlen(attend, max_num_tokens)
+    return Varlen(attend, max_num_tokens, _MAX_HEAD_SIZE)

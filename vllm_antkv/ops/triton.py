@@ -1,18 +1,15 @@
 """The operations through Triton kernels: the portable path of GPUs. Nothing here waits for the device."""
 
-# The kernels lie at the top of the repository and are installed inside vllm_antkv, where mypy does not look.
-# mypy: disable-error-code="import-not-found"
-
 import torch
 import triton
 
 from vllm_antkv.cache.pages import ALIGNMENT
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.arguments import check_heads, check_jensen_weights
+from vllm_antkv.ops.arguments import check_heads
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
-from vllm_antkv.ops.varlen import PlainPages, VarlenPrefill, suits
+from vllm_antkv.ops.varlen import PlainPages, VarlenPrefill, plain_size, suits
 from vllm_antkv.select.anchors import EXACT_ANCHOR, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
 from vllm_antkv.triton_kernels import arguments
@@ -21,7 +18,7 @@ from vllm_antkv.triton_kernels.arguments import Batch, Pages, Policy, Rows, Shap
 from vllm_antkv.triton_kernels.close_blocks import close_blocks
 from vllm_antkv.triton_kernels.decode import decode
 from vllm_antkv.triton_kernels.encode_store import encode_store
-from vllm_antkv.triton_kernels.plain_pages import merge_attention, write_plain_pages
+from vllm_antkv.triton_kernels.plain_pages import extend_queries, merge_attention, write_plain_pages
 from vllm_antkv.triton_kernels.prefill import prefill
 
 #: Programs that fill a large GPU: 132 multiprocessors with four programs each.
@@ -35,13 +32,9 @@ class TritonOperations:
     """See `LayerOperations`.
 
     decodes: `attend` is called, which needs scratch; other kernels may decode.
-
-    Raises:
-        UnsupportedModelError: the codebook corrects logits, which the kernels cannot.
     """
 
     def __init__(self, layer: LayerState, decodes: bool = True) -> None:
-        check_jensen_weights(layer, "Triton")
         self._layer = layer
         self._shape = _shape(layer)
         self._pages = _pages(layer)
@@ -51,7 +44,9 @@ class TritonOperations:
             exact=layer.config.anchor_dtype == "model",
             vote_prior=VOTE_PRIOR,
         )
-        self._varlen = VarlenPrefill(layer, self._write_plain_pages, merge_attention) if suits(layer) else None
+        self._varlen = None
+        if suits(layer):
+            self._varlen = VarlenPrefill(layer, self._write_plain_pages, self._extend_queries, merge_attention)
         if decodes:
             self._reserve()
 
@@ -131,6 +126,10 @@ class TritonOperations:
         prefix = self._layer.config.prefix
         write_plain_pages(_rows(rows), wanted, prefix, self._pages, self._tables, _batch(step), self._shape)
 
+    def _extend_queries(self, query: torch.Tensor, extended: torch.Tensor) -> None:
+        """See `ops.varlen.Extend`."""
+        extend_queries(query, extended, self._tables, self._shape, self._layer.rules.scale)
+
     def _reserve(self) -> None:
         """Take as much scratch as any step will."""
         longest = len(self._layer.last_query)
@@ -194,6 +193,8 @@ def _shape(layer: LayerState) -> Shape:
         window=layer.rules.window or 0,
         soft_cap=layer.rules.soft_cap or 0.0,
         has_sinks=layer.rules.sinks is not None,
+        has_jensen=bool(layer.jensen_weights.any()),
+        plain_size=plain_size(layer),
     )
 
 
@@ -245,6 +246,7 @@ def _tables(layer: LayerState) -> Tables:
         sections=nothing if sections is None else sections.int(),
         last_query=layer.last_query,
         sinks=no_angles if layer.rules.sinks is None else layer.rules.sinks.float().contiguous(),
+        jensen_weights=layer.jensen_weights,
     )
 
 

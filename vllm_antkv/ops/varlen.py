@@ -23,6 +23,10 @@ PIECE = 128
 #: Query heads per KV head from which the kernel's tiles of 128 rows are filled well enough: in smaller groups the early
 #: queries of a block leave most of one empty.
 MIN_GROUP = 3
+#: Channels that plain rows have beyond a head's where the logits of coded keys are corrected: a query has what is added
+#: to them, divided by their scale, in the first, and what its dtype rounds away of that in the second; K that is coded
+#: and no anchor has 1 in both. All others are 0. A kernel takes multiples of 8.
+BIAS_CHANNELS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +34,7 @@ class PlainPages:
     """What pages are to hold, and the memory for them.
 
     wanted: (num_pages, 3) int32: request, VQ block, and 1 for exact rows or 0 for what codes stand for.
-    key, value: (capacity, VQ_BLOCK_SIZE, num_kv_heads, head_size) model dtype; the first `num_pages` are written.
+    key, value: (capacity, VQ_BLOCK_SIZE, num_kv_heads, plain_size) model dtype; the first `num_pages` are written.
     """
 
     wanted: torch.Tensor
@@ -52,6 +56,8 @@ class PlainPageWriter(Protocol):
         ...
 
 
+#: Gives queries (n, num_heads, head_size) their `BIAS_CHANNELS`: writes (n, num_heads, plain_size), contiguous.
+Extend = Callable[[torch.Tensor, torch.Tensor], None]
 #: Adds what other keys gave: takes an output (n, num_heads, head_size) in the model's dtype and its log-sum-exp
 #: (num_heads, n) float32, which are written, and the same two of the other keys. Infinite is "nothing seen".
 Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -63,16 +69,23 @@ def suits(layer: LayerState) -> bool:
     sliding = policy.kind == "sliding" and policy.window <= VQ_BLOCK_SIZE
     fills = layer.kind.group >= MIN_GROUP
     ordinary = layer.rules.are_plain and layer.config.prefill_reads_cache
-    return layer.varlen is not None and fills and sliding and ordinary
+    has_kernel = layer.varlen is not None and plain_size(layer) <= layer.varlen.max_head_size
+    return has_kernel and fills and sliding and ordinary
+
+
+def plain_size(layer: LayerState) -> int:
+    """Channels of plain rows of a layer."""
+    return layer.recency.k.shape[-1] + (BIAS_CHANNELS if layer.jensen_weights.any() else 0)
 
 
 class VarlenPrefill:
     """Attention of the requests with several new tokens; rows of the others are overwritten with anything."""
 
-    def __init__(self, layer: LayerState, write: PlainPageWriter, merge: Merge) -> None:
+    def __init__(self, layer: LayerState, write: PlainPageWriter, extend: Extend, merge: Merge) -> None:
         assert layer.varlen is not None
         self._layer, self._varlen = layer, layer.varlen
-        self._write, self._merge = write, merge
+        self._write, self._extend, self._merge = write, extend, merge
+        self._size = plain_size(layer)
         # The step's tokens lie in so many blocks of a request, beside a piece and the block before them.
         num_pages = PIECE + self._varlen.max_num_tokens // VQ_BLOCK_SIZE + 3
         self._limits = Limits(layer.config.recency_policy.window, PIECE, num_pages)
@@ -80,28 +93,35 @@ class VarlenPrefill:
 
     def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
         """See `LayerOperations.attend`."""
-        key_pages, value_pages, other, total = self._scratch()
+        key_pages, value_pages, other, total, *extended = self._scratch()
+        query, head_size = rows.query, output.shape[-1]
+        if extended:
+            query = extended[0][: len(rows.query)]
+            self._extend(rows.query, query)
         for current in self._rounds(step, output.device):
             new = slice(current.first_row, current.first_row + current.num_rows)
             self._write(rows, PlainPages(current.pages, key_pages, value_pages), step)
             for index, call in enumerate(current.calls):
                 is_first = current.is_first and index == 0
-                result = output[new] if is_first else other[: current.num_rows]
+                result = output[new] if is_first and not extended else other[: current.num_rows]
                 statistics = self._varlen.attend(
-                    rows.query[new], key_pages, value_pages, result, call, self._layer.rules.scale
+                    query[new], key_pages, value_pages, result, call, self._layer.rules.scale
                 )
-                if is_first:
-                    total[:, new] = statistics
-                else:
-                    self._merge(output[new], total[:, new], result, statistics)
+                if not is_first:
+                    self._merge(output[new], total[:, new], result[..., :head_size], statistics)
+                    continue
+                total[:, new] = statistics
+                if extended:
+                    output[new] = result[..., :head_size]
 
     def _scratch(self) -> list[torch.Tensor]:
-        """K and V pages, an output beside the step's, and the log-sum-exp of what was merged so far."""
+        """K and V pages, an output beside the step's, the log-sum-exp of what was merged so far; extended queries."""
         layer, num_tokens = self._layer, self._varlen.max_num_tokens
         dtype, head_size = layer.recency.k.dtype, layer.recency.k.shape[-1]
-        pages = (self._limits.num_pages, VQ_BLOCK_SIZE, layer.k_centroids.shape[0], head_size), dtype
-        other = (num_tokens, layer.num_heads, head_size), dtype
-        return layer.scratch(pages, pages, other, ((layer.num_heads, num_tokens), torch.float32))
+        pages = (self._limits.num_pages, VQ_BLOCK_SIZE, layer.k_centroids.shape[0], self._size), dtype
+        other = (num_tokens, layer.num_heads, self._size), dtype
+        extended = [other] if self._size > head_size else []
+        return layer.scratch(pages, pages, other, ((layer.num_heads, num_tokens), torch.float32), *extended)
 
     def _rounds(self, step: Step, device: torch.device) -> "list[_DeviceRound]":
         """Planned for the first layer of a step, and shared by the others."""

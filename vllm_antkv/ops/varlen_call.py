@@ -36,7 +36,9 @@ class Varlen:
         model's dtype. Returns the log-sum-exp of the scaled logits, (num_heads, n) float32: infinite, of either sign,
         and the output 0 for a query that sees nothing.
     max_num_tokens: the most rows of a step.
+    max_head_size: the most channels of a row.
     """
 
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, VarlenCall, float], torch.Tensor]
     max_num_tokens: int
+    max_head_size: int

@@ -52,6 +52,7 @@ class Tables(NamedTuple):
     sections: (rotary_half,) int32, which of three positions each pair turns by; not read where tokens have one.
     last_query: (max_model_len,) int32, the last query position that sees each token exactly.
     sinks: (num_heads,) float32, learned logits that take part in every softmax; not read where there are none.
+    jensen_weights: (num_heads, head_size) float32, see `ops.reference.jensen_bias`; not read where all are 0.
     """
 
     k_centroids: torch.Tensor
@@ -64,6 +65,7 @@ class Tables(NamedTuple):
     sections: torch.Tensor
     last_query: torch.Tensor
     sinks: torch.Tensor
+    jensen_weights: torch.Tensor
 
 
 class Batch(NamedTuple):
@@ -101,8 +103,8 @@ class PlainPages(NamedTuple):
     """Pages of rows for a kernel that knows nothing else; contiguous.
 
     wanted: (num_pages, 3) int32: request, VQ block, and 1 for rows in full precision or 0 for what codes stand for.
-    key, value: (at least num_pages, block_size, num_kv_heads, head_size) model dtype, K after RoPE, channels as the
-        model has them.
+    key, value: (at least num_pages, block_size, num_kv_heads, plain_size) model dtype, K after RoPE, channels as the
+        model has them; see `ops.varlen.BIAS_CHANNELS` for those beyond a head's.
     """
 
     wanted: torch.Tensor
@@ -132,6 +134,7 @@ class Queries(NamedTuple):
     positions: (M,) int32, negative for rows of padding.
     earliest, latest: int32, smallest and largest position of the others, in one VQ block.
     scale: float32, multiplies products with keys; that is a logit.
+    bias: (M,) float32, added to logits of codes that are no anchors, times log2(e).
     """
 
     at: tl.tensor
@@ -141,6 +144,7 @@ class Queries(NamedTuple):
     earliest: tl.tensor
     latest: tl.tensor
     scale: tl.tensor
+    bias: tl.tensor
 
 
 class Softmax(NamedTuple):
@@ -190,6 +194,8 @@ class Shape(NamedTuple):
     window: tokens that a query sees, itself included; 0 for all before it.
     soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 where they stay.
     has_sinks: of learned logits.
+    has_jensen: logits of coded keys are corrected (`Tables.jensen_weights`).
+    plain_size: channels of a row of plain pages.
     """
 
     head_size: int
@@ -223,6 +229,8 @@ class Shape(NamedTuple):
     window: int
     soft_cap: float
     has_sinks: bool
+    has_jensen: bool
+    plain_size: int
 
 
 class Policy(NamedTuple):

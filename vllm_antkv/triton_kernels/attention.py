@@ -31,6 +31,21 @@ def query_pointers(rows: Rows, tokens: tl.tensor, heads: tl.tensor, shape: tl.co
 
 
 @triton.jit
+def coded_bias(at: tl.tensor, heads: tl.tensor, real: tl.tensor, tables: Tables, shape: tl.constexpr) -> tl.tensor:
+    """(M,) float32, what is added to logits of coded keys: see `ops.reference.jensen_bias`.
+
+    at, heads, real: (M,) pointers to queries, their heads, and which of them there are.
+    """
+    if not shape.has_jensen:
+        return tl.full((at.shape[0],), 0, tl.float32)
+    channels = tl.arange(0, shape.head_pad)
+    in_head = channels < shape.head_size
+    query = load_rows(at, real, channels, in_head).to(tl.float32)
+    weights = load_rows(tables.jensen_weights + heads * shape.head_size, real, channels, in_head)
+    return tl.sum(query * query * weights, 1)
+
+
+@triton.jit
 def nothing_seen(row: tl.tensor, shape: tl.constexpr) -> Softmax:
     """Where the online softmax of M rows of queries starts."""
     maximum = tl.full((row.shape[0],), float("-inf"), tl.float32)
@@ -104,14 +119,16 @@ def attend_coded(
     )
     pairs, origin = tl.arange(0, shape.half_pad), block * shape.block_size
     key_first, key_second = turn(raw_first, raw_second, tables, origin, block_id, offsets, present, pairs, pages, shape)
+    is_anchor = keys < 0
     if anchored:
-        key_first, key_second = correct_keys(
+        key_first, key_second, is_anchor = correct_keys(
             key_first, key_second, offsets, block_id, request.head, pages, tables, shape
         )
     dtype: tl.constexpr = queries.first.dtype
-    logits = visible_logits(
-        queries.first, queries.second, key_first.to(dtype), key_second.to(dtype), visible, queries.scale, shape
-    )
+    logits = scaled_products(queries.first, queries.second, key_first.to(dtype), key_second.to(dtype), queries.scale)
+    if shape.has_jensen:
+        logits += tl.where(is_anchor[None, :], 0.0, queries.bias[:, None])
+    logits = tl.where(visible, capped(logits, shape), float("-inf"))
     probs, decay, maximum, total = softmax_step(logits, softmax)
 
     v_codes = in_vq_page(pages.v_codes, block_id, request.head, pages) + offsets * shape.code_bytes
@@ -132,8 +149,9 @@ def correct_keys(
     pages: Pages,
     tables: Tables,
     shape: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Add what the K codes of anchors of the block lose, or put the rows in their place."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add what the K codes of anchors of the block lose, or put the rows in their place; (N,) bool, which they are."""
+    is_anchor = offsets < 0
     if shape.corrections:
         row = anchor_row(offsets, 0, block_id, head, pages, shape)
         held = row >= 0
@@ -142,6 +160,7 @@ def correct_keys(
             first, second = load_halves(pointers, held, tables, True, shape)
             key_first += from_e4m3(first)
             key_second += from_e4m3(second)
+        is_anchor |= held
     if shape.exact_anchor > 0:
         row = anchor_row(offsets + shape.exact_anchor, 0, block_id, head, pages, shape)
         held = row >= 0
@@ -150,7 +169,8 @@ def correct_keys(
             first, second = load_halves(pointers, held, tables, True, shape)
             key_first = tl.where(held[:, None], first.to(tl.float32), key_first)
             key_second = tl.where(held[:, None], second.to(tl.float32), key_second)
-    return key_first, key_second
+        is_anchor |= held
+    return key_first, key_second, is_anchor
 
 
 @triton.jit
@@ -216,7 +236,8 @@ def attend_exact(
     first_channels, second_channels = channels_of_pairs(pairs, shape)
     key_first = load_exact(k_rows, first_channels, pairs < shape.head_size // 2)
     key_second = load_exact(k_rows, second_channels, pairs < shape.head_size // 2)
-    logits = visible_logits(query_first, query_second, key_first, key_second, visible, queries.scale, shape)
+    logits = scaled_products(query_first, query_second, key_first, key_second, queries.scale)
+    logits = tl.where(visible, capped(logits, shape), float("-inf"))
     probs, decay, maximum, total = softmax_step(logits, softmax)
     v_rows = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, kept, request, pages, batch, shape)
     channels = tl.arange(0, shape.head_pad)
@@ -225,19 +246,13 @@ def attend_exact(
 
 
 @triton.jit
-def visible_logits(
-    query_first: tl.tensor,
-    query_second: tl.tensor,
-    key_first: tl.tensor,
-    key_second: tl.tensor,
-    visible: tl.tensor,
-    scale: tl.tensor,
-    shape: tl.constexpr,
+def scaled_products(
+    query_first: tl.tensor, query_second: tl.tensor, key_first: tl.tensor, key_second: tl.tensor, scale: tl.tensor
 ) -> tl.tensor:
-    """(M, N) logits times log2(e), -inf where a query does not see the key."""
-    logits = tl.dot(query_first, tl.trans(key_first), input_precision="tf32x3")
-    logits = tl.dot(query_second, tl.trans(key_second), logits, input_precision="tf32x3")
-    return tl.where(visible, capped(logits * (scale * LOG2E), shape), float("-inf"))
+    """(M, N) scaled products of queries and keys, times log2(e)."""
+    products = tl.dot(query_first, tl.trans(key_first), input_precision="tf32x3")
+    products = tl.dot(query_second, tl.trans(key_second), products, input_precision="tf32x3")
+    return products * (scale * LOG2E)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ class Anchors(NamedTuple):
 
     k, v: (A,) int32 positions, negative for none.
     k_exact, v_exact: (A,) bool, which are kept as they are.
-    k_logits: (M, A) float32, what they add to the logits of their codes, or their logits.
+    k_logits: (M, A) float32, what they add to the logits of their codes, of which it takes the bias, or their logits.
     v_rows: (A, head_pad), what the codes lose, or the rows as they are.
     exact_tiles: int32, a bit for each tile, set where it has one that is kept as it is.
     """
@@ -51,6 +51,7 @@ def attend_past(
     end: tl.tensor,
     request: Request,
     scale: tl.tensor,
+    bias: tl.tensor,
     softmax: Softmax,
     pages: Pages,
     tables: Tables,
@@ -63,7 +64,7 @@ def attend_past(
     Args:
         at: (M,) pointers to the queries of a KV head at one position.
         real: (M,) which of them there are.
-        scale: multiplies products; that is a logit.
+        scale, bias: see `Queries`.
     """
     dtype: tl.constexpr = tl.float32 if at.dtype.element_ty == tl.float32 else tl.float16
     # Anchors of as many blocks at a time as fill the smallest product.
@@ -84,7 +85,7 @@ def attend_past(
     for chunk in range(begin // shape.block_size * shape.block_size, end, CHUNK):
         v_weights = tl.full((real.shape[0], BLOCKS * shape.anchor_pad), 0, tl.float32)
         if shape.anchor_rows > 0:
-            anchors = anchors_of_chunk(at, real, chunk, end, request, scale, pages, batch, shape, BLOCKS, BLOCK_N)
+            anchors = anchors_of_chunk(at, real, chunk, end, request, scale, bias, pages, batch, shape, BLOCKS, BLOCK_N)
             # Whole logits need more than the bits of float16.
             k_rest = anchors.k_logits - anchors.k_logits.to(dtype).to(tl.float32)
         for tile in range(tl.maximum(begin, chunk), tl.minimum(chunk + CHUNK, end), BLOCK_N):
@@ -101,12 +102,15 @@ def attend_past(
             logits = tl.dot(
                 turned_second.to(dtype), tl.trans(second * cos + first * sin), logits, input_precision="tf32x3"
             )
+            if shape.has_jensen:
+                logits += bias[:, None]
             if shape.anchor_rows > 0:
                 has_exact = (anchors.exact_tiles >> (tile - chunk) // BLOCK_N) & 1
                 own = anchors.k[:, None] == keys[None, :]
                 picked = own.to(dtype)
                 if has_exact > 0:
                     logits = tl.where(any_of(own & anchors.k_exact[:, None], 0)[None, :], 0.0, logits)
+                if shape.has_jensen or has_exact > 0:
                     logits = tl.dot(k_rest.to(dtype), picked, logits, input_precision="tf32x3")
                 logits = tl.dot(anchors.k_logits.to(dtype), picked, logits, input_precision="tf32x3")
             probs, decay, maximum, total = softmax_step(capped(logits, shape), Softmax(maximum, total, weighted))
@@ -129,6 +133,7 @@ def anchors_of_chunk(
     end: tl.tensor,
     request: Request,
     scale: tl.tensor,
+    bias: tl.tensor,
     pages: Pages,
     batch: Batch,
     shape: tl.constexpr,
@@ -151,6 +156,8 @@ def anchors_of_chunk(
     channels = tl.arange(0, shape.head_pad)
     query = load_rows(at, real, channels, channels < shape.head_size).to(tl.float32) * (scale * LOG2E)
     k_logits = tl.dot(query.to(dtype), tl.trans(k_rows), input_precision="tf32x3")
+    if shape.has_jensen:
+        k_logits -= tl.where(k_exact[None, :], 0.0, bias[:, None])
     return Anchors(k, v, k_exact, v_exact, k_logits, v_rows, exact_tiles)
 
 

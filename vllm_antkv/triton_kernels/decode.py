@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Queries, Request, Rows, Shape, Tables
-from .attention import attend_tile, nothing_seen, query_pointers
+from .attention import attend_tile, coded_bias, nothing_seen, query_pointers
 from .coded_past import attend_past
 from .common import LOG2E, load_halves
 from .tuning import autotuned
@@ -93,14 +93,15 @@ def _decode_kernel(
     heads = head * shape.group + in_group
     at = query_pointers(rows, token + in_group * 0, heads, shape)
     request = Request(index, position, token, head)
+    bias = coded_bias(at, heads, real, tables, shape) * LOG2E
     softmax = nothing_seen(in_group, shape)
     past_begin, past_end = coded_past(begin, end, position, shape, BLOCK_N)
     if past_begin < past_end:
         softmax = attend_past(
-            at, real, past_begin, past_end, request, scale, softmax, pages, tables, batch, shape, BLOCK_N
+            at, real, past_begin, past_end, request, scale, bias, softmax, pages, tables, batch, shape, BLOCK_N
         )
     first, second = load_halves(at, real, tables, True, shape)
-    queries = Queries(at, first, second, tl.where(real, position, -1), position, position, scale)
+    queries = Queries(at, first, second, tl.where(real, position, -1), position, position, scale, bias)
     for other in range(begin, end - (past_end - past_begin), BLOCK_N):
         tile = tl.where(other < past_begin, other, other + (past_end - past_begin))
         softmax = attend_tile(queries, tile, request, softmax, rows, pages, tables, batch, shape, BLOCK_N)

@@ -1,7 +1,7 @@
 """Plain rows for a kernel that knows nothing else: what codes stand for, or full precision; and merging what it gives.
 
 Grid of the writer (num_pages, block_size // N, 2 num_kv_heads): N rows of K or of V of a page. What is on which page is
-planned on the host. Grid of the merge (rows, num_heads).
+planned on the host. Grid of the others (rows, num_heads).
 """
 
 import torch
@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, ExactRows, Pages, PlainPages, Request, Rows, Shape, Tables
-from .attention import correct_keys, correct_values
+from .attention import coded_bias, correct_keys, correct_values
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
-from .common import channels_in_rows, channels_of_pairs, exact_rows, in_vq_page, load_exact, turn
+from .common import channels_in_rows, channels_of_pairs, exact_rows, in_vq_page, load_exact, load_rows, turn
 
 _BLOCK_N = 32
-_MERGED_ROWS = 16
+_ROWS = 16
 
 
 def write_plain_pages(
@@ -58,20 +58,23 @@ def _plain_pages_kernel(
     seen_until = tl.load(tables.last_query + keys, mask=keys < end, other=-1)
     alive = in_full & (keys < end) & (seen_until >= start)
     row = page.to(tl.int64) * shape.block_size + offsets
-    written = (row * shape.num_kv_heads + head) * shape.head_size
+    written = (row * shape.num_kv_heads + head) * shape.plain_size
     block_id = tl.load(batch.vq_table + index * batch.vq_table_stride + block).to(tl.int64)
     if tl.program_id(2) % 2 == 0:
         exact = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, alive, request, pages, batch, shape)
+        is_anchor = keys < 0
         if not is_exact:
             present = keys < end
-            _write_keys(
+            is_anchor = _write_keys(
                 plain.key + written, offsets, present, keys >= prefix, block, block_id, head, pages, tables, shape
             )
+        _write_bias_channels(plain.key + written, ~in_full & ~is_anchor, shape)
         _write_exact(plain.key + written, exact, in_full, shape)
     else:
         exact = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, alive, request, pages, batch, shape)
         if not is_exact:
             _write_values(plain.value + written, offsets, keys >= prefix, block_id, head, pages, tables, shape)
+        _write_bias_channels(plain.value + written, keys < 0, shape)
         _write_exact(plain.value + written, exact, in_full, shape)
 
 
@@ -87,8 +90,11 @@ def _write_keys(
     pages: Pages,
     tables: Tables,
     shape: tl.constexpr,
-) -> None:
-    """K that codes stand for at `offsets` (N,) of a block, turned, anchors corrected; to pointers (N,)."""
+) -> tl.tensor:
+    """K that codes stand for at `offsets` (N,) of a block, turned, anchors corrected; to pointers (N,).
+
+    Returns which of them are anchors, (N,) bool.
+    """
     pairs = tl.arange(0, shape.half_pad)
     known = pairs < shape.head_size // 2
     codes = in_vq_page(pages.k_codes, block_id, head, pages) + offsets * shape.code_bytes
@@ -97,11 +103,24 @@ def _write_keys(
     key_first, key_second = look_up_key_halves(first_codes, second_codes, centroids, shape)
     origin = block * shape.block_size
     key_first, key_second = turn(key_first, key_second, tables, origin, block_id, offsets, present, pairs, pages, shape)
+    is_anchor = offsets < 0
     if shape.anchor_rows > 0:
-        key_first, key_second = correct_keys(key_first, key_second, offsets, block_id, head, pages, tables, shape)
+        key_first, key_second, is_anchor = correct_keys(
+            key_first, key_second, offsets, block_id, head, pages, tables, shape
+        )
     first, second = channels_of_pairs(pairs, shape)
     _store(to, channels_in_rows(first, tables, shape), known, key_first, mask)
     _store(to, channels_in_rows(second, tables, shape), known, key_second, mask)
+    return is_anchor
+
+
+@triton.jit
+def _write_bias_channels(to: tl.tensor, is_code: tl.tensor, shape: tl.constexpr) -> None:
+    """What rows have beyond the channels of a head: see `ops.varlen.BIAS_CHANNELS`."""
+    if shape.has_jensen:
+        channels = tl.arange(0, shape.plain_size - shape.head_size)
+        ones = tl.where(is_code[:, None] & (channels < 2)[None, :], 1.0, 0.0)
+        tl.store((to + shape.head_size)[:, None] + channels[None, :], ones.to(to.dtype.element_ty))
 
 
 @triton.jit
@@ -140,6 +159,48 @@ def _store(pointers: tl.tensor, channels: tl.tensor, known: tl.tensor, numbers: 
     tl.store(at, numbers.to(pointers.dtype.element_ty), mask=mask[:, None] & known[None, :])
 
 
+def extend_queries(query: torch.Tensor, extended: torch.Tensor, tables: Tables, shape: Shape, scale: float) -> None:
+    """Give queries the channels that plain rows have beyond those of a head.
+
+    Args:
+        query: (n, num_heads, head_size) model dtype, heads contiguous.
+        extended: (n, num_heads, plain_size) model dtype, contiguous; written.
+        scale: multiplies the logits.
+    """
+    num_rows, num_heads, _ = query.shape
+    _extend_queries_kernel[(triton.cdiv(num_rows, _ROWS), num_heads)](
+        query, query.stride(0), extended, num_rows, tables, scale, shape, ROWS=_ROWS, num_warps=4
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _extend_queries_kernel(
+    query: tl.tensor,
+    query_stride: tl.tensor,
+    extended: tl.tensor,
+    num_rows: tl.tensor,
+    tables: Tables,
+    scale: tl.tensor,
+    shape: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """ROWS rows of one query head."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head = tl.program_id(1)
+    real = row < num_rows
+    at = query + row * query_stride + head * shape.head_size
+    to = extended + (row * shape.num_kv_heads * shape.group + head) * shape.plain_size
+    channels = tl.arange(0, shape.head_pad)
+    in_head = channels < shape.head_size
+    _store(to, channels, in_head, load_rows(at, real, channels, in_head), real)
+    bias = coded_bias(at, head + tl.zeros_like(row), real, tables, shape) / scale
+    rounded = bias.to(extended.dtype.element_ty).to(tl.float32)
+    channels = tl.arange(0, shape.plain_size - shape.head_size)
+    rest = tl.where(channels[None, :] == 1, (bias - rounded)[:, None], 0.0)
+    parts = tl.where(channels[None, :] == 0, rounded[:, None], rest)
+    _store(to + shape.head_size, channels, channels >= 0, parts, real)
+
+
 def merge_attention(
     output: torch.Tensor, lse: torch.Tensor, other_output: torch.Tensor, other_lse: torch.Tensor
 ) -> None:
@@ -148,22 +209,22 @@ def merge_attention(
     Args:
         output: (n, num_heads, head_size) model dtype, heads contiguous; written.
         lse: (num_heads, n) float32, natural log-sum-exp; written. Infinite, of either sign, where nothing was seen.
-        other_output, other_lse: the same of the other keys.
+        other_output, other_lse: the same of the other keys; heads of any stride.
     """
     num_rows, num_heads, head_size = output.shape
-    _merge_attention_kernel[(triton.cdiv(num_rows, _MERGED_ROWS), num_heads)](
+    _merge_attention_kernel[(triton.cdiv(num_rows, _ROWS), num_heads)](
         output,
         output.stride(0),
         lse,
         lse.stride(0),
         other_output,
-        other_output.stride(0),
+        *other_output.stride()[:2],
         other_lse,
         other_lse.stride(0),
         num_rows,
         HEAD_SIZE=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size),
-        ROWS=_MERGED_ROWS,
+        ROWS=_ROWS,
         num_warps=4,
     )
 
@@ -176,6 +237,7 @@ def _merge_attention_kernel(
     lse_stride: tl.tensor,
     other_output: tl.tensor,
     other_stride: tl.tensor,
+    other_head_stride: tl.tensor,
     other_lse: tl.tensor,
     other_lse_stride: tl.tensor,
     num_rows: tl.tensor,
@@ -201,7 +263,7 @@ def _merge_attention_kernel(
     channels = tl.arange(0, HEAD_PAD)[None, :]
     written = (real & (total > 0))[:, None] & (channels < HEAD_SIZE)
     at = output + row.to(tl.int64)[:, None] * output_stride + head * HEAD_SIZE + channels
-    other = other_output + row.to(tl.int64)[:, None] * other_stride + head * HEAD_SIZE + channels
+    other = other_output + row.to(tl.int64)[:, None] * other_stride + head * other_head_stride + channels
     mine = tl.load(at, mask=written, other=0).to(tl.float32) * (our_weight / total)[:, None]
     merged = mine + tl.load(other, mask=written, other=0).to(tl.float32) * (their_weight / total)[:, None]
     tl.store(at, merged.to(output.dtype.element_ty), mask=written)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Batch, Pages, Queries, Request, Rows, Shape, Softmax, Tables
-from .attention import attend_tile, nothing_seen, query_pointers
+from .attention import attend_tile, coded_bias, nothing_seen, query_pointers
 from .common import LOG2E, find_request, first_tile, load_halves
 from .tuning import autotuned
 
@@ -97,7 +97,8 @@ def _prefill_kernel(
     at = query_pointers(rows, tokens, heads, shape)
     first, second = load_halves(at, real, tables, True, shape)
     earliest = tl.maximum(tile_begin, start)
-    queries = Queries(at, first, second, tl.where(real, positions, -1), earliest, final_query, scale)
+    bias = coded_bias(at, heads, real, tables, shape) * LOG2E
+    queries = Queries(at, first, second, tl.where(real, positions, -1), earliest, final_query, scale, bias)
     request = Request(found, start, first_row, head)
     softmax = nothing_seen(row, shape)
     if shape.has_sinks:
