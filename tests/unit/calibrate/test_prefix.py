@@ -88,7 +88,7 @@ def test_calibrate_writes_the_prefix_into_the_codebook(
 ) -> None:
     # The text is soon known by heart: hardly anything is lost through codes that are read late.
     monkeypatch.setattr(prefix, "TRAINING", AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0))
-    # Few steps, so larger ones. On random weights they help with some centroids and not with others: with these they do.
+    # Few steps, so larger ones. On random weights they help with some centroids only: with these they do.
     monkeypatch.setattr("vllm_antkv.calibrate.write_codebook.PREFIX_STEPS", 6)
     monkeypatch.setattr(prefix, "_LEARNING_RATE", 0.002)
     small = {**SMALL, "seed": 4}
