@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from tests.quantised import quantised
 from tests.serving.conftest import EMBEDDED
@@ -23,7 +22,7 @@ from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, TransformersModel
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 from vllm_antkv.errors import CalibrationError
-from vllm_antkv.offline.pretrained import read_config, read_tokenizer
+from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.offline.sinks import SinkChannels
 
 pytestmark = pytest.mark.serving
@@ -54,7 +53,7 @@ def test_one_flag_serves_a_quantised_model_without_its_original(
     codebook = Codebook.load(path, PRESET, ModelIdentity.from_hf_config(read_config(str(w8a8), CalibrationError)))
     assert served.identity == codebook.identity
     record = codebook.header.calibration
-    assert (record["weights"], record["texts"], record["seq_len"]) == ("votes", ["the model's own"], CONTEXT - 1)
+    assert (record["weights"], record["texts"], record["seq_len"]) == ("votes", ["built-in"], CONTEXT - 1)
     for words in ("its original is not named in its config or card", "K and V are taken from vLLM's own forward pass"):
         assert any(words in line for line in said)
 
@@ -135,20 +134,6 @@ def test_rows_that_get_attention_weigh_more(engine: Source, job: Job, tmp_path: 
         for kind in range(2):
             for head in range(job.identity.num_kv_heads):
                 assert float(torch.corrcoef(ranks[:, kind, head])[0, 1]) > 0.2
-
-
-def test_vllm_writes_windows_as_transformers_does(engine: Source, job: Job) -> None:
-    tokenizer = read_tokenizer(str(EMBEDDED), CalibrationError)
-    bos = tokenizer.bos_token_id
-    ends = torch.tensor(GenerationConfig.from_pretrained(EMBEDDED).eos_token_id)
-    windows = engine.write_windows((6, 200), 0)
-    assert windows.shape == (6, 200)
-    assert torch.equal(windows, engine.write_windows((6, 200), 0))
-    assert not torch.equal(windows, engine.write_windows((6, 200), 1))
-    assert len(windows.unique(dim=0)) == 6
-    assert bool((windows[:, 0] == bos).all())
-    # Where a document ends, the next begins with BOS, and nowhere else.
-    assert torch.equal(torch.isin(windows[:, :-1], ends), windows[:, 1:] == bos)
 
 
 def test_the_record_says_how_tokens_counted(w8a8: Path, tmp_path: Path) -> None:
