@@ -8,12 +8,17 @@ import torch
 
 from vllm_antkv.calibrate.capture import CaptureFiles
 from vllm_antkv.offline.kmeans import learn_centroids
+from vllm_antkv.ops.fp8_tables import served
+from vllm_antkv.ops.reference import decode, encode
+from vllm_antkv.ops.rope import RotaryTable, pair_sums
 from vllm_antkv.presets import Preset
 
 #: A token's weight is its gradient's norm to this power. AnTKV leaves it open; `docs/calibration.md` has the figures.
 GRADIENT_POWER = 1
 #: Least weight of a token, relative to the mean.
 _MIN_WEIGHT = 1e-4
+#: More would not change their mean squares by a percent.
+_TOKENS_OF_ERRORS = 16_384
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,31 @@ def learn_layer(
         learned.append(centroids.unflatten(0, (shape.num_kv_heads, num_sub_vectors)).half().cpu())
         advance(len(points))
     return torch.stack(learned).numpy()
+
+
+def key_errors(
+    files: CaptureFiles, layer: int, kept: np.ndarray, centroids: np.ndarray, of: tuple[list[int] | None, RotaryTable]
+) -> torch.Tensor:
+    """What the codes of a layer lose of K, see `codebook.KeyErrors`: means over the tokens that are clustered.
+
+    Args:
+        centroids: as from `learn_layer`.
+        of: `Clustering.k_order`, and what turns the layer's K.
+
+    Returns:
+        (num_kv_heads, head_size) float32.
+    """
+    k_order, rotary = of
+    rows = files.rows(layer)[0, kept]
+    rows = torch.from_numpy(rows[:: max(len(rows) // _TOKENS_OF_ERRORS, 1)].astype(np.float32))
+    order = list(range(rows.shape[-1])) if k_order is None else k_order
+    table = served(torch.from_numpy(centroids[0])).float()
+    ordered = rows[..., order]
+    squares = torch.empty(rows.shape[1:])
+    squares[:, order] = (ordered - decode(encode(ordered, table), table)).square().mean(0)
+    sums = pair_sums(squares, rotary)
+    sums[:, : rotary.rotary_dim] /= 2
+    return sums
 
 
 def token_weights(norms: np.ndarray) -> np.ndarray:

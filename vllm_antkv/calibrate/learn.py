@@ -7,7 +7,7 @@ import torch
 
 from vllm_antkv.calibrate.capture import CaptureFiles
 from vllm_antkv.calibrate.job import Job
-from vllm_antkv.calibrate.layers import Clustering, learn_layer
+from vllm_antkv.calibrate.layers import Clustering, key_errors, learn_layer
 from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.workspace import Workspace
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, RopeLayout, SinkRule
@@ -60,7 +60,11 @@ def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace) 
         ),
         calibration={**job.record, "tokens": int(captured.kept.sum())},
     )
-    return Codebook(header, tuple(k), tuple(v))
+    errors = [
+        key_errors(captured.files, layer, captured.kept, layers[layer], (k_order, captured.rotaries[layer]))
+        for layer in range(shape.num_layers)
+    ]
+    return Codebook(header, tuple(k), tuple(v), k_errors=torch.stack(errors))
 
 
 def _interleaved(rotaries: list[RotaryTable], head_size: int, sub_vector_size: int) -> list[int]:

@@ -110,4 +110,7 @@ def _made_of(layers: Sequence[Codebook], uniform: Codebook) -> Codebook:
         tuple(centroids[index] for index, centroids in enumerate(books))
         for books in ([book.k for book in layers], [book.v for book in layers])
     )
-    return replace(uniform, header=uniform.header.model_copy(update={"layers": names, "k_orders": orders}), k=k, v=v)
+    header = uniform.header.model_copy(update={"layers": names, "k_orders": orders})
+    errors = [None if book.k_errors is None else book.k_errors[index] for index, book in enumerate(layers)]
+    known = [each for each in errors if each is not None]
+    return replace(uniform, header=header, k=k, v=v, k_errors=torch.stack(known) if len(known) == len(errors) else None)

@@ -79,7 +79,7 @@ def _centroids(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 def _through_codes(codebook: Codebook) -> Method:
     preset = codebook.preset
-    return Method(preset.name, preset.nominal_bits, TRAINING, VectorQuantiser(codebook))
+    return Method(preset.name, preset.nominal_bits, TRAINING, VectorQuantiser(codebook), key_errors=codebook.key_errors)
 
 
 def _rate(step: int, steps: int) -> float:

@@ -1,7 +1,7 @@
 """What the codes of a layer cost: how far a model's predictions move when its K and V go through them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -44,7 +44,7 @@ def layer_divergences(
     found = dict(known)
     for layer, book in product(range(num_layers), books):
         if (place := _place(layer, book)) not in found:
-            found[place] = divergence(model, book, _OneLayer(VectorQuantiser(book), layer), windows)
+            found[place] = divergence(model, _coded_in(book, layer), _OneLayer(VectorQuantiser(book), layer), windows)
             keep(found)
         advance()
     return np.array([[found[_place(layer, book)] for book in books] for layer in range(num_layers)])
@@ -55,7 +55,8 @@ def divergence(model: PreTrainedModel, book: Codebook, quantiser: Quantiser, win
 
     Kullback-Leibler divergence, a mean over all tokens, in nats.
     """
-    method = Method(book.preset.name, book.preset.nominal_bits, _SERVED, quantiser, sinks=book.header.sinks)
+    name, bits, sinks = book.preset.name, book.preset.nominal_bits, book.header.sinks
+    method = Method(name, bits, _SERVED, quantiser, sinks=sinks, key_errors=book.key_errors)
     fidelity = score(model, method, windows, against_own=True).fidelity
     assert fidelity is not None
     return fidelity.kl
@@ -75,6 +76,15 @@ class _OneLayer:
         if layer == self.layer:
             return self.quantiser.read_back(layer, key, value, rotary)
         return key.clone(), value.clone()
+
+
+def _coded_in(book: Codebook, layer: int) -> Codebook:
+    """`book`, whose codes lose nothing of other layers' keys."""
+    if book.k_errors is None:
+        return book
+    errors = torch.zeros_like(book.k_errors)
+    errors[layer] = book.k_errors[layer]
+    return replace(book, k_errors=errors)
 
 
 def _place(layer: int, book: Codebook) -> str:
