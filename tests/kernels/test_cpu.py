@@ -67,9 +67,9 @@ SHAPES = [
     Shape("antkv-0.375bit", 96, num_heads=2, num_kv_heads=1),
     Shape(window=150),
     Shape("antkv-1bit", 64, num_heads=8, num_kv_heads=1, window=40, soft_cap=2.0, has_sinks=True),
-    Shape("antkv-2bit", 80, num_heads=3, num_kv_heads=1, window=129, reorders=True, has_sinks=True),
-    Shape("antkv-0.75bit", 48, num_heads=6, num_kv_heads=2, soft_cap=1.0),
-    Shape("antkv-1bit", 64, num_heads=8, num_kv_heads=1, three_parts="blocks", reorders=True, magnitude=1.3),
+    Shape("antkv-2bit", 80, num_heads=3, num_kv_heads=1, window=129, reorders=True, has_sinks=True, error=0.5),
+    Shape("antkv-0.75bit", 48, num_heads=6, num_kv_heads=2, soft_cap=1.0, error=0.5),
+    Shape("antkv-1bit", 64, num_heads=8, num_kv_heads=1, three_parts="blocks", reorders=True, magnitude=1.3, error=0.3),
     Shape("antkv-2bit", 80, num_heads=3, num_kv_heads=1, rotary_dim=32, three_parts="turns", neox=False, window=129),
 ]
 
@@ -103,23 +103,23 @@ def test_any_schedule_gives_what_the_evaluator_computes(float32_kernels, config,
 
 #: What tiles have code for, and what they leave to float32: channels that do not fill tiles.
 BFLOAT16_SHAPES = [
-    Shape("antkv-1bit", 128, 8, 2, torch.bfloat16, reorders=True),
+    Shape("antkv-1bit", 128, 8, 2, torch.bfloat16, reorders=True, error=0.5),
     Shape("antkv-1bit", 128, 16, 1, torch.bfloat16, magnitude=0.7),
     Shape("antkv-1bit", 256, 4, 4, torch.bfloat16, magnitude=1.3, reorders=True),
     Shape("antkv-1bit", 80, 4, 2, torch.bfloat16, rotary_dim=32),
-    Shape("antkv-1bit", 80, 44, 2, torch.bfloat16, rotary_dim=0, reorders=True),
+    Shape("antkv-1bit", 80, 44, 2, torch.bfloat16, rotary_dim=0, reorders=True, error=0.5),
     Shape("antkv-1bit", 96, 2, 2, torch.bfloat16, rotary_dim=48),
     Shape("antkv-2bit", 64, 3, 1, torch.bfloat16, rotary_dim=32, reorders=True, magnitude=1.3),
-    Shape("antkv-4bit", 96, 20, 2, torch.bfloat16, neox=False),
+    Shape("antkv-4bit", 96, 20, 2, torch.bfloat16, neox=False, error=0.5),
     Shape("antkv-0.75bit", 128, 20, 2, torch.bfloat16, neox=False, rotary_dim=64, magnitude=1.3),
     Shape("antkv-0.75bit", 128, 4, 1, torch.bfloat16, reorders=True),
-    Shape("antkv-0.375bit", 64, 6, 2, torch.bfloat16),
+    Shape("antkv-0.375bit", 64, 6, 2, torch.bfloat16, error=0.5),
     Shape("antkv-1bit", 128, 8, 2, torch.bfloat16, reorders=True, window=150),
-    Shape("antkv-1bit", 64, 16, 2, torch.bfloat16, window=60, has_sinks=True),
-    Shape("antkv-2bit", 96, 10, 2, torch.bfloat16, soft_cap=2.0, has_sinks=True),
+    Shape("antkv-1bit", 64, 16, 2, torch.bfloat16, window=60, has_sinks=True, error=0.5),
+    Shape("antkv-2bit", 96, 10, 2, torch.bfloat16, soft_cap=2.0, has_sinks=True, error=0.5),
     Shape("antkv-0.75bit", 128, 4, 1, torch.bfloat16, window=129, soft_cap=1.0),
     Shape("antkv-1bit", 128, 8, 2, torch.bfloat16, reorders=True, three_parts="blocks"),
-    Shape("antkv-1bit", 64, 16, 2, torch.bfloat16, three_parts="turns", magnitude=1.3, window=150),
+    Shape("antkv-1bit", 64, 16, 2, torch.bfloat16, three_parts="turns", magnitude=1.3, window=150, error=0.3),
     Shape("antkv-0.75bit", 96, 10, 2, torch.bfloat16, neox=False, rotary_dim=64, three_parts="turns"),
 ]
 

@@ -1,35 +1,36 @@
 """What the C++ and the CUDA kernels are handed alike: addresses of a layer's pages, of a step and of its rows."""
 
 import ctypes
+import importlib.resources
 from typing import ClassVar
 
 import torch
 
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.ops.c_structs import fields
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.step import Step
+
+HEADER = (importlib.resources.files("vllm_antkv.csrc") / "cpu" / "antkv.h").read_text()
 
 
 class StepArgument(ctypes.Structure):
     """antkv_step of csrc/cpu/antkv.h, Step of csrc/cuda/layer.cuh."""
 
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "vq_block_table", "recency_block_table")),
-        *((name, ctypes.c_int64) for name in ("vq_table_stride", "recency_table_stride", "num_reqs")),
-    ]
+    _fields_: ClassVar = fields(HEADER, "antkv_step")
 
 
 class RowsArgument(ctypes.Structure):
     """antkv_rows of csrc/cpu/antkv.h, Rows of csrc/cuda/layer.cuh."""
 
-    _fields_: ClassVar = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64)]
+    _fields_: ClassVar = fields(HEADER, "antkv_rows")
 
 
 def layer_fields(layer: LayerState, tables: dict[str, torch.Tensor]) -> dict[str, int | float]:
     """What antkv_layer and Layer have in common, by name: pages and `tables`, which must live as long, and sizes."""
     vq, recency, rotary = layer.vq, layer.recency, layer.rotary
-    fields: dict[str, int | float] = {name: tensor.data_ptr() for name, tensor in tables.items()}
-    return fields | {
+    addresses: dict[str, int | float] = {name: tensor.data_ptr() for name, tensor in tables.items()}
+    return addresses | {
         "vq": vq.k_codes.data_ptr(),
         "vq_block_stride": _stride(vq.k_codes, 0),
         "vq_head_stride": _stride(vq.k_codes, 1),

@@ -15,7 +15,6 @@ import torch
 
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.arguments import (
-    check_jensen_weights,
     layer_fields,
     plain_tables,
     rows_argument,
@@ -138,7 +137,7 @@ class CpuOperations:
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in _tables(layer, variant).items()}
         self._layer = _layer(layer, self._tensors, variant)
-        self._work = WorkArgument(timings=layer.counters.timings)
+        self._work = WorkArgument(timings=ctypes.addressof(layer.counters.timings))
         self._strides: tuple[tuple[int, ...], ...] = ()
 
     def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
@@ -147,37 +146,31 @@ class CpuOperations:
         Raises:
             ValueError: the heads of a token do not lie side by side.
         """
+        state = self._state
+        num_anchor_rows = self._library.antkv_run(self._layer, step_argument(step), self._argument(rows, output, step))
+        if num_anchor_rows and state.counts_rows:
+            state.counters.count_anchor_rows(num_anchor_rows, 2 * state.vq.k_codes.shape[1])
+
+    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+        """See `LayerOperations`."""
+        self._library.antkv_attend(self._layer, step_argument(step), self._argument(rows, output, step))
+
+    def _argument(self, rows: StepRows, output: torch.Tensor, step: Step) -> WorkArgument:
         query, key, value, is_sink = rows
-        work, state = self._work, self._state
+        work = self._work
         strides = query.stride(), key.stride(), value.stride(), output.stride()
         if strides != self._strides:
-            # They hardly ever change, and looking at them takes longer than all the rest.
+            # Strides rarely change, and checking them takes longer than all else here.
             for name, tensor in (("query", query), ("key", key), ("value", value), ("output", output)):
                 setattr(work, name, rows_argument(tensor))
             self._strides = strides
         work.query.data, work.key.data = query.data_ptr(), key.data_ptr()
         work.value.data, work.output.data = value.data_ptr(), output.data_ptr()
         work.is_sink, work.is_prefilling = _address(is_sink), _address(step.is_prefilling)
-        num_anchor_rows = self._library.antkv_run(self._layer, step_argument(step), work)
-        if num_anchor_rows and state.counts_rows:
-            state.counters.count_anchor_rows(num_anchor_rows, 2 * state.vq.k_codes.shape[1])
-
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
-        """See `LayerOperations`."""
-        self._library.antkv_attend(
-            self._layer,
-            step_argument(step),
-            rows_argument(rows.query),
-            rows_argument(rows.key),
-            rows_argument(rows.value),
-            rows_argument(output),
-            None,
-            _address(step.is_prefilling),
-        )
+        return work
 
 
 def _check(layer: LayerState) -> None:
-    check_jensen_weights(layer, "C++")
     num_kv_heads, num_sub_vectors, _, size = layer.k_centroids.shape
     if num_sub_vectors * size % _HEAD_SIZE_MULTIPLE or layer.num_heads // num_kv_heads > MAX_GROUP:
         raise UnsupportedModelError(
@@ -196,6 +189,8 @@ def _tables(layer: LayerState, variant: Variant) -> dict[str, torch.Tensor]:
     tables = plain_tables(layer)
     if layer.rotary is not None and layer.rotary.sections is not None:
         tables["sections"] = layer.rotary.sections.int()
+    if layer.jensen_weights.any():
+        tables["jensen_weights"] = layer.jensen_weights / layer.rules.scale
     if layer.rules.sinks is not None:
         tables["sinks"] = layer.rules.sinks.float()
     for name, centroids in (("k", layer.k_centroids), ("v", layer.v_centroids)):
@@ -233,7 +228,6 @@ def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant)
         prefix=config.prefix,
         has_anchors=config.anchor_share > 0,
         exact_anchors=config.anchor_dtype == "model",
-        prompt_scope=False,
         prefill_reads_cache=config.prefill_reads_cache,
         soft_cap=layer.rules.soft_cap or 0.0,
         window=_NO_WINDOW if layer.rules.window is None else layer.rules.window,

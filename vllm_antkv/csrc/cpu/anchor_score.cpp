@@ -7,6 +7,7 @@
 #include "gemm.h"
 #include "logit_rules.h"
 #include "memory.h"
+#include "operations.h"
 #include "codes.h"
 #include "row_tiles.h"
 #include "tiles/tiles.h"
@@ -14,32 +15,29 @@
 namespace antkv {
 namespace {
 
-constexpr int kMaxGroup = 64;
-// VOTE_PRIOR and RECENT_VOTE of vllm_antkv/select/anchors.py, which says why.
-constexpr float kVotePrior = 32, kRecentVote = 1.0f / 1024;
+// VOTE_PRIOR of vllm_antkv/select/anchors.py, which says why.
+constexpr float kVotePrior = 32;
 
 // One (request, block, KV head).
 class Block {
   public:
-    Block(const Sequence& sequence, int block, antkv_rows query, antkv_rows key, antkv_rows value)
-        : sequence_(sequence), layer_(sequence.layer), query_(query), key_(key), value_(value),
+    Block(const Sequence& sequence, int block, const antkv_work& work)
+        : sequence_(sequence), layer_(sequence.layer), query_(work.query), key_(work.key), value_(work.value),
           size_(sequence.layer.head_size), group_(num_queries_per_kv(sequence.layer)), block_(block),
           first_(block * kBlockSize), begin_(std::max(first_, sequence.start)),
           end_(std::min(first_ + kBlockSize, sequence.end)), scale_(softmax_scale(sequence.layer)),
           keys_(floats(kBlockSize * size_)) {}
 
     // Returns the anchor rows chosen.
-    int run(const uint8_t* is_sink, const float* lse) {
+    int run(const uint8_t* is_sink) {
         load_scores();
         const bool closes = end_ - first_ == kBlockSize;
-        // Whoever votes on these keys: the queries of the block, or all that follow them in the step.
-        const int last = lse ? sequence_.end : end_;
         const bool in_tiles = layer_.dtype == ANTKV_BFLOAT16 && with_tiles(layer_, [&](auto tiles) {
-            votes_in_tiles<decltype(tiles)>(last, lse);
+            votes_in_tiles<decltype(tiles)>();
         });
         // Tiles take keys as they lie.
         if (!in_tiles) exact_rows(key_, false);
-        for (int position = begin_; !in_tiles && position < last; ++position) vote(position, lse);
+        for (int position = begin_; !in_tiles && position < end_; ++position) vote(position);
         if (is_sink) {
             for (int position = begin_; position < end_; ++position)
                 if (is_sink[sequence_.first + position - sequence_.start])
@@ -94,19 +92,19 @@ class Block {
     };
 
     // Votes of the queries at a position, for all heads of the group.
-    void vote(int position, const float* lse) {
+    void vote(int position) {
         alignas(64) float queries[kMaxGroup * kMaxHeadSize], logits[kMaxGroup * kBlockSize];
         for (int h = 0; h < group_; ++h) widen(layer_, query_row(position, h), size_, queries + h * size_);
         dot_rows(group_, queries, row(0), size_, num_keys(position), logits, kBlockSize);
         Vote votes[kMaxGroup];
         for (int h = 0; h < group_; ++h)
             votes[h] = {position, h, padded_keys(position), logits + h * kBlockSize, norm<Float32>(queries + h * size_)};
-        add_votes(votes, group_, lse);
+        add_votes(votes, group_);
     }
-    // The same for queries begin_ .. last, whose logits are products of tiles, those of 16 at once.
+    // The same for all queries, whose logits are products of tiles, those of 16 at once.
     template <typename Tiles>
-    void votes_in_tiles(int last, const float* lse) {
-        const int padded = padded_head_size(layer_), num_rows = (last - begin_) * group_;
+    void votes_in_tiles() {
+        const int padded = padded_head_size(layer_), num_rows = (end_ - begin_) * group_;
         [[maybe_unused]] const typename Tiles::Scope scope;
         alignas(64) BFloat keys[kBlockSize * kMaxHeadSize], queries[kTileRows * kMaxHeadSize];
         alignas(64) float logits[kTileRows * kBlockSize];
@@ -131,11 +129,11 @@ class Block {
             for (int t = 0; t < seen; t += 2 * kLanes)
                 Tiles::few_rows({queries, kTileElements, 0}, {keys + t * padded, kTileElements, kTileRows * padded}, count,
                                 padded / kTileDepth, logits + t, kBlockSize);
-            add_votes(votes, count, lse);
+            add_votes(votes, count);
         }
     }
 
-    int num_keys(int position) const { return std::min(position + 1, end_) - first_; }
+    int num_keys(int position) const { return position + 1 - first_; }
     const uint8_t* query_row(int position, int head) const {
         return row_of(layer_, query_, token_of(position), sequence_.head * group_ + head);
     }
@@ -151,30 +149,27 @@ class Block {
         return std::sqrt(sum(squares));
     }
 
-    // AnS(K_j) += A_ij (1 - A_ij) |Q_i|, AnS(V_j) += A_ij for a query; with `lse` weighted squares of them. Votes are added
-    // one query after the other, so that sums do not depend on which of them come in one step. What comes before that is
-    // done for all of them at a time, as one's has to wait for itself. Overwrites the logits.
-    void add_votes(Vote* votes, int count, const float* lse) {
+    // AnS(K_j) += A_ij (1 - A_ij) |Q_i|, AnS(V_j) += A_ij for a query. Votes are added one query after the other,
+    // so that sums do not depend on which of them come in one step. What comes before that is done for all of them at a
+    // time, as one's has to wait for itself. Overwrites the logits.
+    void add_votes(Vote* votes, int count) {
         for (Vote* vote = votes; vote < votes + count; ++vote) {
             hide(*vote);
-            const int64_t query = (int64_t)token_of(vote->position) * layer_.num_heads + query_head(vote->head);
-            vote->offset = lse ? lse[query] : top(*vote);
+            vote->offset = top(*vote);
         }
         for (Vote* vote = votes; vote < votes + count; ++vote) {
             float total = weigh(vote->logits, vote->padded, vote->offset);
-            if (layer_.sinks && !lse) total += std::exp(sink(vote->head) - vote->offset);
-            vote->factor = lse ? 1 : 1 / total;
+            if (layer_.sinks) total += std::exp(sink(vote->head) - vote->offset);
+            vote->factor = 1 / total;
         }
         for (const Vote* vote = votes; vote < votes + count; ++vote) {
-            const float norm = vote->norm;
-            add_votes(*vote, [&](int t, Vec of_key, Vec of_value) {
-                if (lse) {
-                    const Vec weight = weights(vote->position, t);
-                    add(t, weight * of_key * of_key * norm * norm, weight * of_value * of_value);
-                } else {
-                    add(t, of_key * norm, of_value);
-                }
-            });
+            for (int t = 0; t < vote->padded; t += W) {
+                const Vec weight = load(vote->logits + t) * vote->factor;
+                // Rounding may bring a share above 1.
+                const Vec share = weight > 1.0f ? broadcast(1) : weight;
+                store(&scores_[0][t], load(&scores_[0][t]) + share * (1 - share) * vote->norm);
+                store(&scores_[1][t], load(&scores_[1][t]) + share);
+            }
         }
     }
     int padded_keys(int position) const { return (num_keys(position) + W - 1) / W * W; }
@@ -185,7 +180,7 @@ class Block {
     void hide(const Vote& vote) const {
         const int count = num_keys(vote.position), padded = vote.padded;
         const int hidden = std::min(std::max(sequence_.first_visible(vote.position) - first_, 0), count);
-        cap_logits(layer_, layer_.scale, vote.logits, padded);
+        cap_logits(layer_, layer_.scale, 0, vote.logits, padded);
         std::fill_n(vote.logits, hidden, -kInfinity);
         float* last = vote.logits + padded - W;
         store(last, lane_numbers() < count - (padded - W) ? load(last) : broadcast(-kInfinity));
@@ -210,27 +205,6 @@ class Block {
             store(logits + t, weight);
         }
         return sum(totals);
-    }
-    void add(int t, Vec of_key, Vec of_value) {
-        store(&scores_[0][t], load(&scores_[0][t]) + of_key);
-        store(&scores_[1][t], load(&scores_[1][t]) + of_value);
-    }
-    // Calls add(row, A (1 - A), A) for W rows at a time.
-    template <typename Add>
-    void add_votes(const Vote& vote, Add add) const {
-        for (int t = 0; t < vote.padded; t += W) {
-            const Vec weight = load(vote.logits + t) * vote.factor;
-            // With the paper's votes, a row that the query saw through its code can come out above 1.
-            const Vec share = weight > 1.0f ? broadcast(1) : weight;
-            add(t, share * (1 - share), share);
-        }
-    }
-    // What the query's votes count on rows t .. t + W of the block.
-    Vec weights(int position, int t) const {
-        const int32_t* last_query = layer_.last_query + first_ + t;
-        Vec result;
-        for (int i = 0; i < W; ++i) result[i] = t + i < end_ - first_ && position > last_query[i] ? 1 : kRecentVote;
-        return result;
     }
 
     // Keep what the codes of the rows that matter most lose, and sinks as they are (all of them where anchors are);
@@ -291,7 +265,7 @@ class Block {
         if (first_ + offset < layer_.prefix) return -kInfinity;
         if (score == kInfinity) return kInfinity;
         if (!layer_.has_anchors) return -kInfinity;
-        return layer_.prompt_scope ? score * error * error : score * error / (std::min(kBlockSize - offset, layer_.window) + kVotePrior);
+        return score * error / (std::min(kBlockSize - offset, layer_.window) + kVotePrior);
     }
 
     static constexpr int kTile = 32;
@@ -311,24 +285,23 @@ struct Task {
 };
 
 }  // namespace
-}  // namespace antkv
 
-extern "C" int64_t antkv_anchor_score(const antkv_layer* layer, const antkv_step* step, antkv_rows query,
-                                      antkv_rows key, antkv_rows value, const uint8_t* is_sink, const float* lse) {
-    using namespace antkv;
+int64_t anchor_score(const antkv_layer& layer, const antkv_step& step, const antkv_work& work) {
     std::vector<Task> tasks;
-    for (int request = 0; request < step->num_reqs; ++request) {
-        const Sequence sequence(*layer, *step, request, 0);
+    for (int request = 0; request < step.num_reqs; ++request) {
+        const Sequence sequence(layer, step, request, 0);
         if (sequence.start == sequence.end) continue;
-        for (int head = 0; head < layer->num_kv_heads; ++head)
+        for (int head = 0; head < layer.num_kv_heads; ++head)
             for (int block = sequence.start / kBlockSize; block <= (sequence.end - 1) / kBlockSize; ++block)
                 tasks.push_back({request, head, block});
     }
     int64_t chosen = 0;
 #pragma omp parallel for schedule(dynamic) reduction(+ : chosen)
     for (size_t i = 0; i < tasks.size(); ++i) {
-        const Sequence sequence(*layer, *step, tasks[i].request, tasks[i].head);
-        chosen += Block(sequence, tasks[i].block, query, key, value).run(is_sink, lse);
+        const Sequence sequence(layer, step, tasks[i].request, tasks[i].head);
+        chosen += Block(sequence, tasks[i].block, work).run(work.is_sink);
     }
     return chosen;
 }
+
+}  // namespace antkv

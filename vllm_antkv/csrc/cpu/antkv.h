@@ -1,5 +1,4 @@
-// C interface of the CPU kernels. Python fills the structures (vllm_antkv/ops/cpu.py, arguments.py): field order and types
-// must match.
+// C interface of the CPU kernels. Python reads the structures from here (vllm_antkv/ops/c_structs.py) and fills them.
 //
 // Pages are laid out by vllm_antkv/cache/pages.py. "Element" below is the model dtype: float32, float16 or bfloat16.
 #pragma once
@@ -40,6 +39,9 @@ struct antkv_layer {
     const float *cos, *sin;  // (max_position, rotary_dim / 2); null without RoPE
     const int32_t* k_order;  // (head_size) channel of K at each place of a coded row; null where they are the same
     const int32_t* last_query;  // (max_model_len)
+    // (num_heads, head_size), see jensen_bias in vllm_antkv/ops/reference.py, over `scale`: for products that are not scaled
+    // yet; null without
+    const float* jensen_weights;
     const float* sinks;  // (num_heads) learned logits that take part in every softmax; null without
     // Where tokens have three positions (M-RoPE), else null: those of the tokens of VQ page 0, (kBlockSize, 3), and by which
     // of the three each pair of channels turns, (rotary_dim / 2).
@@ -56,7 +58,6 @@ struct antkv_layer {
     int32_t anchor_rows, prefix;
     int32_t has_anchors;  // else sinks alone take anchor rows
     int32_t exact_anchors;  // all anchors are kept as they are, as sinks are: in two anchor rows each
-    int32_t prompt_scope;
     int32_t prefill_reads_cache;
     int32_t window;  // tokens that a query sees, itself included; ANTKV_NO_WINDOW where all
     int32_t tiles;  // antkv_tiles; float32 arithmetic without
@@ -81,27 +82,19 @@ struct antkv_timing {
     double seconds;
 };
 
-// A step's rows of a layer, and flags as of the operations below.
+// A step's rows of a layer.
 struct antkv_work {
     antkv_rows query, key, value, output;
-    const uint8_t *is_sink, *is_prefilling;
-    antkv_timing* timings;  // of encode_store, anchor_score and attend; added to
+    const uint8_t* is_sink;        // (num_tokens) bytes, or null
+    const uint8_t* is_prefilling;  // (num_reqs) bytes, requests whose new tokens are of their prompts; null: those with several
+    antkv_timing* timings;         // of encode_store, anchor_score and attend; added to
 };
 
-// All that a layer does in a step, as `run` in vllm_antkv/ops/layer.py: calls of the three operations below. Returns what
-// `antkv_anchor_score` does.
+// All that a layer does in a step, see LayerOperations in vllm_antkv/ops/layer.py. Returns the anchor rows chosen, K and V.
 int64_t antkv_run(const antkv_layer*, const antkv_step*, const antkv_work*);
 
-void antkv_encode_store(const antkv_layer*, const antkv_step*, antkv_rows key, antkv_rows value);
-
-// is_sink: (num_tokens) bytes or null. lse: (num_tokens, num_heads) or null. Returns the anchor rows chosen, K and V.
-int64_t antkv_anchor_score(const antkv_layer*, const antkv_step*, antkv_rows query, antkv_rows key, antkv_rows value,
-                           const uint8_t* is_sink, const float* lse);
-
-// lse: (num_tokens, num_heads), written, or null. is_prefilling: (num_reqs) bytes, requests whose new tokens are of their
-// prompts; null where only those of requests with several are.
-void antkv_attend(const antkv_layer*, const antkv_step*, antkv_rows query, antkv_rows key, antkv_rows value,
-                  antkv_rows output, float* lse, const uint8_t* is_prefilling);
+// Attends alone.
+void antkv_attend(const antkv_layer*, const antkv_step*, const antkv_work*);
 
 // The digest of the sources of this build; see vllm_antkv/ops/cpu_sources.py.
 const char* antkv_sources();

@@ -6,8 +6,8 @@
 
 #include "decode.h"
 #include "memory.h"
+#include "operations.h"
 #include "prefill.h"
-#include "prefill_tiles.h"
 
 namespace antkv {
 namespace {
@@ -39,15 +39,14 @@ class Runs {
 
 }  // namespace
 
-static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_rows query, antkv_rows key,
-                       antkv_rows value, antkv_rows output, float* lse, const uint8_t* is_prefilling) {
+static void decode_all(const antkv_layer& layer, const antkv_step& step, const antkv_work& work) {
     std::vector<Task> splits, merges;
     std::vector<size_t> first_split;
     int64_t num_coded = 0;  // of a head
     // Head by head, so that a thread keeps the centroids of one in its cache.
     for (int head = 0; head < layer.num_kv_heads; ++head) {
         for (int request = 0; request < step.num_reqs; ++request) {
-            if (!is_decode(step, request, is_prefilling)) continue;
+            if (!is_decode(step, request, work.is_prefilling)) continue;
             merges.push_back({request, head, 0});
             first_split.push_back(splits.size());
             const Sequence sequence(layer, step, request, head);
@@ -63,26 +62,26 @@ static void decode_all(const antkv_layer& layer, const antkv_step& step, antkv_r
     const bool reads_tables = Decode::reads_tables(layer, num_coded);
 #pragma omp parallel
     {
+        const Buffer scratch = floats(Decode::scratch_size(layer));
         int head = -1;
         runs.work([&](int64_t i) {
             if (reads_tables && splits[i].head != head) Decode::read_tables(layer, head = splits[i].head);
             const Sequence sequence(layer, step, splits[i].request, splits[i].head);
-            Decode::split(sequence, query, key, value, splits[i].index, &partials[i * stride]);
+            Decode::split(sequence, work, splits[i].index, scratch.get(), &partials[i * stride]);
         });
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (size_t i = 0; i < merges.size(); ++i) {
             const Sequence sequence(layer, step, merges[i].request, merges[i].head);
-            Decode::merge(sequence, output, lse, &partials[first_split[i] * stride]);
+            Decode::merge(sequence, work.output, &partials[first_split[i] * stride]);
         }
     }
 }
 
-static void prefill_all(const antkv_layer& layer, const antkv_step& step, antkv_rows query, antkv_rows key,
-                        antkv_rows value, antkv_rows output, float* lse, const uint8_t* is_prefilling) {
+static void prefill_all(const antkv_layer& layer, const antkv_step& step, const antkv_work& work) {
     std::vector<Task> runs;
     for (int request = 0; request < step.num_reqs; ++request) {
-        if (is_decode(step, request, is_prefilling)) continue;
+        if (is_decode(step, request, work.is_prefilling)) continue;
         for (int head = 0; head < layer.num_kv_heads; ++head) {
             const Sequence sequence(layer, step, request, head);
             // The longest first.
@@ -103,16 +102,14 @@ static void prefill_all(const antkv_layer& layer, const antkv_step& step, antkv_
             const int begin = runs[i].index, block = begin / kBlockSize * kBlockSize;
             const int length = Prefill::run_length(layer);
             const int end = std::min({block + ((begin - block) / length + 1) * length, block + kBlockSize, sequence.end});
-            prefill.run(sequence, begin, end, query, key, value, output, lse);
+            prefill.run(sequence, begin, end, work);
         }
     }
 }
 
-}  // namespace antkv
-
-extern "C" void antkv_attend(const antkv_layer* layer, const antkv_step* step, antkv_rows query, antkv_rows key,
-                             antkv_rows value, antkv_rows output, float* lse, const uint8_t* is_prefilling) {
-    antkv::decode_all(*layer, *step, query, key, value, output, lse, is_prefilling);
-    if (antkv::prefill_in_tiles(*layer, *step, is_prefilling, {query, key, value, output, lse})) return;
-    antkv::prefill_all(*layer, *step, query, key, value, output, lse, is_prefilling);
+void attend(const antkv_layer& layer, const antkv_step& step, const antkv_work& work) {
+    decode_all(layer, step, work);
+    if (!prefill_in_tiles(layer, step, work)) prefill_all(layer, step, work);
 }
+
+}  // namespace antkv

@@ -15,16 +15,14 @@ namespace antkv {
 namespace {
 
 constexpr int kTile = 32;     // rows decoded at a time: they stay in L1
-constexpr int kMaxHead = 256;
 constexpr int kByCode = 256;  // tokens from which adding up weights per code is faster than decoding
 
 // One (request, KV head, split).
 class Split {
   public:
     // Tokens begin .. end, from the first of a VQ block on; the first `hidden` are before the query's window.
-    Split(const Sequence& sequence, antkv_rows query, antkv_rows key, antkv_rows value, int begin, int end, int hidden,
-          float* logits)
-        : sequence_(sequence), layer_(sequence.layer), query_(query), group_(num_queries_per_kv(sequence.layer)),
+    Split(const Sequence& sequence, const antkv_work& work, int begin, int end, int hidden, float* logits)
+        : sequence_(sequence), layer_(sequence.layer), query_(work.query), group_(num_queries_per_kv(sequence.layer)),
           size_(sequence.layer.head_size), begin_(begin), count_(end - begin), hidden_(hidden),
           own_block_((sequence.end - 1) / kBlockSize), logits_(logits) {
         sequence.seen_through_codes(sequence.end - 1, begin, count_, coded_);
@@ -32,14 +30,16 @@ class Split {
         std::fill_n(coded_, hidden_, true);
         for (const bool* at = coded_; (at = (const bool*)std::memchr(at, 0, coded_ + count_ - at)); ++at)
             exact_[num_exact_++] = at - coded_;
-        find_exact(key, value);
+        find_exact(work.key, work.value);
     }
 
     // Writes the unnormalised output (group, head_size), and the maximum and the sum (group) it is relative to.
     void run(const float* queries, float* output, float* max, float* total) {
-        alignas(64) float of_codes[kMaxGroup * kMaxHead];
+        alignas(64) float of_codes[kMaxGroup * kMaxHeadSize];
         std::copy_n(queries, group_ * size_, of_codes);
         for (int h = 0; h < group_; ++h) to_code_order(layer_, of_codes + h * size_);
+        for (int h = 0; h < group_; ++h)
+            bias_[h] = jensen_bias(layer_, sequence_.head * group_ + h, queries + h * size_);
         const int position = sequence_.first_of_run(begin_, count_);
         if (position < 0 || !logits_in_16_bits(of_codes, position))
             for (int first = 0; first < count_; first += kBlockSize) coded_logits(of_codes, first);
@@ -63,7 +63,7 @@ class Split {
     // corrections of the others, at most kTile at a time.
     template <typename Use>
     void for_anchors(bool of_values, bool exact, Use use) {
-        alignas(64) float rows[kTile * kMaxHead];
+        alignas(64) float rows[kTile * kMaxHeadSize];
         int tokens[kTile], count = 0;
         for (int first = 0; first < count_ && (begin_ + first) / kBlockSize < own_block_; first += kBlockSize) {
             const VQPage page = page_of(first);
@@ -98,7 +98,7 @@ class Split {
     // Where rows in full precision are. They are read last, and asked for here.
     void find_exact(antkv_rows key, antkv_rows value) {
         // Tiles take rows in multiples of kKeys. Zeros, as a weight of 0 times what is not a number is none either.
-        alignas(64) static constexpr BFloat kNothing[kMaxHead] = {};
+        alignas(64) static constexpr BFloat kNothing[kMaxHeadSize] = {};
         const int bytes = size_ * element_size(layer_), padded = (num_exact_ + kKeys - 1) / kKeys * kKeys;
         for (int i = 0; i < num_exact_; ++i) {
             const auto rows = sequence_.exact_rows(key, value, begin_ + exact_[i]);
@@ -175,7 +175,7 @@ class Split {
     // Logits of the tokens of a block through their codes; the queries are in the order of codes.
     void coded_logits(const float* queries, int first) {
         prefetch(first);
-        alignas(64) float turned[kMaxGroup * kMaxHead], rows[kTile * kMaxHead];
+        alignas(64) float turned[kMaxGroup * kMaxHeadSize], rows[kTile * kMaxHeadSize];
         const int end = std::min(first + kBlockSize, count_);
         for (int tile = first; tile < end; tile += kTile) {
             const int count = std::min(kTile, end - tile);
@@ -195,19 +195,19 @@ class Split {
     // What anchors add to the logits of their codes, or have instead of them.
     void anchor_logits(const float* queries) {
         for_anchors(false, false, [&](const float* rows, const int* tokens, int count) {
-            for_products(queries, rows, tokens, count, [](float& logit, float product) { logit += product; });
+            for_products(queries, rows, tokens, count, [](float logit, float product) { return logit + product; });
         });
         for_anchors(false, true, [&](const float* rows, const int* tokens, int count) {
-            for_products(queries, rows, tokens, count, [](float& logit, float product) { logit = product; });
+            for_products(queries, rows, tokens, count, [](float, float product) { return product; });
         });
     }
     void exact_logits(const float* queries) {
         if (exact_rows_in_tiles()) return exact_logits_in_tiles();
-        alignas(64) float rows[kTile * kMaxHead];
+        alignas(64) float rows[kTile * kMaxHeadSize];
         for (int first = 0; first < num_exact_; first += kTile) {
             const int count = std::min(kTile, num_exact_ - first);
             widen_exact(false, first, count, rows);
-            for_products(queries, rows, exact_ + first, count, [](float& logit, float product) { logit = product; });
+            for_products(queries, rows, exact_ + first, count, [](float, float product) { return product; });
         }
     }
     // Whether rows in full precision are multiplied as they are: half as many products as in float32 or fewer, and no
@@ -220,6 +220,7 @@ class Split {
         with_tiles(layer_, [&](auto tiles) {
             const auto put = [&](int h, int first, Lanes products) {
                 float* to = logits_ + h * kSplit;
+                products = products - bias_[h];
                 if (are_neighbours(first)) return store_lanes(to + exact_[first], products);
                 for (int t = first; t < std::min(first + kLanes, num_exact_); ++t) to[exact_[t]] = products[t - first];
             };
@@ -270,13 +271,17 @@ class Split {
         const auto* from = (of_values ? exact_values_ : exact_keys_) + first;
         for (int i = 0; i < count; ++i) widen(layer_, from[i], size_, rows + i * size_);
     }
-    // Calls use(logit, product with the row) for all heads and tokens.
+    // Sets logits to use(logit, product with the row) less the bias, for all heads and tokens: none of these rows is a
+    // mere code, and the bias is added to all logits of a query.
     template <typename Use>
     void for_products(const float* queries, const float* rows, const int* tokens, int count, Use use) {
         alignas(64) float products[kMaxGroup * kTile];
         dot_rows(group_, queries, rows, size_, count, products, kTile);
         for (int h = 0; h < group_; ++h)
-            for (int i = 0; i < count; ++i) use(logits_[h * kSplit + tokens[i]], products[h * kTile + i]);
+            for (int i = 0; i < count; ++i) {
+                float& logit = logits_[h * kSplit + tokens[i]];
+                logit = use(logit, products[h * kTile + i]) - bias_[h];
+            }
     }
 
     // Turn logits into weights.
@@ -284,12 +289,13 @@ class Split {
         const Vec scale = broadcast(softmax_scale(layer_));
         for (int h = 0; h < group_; ++h) {
             float* row = logits_ + h * kSplit;
-            cap_logits(layer_, layer_.scale, row, (count_ + W - 1) / W * W);
+            cap_logits(layer_, layer_.scale, bias_[h], row, (count_ + W - 1) / W * W);
             std::fill_n(row, hidden_, -kInfinity);
             std::fill(row + count_, row + (count_ + kTile - 1) / kTile * kTile, -kInfinity);
             Vec top = broadcast(-kInfinity);
             for (int t = 0; t < count_; t += W) top = maximum(top, load(row + t) * scale);
-            const Vec offset = broadcast(max[h] = largest(top));
+            const Vec offset = broadcast(largest(top));
+            max[h] = largest(top) + (layer_.soft_cap ? 0 : bias_[h] * layer_.scale);
             Vec totals = {};
             for (int t = 0; t < (count_ + kTile - 1) / kTile * kTile; t += W) {
                 const Vec weight = exponential(load(row + t) * scale - offset);
@@ -303,7 +309,7 @@ class Split {
     // Adds the values that are there in full precision; the weights of their codes become 0.
     void exact_values(float* output) {
         if (exact_rows_in_tiles()) return exact_values_in_tiles(output);
-        alignas(64) float rows[kTile * kMaxHead];
+        alignas(64) float rows[kTile * kMaxHeadSize];
         for (int first = 0; first < num_exact_; first += kTile) {
             const int count = std::min(kTile, num_exact_ - first);
             widen_exact(true, first, count, rows);
@@ -332,7 +338,7 @@ class Split {
     }
 
     void coded_values(int first, float* output) {
-        alignas(64) float rows[kTile * kMaxHead];
+        alignas(64) float rows[kTile * kMaxHeadSize];
         const int count = std::min(kTile, count_ - first);
         if (!any_coded(first, count)) return;
         decode_rows(layer_, sequence_.head, true, page_of(first).codes(true, first % kBlockSize), count, rows);
@@ -373,6 +379,7 @@ class Split {
     antkv_rows query_;
     const int group_, size_, begin_, count_, hidden_, own_block_;
     float* logits_;  // (group, kSplit), weights after `softmax`
+    float bias_[kMaxGroup];  // see `jensen_bias`
     // Tokens of the split: whether the query sees them through their codes, and those it does not.
     bool coded_[kSplit];
     int exact_[kSplit], num_exact_ = 0;
@@ -389,21 +396,20 @@ void Decode::read_tables(const antkv_layer& layer, int head) {
     for (const void* table : {k_table, v_table}) read_ahead((const uint8_t*)table + head * bytes, bytes);
 }
 
-void Decode::split(const Sequence& sequence, antkv_rows query, antkv_rows key, antkv_rows value, int index,
-                   float* partial) {
+void Decode::split(const Sequence& sequence, const antkv_work& work, int index, float* scratch, float* partial) {
     const antkv_layer& layer = sequence.layer;
     const int group = num_queries_per_kv(layer), size = layer.head_size;
-    alignas(64) float queries[kMaxGroup * kMaxHead], logits[kMaxGroup * kSplit];
+    float *logits = scratch, *queries = scratch + group * kSplit;
     for (int h = 0; h < group; ++h)
-        widen(layer, row_of(layer, query, sequence.first, sequence.head * group + h), size, queries + h * size);
+        widen(layer, row_of(layer, work.query, sequence.first, sequence.head * group + h), size, queries + h * size);
     float* max = partial + group * size;
     const int first = sequence.first_visible(sequence.end - 1);
     const int begin = std::max(index * kSplit, first / kBlockSize * kBlockSize);
     const int end = std::min((index + 1) * kSplit, sequence.end);
-    Split(sequence, query, key, value, begin, end, std::max(first - begin, 0), logits).run(queries, partial, max, max + group);
+    Split(sequence, work, begin, end, std::max(first - begin, 0), logits).run(queries, partial, max, max + group);
 }
 
-void Decode::merge(const Sequence& sequence, antkv_rows output, float* lse, const float* partials) {
+void Decode::merge(const Sequence& sequence, antkv_rows output, const float* partials) {
     const antkv_layer& layer = sequence.layer;
     const int group = num_queries_per_kv(layer), size = layer.head_size;
     const int stride = partial_size(layer), count = end_split(sequence) - first_split(sequence);
@@ -412,7 +418,7 @@ void Decode::merge(const Sequence& sequence, antkv_rows output, float* lse, cons
         float max = layer.sinks ? layer.sinks[head] : -kInfinity;
         for (int i = 0; i < count; ++i) max = std::max(max, partials[i * stride + group * size + h]);
         float total = layer.sinks ? std::exp(layer.sinks[head] - max) : 0;
-        alignas(64) float result[kMaxHead] = {};
+        alignas(64) float result[kMaxHeadSize] = {};
         for (int i = 0; i < count; ++i) {
             const float* partial = partials + i * stride;
             const float weight = std::exp(partial[group * size + h] - max);
@@ -421,7 +427,6 @@ void Decode::merge(const Sequence& sequence, antkv_rows output, float* lse, cons
         }
         for (int c = 0; c < size; ++c) result[c] /= total;
         narrow(layer, result, size, row_of(layer, output, sequence.first, head));
-        if (lse) lse[(int64_t)sequence.first * layer.num_heads + head] = max + std::log(total);
     }
 }
 

@@ -4,8 +4,7 @@
 
 namespace antkv {
 
-constexpr int kMaxGroup = 64;  // query heads per KV head
-constexpr int kSplit = 2048;   // tokens of a split, whatever the batch: results do not depend on who else is served
+constexpr int kSplit = 2048;  // tokens of a split, whatever the batch: results do not depend on who else is served
 
 // Attention of a request's only new token. Splits are independent of each other; `merge` comes after all of them.
 struct Decode {
@@ -26,8 +25,10 @@ struct Decode {
     }
     static void read_tables(const antkv_layer&, int head);
 
-    static void split(const Sequence&, antkv_rows query, antkv_rows key, antkv_rows value, int index, float* partial);
-    static void merge(const Sequence&, antkv_rows output, float* lse, const float* partials);
+    // Floats that `split` works in: queries and logits.
+    static int scratch_size(const antkv_layer& layer) { return num_queries_per_kv(layer) * (layer.head_size + kSplit); }
+    static void split(const Sequence&, const antkv_work&, int index, float* scratch, float* partial);
+    static void merge(const Sequence&, antkv_rows output, const float* partials);
 };
 
 }  // namespace antkv

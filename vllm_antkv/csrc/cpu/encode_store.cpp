@@ -2,6 +2,7 @@
 #include <cstring>
 #include <vector>
 
+#include "operations.h"
 #include "memory.h"
 #include "codes.h"
 #include "nearest_bytes.h"
@@ -256,24 +257,22 @@ void for_runs(const antkv_layer& layer, const std::vector<Token>& tokens, int le
 }
 
 }  // namespace
-}  // namespace antkv
 
-extern "C" void antkv_encode_store(const antkv_layer* layer, const antkv_step* step, antkv_rows key, antkv_rows value) {
-    using namespace antkv;
-    const std::vector<Token> tokens = tokens_of(*layer, *step);
+void encode_store(const antkv_layer& layer, const antkv_step& step, const antkv_work& work) {
+    const std::vector<Token> tokens = tokens_of(layer, step);
     const int num_tokens = (int)tokens.size();
     bool coded = false;
-    if (layer->dtype == ANTKV_BFLOAT16 && num_tokens >= kFewTokens) {
-        with_tiles(*layer, [&](auto tiles) {
+    if (layer.dtype == ANTKV_BFLOAT16 && num_tokens >= kFewTokens) {
+        with_tiles(layer, [&](auto tiles) {
             using Tiles = decltype(tiles);
             if constexpr (Tiles::kCheap) {
-                if (!(coded = NearestTiles<Tiles>::fits(*layer))) return;
+                if (!(coded = NearestTiles<Tiles>::fits(layer))) return;
 #pragma omp parallel
                 {
                     [[maybe_unused]] const typename Tiles::Scope scope;
-                    NearestTiles<Tiles> nearest_tiles(*layer, std::min(kTileRun, rounded_up(num_tokens, 2 * kTileRows)));
-                    for_runs(*layer, tokens, kTileRun, key, value, [&](const Kind& kind, int64_t first, int count) {
-                        store_codes(kind, *step, &tokens[first], first, count, nearest_tiles);
+                    NearestTiles<Tiles> nearest_tiles(layer, std::min(kTileRun, rounded_up(num_tokens, 2 * kTileRows)));
+                    for_runs(layer, tokens, kTileRun, work.key, work.value, [&](const Kind& kind, int64_t first, int count) {
+                        store_codes(kind, step, &tokens[first], first, count, nearest_tiles);
                     });
                 }
             }
@@ -282,15 +281,17 @@ extern "C" void antkv_encode_store(const antkv_layer* layer, const antkv_step* s
 #pragma omp parallel
     {
         if (!coded) {
-            for_runs(*layer, tokens, kRun, key, value, [&](const Kind& kind, int64_t first, int count) {
-                if (layer->num_centroids == 256) store_codes(kind, *step, &tokens[first], first, count);
-                else if (layer->sub_vector_size == 16) store_codes_of_12_bits<16>(kind, *step, &tokens[first], first, count);
-                else store_codes_of_12_bits<32>(kind, *step, &tokens[first], first, count);
+            for_runs(layer, tokens, kRun, work.key, work.value, [&](const Kind& kind, int64_t first, int count) {
+                if (layer.num_centroids == 256) store_codes(kind, step, &tokens[first], first, count);
+                else if (layer.sub_vector_size == 16) store_codes_of_12_bits<16>(kind, step, &tokens[first], first, count);
+                else store_codes_of_12_bits<32>(kind, step, &tokens[first], first, count);
             });
         }
 #pragma omp for collapse(2) schedule(static)
-        for (int head = 0; head < layer->num_kv_heads; ++head)
+        for (int head = 0; head < layer.num_kv_heads; ++head)
             for (int t = 0; t < num_tokens; ++t)
-                store_rows(Sequence(*layer, *step, tokens[t].request, head), tokens[t].position, key, value);
+                store_rows(Sequence(layer, step, tokens[t].request, head), tokens[t].position, work.key, work.value);
     }
 }
+
+}  // namespace antkv

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <cstdio>
 #include <memory>
-#include <new>
 
 namespace antkv {
 
@@ -15,7 +15,8 @@ using Buffer = std::unique_ptr<float[], Free>;
 // Floats at a cache line's start, not initialised.
 inline Buffer floats(size_t count) {
     void* data = std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
-    if (!data) throw std::bad_alloc();
+    // No exception may reach Python through the C interface.
+    if (!data) std::fprintf(stderr, "antkv: no memory for %zu bytes.\n", count * sizeof(float)), std::abort();
     return Buffer((float*)data);
 }
 

@@ -12,6 +12,7 @@ constexpr int kBlockSize = 128;  // tokens of a VQ block
 // Added to the offset of an anchor that is kept as it is (EXACT_ANCHOR of vllm_antkv/select/anchors.py).
 constexpr int kExactAnchor = 128;
 constexpr int kMaxHeadSize = 256;
+constexpr int kMaxGroup = 64;  // query heads per KV head (MAX_GROUP of vllm_antkv/ops/cpu.py)
 
 inline int element_size(const antkv_layer& layer) { return layer.dtype == ANTKV_FLOAT32 ? 4 : 2; }
 

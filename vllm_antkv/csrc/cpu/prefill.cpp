@@ -12,18 +12,21 @@ Prefill::Prefill(const antkv_layer& layer)
     : layer_(layer), group_(num_queries_per_kv(layer)), size_(layer.head_size),
       max_rows_(run_length(layer) * group_), queries_(floats(max_rows_ * size_)), outputs_(floats(max_rows_ * size_)),
       logits_(floats(max_rows_ * kBlockSize)), keys_(floats(kBlockSize * size_)), columns_(floats(kBlockSize * size_)),
-      values_(floats(kBlockSize * size_)), max_(floats(max_rows_)), total_(floats(max_rows_)) {}
+      values_(floats(kBlockSize * size_)), max_(floats(max_rows_)), total_(floats(max_rows_)),
+      bias_(floats(max_rows_)) {}
 
-void Prefill::run(const Sequence& sequence, int begin, int end, antkv_rows query, antkv_rows key, antkv_rows value,
-                  antkv_rows output, float* lse) {
+void Prefill::run(const Sequence& sequence, int begin, int end, const antkv_work& work) {
     rows_ = (end - begin) * group_;
     const auto token_of = [&](int row) { return sequence.first + begin + row / group_ - sequence.start; };
     const auto head_of = [&](int row) { return sequence.head * group_ + row % group_; };
     const auto load_queries = [&](bool of_codes) {
         for (int row = 0; row < rows_; ++row) {
             float* to = &queries_[(int64_t)row * size_];
-            widen(layer_, row_of(layer_, query, token_of(row), head_of(row)), size_, to);
-            if (of_codes) to_code_order(layer_, to);
+            widen(layer_, row_of(layer_, work.query, token_of(row), head_of(row)), size_, to);
+            if (of_codes) {
+                bias_[row] = jensen_bias(layer_, head_of(row), to) * layer_.scale;
+                to_code_order(layer_, to);
+            }
             for (int c = 0; c < size_; ++c) to[c] *= layer_.scale;
         }
     };
@@ -35,13 +38,12 @@ void Prefill::run(const Sequence& sequence, int begin, int end, antkv_rows query
     load_queries(true);
     coded_tiles(sequence, begin, end);
     if (layer_.k_order) load_queries(false);
-    exact_tiles(sequence, begin, end, key, value);
+    exact_tiles(sequence, begin, end, work.key, work.value);
     for (int row = 0; row < rows_; ++row) {
         float* from = &outputs_[(int64_t)row * size_];
         const float scale = 1 / total_[row];
         for (int c = 0; c < size_; ++c) from[c] *= scale;
-        narrow(layer_, from, size_, row_of(layer_, output, token_of(row), head_of(row)));
-        if (lse) lse[(int64_t)token_of(row) * layer_.num_heads + head_of(row)] = max_[row] + std::log(total_[row]);
+        narrow(layer_, from, size_, row_of(layer_, work.output, token_of(row), head_of(row)));
     }
 }
 
@@ -60,11 +62,14 @@ void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
         const VQPage page = sequence.vq_page(block);
         turned_keys(sequence, first, count, keys_.get());
         decode_rows(layer_, sequence.head, true, page.codes(true, 0), count, values_.get());
+        std::vector<int> anchors;
         for (int row = 0; block < own && row < layer_.anchor_rows; ++row) {
             correct(page, row, false, keys_.get());
             correct(page, row, true, values_.get());
+            const int offset = page.anchor_offsets(false)[row];
+            if (offset >= 0) anchors.push_back(offset % kExactAnchor);
         }
-        add_tile(begin, count, all, [&](int query, int column) {
+        add_tile(begin, count, all, &anchors, [&](int query, int column) {
             return first + column <= query && sequence.sees_code(query, first + column);
         });
     }
@@ -79,7 +84,7 @@ void Prefill::exact_tiles(const Sequence& sequence, int begin, int end, antkv_ro
     bool any = false;
     const auto flush = [&] {
         if (any) {
-            add_tile(begin, count, false, [&](int query, int column) {
+            add_tile(begin, count, false, nullptr, [&](int query, int column) {
                 return positions[column] <= query && sequence.sees_exactly(query, positions[column]);
             });
         }
@@ -106,28 +111,32 @@ void Prefill::exact_tiles(const Sequence& sequence, int begin, int end, antkv_ro
 }
 
 template <typename Visible>
-void Prefill::add_tile(int begin, int count, bool all_visible, Visible visible) {
+void Prefill::add_tile(int begin, int count, bool all_visible, const std::vector<int>* anchors, Visible visible) {
     const int padded = (count + W - 1) / W * W;
     transpose(count, size_, keys_.get(), columns_.get(), kBlockSize);
     gemm<false>(rows_, padded, size_, queries_.get(), size_, columns_.get(), kBlockSize, logits_.get(), kBlockSize);
-    // Queries have been scaled.
-    for (int row = 0; row < rows_; ++row) cap_logits(layer_, 1, &logits_[(int64_t)row * kBlockSize], padded);
     for (int row = 0; row < rows_; ++row) {
         float* logits = &logits_[(int64_t)row * kBlockSize];
+        // Added to all logits, and before taken from those of anchors.
+        const float bias = anchors ? bias_[row] : 0, later = layer_.soft_cap ? 0 : bias;
+        if (bias)
+            for (const int column : *anchors) logits[column] -= bias;
+        // Queries have been scaled.
+        cap_logits(layer_, 1, bias, logits, padded);
         if (!all_visible) {
             const int query = begin + row / group_;
             for (int column = 0; column < count; ++column)
                 if (!visible(query, column)) logits[column] = -kInfinity;
         }
         std::fill(logits + count, logits + padded, -kInfinity);
-        Vec top = broadcast(max_[row]);
+        Vec top = broadcast(-kInfinity);
         for (int column = 0; column < padded; column += W) top = maximum(top, load(logits + column));
-        const float max = largest(top);
+        const float max = std::max(max_[row], largest(top) + later);
         if (max == -kInfinity) {  // sees nothing of this tile, nor of those before
             std::fill(logits, logits + padded, 0.0f);
             continue;
         }
-        const Vec offset = broadcast(max);
+        const Vec offset = broadcast(max - later);
         Vec totals = {};
         for (int column = 0; column < padded; column += W) {
             const Vec weight = exponential(load(logits + column) - offset);

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <vector>
+
 #include "memory.h"
 #include "pages.h"
 
@@ -24,23 +26,23 @@ class Prefill {
 
     explicit Prefill(const antkv_layer& layer);
 
-    // Queries at positions begin .. end, which are in hand. lse: (num_tokens, num_heads) or null.
-    void run(const Sequence&, int begin, int end, antkv_rows query, antkv_rows key, antkv_rows value, antkv_rows output,
-             float* lse);
+    // Queries at positions begin .. end, which are in hand.
+    void run(const Sequence&, int begin, int end, const antkv_work&);
 
   private:
     static constexpr int kMaxRows = 256;
 
     void coded_tiles(const Sequence&, int begin, int end);
     void exact_tiles(const Sequence&, int begin, int end, antkv_rows key, antkv_rows value);
-    // Softmax over one more tile of `count` keys; `visible(query, column)` says who sees what, unless all do.
+    // Softmax over one more tile of `count` keys; `visible(query, column)` says who sees what, unless all do. anchors: of
+    // coded keys, the columns of those that are more than codes; null where no key is coded.
     template <typename Visible>
-    void add_tile(int begin, int count, bool all_visible, Visible visible);
+    void add_tile(int begin, int count, bool all_visible, const std::vector<int>* anchors, Visible visible);
 
     const antkv_layer& layer_;
     const int group_, size_, max_rows_;
     int rows_ = 0;  // of the run: query by query, heads side by side
-    Buffer queries_, outputs_, logits_, keys_, columns_, values_, max_, total_;
+    Buffer queries_, outputs_, logits_, keys_, columns_, values_, max_, total_, bias_;
 };
 
 }  // namespace antkv

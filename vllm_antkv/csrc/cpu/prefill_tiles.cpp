@@ -4,7 +4,7 @@
 // Everything is transposed: tokens stand in rows and queries in columns, so that a query's softmax stays in a lane. A
 // query's result depends neither on the queries beside it nor on where its run begins: tokens are added up in the same
 // order, 32 by 32, and what weights are relative to is a power of two, by which scaling is exact.
-#include "prefill_tiles.h"
+#include "operations.h"
 
 #include <cmath>
 #include <vector>
@@ -29,27 +29,27 @@ class TilePrefill {
 
     explicit TilePrefill(const antkv_layer& layer)
         : layer_(layer), group_(num_queries_per_kv(layer)), size_(layer.head_size), padded_(padded_head_size(layer)),
-          strip_floats_(kStrip * padded_ + kStrip * padded_ / 2 + 3 * kStrip),
+          strip_floats_(kStrip * padded_ + kStrip * padded_ / 2 + 4 * kStrip),
           strips_(floats(rounded_up(run_length(layer) * group_, kStrip) / kStrip * strip_floats_)),
           weights_(floats(TokenTiles::kMax * kTokens * kStrip / 2)), tokens_(layer) {}
 
     // Queries at positions begin .. end, which are in hand.
-    void run(const Sequence& sequence, int begin, int end, const StepRows& rows) {
+    void run(const Sequence& sequence, int begin, int end, const antkv_work& work) {
         begin_ = begin, end_ = end;
-        load_queries(sequence, rows.query);
+        load_queries(sequence, work.query);
         const int num_strips = num_strips_of(end);
         // Rows in full precision have channels in the model's order, as queries still do.
         for (int first = begin / kBlockSize * kBlockSize; first < end; first += kBlockSize) {
             const int begin_strip = std::max(first - begin, 0) * group_ / kStrip;
             const int end_strip = num_strips_of(std::min(first + kBlockSize, end));
-            tokens_.exact(sequence, first, begin, end, rows.key, rows.value,
-                          [&](int count) { add_tokens(begin_strip, end_strip, count); });
+            tokens_.exact(sequence, first, begin, end, work.key, work.value,
+                          [&](int count) { add_tokens<false>(begin_strip, end_strip, count); });
         }
         for (int index = 0; layer_.k_order && index < num_strips; ++index)
             for (int half = 0; half < kStrip; half += kTileRows)
                 order_column_tiles(layer_, strip(index).queries + half * padded_);
-        tokens_.coded(sequence, begin, end, [&](int count) { add_tokens(0, num_strips, count); });
-        store_outputs(sequence, rows);
+        tokens_.coded(sequence, begin, end, [&](int count) { add_tokens<true>(0, num_strips, count); });
+        store_outputs(sequence, work.output);
     }
 
   private:
@@ -69,6 +69,7 @@ class TilePrefill {
         strip.queries = (BFloat*)(at += kStrip * padded_);
         strip.max = at += kStrip * padded_ / 2;
         strip.total = at += kStrip;
+        strip.bias = at += kStrip;
         strip.positions = (int32_t*)(at + kStrip);
         strip.first = strip.positions[0], strip.last = strip.positions[kStrip - 1];
         return strip;
@@ -84,6 +85,7 @@ class TilePrefill {
                 to.max[lane] = std::ceil(sink);
                 to.total[lane] = layer_.sinks ? std::exp2(sink - to.max[lane]) : 0;
                 to.positions[lane] = begin_ + row_at(index, lane) / group_;
+                to.bias[lane] = bias_of(sequence, query, row_at(index, lane));
             }
             for (int half = 0; half < kStrip; half += kTileRows) {
                 const auto row = [&](int lane) {
@@ -95,7 +97,17 @@ class TilePrefill {
         }
     }
 
-    void store_outputs(const Sequence& sequence, const StepRows& rows) const {
+    // `Softmax` shifts exponents by whole units; without a cap this is as many of them.
+    float bias_of(const Sequence& sequence, antkv_rows query, int row) const {
+        if (!layer_.jensen_weights) return 0;
+        alignas(64) float channels[kMaxHeadSize];
+        const int head = head_of(sequence, row);
+        widen(layer_, row_of(layer_, query, token_of(sequence, row), head), size_, channels);
+        const float bias = jensen_bias(layer_, head, channels), factor = softmax_scale(layer_) * kLog2E * Powers::kUnit;
+        return layer_.soft_cap ? bias : std::nearbyint(bias * factor) / factor;
+    }
+
+    void store_outputs(const Sequence& sequence, antkv_rows output) const {
         const int num_rows = (end_ - begin_) * group_;
         for (int first = 0; first < num_rows; first += kTileRows) {
             const Strip from = strip(first / kStrip);
@@ -103,10 +115,7 @@ class TilePrefill {
             BFloat* to[kTileRows];
             for (int i = 0; i < count; ++i) {
                 const int token = token_of(sequence, first + i), head = head_of(sequence, first + i);
-                to[i] = (BFloat*)row_of(layer_, rows.output, token, head);
-                if (rows.lse)
-                    rows.lse[(int64_t)token * layer_.num_heads + head] =
-                        from.max[half + i] / kLog2E + std::log(from.total[half + i]);
+                to[i] = (BFloat*)row_of(layer_, output, token, head);
             }
             const Lanes factor = 1.0f / load_lanes(from.total + half);
             // Never -0, which would depend on whether tokens that the query does not see were added.
@@ -120,7 +129,8 @@ class TilePrefill {
         }
     }
 
-    // Adds what strips begin .. end see of the first `count` times 32 tokens in tiles.
+    // Adds what strips begin .. end see of the first `count` times 32 tokens in tiles, which are coded or exact.
+    template <bool kCoded>
     void add_tokens(int begin, int end, int count) {
         int seen[TokenTiles::kMax];
         for (int index = begin; index < end; ++index) {
@@ -128,10 +138,11 @@ class TilePrefill {
             int num_seen = 0;
             for (int i = 0; i < count; ++i)
                 if (!tokens_.seen(i).by_none(to.first, to.last)) seen[num_seen++] = i;
-            if (num_seen) add_seen(to, seen, num_seen);
+            if (num_seen) add_seen<kCoded>(to, seen, num_seen);
         }
     }
 
+    template <bool kCoded>
     void add_seen(const Strip& strip, const int* seen, int count) {
         // Of 32 tokens each: those that become weights, those behind them, and those whose products are under way meanwhile.
         alignas(64) float buffers[3][kTokens * kStrip];
@@ -142,13 +153,16 @@ class TilePrefill {
         };
         multiply(0, [] {});
         if (count > 1) multiply(1, [] {});
-        Softmax softmax(strip, softmax_scale(layer_) * kLog2E);
+        alignas(64) static constexpr float kNothing[kStrip] = {};
+        const bool has_bias = kCoded && layer_.jensen_weights;
+        Softmax softmax(strip, softmax_scale(layer_) * kLog2E, has_bias && !layer_.soft_cap ? strip.bias : kNothing);
         constexpr int kPairs = kTokens / 2;
         const int pairs_meanwhile = (kPairs * kTileDepth + padded_ - 1) / padded_;
         int added = 0;
         for (int i = 0; i < count; ++i) {
             const float* logits = buffers[i % 3];
-            cap_logits(layer_, layer_.scale, buffers[i % 3], kTokens * kStrip);
+            if (has_bias) add_bias(strip, tokens_.seen(seen[i]).anchors, buffers[i % 3]);
+            cap_logits(layer_, layer_.scale, 0, buffers[i % 3], kTokens * kStrip);
             if (!tokens_.seen(seen[i]).by_all(strip.first, strip.last)) hide(strip, tokens_.seen(seen[i]), buffers[i % 3]);
             if (__builtin_expect(softmax.outgrown(logits), 0)) {
                 add_values(strip, seen, added, i);
@@ -167,6 +181,16 @@ class TilePrefill {
         }
         softmax.store(strip);
         add_values(strip, seen, added, count);
+    }
+
+    // To products of codes where a cap comes next; else all exponents are shifted, and anchors' products lowered here.
+    void add_bias(const Strip& strip, uint32_t anchors, float* products) const {
+        const float sign = layer_.soft_cap ? 1 : -1;
+        for (uint32_t left = layer_.soft_cap ? ~anchors : anchors; left; left &= left - 1) {
+            float* at = products + __builtin_ctz(left) * kStrip;
+            for (int lane = 0; lane < kStrip; lane += kLanes)
+                store_lanes(at + lane, load_lanes(at + lane) + load_lanes(strip.bias + lane) * sign);
+        }
     }
 
     // Adds the values of tokens seen[begin] .. seen[end] times their weights.
@@ -212,11 +236,11 @@ std::vector<Task> tasks_of(const antkv_layer& layer, const antkv_step& step, con
 
 }  // namespace
 
-bool prefill_in_tiles(const antkv_layer& layer, const antkv_step& step, const uint8_t* is_prefilling, const StepRows& rows) {
+bool prefill_in_tiles(const antkv_layer& layer, const antkv_step& step, const antkv_work& work) {
     return layer.dtype == ANTKV_BFLOAT16 && with_tiles(layer, [&](auto tiles) {
         using Tiles = decltype(tiles);
         const int length = TilePrefill<Tiles>::run_length(layer);
-        const std::vector<Task> tasks = tasks_of(layer, step, is_prefilling, length);
+        const std::vector<Task> tasks = tasks_of(layer, step, work.is_prefilling, length);
         if (tasks.empty()) return;
 #pragma omp parallel
         {
@@ -226,7 +250,7 @@ bool prefill_in_tiles(const antkv_layer& layer, const antkv_step& step, const ui
             for (size_t i = 0; i < tasks.size(); ++i) {
                 const Sequence sequence(layer, step, tasks[i].request, tasks[i].head);
                 const int begin = tasks[i].begin, end = std::min(begin / length * length + length, sequence.end);
-                prefill.run(sequence, begin, end, rows);
+                prefill.run(sequence, begin, end, work);
             }
         }
     });

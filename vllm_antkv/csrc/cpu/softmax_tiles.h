@@ -16,6 +16,7 @@ constexpr float kSlack = 16;
 struct Strip {
     float* outputs;      // (padded head size, kStrip), relative to max
     float *max, *total;  // (kStrip), of logits as powers of two
+    float* bias;         // (kStrip), see `jensen_bias`
     BFloat* queries;     // (2, padded head size / 32) tiles
     int32_t* positions;  // (kStrip)
     int first, last;     // positions
@@ -37,10 +38,13 @@ inline void hide(const Strip& strip, const TokenTiles::Seen& tokens, float* logi
 // The running softmax of a strip, in registers.
 struct Softmax {
     Lanes max[2], grown[2], total[2], factor;
+    Lanes shift[2];  // of all exponents, in units
     Powers::Offset offset[2];
 
-    Softmax(const Strip& strip, float scale) : factor(to_all_lanes(scale * Powers::kUnit)) {
+    // bias: (kStrip), added to all logits; whole units.
+    Softmax(const Strip& strip, float scale, const float* bias) : factor(to_all_lanes(scale * Powers::kUnit)) {
         for (int side = 0; side < 2; ++side) {
+            shift[side] = whole_numbers(load_lanes(bias + side * kLanes) * factor);
             max[side] = load_lanes(strip.max + side * kLanes);
             total[side] = load_lanes(strip.total + side * kLanes);
         }
@@ -55,7 +59,7 @@ struct Softmax {
     // Lanes that have seen nothing yet have no maximum.
     void set_offsets() {
         for (int side = 0; side < 2; ++side)
-            offset[side] = Powers::offset((max[side] == -kInfinity ? Lanes{} : max[side]) * Powers::kUnit);
+            offset[side] = Powers::offset((max[side] == -kInfinity ? Lanes{} : max[side]) * Powers::kUnit - shift[side]);
     }
 
     // Whether logits of 32 tokens are too large for what weights are relative to; `grown` then is what they should be.
@@ -68,7 +72,7 @@ struct Softmax {
                     top[side][i] = larger(load_lanes(logits + (t + i) * kStrip + side * kLanes), top[side][i]);
         IntLanes grows[2];
         for (int side = 0; side < 2; ++side) {
-            grown[side] = larger(top[side][0], top[side][1]) * (factor / Powers::kUnit);
+            grown[side] = (larger(top[side][0], top[side][1]) * factor + shift[side]) / Powers::kUnit;
             grows[side] = grown[side] > max[side] + kSlack;
         }
         if (!any(grows[0] | grows[1])) return false;

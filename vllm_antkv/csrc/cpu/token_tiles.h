@@ -20,6 +20,7 @@ class TokenTiles {
     struct Seen {
         int32_t from[kTokens], until[kTokens];
         int first_from, last_from, first_until, last_until;
+        uint32_t anchors;  // bits of tokens whose K is an anchor
 
         bool by_all(int first, int last) const { return last_from <= first && last <= first_until; }
         bool by_none(int first, int last) const { return last < first_from || last_until < first; }
@@ -77,6 +78,7 @@ class TokenTiles {
   private:
     struct Rows {
         const BFloat *keys[kBlockSize], *values[kBlockSize];
+        uint32_t anchors[kBlockSize / kTokens] = {};  // as in `Seen`
     };
     static constexpr BFloat kNothing[kMaxHeadSize] = {};
 
@@ -105,11 +107,13 @@ class TokenTiles {
         const VQPage page = sequence.vq_page(first / kBlockSize);
         decode_keys(sequence, first, count);
         decode_values(sequence.head, page, count);
+        Rows rows;
         for (int anchor = 0; !own && anchor < layer_.anchor_rows; ++anchor) {
             decode_anchor(sequence, first, anchor, false);
             decode_anchor(sequence, first, anchor, true);
+            const int offset = page.anchor_offsets(false)[anchor], t = offset % kExactAnchor;
+            if (offset >= 0) rows.anchors[t / kTokens] |= 1u << t % kTokens;
         }
-        Rows rows;
         for (int t = 0; t < count; ++t) {
             rows.keys[t] = key(t);
             rows.values[t] = value(t);
@@ -192,6 +196,7 @@ class TokenTiles {
         for (int first = 0; first < padded; first += kTokens) {
             BFloat *keys = tiles(count_), *values = keys + kTokens * padded_;
             pack_seen(first, seen_[count_]);
+            seen_[count_].anchors = rows.anchors[first / kTokens];
             for (int t = 0; t < kTokens; t += kTileRows)
                 load_row_tiles(layer_, kTileRows, [&](int i) { return rows.keys[first + t + i]; }, keys + t * padded_);
             pack_values(rows.values + first, values);

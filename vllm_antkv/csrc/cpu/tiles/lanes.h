@@ -47,6 +47,8 @@ inline Lanes smaller(Lanes a, Lanes b) {
 #endif
 }
 
+// To the nearest whole number, of numbers below 2^22.
+inline Lanes whole_numbers(Lanes v) { return v + 0x1.8p23f - 0x1.8p23f; }
 inline Lanes square_root(Lanes v) {
 #if defined(__AVX512F__)
     return (Lanes)_mm512_sqrt_ps((__m512)v);
