@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.arguments import check_jensen_weights, rows_argument, step_argument
+from vllm_antkv.ops.arguments import rows_argument, step_argument
 from vllm_antkv.ops.cuda_arguments import LayerArgument, ResultsArgument, anchor_bytes, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import CLUSTER, ENCODE_RUN, Build
@@ -103,7 +103,6 @@ class CudaOperations:
         triton: "TritonOperations | Any" = None,
         split: int | None = None,
     ) -> None:
-        check_jensen_weights(layer, "CUDA")
         self._split = SPLIT if split is None else split
         self._backend = _backend(layer.recency.k.device) if backend is None else backend
         reason = unsupported(layer.kind, self._backend)
@@ -183,7 +182,6 @@ class CudaOperations:
         capacity = len(partials)
         results = ResultsArgument(
             rows_argument(output),
-            None,
             partials.data_ptr(),
             places.data_ptr(),
             capacity,

@@ -9,7 +9,7 @@ from vllm_antkv.cache.pages import ALIGNMENT
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.arguments import RowsArgument, layer_fields, plain_tables, section_offset
 from vllm_antkv.ops.cuda_build import Build
-from vllm_antkv.ops.fp8_tables import head_scales, in_e4m3, scales_for
+from vllm_antkv.ops.fp8_tables import head_scales, in_e4m3
 from vllm_antkv.ops.layer import LayerState
 
 
@@ -25,7 +25,7 @@ class LayerArgument(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("recency_v", "recency_scores")),
         *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "k_half_norms", "v_half_norms")),
         *((name, ctypes.c_void_p) for name in ("tables", "k_scales", "v_scales", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("k_order", "last_query")),
+        *((name, ctypes.c_void_p) for name in ("k_order", "last_query", "jensen_weights")),
         *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
         *((name, ctypes.c_int32) for name in ("num_kv_heads", "rotary_dim", "is_neox_style", "rotary_rows")),
         *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "split", "staged_bytes")),
@@ -38,7 +38,7 @@ class ResultsArgument(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("output", RowsArgument),
-        *((name, ctypes.c_void_p) for name in ("lse", "partials", "places")),
+        *((name, ctypes.c_void_p) for name in ("partials", "places")),
         ("capacity", ctypes.c_int64),
         ("is_sink", ctypes.c_void_p),
         ("votes", ctypes.c_int32),
@@ -48,13 +48,13 @@ class ResultsArgument(ctypes.Structure):
 
 def tables_of(layer: LayerState, build: Build) -> dict[str, torch.Tensor]:
     """What the kernels read beside the pages, in their layouts."""
-    tables = plain_tables(layer)
+    tables = plain_tables(layer) | {"jensen_weights": layer.jensen_weights}
     packed = []
     for name, centroids, half_norms in zip("kv", (layer.k_centroids, layer.v_centroids), layer.half_norms, strict=True):
         entries = tables[f"{name}_centroids"] = centroids.half()
         tables[f"{name}_half_norms"] = half_norms
-        if build.fp8:
-            scales = _scales(centroids, build, name)
+        if not build.stages_tables:
+            scales = head_scales(centroids)[:, None].expand(-1, centroids.shape[1])
             tables[f"{name}_scales"] = scales
             entries = in_e4m3(centroids, scales[:, :, None, None])
         # In shared memory a row per code: csrc/cuda/staged_tables.cuh.
@@ -62,18 +62,6 @@ def tables_of(layer: LayerState, build: Build) -> dict[str, torch.Tensor]:
         packed.append(rows.contiguous().view(torch.uint8))
     tables["tables"] = torch.cat(packed, dim=2 if build.num_tables == 1 else 1)
     return tables
-
-
-def _scales(centroids: torch.Tensor, build: Build, name: str) -> torch.Tensor:
-    """(num_kv_heads, num_sub_vectors) float32."""
-    num_sub_vectors = centroids.shape[1]
-    if not build.stages_tables:
-        return head_scales(centroids)[:, None].expand(-1, num_sub_vectors)
-    largest = centroids.float().abs().amax((2, 3))
-    if name == "k":
-        # The channels of a rotary pair share their scale, so that it can ride on the cosines.
-        largest = largest.unflatten(1, (2, -1)).amax(1).repeat(1, 2)
-    return scales_for(largest)
 
 
 def layer_argument(layer: LayerState, tables: dict[str, torch.Tensor], build: Build, split: int) -> LayerArgument:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.fp8_tables import ROUNDED_FROM
 from vllm_antkv.ops.layer import LayerKind
 
 #: Bytes of a staged table: 256 codes in rows of 256 bytes.
@@ -27,7 +26,6 @@ _SIZES = ((8, 4, 8), (8, 3, 8), (8, 2, 8), (8, 2, 2), (4, 4, 8), (4, 3, 2), (4, 
 class Build:
     """What the kernels are compiled for.
 
-    fp8: the tables of decoding are in e4m3: those of 4,096 centroids.
     staged_rows: anchor rows of K, and of V, that spans have room for beside the codes of a page; 0: anchors are read
         where they are.
     cluster: CTAs that have K's tables of 4,096 centroids in their shared memory together; 1: those are in L2.
@@ -39,7 +37,6 @@ class Build:
     sub_vector_size: int
     num_centroids: int
     bfloat16: bool
-    fp8: bool
     bulk: bool
     warps: int = 8
     ring: int = 4
@@ -56,7 +53,6 @@ class Build:
             sub_vector_size=layer.preset.sub_vector_size,
             num_centroids=layer.preset.num_centroids,
             bfloat16=layer.dtype == torch.bfloat16,
-            fp8=layer.preset.num_centroids >= ROUNDED_FROM,
             bulk=capability >= _BULK_CAPABILITY,
         )
         return build.fitted(shared_bytes)
@@ -81,7 +77,7 @@ class Build:
 
     def of_coding(self) -> "Build":
         """The one of all builds with the same antkv_encode_store."""
-        return replace(self, group=1, fp8=False, bulk=False, ring=1, staged_rows=0, cluster=1, stamps=False)
+        return replace(self, group=1, bulk=False, ring=1, staged_rows=0, cluster=1, stamps=False)
 
     @property
     def encode_threads(self) -> int:
@@ -103,7 +99,7 @@ class Build:
         """That are staged: 1 where the centroids of K and V lie side by side in rows of 256 bytes, 2 where they fill a
         row each.
         """
-        return self.head_size * (1 if self.fp8 else 2) // 128 if self.stages_tables else 0
+        return self.head_size // 64 if self.stages_tables else 0
 
     @property
     def table_bytes(self) -> int:
@@ -134,9 +130,9 @@ class Build:
         row = self.group * self.head_size * 2
         pages = self.warps * 32 // VQ_BLOCK_SIZE
         # Rows of the turned query are 4 channels longer; logits of a block take their place. Where a span is of, 8
-        # numbers; addresses of its pages, the exact tokens of each warp.
+        # numbers; addresses of its pages, a bias of each query, the exact tokens of each warp.
         turned = max(2 * (row + self.group * 8), self.group * VQ_BLOCK_SIZE * 4)
-        span = pages * self.page_bytes + 2 * row + turned + 8 * 4 + pages * 8 + self.warps * 4
+        span = pages * self.page_bytes + 2 * row + turned + 8 * 4 + pages * 8 + (self.group + self.warps) * 4
         logits_and_weights = self.warps * self.group * 32 * (4 + 2 * 2)
         # Queries that share the 8 columns of an mma, where parts of the channels lie side by side.
         merged_queries = 8 // (self.head_size // 32 if self.stages_tables else 2)
@@ -166,7 +162,7 @@ class Build:
     @property
     def definitions(self) -> dict[str, str]:
         """Preprocessor macros."""
-        flags = {"BFLOAT16": self.bfloat16, "FP8": self.fp8, "BULK": self.bulk, "STAMPS": self.stamps}
+        flags = {"BFLOAT16": self.bfloat16, "BULK": self.bulk, "STAMPS": self.stamps}
         numbers = {
             "HEAD_SIZE": self.head_size,
             "GROUP": self.group,

@@ -85,7 +85,6 @@ inline u64 clock_now() {
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1 / x; }
 inline float square_root(float x) { return std::sqrt(x); }
-inline float logarithm(float x) { return std::log(x); }
 
 namespace emulation {
 

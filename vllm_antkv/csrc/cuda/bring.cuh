@@ -76,22 +76,37 @@ ANTKV_DEVICE void write_query(const Turned& query, uint2 (*to)[kQueryQuads], Lan
 }
 
 // The query as it is, of which a lane has neighbouring channels.
+//
+// bias: what the logits of coded keys are short of, to base 2 (`jensen_bias` of vllm_antkv/ops/reference.py), of the query with
+// the lane's number. There are far more coded keys than others, so the others' logits go down by it: a softmax is the same.
 struct Plain {
     u32 words[kGroup][kTurned];
+    float bias = 0;
 
     ANTKV_DEVICE Plain(const Inputs& in, int hand, Lane lane) {
         const float scale = in.layer.scale * kLog2E;
+        float sums[kGroup] = {};
 #pragma unroll
         for (int q = 0; q < kGroup; ++q) {
-            const u16* from = in.query.at(hand, in.head * kGroup + q) + lane.index * kTurned * 2;
-            for (int i = 0; i < kTurned; ++i)
-                words[q][i] = pack_f16(to_float(from[2 * i]) * scale, to_float(from[2 * i + 1]) * scale);
+            const int own = lane.index * kTurned * 2;
+            const u16* from = in.query.at(hand, in.head * kGroup + q) + own;
+            const float* weights = in.layer.jensen_weights + (in.head * kGroup + q) * kHeadSize + own;
+            for (int i = 0; i < kTurned; ++i) {
+                const float first = to_float(from[2 * i]), second = to_float(from[2 * i + 1]);
+                words[q][i] = pack_f16(first * scale, second * scale);
+                sums[q] += (first * first * weights[2 * i] + second * second * weights[2 * i + 1]) * kLog2E;
+            }
         }
-    }
-    ANTKV_DEVICE void write(u16 (*to)[kHeadSize], Lane lane) const {
+        sums_of_warp(sums);
 #pragma unroll
         for (int q = 0; q < kGroup; ++q)
-            for (int i = 0; i < kTurned; ++i) ((u32*)to[q])[lane.index * kTurned + i] = words[q][i];
+            if (lane.index == q) bias = sums[q];
+    }
+    ANTKV_DEVICE void write(Span& span, Lane lane) const {
+#pragma unroll
+        for (int q = 0; q < kGroup; ++q)
+            for (int i = 0; i < kTurned; ++i) ((u32*)span.plain[q])[lane.index * kTurned + i] = words[q][i];
+        if (lane.index < kGroup) span.bias[lane.index] = bias;
     }
 };
 
@@ -203,7 +218,7 @@ ANTKV_DEVICE void bring_split(Ring& ring, const Items& items, int item) {
         Span& span = ring.take();
         ring.stamps.mark(Phase::kBring);
         bring_pages(in, span, page, num_pages, hand, ring.full(), lane);
-        plain.write(span.plain, lane);
+        plain.write(span, lane);
         write_query(query, span.query[0], lane);
         by_half.apply(query);
         write_query(query, span.query[1], lane);

@@ -133,4 +133,4 @@ struct CachedTables {
         return load;
     }
 };
-static_assert(kCentroids == 256 || (kSubVector % 16 == 0 && kFp8), "tables in L2 are in e4m3");
+static_assert(kCentroids == 256 || kSubVector % 16 == 0, "a centroid in e4m3 is read 16 bytes at a time");

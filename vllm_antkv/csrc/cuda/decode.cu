@@ -99,12 +99,8 @@ ANTKV_DEVICE float* partial_at(const Layer& layer, const Results& results, i64 i
     return results.partials + (item * layer.num_kv_heads + head) * kPartial;
 }
 
-// A channel of the output of query `q` of the group, and with the first of them the log-sum-exp.
-ANTKV_DEVICE void write_output(const Layer& layer, const Results& results, int token, int head, int q, int channel,
-                               float result, float maximum, float total) {
-    results.output.at(token, head * kGroup + q)[channel] = (u16)pack(result / total, 0);
-    if (results.lse && channel == 0)
-        results.lse[(i64)token * layer.num_kv_heads * kGroup + head * kGroup + q] = maximum / kLog2E + logarithm(total);
+ANTKV_DEVICE void write_output(const Results& results, int token, int head, int q, int channel, float result) {
+    results.output.at(token, head * kGroup + q)[channel] = (u16)pack(result, 0);
 }
 
 // Leave the logits that votes are counted from in the split's last span, whose queries and codes nobody needs then.
@@ -161,7 +157,7 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
             }
             result *= Tables::value_scale(in.layer, in.head);
             if (!partial) {
-                write_output(in.layer, in.results, work.hand, in.head, q, channel, result, maximum, total);
+                write_output(in.results, work.hand, in.head, q, channel, result / total);
                 continue;
             }
             partial[q * kHeadSize + channel] = result;
@@ -277,6 +273,6 @@ antkv_merge(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, ANTKV_ARGUME
             total += weight * totals[i * stride];
             result += weight * first[i * stride + at];
         }
-        write_output(layer, results, step.query_start_loc[request], head, q, at % kHeadSize, result, maximum, total);
+        write_output(results, step.query_start_loc[request], head, q, at % kHeadSize, result / total);
     }
 }

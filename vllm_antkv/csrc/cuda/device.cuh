@@ -190,7 +190,6 @@ ANTKV_DEVICE T from_lane_xor(T value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 ANTKV_DEVICE int first_bit(u32 mask) { return __ffs((int)mask) - 1; }
-ANTKV_DEVICE float logarithm(float x) { return __logf(x); }
 
 ANTKV_DEVICE void make_barrier(Barrier* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");

@@ -10,7 +10,6 @@ constexpr int kGroup = ANTKV_GROUP;            // query heads per KV head
 constexpr int kSubVector = ANTKV_SUB_VECTOR;   // channels
 constexpr int kCentroids = ANTKV_CENTROIDS;    // per sub-vector
 constexpr bool kBFloat16 = ANTKV_BFLOAT16;     // else float16: the model dtype
-constexpr bool kFp8 = ANTKV_FP8;               // tables of decode in e4m3, else float16
 constexpr int kCluster = ANTKV_CLUSTER_SIZE;    // CTAs of decode that share K's tables, or 1: each has its own
 constexpr int kSubVectors = kHeadSize / kSubVector;
 constexpr int kCodeBytes = kCentroids == 256 ? kSubVectors : (kSubVectors * 12 + 7) / 8;
@@ -29,10 +28,11 @@ struct Layer {
     const u16 *k_centroids, *v_centroids;       // (num_kv_heads, sub_vectors, centroids, sub_vector_size) float16
     const float *k_half_norms, *v_half_norms;   // (num_kv_heads, sub_vectors, centroids)
     const u8* tables;                           // (num_kv_heads, bytes): of `StagedTables` or `CachedTables`
-    const float *k_scales, *v_scales;           // of FP8 tables: (num_kv_heads, sub_vectors)
+    const float *k_scales, *v_scales;           // of tables of 4,096 centroids, in e4m3: (num_kv_heads, sub_vectors)
     const float *cos, *sin;                     // (rotary_rows, rotary_dim / 2); null without RoPE
     const i32* k_order;                         // (head_size) channel of K at each place of decoded rows; null: the same
     const i32* last_query;                      // (max_model_len)
+    const float* jensen_weights;                // (num_heads, head_size): of `Span::bias`
     float scale, rotary_magnitude;
     i32 num_kv_heads, rotary_dim, is_neox_style, rotary_rows;
     i32 recency_block_size, anchor_rows;
@@ -43,8 +43,8 @@ struct Layer {
 
 // What a step computes; see vllm_antkv/ops/step.py. Table strides are in entries.
 struct Step {
-    const i32 *query_start_loc, *seq_lens, *vq_table, *recency_table;
-    i64 vq_stride, recency_stride, num_reqs;
+    const i32 *query_start_loc, *seq_lens, *vq_block_table, *recency_block_table;
+    i64 vq_table_stride, recency_table_stride, num_reqs;
 };
 
 // (num_tokens, heads, head_size): heads lie side by side, `stride` elements from token to token.
@@ -62,7 +62,6 @@ struct Place {
 // Where decoding writes.
 struct Results {
     Rows output;
-    float* lse;       // (num_tokens, num_heads), or null
     float* partials;  // (capacity, num_kv_heads, kPartial): of the items of `Items`
     Place* places;    // (num_reqs)
     i64 capacity;
@@ -85,16 +84,16 @@ ANTKV_DEVICE int channel_at(const Layer& layer, int place) {
 }
 
 ANTKV_DEVICE u8* vq_page(const Layer& layer, const Step& step, int request, int head, int block) {
-    ANTKV_EXPECT(request >= 0 && request < step.num_reqs && block >= 0 && block < step.vq_stride);
-    const i64 id = step.vq_table[request * step.vq_stride + block];
+    ANTKV_EXPECT(request >= 0 && request < step.num_reqs && block >= 0 && block < step.vq_table_stride);
+    const i64 id = step.vq_block_table[request * step.vq_table_stride + block];
     ANTKV_EXPECT(id >= 0 && id < layer.num_blocks);
     return layer.vq + id * layer.vq_block_stride + head * layer.vq_head_stride;
 }
 
 // Page `index` of a request, or null where it is the null block.
 ANTKV_DEVICE u8* recency_page(const Layer& layer, const Step& step, int request, int head, int index) {
-    ANTKV_EXPECT(request >= 0 && request < step.num_reqs && index >= 0 && index < step.recency_stride);
-    const i64 id = step.recency_table[request * step.recency_stride + index];
+    ANTKV_EXPECT(request >= 0 && request < step.num_reqs && index >= 0 && index < step.recency_table_stride);
+    const i64 id = step.recency_block_table[request * step.recency_table_stride + index];
     ANTKV_EXPECT(id >= 0 && id < layer.num_blocks);
     return id ? layer.recency + id * layer.recency_block_stride + head * layer.recency_head_stride : nullptr;
 }

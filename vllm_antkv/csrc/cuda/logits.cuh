@@ -115,7 +115,7 @@ ANTKV_DEVICE void exact_logits(const Tile& tile, const u8* own_row, int half) {
             const int q = group * 8 + lane.column * 2 + i % 2;
             if (q >= kGroup || !rows[i / 2]) continue;
             const int place = place_of(q, half * 16 + i / 2 * 8 + lane.row);
-            tile.logits()[q][place] = logits[group][i] * (tile.in.layer.scale * kLog2E);
+            tile.logits()[q][place] = logits[group][i] * (tile.in.layer.scale * kLog2E) - tile.span.bias[q];
         }
     }
 }
@@ -144,7 +144,8 @@ ANTKV_DEVICE void correct_logits(const Tile& tile, Anchors anchors, int lanes, i
     for (int group = 0; group < kExactGroups; ++group) {
         for (int i = 0; i < 2; ++i) {
             const int q = group * 8 + lane.column * 2 + i;
-            if (hit && q < kGroup) tile.logits()[q][place_of(q, token)] += logits[group][i] * kFp8Unit;
+            if (hit && q < kGroup)
+                tile.logits()[q][place_of(q, token)] += logits[group][i] * kFp8Unit - tile.span.bias[q];
         }
     }
 }

@@ -85,6 +85,7 @@ struct Span {
     };
     Work work;
     const u8* pages_at[kSpanPages];          // in global memory
+    float bias[kGroup];                      // see `Plain::bias`
     u32 exact[kWarps];                       // tokens of each warp that the query sees in full precision
 };
 

@@ -23,7 +23,7 @@ ANTKV_DEVICE u32 place_in_table(u32 codes, u32 look_up) { return permute_bytes(c
 // See `Tables`. What a lane reads depends on codes for its row alone; the columns are worked out once.
 struct StagedTables {
     static constexpr int kTableBytes = 256 * 256;
-    static constexpr int kQuadBytes = kFp8 ? 4 : 8;
+    static constexpr int kQuadBytes = 8;
     // K and V fill the rows of a table each, or share them.
     static constexpr int kTables = kQuads * kQuadBytes / 128;
     static constexpr int kValueTable = kTables == 2 ? kTableBytes : 0, kValueColumn = kTables == 2 ? 0 : 128;
@@ -32,7 +32,7 @@ struct StagedTables {
 
     static constexpr int kBytes = kTables * kTableBytes;
     // A look-up of K reads 16 bytes where that is a centroid; 8 lanes are then served together, of two orders.
-    static constexpr bool kWide = !kFp8 && kSubVector == 8;
+    static constexpr bool kWide = kSubVector == 8;
     static constexpr int kKeysAtOnce = kWide ? 2 : 1, kValuesAtOnce = 1;
     static constexpr int kOrders = kWide ? 2 : 4;
     static constexpr int kSetColumns = kSets;
@@ -40,7 +40,7 @@ struct StagedTables {
     const u8* data;
     // Where head size 64 has too few pairs for all orders, the quads of a pair change places.
     static constexpr bool kSwapped = kPairs == 2;
-    u32 key[kPairs][1 + kSwapped], value[kSets], value_factor[kSets];
+    u32 key[kPairs][1 + kSwapped], value[kSets];
     int key_code[2], value_code;  // where the lane's codes start in a row of codes
 
     ANTKV_DEVICE StagedTables(const Layer& layer, int head, Lane lane, u8* shared) : data(shared) {
@@ -61,10 +61,6 @@ struct StagedTables {
         for (int i = 0; i < kSets; ++i) {
             const int set = value_set(lane.column, i), quad = value_quad(lane.row, set);
             value[i] = opaque(look_up(quad * kQuadBytes + kValueColumn, set * 4 / kSubVector));
-            if constexpr (kFp8) {
-                const float scale = layer.v_scales[head * kSubVectors + quad * 4 / kSubVector] * kFp8Unit;
-                value_factor[i] = pack_f16(scale, scale);
-            }
         }
         value_code = lane.row * kValueCodes;
     }
@@ -83,10 +79,7 @@ struct StagedTables {
     ANTKV_DEVICE static int value_set(int column, int turn) { return (turn + column) % kSets; }
     ANTKV_DEVICE static int value_quad(int row, int set) { return kSets * row + set; }
 
-    ANTKV_DEVICE static float key_scale(const Layer& layer, int head, int quad) {
-        return kFp8 ? layer.k_scales[head * kSubVectors + quad * 4 / kSubVector] * kFp8Unit : 1;
-    }
-    // Their scales are on values when they are loaded.
+    ANTKV_DEVICE static float key_scale(const Layer&, int, int) { return 1; }
     static constexpr float value_unit = 1;
     ANTKV_DEVICE static float value_scale(const Layer&, int) { return 1; }
 
@@ -117,19 +110,14 @@ struct StagedTables {
     }
     ANTKV_DEVICE int query_offset(Lane, int j, bool second, bool turned) const {
         const u32 own = kSwapped ? key[j][second != turned] : key[turned ? j ^ 2 : j][0];
-        return (own >> 16) * (8 / kQuadBytes) + (second && !kSwapped ? kQuads / 2 * 8 : 0);
+        return (own >> 16) + (second && !kSwapped ? kQuads / 2 * 8 : 0);
     }
     ANTKV_DEVICE const u8* key_at(KeyRow codes, int j, bool second) const {
         const u8* table = data + (second && !kSwapped ? kQuads / 2 * kQuadBytes : 0);
         return table + place_in_table(codes.words[second], key[j][second && kSwapped]);
     }
     ANTKV_DEVICE ValueLoad load_values(ValueRow codes, int turn) const {
-        Quad quad = load_quad(data + kValueTable + place_in_table(codes, value[turn]));
-        if constexpr (kFp8) {
-            quad.low = mul_f16x2(quad.low, value_factor[turn]);
-            quad.high = mul_f16x2(quad.high, value_factor[turn]);
-        }
-        return {quad};
+        return {load_quad(data + kValueTable + place_in_table(codes, value[turn]))};
     }
 
     ANTKV_DEVICE static Quad key_operand(const KeyLoad& load, int i) { return load.quads[i]; }
@@ -137,11 +125,5 @@ struct StagedTables {
         transpose({loads[0].quads[i], loads[1].quads[i], loads[2].quads[i], loads[3].quads[i]}, a);
     }
 
-    ANTKV_DEVICE static Quad load_quad(const u8* at) {
-        if constexpr (kFp8) {
-            return widen_e4m3(*(const u32*)at);
-        } else {
-            return {((const uint2*)at)->x, ((const uint2*)at)->y};
-        }
-    }
+    ANTKV_DEVICE static Quad load_quad(const u8* at) { return {((const uint2*)at)->x, ((const uint2*)at)->y}; }
 };
