@@ -1,4 +1,4 @@
-"""The structures that C++ and CUDA kernels take are those that Python hands over: the same sizes, fields at the same places."""
+"""The structures of the CUDA kernels are laid out as those that Python hands over."""
 
 import ctypes
 import shutil

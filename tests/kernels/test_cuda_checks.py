@@ -93,7 +93,7 @@ def with_ids(table: str, block_id: int) -> Callable[[Step], Step]:
         (with_ids("vq_block_table", -1), "id >= 0"),
         (with_ids("recency_block_table", POOL), "id < layer.num_blocks"),
         (lambda step: replace(step, seq_lens=step.seq_lens - 1), "position >= 0"),
-        (lambda step: replace(step, seq_lens=step.seq_lens + 100), "block < step.vq_stride"),
+        (lambda step: replace(step, seq_lens=step.seq_lens + 100), "block < step.vq_table_stride"),
         (lambda step: replace(step, query_start_loc=step.query_start_loc + 1), "token"),
     ],
 )

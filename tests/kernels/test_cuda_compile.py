@@ -13,21 +13,21 @@ pytestmark = pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 #: The presets at head size 128 with 4 query heads to a KV head, in bfloat16.
 DEFAULTS = {
-    "antkv-2bit": Build(128, 4, 4, 256, bfloat16=True, fp8=False, bulk=True),
-    "antkv-1bit": Build(128, 4, 8, 256, bfloat16=True, fp8=False, bulk=True),
-    "antkv-0.75bit": Build(128, 4, 16, 4096, bfloat16=True, fp8=True, bulk=True),
-    "antkv-0.375bit": Build(128, 4, 32, 4096, bfloat16=True, fp8=True, bulk=True),
+    "antkv-2bit": Build(128, 4, 4, 256, bfloat16=True, bulk=True),
+    "antkv-1bit": Build(128, 4, 8, 256, bfloat16=True, bulk=True),
+    "antkv-0.75bit": Build(128, 4, 16, 4096, bfloat16=True, bulk=True),
+    "antkv-0.375bit": Build(128, 4, 32, 4096, bfloat16=True, bulk=True),
 }
 #: Bytes that a default build spills after all: a look-up in L2 that waits in registers.
-SPILLED = {("antkv-0.75bit", 80): 8}
+SPILLED = {("antkv-0.75bit", 80): {"decode": 8}}
 OTHERS = (
-    Build(128, 1, 8, 256, bfloat16=True, fp8=False, bulk=True),
-    Build(128, 8, 8, 256, bfloat16=True, fp8=False, bulk=True),
-    Build(128, 16, 8, 256, bfloat16=True, fp8=False, bulk=True),
-    Build(64, 4, 8, 256, bfloat16=False, fp8=False, bulk=True),
-    Build(64, 7, 4, 256, bfloat16=True, fp8=False, bulk=True),
-    Build(128, 16, 16, 4096, bfloat16=True, fp8=True, bulk=True),
-    Build(64, 7, 32, 4096, bfloat16=False, fp8=True, bulk=True),
+    Build(128, 1, 8, 256, bfloat16=True, bulk=True),
+    Build(128, 8, 8, 256, bfloat16=True, bulk=True),
+    Build(128, 16, 8, 256, bfloat16=True, bulk=True),
+    Build(64, 4, 8, 256, bfloat16=False, bulk=True),
+    Build(64, 7, 4, 256, bfloat16=True, bulk=True),
+    Build(128, 16, 16, 4096, bfloat16=True, bulk=True),
+    Build(64, 7, 32, 4096, bfloat16=False, bulk=True),
 )
 
 
@@ -50,7 +50,8 @@ def kernels(build: Build, architecture: int) -> dict[str, int]:
 def test_default_builds_fit_and_spill_nothing(preset: str, architecture: int) -> None:
     found = kernels(DEFAULTS[preset], architecture)
     assert {"decode", "merge", "encode_store"} <= set(found)
-    assert max(found.values()) <= SPILLED.get((preset, architecture), 0), found
+    allowed = SPILLED.get((preset, architecture), {})
+    assert {kernel: n for kernel, n in found.items() if n > allowed.get(kernel, 0)} == {}
 
 
 @pytest.mark.parametrize("build", OTHERS, ids=str)

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 
-from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.c_structs import fields
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.step import Step
@@ -100,15 +99,6 @@ def check_heads(rows: torch.Tensor) -> None:
     strides = rows.stride()
     if strides[2] != 1 or (num_heads > 1 and strides[1] != head_size):
         raise ValueError(f"The heads of a token must be contiguous, not of strides {strides}.")
-
-
-def check_jensen_weights(layer: LayerState, kernels: str) -> None:
-    """UnsupportedModelError where a codebook corrects logits and these kernels do not."""
-    if layer.jensen_weights.any():
-        raise UnsupportedModelError(
-            f"The {kernels} kernels do not correct the logits of coded keys, as this codebook asks for: serve this "
-            "model with the antkv setting kernels=reference."
-        )
 
 
 def _stride(pages: torch.Tensor, dim: int) -> int:

@@ -61,6 +61,8 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
     if (anchors.of_keys() || keys_kept || tile.is_last) {
         put_logits(tile, logits);
         sync_warp();
+        put_bias(tile, keys_kept);
+        sync_warp();
         if (anchors.of_keys()) correct_all_logits(tile, anchors, exact);
         for (int half = 0; half < kTiles; ++half)
             if (keys_kept >> half * 16 & 0xffff) exact_logits(tile, own.key, half);

@@ -92,7 +92,14 @@ ANTKV_DEVICE void take_logits(const Tile& tile, Logits& logits) {
     }
 }
 
-// own_row: of the lane's token, or null. half: of the tile.
+// What `exact_logits` takes off, a token per lane: there it would cost registers.
+ANTKV_DEVICE void put_bias(const Tile& tile, u32 exact) {
+    const u32 token = tile.lane.index;
+    if (!(exact >> token & 1)) return;
+    for (u32 q = 0; q < kGroup; ++q) tile.logits()[q][place_of(q, token)] = tile.span.bias[q];
+}
+
+// own_row: of the lane's token, or null. half: of the tile. Behind `put_bias`.
 ANTKV_DEVICE void exact_logits(const Tile& tile, const u8* own_row, int half) {
     const Lane lane(opaque((u32)tile.lane.index));
     const u8* rows[2];
@@ -115,7 +122,8 @@ ANTKV_DEVICE void exact_logits(const Tile& tile, const u8* own_row, int half) {
             const int q = group * 8 + lane.column * 2 + i % 2;
             if (q >= kGroup || !rows[i / 2]) continue;
             const int place = place_of(q, half * 16 + i / 2 * 8 + lane.row);
-            tile.logits()[q][place] = logits[group][i] * (tile.in.layer.scale * kLog2E) - tile.span.bias[q];
+            float* to = &tile.logits()[q][place];
+            *to = logits[group][i] * (tile.in.layer.scale * kLog2E) - *to;
         }
     }
 }
