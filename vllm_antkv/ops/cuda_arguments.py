@@ -42,7 +42,6 @@ class ResultsArgument(ctypes.Structure):
         ("capacity", ctypes.c_int64),
         ("is_sink", ctypes.c_void_p),
         ("votes", ctypes.c_int32),
-        ("stamps", ctypes.c_void_p),
     ]
 
 

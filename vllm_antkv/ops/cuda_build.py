@@ -29,7 +29,6 @@ class Build:
     staged_rows: anchor rows of K, and of V, that spans have room for beside the codes of a page; 0: anchors are read
         where they are.
     cluster: CTAs that have K's tables of 4,096 centroids in their shared memory together; 1: those are in L2.
-    stamps: decoding writes down when its warps came to what (csrc/cuda/stamps.cuh), at `ResultsArgument.stamps`.
     """
 
     head_size: int
@@ -42,7 +41,6 @@ class Build:
     ring: int = 4
     staged_rows: int = 8
     cluster: int = 1
-    stamps: bool = False
 
     @classmethod
     def of(cls, layer: LayerKind, shared_bytes: int, capability: tuple[int, int]) -> "Build":
@@ -77,7 +75,7 @@ class Build:
 
     def of_coding(self) -> "Build":
         """The one of all builds with the same antkv_encode_store."""
-        return replace(self, group=1, bulk=False, ring=1, staged_rows=0, cluster=1, stamps=False)
+        return replace(self, group=1, bulk=False, ring=1, staged_rows=0, cluster=1)
 
     @property
     def encode_threads(self) -> int:
@@ -162,7 +160,7 @@ class Build:
     @property
     def definitions(self) -> dict[str, str]:
         """Preprocessor macros."""
-        flags = {"BFLOAT16": self.bfloat16, "BULK": self.bulk, "STAMPS": self.stamps}
+        flags = {"BFLOAT16": self.bfloat16, "BULK": self.bulk}
         numbers = {
             "HEAD_SIZE": self.head_size,
             "GROUP": self.group,

@@ -77,11 +77,6 @@ inline void widen_e4m3x4(u32 word, u32& low, u32& high) {
     high = one(16) | one(24) << 16;
 }
 inline const u8* behind(const u8* at, u32 count, u32 size) { return at + (u64)count * size; }
-// Every look at it is a cycle later.
-inline u64 clock_now() {
-    static u64 clock = 0;
-    return ++clock;
-}
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1 / x; }
 inline float square_root(float x) { return std::sqrt(x); }

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "items.cuh"
-#include "stamps.cuh"
 #include "votes.cuh"
 
 // The query turned back by some position, of which a lane has neighbouring channels and their rotary partners.
@@ -175,17 +174,14 @@ struct Ring {
     const Inputs& in;
     Shared& shared;
     const Lane lane;
-    Stamps& stamps;
     Turn turn;
     u32 due = 0;  // slots with spans that votes are to be counted of: a bit each
 
     // The slot whose turn it is, when all that attend are done with it.
     ANTKV_DEVICE Span& take() {
         Span& span = shared.ring[turn.slot];
-        stamps.mark(Phase::kRoom);
         wait(&shared.empty[turn.slot], turn.parity ^ 1);
         if (due >> turn.slot & 1) {
-            stamps.mark(Phase::kVotes);
             count_votes(in, span, lane);
             due ^= 1u << turn.slot;
             // The next span is written where other lanes have read.
@@ -199,7 +195,6 @@ struct Ring {
 ANTKV_DEVICE void bring_split(Ring& ring, const Items& items, int item) {
     const Inputs& in = ring.in;
     const Lane lane = ring.lane;
-    ring.stamps.mark(Phase::kSplit);
     const int length = in.step.seq_lens[items.request], hand = in.step.query_start_loc[items.request];
     const int begin = items.split * in.layer.split;
     const int end = items.split + 1 == items.num_splits ? length : begin + in.layer.split;
@@ -216,7 +211,6 @@ ANTKV_DEVICE void bring_split(Ring& ring, const Items& items, int item) {
             page = vq_page(in.layer, in.step, items.request, in.head, token / kBlockSize + lane.index);
         const u32 exact = find_exact(in.layer.last_query, token, end, length - 1, lane);
         Span& span = ring.take();
-        ring.stamps.mark(Phase::kBring);
         bring_pages(in, span, page, num_pages, hand, ring.full(), lane);
         plain.write(span, lane);
         write_query(query, span.query[0], lane);
@@ -234,8 +228,8 @@ ANTKV_DEVICE void bring_split(Ring& ring, const Items& items, int item) {
 }
 
 // Brings the splits `item`, of which `items` stands at the first, `item` + the workers, ...
-ANTKV_DEVICE void bring_all(const Inputs& in, Shared& shared, Items& items, int item, Lane lane, Stamps& stamps) {
-    Ring ring = {in, shared, lane, stamps};
+ANTKV_DEVICE void bring_all(const Inputs& in, Shared& shared, Items& items, int item, Lane lane) {
+    Ring ring = {in, shared, lane};
     do {
         bring_split(ring, items, item);
         item += (int)gridDim.x;
@@ -249,5 +243,4 @@ ANTKV_DEVICE void bring_all(const Inputs& in, Shared& shared, Items& items, int 
         ring.turn.advance();
         ring.take();
     }
-    stamps.mark(Phase::kEnd);
 }

@@ -5,7 +5,6 @@
 // K rows are turned by their offsets in it alone. A warp always has the same offsets: their cosines stay in registers.
 #include "bring.cuh"
 #include "logits.cuh"
-#include "stamps.cuh"
 #include "values.cuh"
 #include "votes.cuh"
 
@@ -38,9 +37,8 @@ ANTKV_DEVICE void correct_all_values(const Tile& tile, Anchors anchors, u32 exac
     }
 }
 
-ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, Sums& sums, Stamps& stamps) {
+ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, Sums& sums) {
     static_assert(kTiles == 2, "the halves of a tile are named");
-    stamps.mark(Phase::kLogits);
     // Tables in L2 are far: a half is fetched while the one before it is computed with.
     const Keys first_keys = fetch_keys(tile, 0);
     const Anchors anchors = find_anchors(tile, 0);
@@ -50,7 +48,6 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
     const Values first_values = fetch_values(tile, 0);
     coded_logits(tile, rotation, 1, second_keys, logits);
     const Values second_values = fetch_values(tile, 1);
-    stamps.mark(Phase::kKeptKeys);
     ExactRow own = {};
     if (exact) own = find_row(tile, exact);
     u32 keys_kept = exact, values_kept = exact;
@@ -69,12 +66,9 @@ ANTKV_DEVICE void attend(const Tile& tile, u32 exact, const Rotation& rotation, 
         sync_warp();
         take_logits(tile, logits);
     }
-    stamps.mark(Phase::kWeights);
     write_weights(tile, values_kept, logits, sums);
     sync_warp();
-    stamps.mark(Phase::kKeptValues);
     if (anchors.of_values()) correct_all_values(tile, anchors, exact, sums);
-    stamps.mark(Phase::kValues);
     coded_values(tile, 0, first_values, sums);
     coded_values(tile, 1, second_values, sums);
     if (values_kept) {
@@ -178,30 +172,23 @@ ANTKV_DEVICE void give_back(Shared& shared, int slot, Lane lane) {
     if (lane.index == 0) arrive(&shared.empty[slot]);
 }
 
-ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tables, Lane lane, int warp,
-                             Stamps& stamps) {
-    stamps.mark(Phase::kAngles);
+ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tables, Lane lane, int warp) {
     const Rotation rotation = lane_rotation(in.layer, in.head, lane, warp);
     Sums sums;
     clear(sums);
     for (Turn turn;; turn.advance()) {
-        stamps.mark(Phase::kWait);
         wait(&shared.full[turn.slot], turn.parity);
         Span& span = shared.ring[turn.slot];
         const uint4 first = *(const uint4*)&span.work;
         const u32 exact = span.exact[warp];
-        if ((int)first.x == kNoMore) {
-            stamps.mark(Phase::kEnd);
-            return;
-        }
+        if ((int)first.x == kNoMore) return;
         const Tile tile = {in, shared, span, tables, lane, warp, (int)first.x + warp * kTokens, (int)first.y, (int)first.z,
                            (bool)first.w};
-        if (tile.token < tile.end) attend(tile, exact, rotation, sums, stamps);
+        if (tile.token < tile.end) attend(tile, exact, rotation, sums);
         if (!first.w) {
             give_back(shared, turn.slot, lane);
             continue;
         }
-        stamps.mark(Phase::kMerge);
         const Work work = span.work;
         leave_logits(tile, span);
         give_back(shared, turn.slot, lane);
@@ -225,8 +212,6 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     const Lane lane(threadIdx.x);
     const int warp = (int)threadIdx.x / kWarp, item = (int)blockIdx.x;
     const Inputs in = {layer, step, query, key, value, results, (int)blockIdx.y};
-    Stamps stamps(results, lane, warp);
-    stamps.mark(Phase::kStart);
     Shared& shared = *(Shared*)(memory + Tables::kBytes);
     Items items(layer, step, results.capacity);
     // A cluster has work if its first CTA has; one without any has its tables for the others.
@@ -244,11 +229,10 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     if (warp == kWarps) {
         // The others meet when they have brought the tables.
         if constexpr (kCluster > 1) sync_cluster();
-        if (has_work) bring_all(in, shared, items, item, lane, stamps);
+        if (has_work) bring_all(in, shared, items, item, lane);
     } else {
-        stamps.mark(Phase::kTables);
         const Tables tables(layer, in.head, lane, memory);
-        if (has_work) attend_all(in, shared, tables, lane, warp, stamps);
+        if (has_work) attend_all(in, shared, tables, lane, warp);
     }
     // Others may be looking up in this CTA's tables until they are done.
     if constexpr (kCluster > 1) sync_cluster();

@@ -103,13 +103,6 @@ ANTKV_DEVICE float exp2_fast(float x) {
     return value;
 }
 
-// Cycles of the multiprocessor. Nothing that touches memory is moved past it.
-ANTKV_DEVICE u64 clock_now() {
-    u64 clock;
-    asm volatile("mov.u64 %0, %%clock64;" : "=l"(clock)::"memory");
-    return clock;
-}
-
 ANTKV_DEVICE float reciprocal(float x) {
     float value;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));

@@ -67,7 +67,6 @@ struct Results {
     i64 capacity;
     const u8* is_sink;  // (num_tokens) of 0 and 1, or null; for votes
     i32 votes;          // add those of single tokens on their own blocks to the scores
-    u64* stamps;        // (kStampedBlocks, kWarps + 1, kStampsOfWarp) of `Stamps`, zeros; of no build without
 };
 
 ANTKV_DEVICE float to_float(u16 element) { return kBFloat16 ? bf16_to_float(element) : f16_to_float(element); }
