@@ -103,7 +103,7 @@ def decoded_as_expected(engine: Engine) -> Callable[[], None]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decoding_needs_all_that_orders_its_threads(shape: Shape):
     engine = Engine(AntKVConfig(), shape, decoding(OneWorker()))
-    assert unnoticed(Build.of(engine.state.kind, False, 232448, (9, 0)), decoded_as_expected(engine)) == []
+    assert unnoticed(Build.of(engine.state.kind, 232448, (9, 0)), decoded_as_expected(engine)) == []
 
 
 @pytest.mark.parametrize("of", ["cluster", "cached_tables"])
@@ -112,7 +112,7 @@ def test_clusters_need_all_that_orders_their_ctas(of):
     shape = LAYERS[5][0]
     engine = Engine(AntKVConfig(), shape, decoding(EmulatedBackend(clusters=1)))
     check = decoded_as_expected(engine)
-    build = Build.of(engine.state.kind, False, 232448, (9, 0)).in_clusters(232448)
+    build = Build.of(engine.state.kind, 232448, (9, 0)).in_clusters(232448)
     assert unnoticed(build, check, of) == []
 
 
@@ -128,4 +128,4 @@ def test_encoding_needs_all_that_orders_its_threads(shape: Shape):
 
     expected = codes(reference)
     check = lambda: torch.testing.assert_close(codes(ours), expected, rtol=0, atol=0)  # noqa: E731
-    assert unnoticed(Build.of(ours.state.kind, False, 232448, (9, 0)), check) == []
+    assert unnoticed(Build.of(ours.state.kind, 232448, (9, 0)), check) == []
