@@ -39,7 +39,7 @@ def test_a_comparison(capsys) -> None:
         nll=9.4,
         nominal_bits=0.375,
         effective_bits=1.234,
-        fidelity=OwnFidelity(kl=1.23456, top1_agreement=0.98765),
+        fidelity=OwnFidelity(kl=1.23456, top1_agreement=0.98765, by_position=()),
         settings={},
         versions={},
     )

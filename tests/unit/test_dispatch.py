@@ -71,7 +71,7 @@ def test_a_gpu_runs_the_cuda_kernels_where_they_have_code_for_every_layer(monkey
     """As on an H100: 227 KiB of shared memory. It is only the GPU that is left out here."""
 
     def missing(device, layers):
-        return next(filter(None, (cuda.unsupported(layer, False, EmulatedBackend()) for layer in layers)), None)
+        return next(filter(None, (cuda.unsupported(layer, EmulatedBackend()) for layer in layers)), None)
 
     on_h100 = [replace(kernels, missing=missing) if kernels.name == "cuda" else kernels for kernels in KERNELS]
     monkeypatch.setattr(dispatch, "KERNELS", on_h100)

@@ -17,7 +17,8 @@ RETRIEVAL = Path(__file__).parents[2] / "models" / "retrieval"
 
 def test_the_tokenizer_reads_every_prompt() -> None:
     tokenizer = AutoTokenizer.from_pretrained(RETRIEVAL)
-    for prompt in make_prompts(tokenizer, list(KINDS), [256], [0.0, 0.5, 1.0], 5):
+    kinds = [kind for kind in KINDS if kind != "chat"]  # the model has no chat format
+    for prompt in make_prompts(tokenizer, kinds, [256], [0.0, 0.5, 1.0], 5):
         ids = [*prompt.prompt, *prompt.answer]
         assert tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids).endswith(prompt.expected)
