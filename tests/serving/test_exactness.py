@@ -17,7 +17,7 @@ pytestmark = pytest.mark.serving
 PRESET = "antkv-1bit"
 Start = Callable[..., Any]
 
-#: Settings whose results must not depend on scheduling. anchor_scope prompt and prefill_reads_cache false may.
+#: Settings whose results must not depend on scheduling. prefill_reads_cache false may.
 ORDINARY = {
     "default": {},
     "log recency": {"recency": "log:8"},
