@@ -116,7 +116,6 @@ LONG_FILES = (
     "serving/test_cuts.py",
     "kernels/test_cpu_cuts.py",
     "unit/calibrate/test_mix.py",
-    "kernels/test_amx_twin.py",
     "unit/evaluate/test_figures.py",
     "unit/test_retrieval_model.py",
     "unit/calibrate/test_kill.py",

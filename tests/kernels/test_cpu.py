@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.amx.emulated import amx, runs
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
 from tests.kernels.engine import Engine, Shape, codebook, draw_sequence
 from tests.kernels.test_operations import CONFIGS
@@ -27,23 +26,22 @@ pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missin
 
 
 def operations_of(variant: cpu.Variant) -> partial[CpuOperations]:
-    with amx():
-        missing = variant.missing()
+    missing = variant.missing()
     assert "are wrong" not in (missing or "")
     if missing is not None:
         pytest.skip(missing)
     return partial(CpuOperations, variant=variant)
 
 
-#: Plain tiles stand in for those of AMX where these cannot even be emulated.
-TESTED = [*cpu.VARIANTS, *([] if runs() else [cpu.PLAIN_TILES])]
+#: Plain tiles run on every machine all that AMX runs, but for its instructions: test_tiles.py.
+TESTED = [*cpu.VARIANTS, cpu.PLAIN_TILES]
 #: Each of the libraries.
 BUILDS = {variant.library: variant for variant in cpu.VARIANTS}.values()
 
 
 @pytest.fixture(scope="module", params=TESTED, ids=lambda variant: variant.name)
 def kernels(request):
-    """CpuOperations of each variant that this processor has; AMX is emulated."""
+    """CpuOperations of each variant that this processor has."""
     return operations_of(request.param)
 
 
@@ -151,11 +149,6 @@ def test_every_shape_in_bfloat16(kernels, shape):
     check_steps(kernels, shape)
 
 
-@pytest.mark.parametrize("shape", BFLOAT16_SHAPES[::6], ids=str)
-def test_plain_tiles_run_everywhere(shape):
-    check_steps(operations_of(cpu.PLAIN_TILES), shape)
-
-
 def test_unusual_numbers(kernels):
     """Logits 16 times as sharp, keys and values of 1e4 and of next to nothing, and -0. What is not used is NaN anyhow.
 
@@ -212,7 +205,7 @@ for count in (1, 3):
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize("variant", [*cpu.VARIANTS, cpu.PLAIN_TILES], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", TESTED, ids=lambda variant: variant.name)
 def test_tiles_are_checked_before_they_serve(variant):
     operations_of(variant)
     right = [cpu._library(variant).antkv_tiles_multiply_right(tiles) for tiles in (variant.tiles, 0)]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from torch import cpu as torch_cpu
 
-from tests.kernels.amx.emulated import AMX_FLAGS, amx
 from vllm_antkv.ops import cpu
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FLAGS = {
     "plain": ["-march=x86-64-v3"],
     "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"],
-    "amx": [*AMX_FLAGS],
+    "amx": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
 }
 FEATURES = {variant.name: variant.features for variant in cpu.VARIANTS} | {"plain": cpu.PLAIN_TILES.features}
 TINY = 2.0**-126  # the smallest normal number
@@ -37,12 +36,11 @@ def compiled(name: str, folder) -> ctypes.CDLL:
 @pytest.fixture(scope="module", params=FLAGS)
 def tiles(request, tmp_path_factory):
     library = compiled(request.param, tmp_path_factory.mktemp("tiles"))
-    with amx():
-        has = torch_cpu.get_capabilities()
-        if not all(has.get(feature) for feature in FEATURES[request.param]):
-            pytest.skip(f"this processor has no {request.param}; the code compiles")
-        if request.param == "amx" and not torch_cpu._init_amx():
-            pytest.skip("Linux does not permit tile registers")
+    has = torch_cpu.get_capabilities()
+    if not all(has.get(feature) for feature in FEATURES[request.param]):
+        pytest.skip(f"this processor has no {request.param}; the code compiles")
+    if request.param == "amx" and not torch_cpu._init_amx():
+        pytest.skip("Linux does not permit tile registers")
     library.name = request.param
     return library
 
