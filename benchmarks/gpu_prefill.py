@@ -49,8 +49,8 @@ def row(num_tokens: int) -> dict[str, Any]:
     from benchmarks.gpu import flash_attention as rows_of_bfloat16
     from benchmarks.gpu.antkv_layer import Requests, Tokens
     from benchmarks.gpu.timing import attempt
-    from vllm_antkv.attention.flash_attention import flash_attention
     from vllm_antkv.ops.triton import TritonOperations
+    from vllm_antkv.vllm_adapter.attention.flash_attention import flash_attention
 
     requests, tokens = Requests(PRESET, 1, num_tokens, new=num_tokens), Tokens.random(num_tokens)
     triton = TritonOperations(requests.state)

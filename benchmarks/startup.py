@@ -34,8 +34,8 @@ from vllm_antkv.select.recency import last_query_table
 MODEL = Path(__file__).parents[1] / "models" / "embedded"
 #: Module and name of what our hooks import and call once the cache is ours.
 CALLED = {
-    "codebook found and checked": ("vllm_antkv.attention.startup", "complete"),
-    "layers attached": ("vllm_antkv.attention.attach", "attach"),
+    "codebook found and checked": ("vllm_antkv.vllm_adapter.attention.startup", "complete"),
+    "layers attached": ("vllm_antkv.vllm_adapter.attention.attach", "attach"),
 }
 REGISTERED = "plugin registered"
 #: How often in a server on one device: in the API server, the engine core and, on a CPU, the worker beside it.

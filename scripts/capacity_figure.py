@@ -96,8 +96,8 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None"
 
     from scripts.moved import kv_cache_planning
     from vllm_antkv.cache.pages import page_layouts
-    from vllm_antkv.cache.specs import exact_spec, recency_spec, vq_spec
     from vllm_antkv.config import AntKVConfig
+    from vllm_antkv.vllm_adapter.block_pool.specs import exact_spec, recency_spec, vq_spec
 
     model_config, settings = config.model_config, AntKVConfig()
     num_kv_heads, head_size = model_config.get_num_kv_heads(config.parallel_config), model_config.get_head_size()

@@ -86,7 +86,7 @@ fi
 if [ "$purpose" = serve ]; then
     # Once, by one process: of several that start together, each would compile all of it.
     say "Compiling the modules that a server imports"
-    .venv/bin/python -c 'import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm_antkv.hooks' >>$log 2>&1
+    .venv/bin/python -c 'import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm_antkv.vllm_adapter.hooks' >>$log 2>&1
 fi
 if kill -0 $project 2>/dev/null; then say "Compiling the C++ kernels"; fi
 wait $project

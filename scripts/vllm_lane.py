@@ -26,8 +26,8 @@ PARTS: dict[str, str] = {
     "tests/serving/test_example_configs.py": "example configurations",
     "tests/serving/test_capacity.py": "page layout, pool and capacity",
     "tests/serving/test_exactness.py": "an engine with model runner V1: exactness",
-    "tests/unit/attention": "attention metadata, and the trained prefix",
-    "tests/unit/server": "HTTP routes and metrics",
+    "tests/unit/vllm_adapter/attention": "attention metadata, and the trained prefix",
+    "tests/unit/vllm_adapter/server": "HTTP routes and metrics",
     "tests/unit/test_doctor.py": "`antkv doctor`",
 }
 

@@ -23,7 +23,7 @@ def _not_activated() -> str | None:
     # Only in a vLLM of a known version: in another one a module that the hooks import may have moved. An error here
     # would end that vLLM, whatever its cache dtype.
     try:
-        from vllm_antkv.hooks.activation import activate
+        from vllm_antkv.vllm_adapter.hooks.activation import activate
     except ImportError as error:
         return f"its hooks cannot be imported ({error})"
     return activate()

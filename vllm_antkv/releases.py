@@ -1,6 +1,6 @@
 """Which releases of vLLM are supported: the one place that says so. Pure Python.
 
-Code that differs between them is in files of its own under `vllm_antkv/hooks/`.
+Code that differs between them is in files of its own under `vllm_antkv/vllm_adapter/hooks/`.
 """
 
 #: Minor releases, oldest first, each with the patch release whose sources were compared.

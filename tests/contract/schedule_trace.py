@@ -25,10 +25,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from scripts.moved import kv_cache_planning
 from vllm_antkv import plugin
-from vllm_antkv.attention.startup import resolved_codebook
 from vllm_antkv.cache.pages import page_layouts
-from vllm_antkv.cache.specs import recency_spec, vq_spec
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
+from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
 _MAX_STEPS = 6000

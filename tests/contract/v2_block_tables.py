@@ -37,9 +37,9 @@ from vllm.v1.worker.gpu.block_table import BlockTables  # noqa: E402
 
 from vllm_antkv import plugin  # noqa: E402
 from vllm_antkv.cache.pages import page_layouts  # noqa: E402
-from vllm_antkv.cache.specs import RecencySpec, recency_spec, vq_spec  # noqa: E402
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig  # noqa: E402
 from vllm_antkv.presets import PRESETS  # noqa: E402
+from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec, recency_spec, vq_spec  # noqa: E402
 
 # There is no device to share pinned memory with.
 buffer_utils.is_uva_available = lambda: False

@@ -22,8 +22,8 @@ CUT = [(130, 1), (1, 128), (500, 2), (97, 200), (372, 69)]
 
 
 def on_device(layer):
-    from vllm_antkv.attention.flash_attention import flash_attention
     from vllm_antkv.ops.triton import TritonOperations
+    from vllm_antkv.vllm_adapter.attention.flash_attention import flash_attention
 
     kernel = flash_attention(layer.recency.k.shape[-1], layer.recency.k.dtype, 2048)
     assert kernel is not None

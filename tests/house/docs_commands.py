@@ -220,7 +220,7 @@ def check_make(arguments: list[str]) -> None:
 
 def check_curl(arguments: list[str]) -> None:
     """Routes below /antkv/ are ours; vLLM's are those that its documentation names."""
-    from vllm_antkv.server.routes import data_router
+    from vllm_antkv.vllm_adapter.server.routes import data_router
 
     known = {route.path for route in data_router.routes} | {"/health", "/metrics", "/v1/completions"}
     paths = re.findall(r"http://localhost:8000(/\S*)", " ".join(arguments))

@@ -43,7 +43,7 @@ def documented_metrics():
 
 
 def test_every_metric_of_ours_is_documented():
-    source = (ROOT / "vllm_antkv" / "server" / "metrics.py").read_text()
+    source = (ROOT / "vllm_antkv" / "vllm_adapter" / "server" / "metrics.py").read_text()
     made = re.findall(r'= _(gauge|counter)\(\s*"(\w+)"', source)
     ends = {"gauge": "", "counter": "_total"}
     assert documented_metrics() == {f"vllm:antkv_{name}{ends[kind]}" for kind, name in made}

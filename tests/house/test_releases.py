@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from vllm_antkv import __version__
-from vllm_antkv.hooks import HOOKS
 from vllm_antkv.releases import LOCKED, SUPPORTED, minor_release, not_supported, supported_releases
+from vllm_antkv.vllm_adapter.hooks import HOOKS
 
 ROOT = Path(__file__).parents[2]
 

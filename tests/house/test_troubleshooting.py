@@ -24,7 +24,7 @@ SOURCES = [
     *sorted((ROOT / "loadtest").glob("*.py")),
     ROOT / "scripts" / "demo.py",
     ROOT / "scripts" / "make_venv.sh",
-    ROOT / "vllm_antkv" / "server" / "dashboard" / "dashboard.js",
+    ROOT / "vllm_antkv" / "vllm_adapter" / "server" / "dashboard" / "dashboard.js",
     *(_VLLM / "v1" / name for name in ("core/kv_cache_utils.py", "worker/cpu_worker.py", "worker/utils.py")),
     *(_VLLM / name for name in ("v1/engine/exceptions.py", "renderers/params.py", "plugins/__init__.py")),
     _VLLM / "config" / "cache.py",

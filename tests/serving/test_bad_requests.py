@@ -23,7 +23,7 @@ from tests.serving.bad_requests import (
     WIRE,
 )
 from tests.serving.embedded_server import API_KEY, MODEL_NAME, Server
-from vllm_antkv.server.routes import STATUS_PATH
+from vllm_antkv.vllm_adapter.server.routes import STATUS_PATH
 
 pytestmark = pytest.mark.serving
 

@@ -15,7 +15,6 @@ from tests.serving.conftest import Completion, assert_all_same
 from tests.serving.grids import GRIDS, PATCH, make_grid, positions_of, register
 from tests.serving.tiny import make_codebook
 from tests.serving.turning import Turning
-from vllm_antkv.attention.rope import three_part_tables
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
 from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
 from vllm_antkv.codebook import ModelIdentity, SinkRule
@@ -26,6 +25,7 @@ from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.ops.rope import rotate
 from vllm_antkv.presets import PRESETS
+from vllm_antkv.vllm_adapter.attention.rope import three_part_tables
 
 pytestmark = pytest.mark.serving
 

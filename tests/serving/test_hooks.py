@@ -24,18 +24,18 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.serving.conftest import ENGINE_ENVIRONMENT
 from vllm_antkv import plugin
-from vllm_antkv.attention.backend import AntKVBackend, RecencyBackend
-from vllm_antkv.attention.metadata import RecencyMetadataBuilder, VQMetadataBuilder
-from vllm_antkv.cache.managers import RecencyManager
-from vllm_antkv.cache.specs import RecencySpec
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.hooks import HOOKS, activation
-from vllm_antkv.hooks.dtype import known_dtypes
-from vllm_antkv.hooks.recorded_signatures import RECORDED
-from vllm_antkv.hooks.signatures import changed_signature
-from vllm_antkv.hooks.worker import AntKVWorker
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.releases import minor_release
+from vllm_antkv.vllm_adapter.attention.backend import AntKVBackend, RecencyBackend
+from vllm_antkv.vllm_adapter.attention.metadata import RecencyMetadataBuilder, VQMetadataBuilder
+from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
+from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
+from vllm_antkv.vllm_adapter.hooks import HOOKS, activation
+from vllm_antkv.vllm_adapter.hooks.dtype import known_dtypes
+from vllm_antkv.vllm_adapter.hooks.recorded_signatures import RECORDED
+from vllm_antkv.vllm_adapter.hooks.signatures import changed_signature
+from vllm_antkv.vllm_adapter.hooks.worker import AntKVWorker
 
 OVERRIDES: tuple[tuple[type, type], ...] = (
     (RecencyManager, SingleTypeKVCacheManager),
@@ -143,7 +143,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import KVQuantMode, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import _REGISTRY_KVCACHESPEC_LIST, KVCacheSpecRegistry
-from vllm_antkv import hooks, plugin
+from vllm_antkv import plugin
+from vllm_antkv.vllm_adapter import hooks
 
 def state():
     owners = (EngineArgs, EngineCore, type(current_platform), AttentionBackendEnum)
@@ -190,7 +191,7 @@ def test_a_vllm_that_behaves_otherwise_is_left_as_it_was() -> None:
 
 def test_hooks_that_cannot_be_imported_do_not_end_vllm(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     """VLLM calls a plugin without a guard: an error in it ends the server, whatever its cache dtype."""
-    monkeypatch.setitem(sys.modules, "vllm_antkv.hooks.activation", None)
+    monkeypatch.setitem(sys.modules, "vllm_antkv.vllm_adapter.hooks.activation", None)
     plugin.register()
     (line,) = said
     assert "its hooks cannot be imported" in line

@@ -98,7 +98,7 @@ def test_an_answer_has_no_more_rows_than_it_may(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows_per_block = 2 * NUM_LAYERS * NUM_HEADS * ANCHOR_ROWS
-    monkeypatch.setattr("vllm_antkv.hooks.status._MAX_ROWS", 3 * rows_per_block - 1)
+    monkeypatch.setattr("vllm_antkv.vllm_adapter.hooks.status._MAX_ROWS", 3 * rows_per_block - 1)
     engine.complete([prompts[-1]])
     assert engine.core.antkv_anchors(None, 0)["map"]["blocks"] == 2
 

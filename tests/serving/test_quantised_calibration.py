@@ -13,7 +13,6 @@ import torch
 from tests.quantised import quantised
 from tests.serving.conftest import EMBEDDED
 from tests.serving.server import PRESET, make_odd_model
-from vllm_antkv.attention.startup import resolved_codebook
 from vllm_antkv.calibrate import calibrate_on_start
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.forward_backend import HIDDEN
@@ -24,6 +23,7 @@ from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.offline.sinks import SinkChannels
+from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 
 pytestmark = pytest.mark.serving
 

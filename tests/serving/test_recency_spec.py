@@ -11,10 +11,10 @@ import torch
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec, get_kv_cache_spec_sliding_window
 
-from vllm_antkv.cache.managers import RecencyManager
-from vllm_antkv.cache.specs import RecencySpec
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.hooks.recorded_members import MANAGER, SPEC, Members
+from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
+from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
+from vllm_antkv.vllm_adapter.hooks.recorded_members import MANAGER, SPEC, Members
 
 pytestmark = pytest.mark.serving
 

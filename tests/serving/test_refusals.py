@@ -17,10 +17,10 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from tests.serving.conftest import EMBEDDED
 from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN
-from vllm_antkv.attention.rope import rotary_tables
 from vllm_antkv.codebook import NoCodebookError
 from vllm_antkv.errors import AntKVError, UnsupportedModelError
 from vllm_antkv.ops.rope import rotate
+from vllm_antkv.vllm_adapter.attention.rope import rotary_tables
 
 pytestmark = pytest.mark.serving
 

@@ -22,7 +22,7 @@ from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.server.status import EngineStatus, Setup
+from vllm_antkv.vllm_adapter.server.status import EngineStatus, Setup
 
 pytestmark = pytest.mark.serving
 

@@ -25,7 +25,7 @@ from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.dispatch import choose
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.server.routes import PREFIX, STATUS_PATH
+from vllm_antkv.vllm_adapter.server.routes import PREFIX, STATUS_PATH
 
 pytestmark = pytest.mark.serving
 

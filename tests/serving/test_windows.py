@@ -150,7 +150,7 @@ def blocks_of_windows(engine: Engine) -> int:
     """Blocks that requests hold for layers with windows, of VQ pages and of recency pages."""
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
-    from vllm_antkv.cache.managers import RecencyManager
+    from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
 
     held = 0
     for manager in engine.core.scheduler.kv_cache_manager.coordinator.single_type_managers:
@@ -172,7 +172,7 @@ def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
 ) -> None:
     from vllm import SamplingParams
 
-    from vllm_antkv.cache.requests import tokens_in_use
+    from vllm_antkv.vllm_adapter.block_pool.requests import tokens_in_use
 
     case, window = CASES[name], 128
     length = 17 * window + 100

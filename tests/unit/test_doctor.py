@@ -131,7 +131,7 @@ def test_a_plugin_that_vllm_cannot_find_is_a_problem(monkeypatch):
 
 
 def test_every_hook_has_a_line_and_one_that_does_not_apply_is_a_problem(monkeypatch):
-    from vllm_antkv import hooks
+    from vllm_antkv.vllm_adapter import hooks
 
     broken = dataclasses.replace(hooks.HOOKS[0], missing=lambda: "CacheConfig has no cache_dtype")
     old = dataclasses.replace(hooks.HOOKS[1], superseded=lambda: True)
@@ -145,7 +145,7 @@ def test_every_hook_has_a_line_and_one_that_does_not_apply_is_a_problem(monkeypa
 
 
 def test_hooks_that_do_not_work_are_a_problem(monkeypatch):
-    from vllm_antkv.hooks import activation
+    from vllm_antkv.vllm_adapter.hooks import activation
 
     monkeypatch.setattr(activation, "activate", lambda: "its hook dtype does not work with this vLLM (a reason)")
     finding = by_name(doctor.check_hooks())["--kv-cache-dtype"]
@@ -154,7 +154,7 @@ def test_hooks_that_do_not_work_are_a_problem(monkeypatch):
 
 
 def test_vllm_that_cannot_be_imported_is_one_problem(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm_antkv.hooks", None)
+    monkeypatch.setitem(sys.modules, "vllm_antkv.vllm_adapter.hooks", None)
     (finding,) = doctor.check_hooks()
     assert finding.state == "problem"
 

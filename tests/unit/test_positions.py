@@ -12,11 +12,11 @@ from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.cache.positions import NUM_POSITIONS, POSITION_PAGE_BYTES, store_positions, view_positions
-from vllm_antkv.cache.specs import position_spec
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.hooks.positions import positions_of_step
 from vllm_antkv.presets import PRESETS
+from vllm_antkv.vllm_adapter.block_pool.specs import position_spec
+from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
 
 NUM_BLOCKS = 4
 

@@ -1,1 +1,1 @@
-"""Where the cache lives: byte layout of the pages, their specs, their allocation."""
+"""Where the cache lives: byte layout of the pages."""

@@ -30,7 +30,7 @@ from vllm_antkv.select.recency import last_query_table
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from vllm_antkv.attention.rows import HandedRows
+    from vllm_antkv.vllm_adapter.attention.rows import HandedRows
 
 #: Of this process alone: the model must be at hand, and its log is the server's.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -74,14 +74,14 @@ class EngineModel:
     def __init__(self, job: Job, engine: "LLM") -> None:
         self._job = job
         self._engine = engine
-        from vllm_antkv.attention.rows import probed
+        from vllm_antkv.vllm_adapter.attention.rows import probed
 
         (self._model,) = engine.apply_model(lambda model: model)
         self._probed = probed(self._model, engine.llm_engine.vllm_config)
 
     def peak_ratios(self, window: torch.Tensor) -> np.ndarray:
         """As `Source` says."""
-        from vllm_antkv.attention.rows import watched
+        from vllm_antkv.vllm_adapter.attention.rows import watched
 
         ratios: dict[int, torch.Tensor] = {}
 
@@ -100,7 +100,7 @@ class EngineModel:
     @contextmanager
     def capturing(self, capture: Capture) -> Iterator[CaptureWindow]:
         """As `Source` says."""
-        from vllm_antkv.attention.rows import watched
+        from vllm_antkv.vllm_adapter.attention.rows import watched
 
         def capture_one(window: torch.Tensor, index: int) -> None:
             on_rows, on_hidden = partial(_write, capture, index), partial(_write_sinks, capture, index)

@@ -139,7 +139,7 @@ def check_hooks() -> Iterator[Finding]:
     # What is on standard output is the report.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
-        from vllm_antkv.hooks import HOOKS
+        from vllm_antkv.vllm_adapter.hooks import HOOKS
     except Exception as error:
         yield Finding(
             "vLLM", "problem", f"cannot be imported ({_first_line(error)})", "Repair the installation of vLLM."
@@ -163,7 +163,7 @@ def check_hooks() -> Iterator[Finding]:
 
 
 def _presets_are_known() -> Finding:
-    from vllm_antkv.hooks.activation import activate
+    from vllm_antkv.vllm_adapter.hooks.activation import activate
 
     if reason := activate():
         remedy = "Report this, with the output of `antkv doctor`."

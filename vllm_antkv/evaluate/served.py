@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -180,10 +180,10 @@ def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, co
         UnsupportedModelError: vLLM cannot be imported.
     """
     try:
-        from vllm.config.cache import CacheDType
+        from vllm_antkv.vllm_adapter.hooks.dtype import known_dtypes
     except ImportError as error:
         raise UnsupportedModelError(f"vLLM cannot be imported ({reason(error)}): see `antkv doctor`.") from None
-    known = dict.fromkeys((*PRESETS, *get_args(CacheDType)))
+    known = dict.fromkeys((*PRESETS, *known_dtypes()))
     if kv_cache_dtype not in known:
         raise SettingsError(f"--kv-cache-dtype is '{kv_cache_dtype}', but must be one of {', '.join(known)}.")
     identity = card.identity

@@ -1,0 +1,26 @@
+"""Which CUDA graphs vLLM may capture depends on the kernels that run."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_antkv.ops.dispatch import KERNELS, Kernels
+from vllm_antkv.vllm_adapter.attention.backend import AntKVBackend, RecencyBackend
+
+SPEC = FullAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("backend", [AntKVBackend, RecencyBackend])
+@pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
+def test_decodes_are_captured_where_calls_only_launch_kernels(kernels: Kernels, backend: type) -> None:
+    config = VllmConfig()
+    layer = SimpleNamespace(impl=SimpleNamespace(attachment=SimpleNamespace(kernels=kernels)))
+    config.compilation_config.static_forward_context["layer"] = layer
+    on_gpus = {"triton", "cuda"}
+    assert on_gpus <= {kernels.name for kernels in KERNELS}
+    expected = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if kernels.name in on_gpus else AttentionCGSupport.NEVER
+    assert backend.get_builder_cls().get_cudagraph_support(config, SPEC) == expected

@@ -1,0 +1,145 @@
+"""Metrics follow what the engines count."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, Gauge
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops.counters import OperationReport, Report
+from vllm_antkv.vllm_adapter.server.metrics import Metrics
+from vllm_antkv.vllm_adapter.server.status import Bits, CodebookInfo, EngineStatus, Page, Setup
+
+SETUP = Setup(
+    preset="antkv-1bit",
+    layers=("antkv-1bit", "antkv-1bit"),
+    bits=Bits(
+        nominal=1,
+        effective=1.5,
+        parts={"codes": 1, "anchors": 0.25, "recency": 0.125, "padding": 0.125},
+        at_tokens=8192,
+    ),
+    kv_bytes_per_token={"codes": 100, "anchors": 25, "recency": 12.5, "padding": 12.5},
+    settings=AntKVConfig(),
+    codebook=CodebookInfo(identity="abc", path="/models/abc.safetensors", bytes=1000),
+    pages={"vq": Page(block_size=128, bytes=2576), "recency": Page(block_size=4, bytes=2080)},
+    pool_page_bytes=1000,
+    bf16_bytes_per_token=50,
+    versions={"vllm_antkv": "0.1.0"},
+)
+#: Of the engines that report.
+NUM_LAYERS = 2
+
+
+def report(tokens: int, seconds: float = 0.5, anchors: float = 2.0, missing_calls: int = 0) -> Report:
+    work = OperationReport(calls=NUM_LAYERS * tokens - missing_calls, seconds=seconds)
+    return Report(
+        implementation="reference",
+        steps=tokens,
+        tokens_stored=tokens,
+        anchors_chosen=anchors,
+        sinks_found=3,
+        sampled_attention={"recent": 1.0, "anchors": anchors / 4, "codes": 2.0},
+        operations={"attend": work},
+    )
+
+
+def engine_status(*workers: Report, engine: int = 0, vq: int = 7) -> EngineStatus:
+    return EngineStatus.of(engine, answer(*workers, vq=vq))
+
+
+def answer(*workers: Report, vq: int = 7) -> dict[str, Any]:
+    """What an engine core answers to `antkv_status`."""
+    return {
+        "pool_pages": 100,
+        "pages_in_use": {"vq": vq, "recency": 4},
+        "tokens_in_use": 100 * vq,
+        "num_layers": NUM_LAYERS,
+        "workers": list(workers),
+    }
+
+
+@pytest.fixture
+def metrics() -> Iterator[Metrics]:
+    unregister_vllm_metrics()
+    yield Metrics(SETUP, "model")
+    unregister_vllm_metrics()
+
+
+def value(name: str, engine: int = 0, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"vllm:antkv_{name}", {"model_name": "model", "engine": str(engine), **labels})
+
+
+def test_setup_is_shown_for_every_engine(metrics: Metrics) -> None:
+    metrics.update([engine_status(report(0), engine=0), engine_status(report(0), engine=1)])
+    for engine in (0, 1):
+        assert value("nominal_bits", engine) == 1
+        assert value("effective_bits", engine) == 1.5
+        assert value("kv_bytes_per_token", engine, part="anchors") == 25
+        assert value("codebook_info", engine, preset="antkv-1bit", identity="abc") == 1
+
+
+def test_pages_follow_the_last_answer(metrics: Metrics) -> None:
+    metrics.update([engine_status(report(0), vq=7)])
+    metrics.update([engine_status(report(0), vq=2)])
+    assert value("pages_in_use", page="vq") == 2
+    assert value("pages_in_use", page="recency") == 4
+    assert value("kv_bytes", page="vq") == 2000
+    assert value("kv_bytes", page="recency") == 4000
+    assert value("tokens_in_use") == 200
+    assert value("bf16_kv_bytes") == 10000
+
+
+def test_counters_equal_the_engines_totals(metrics: Metrics) -> None:
+    for tokens in (10, 10, 25):
+        metrics.update([engine_status(report(tokens), engine=0), engine_status(report(2 * tokens), engine=1)])
+    assert value("tokens_stored_total") == 25
+    assert value("tokens_stored_total", engine=1) == 50
+    assert value("operation_calls_total", operation="attend") == 50
+    assert value("operation_seconds_total", operation="attend") == 0.5
+
+
+def test_counters_go_on_when_an_engine_counts_from_zero_again(metrics: Metrics) -> None:
+    for tokens in (10, 4, 5):
+        metrics.update([engine_status(report(tokens))])
+    assert value("tokens_stored_total") == 15
+
+
+def test_calls_that_are_missing_are_fallbacks(metrics: Metrics) -> None:
+    metrics.update([engine_status(report(10))])
+    assert value("fallbacks_total") == 0
+    metrics.update([engine_status(report(20, missing_calls=3))])
+    assert value("fallbacks_total") == 3
+
+
+def test_attention_is_counted_by_rows(metrics: Metrics) -> None:
+    metrics.update([engine_status(report(10, anchors=2.0), report(10, anchors=6.0))])
+    assert value("sampled_attention_total", rows="recent") == 1
+    assert value("sampled_attention_total", rows="anchors") == 1
+    assert value("sampled_attention_total", rows="codes") == 2
+
+
+def test_nothing_is_shown_of_operations_that_are_not_counted(metrics: Metrics) -> None:
+    metrics.update([engine_status(report(1) | {"operations": {}})])
+    assert value("tokens_stored_total") == 1
+    for name in ("operation_calls_total", "operation_seconds_total"):
+        assert value(name, operation="attend") is None
+    assert value("fallbacks_total") is None
+
+
+def test_gauges_of_several_processes_show_the_last_value(metrics: Metrics) -> None:
+    """As vLLM's own; prometheus_client's default adds a pid label."""
+    gauges: list[Any] = [each for each in vars(metrics).values() if isinstance(each, Gauge)]
+    assert gauges
+    assert {gauge._multiprocess_mode for gauge in gauges} == {"mostrecent"}
+
+
+def test_tensor_parallel_workers_count_as_one_engine() -> None:
+    status = engine_status(report(10, seconds=1.0, anchors=2.0), report(10, seconds=3.0, anchors=3.0))
+    assert status.tokens_stored == 10
+    assert status.sinks_found == 3
+    assert status.anchors_chosen == 2.5
+    assert status.operations["attend"].calls == 20
+    assert status.operations["attend"].seconds == 3.0

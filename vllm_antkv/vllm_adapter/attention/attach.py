@@ -1,0 +1,267 @@
+"""Gives a loaded model's attention layers what they need for an antkv cache."""
+
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+
+from vllm_antkv.cache.pages import PageLayout, page_layouts
+from vllm_antkv.codebook import Codebook
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import CodebookError, UnsupportedModelError
+from vllm_antkv.ops.counters import Counters
+from vllm_antkv.ops.dispatch import Kernels, choose
+from vllm_antkv.ops.fp8_tables import served
+from vllm_antkv.ops.layer import LayerKind, LayerSetup
+from vllm_antkv.ops.logits import LogitRules
+from vllm_antkv.ops.reference import jensen_weights
+from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.select.recency import last_query_table
+from vllm_antkv.vllm_adapter.attention.code_order import in_code_order
+from vllm_antkv.vllm_adapter.attention.exact_layers import has_window, leave_exact
+from vllm_antkv.vllm_adapter.attention.flash_attention import flash_attention
+from vllm_antkv.vllm_adapter.attention.impl import AntKVImpl, Attachment
+from vllm_antkv.vllm_adapter.attention.layer import RecencyLayer, recency_layer_name
+from vllm_antkv.vllm_adapter.attention.model_layers import ModelLayers, attention_layers, decoder_layer, set_spec
+from vllm_antkv.vllm_adapter.attention.positions import PositionLayer, position_layer_name
+from vllm_antkv.vllm_adapter.attention.probe import probe
+from vllm_antkv.vllm_adapter.attention.sinks import SinkFlags, watch
+from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
+from vllm_antkv.vllm_adapter.attention.trained_prefix import LayerPrefix, PrefixTokens
+from vllm_antkv.vllm_adapter.attention.worker import Worker, workspace
+from vllm_antkv.vllm_adapter.block_pool.specs import vq_spec
+
+logger = logging.getLogger("vllm.antkv")
+
+
+def attach(
+    model: nn.Module, vllm_config: VllmConfig, device: torch.device, of_step: torch.Tensor | None = None
+) -> Worker:
+    """Attach codebooks, rotary tables, sinks, the trained prefix and recency companions to every attention layer.
+
+    of_step: of a model with M-RoPE, as in `PositionLayer`.
+
+    Raises:
+        CodebookError: the file changed since start-up.
+        UnsupportedModelError: a layer cannot be served.
+    """
+    settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
+    resolved = resolved_codebook(vllm_config)
+    codebook = Codebook.load(Path(resolved.path))
+    if codebook.identity != resolved.identity:
+        raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
+    found = attention_layers(model, codebook.header.model, resolved.exact)
+    decoder_layers = {index: decoder_layer(model, layer) for index, layer in found.every.items()}
+    probed = probe(model, found.every, decoder_layers[max(decoder_layers)], vllm_config, device)
+    rotaries = in_code_order(probed.rotaries, codebook)
+    _leave_exact(found, vllm_config)
+    rules = {
+        index: _impl(layer).logit_rules(vllm_config.model_config.max_model_len) for index, layer in found.ours.items()
+    }
+    kinds = [
+        LayerKind(
+            codebook.header.layer_presets[found.source(index)],
+            layer.head_size,
+            layer.num_heads // layer.num_kv_heads,
+            vllm_config.model_config.dtype,
+            rotaries[found.source(index)],
+            rules[index].are_plain,
+        )
+        for index, layer in found.ours.items()
+    ]
+    kernels = choose(settings.kernels, device, kinds)
+    logger.info("antkv kernels: %s", kernels.title)
+    counters = Counters(device, kernels.name)
+    rule, max_num_tokens = codebook.header.sinks, vllm_config.scheduler_config.max_num_batched_tokens
+    last_layer = max(found.coded)
+    sinks = None
+    if rule is not None and settings.sinks and last_layer > rule.layer:
+        sinks = SinkFlags(rule, max_num_tokens, device)
+        watch(decoder_layers[rule.layer], probed.adds_residual, found.every[last_layer].layer_name)
+    prefix_tokens = None
+    if codebook.prefix is not None:
+        layer, window = _keeps_first_page(found, rules)
+        prefix_tokens = PrefixTokens(codebook.prefix.token_ids, layer.layer_name, max_num_tokens, device)
+        prefix_tokens.refuse_window(window)
+    positions = None if of_step is None else _position_layer(found, rules, of_step, vllm_config)
+    shared = _Shared(
+        settings,
+        codebook,
+        vllm_config,
+        device,
+        kernels,
+        counters,
+        found,
+        rules,
+        rotaries,
+        sinks,
+        prefix_tokens,
+        positions,
+    )
+    for index, layout in zip(found.coded, _layouts(shared), strict=True):
+        _attach_layer(index, layout, shared)
+    for index in found.sources.keys() & found.ours.keys():
+        _attach_reader(index, shared)
+    return Worker(counters, prefix_tokens)
+
+
+def _leave_exact(found: ModelLayers, vllm_config: VllmConfig) -> None:
+    for index in found.exact:
+        leave_exact(found.every[index], vllm_config.model_config.max_model_len)
+    # vLLM would now make blocks larger, until a page of ours is as large as one of theirs. They lie side by side.
+    vllm_config.cache_config.kv_cache_dtype_skip_layers = []
+
+
+def _impl(layer: Attention) -> AntKVImpl:
+    assert isinstance(layer.impl, AntKVImpl)
+    return layer.impl
+
+
+def _keeps_first_page(found: ModelLayers, rules: dict[int, LogitRules]) -> tuple[Attention, int | None]:
+    """A layer that keeps its first page longest, and its window: that of a layer without one stays to the end."""
+    index = min(found.coded, key=lambda index: (rules[index].window is not None, index))
+    return found.every[index], rules[index].window
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What all layers of a worker have in common.
+
+    found, rules, rotaries: the layers, by their indices how their logits come about, and what turns their K.
+    sinks: where sinks are pinned. prefix_tokens: where the codebook has a trained prefix. positions: with M-RoPE.
+    """
+
+    settings: AntKVConfig
+    codebook: Codebook
+    vllm_config: VllmConfig
+    device: torch.device
+    kernels: Kernels
+    counters: Counters
+    found: ModelLayers
+    rules: dict[int, LogitRules]
+    rotaries: dict[int, RotaryTable | None]
+    sinks: SinkFlags | None
+    prefix_tokens: PrefixTokens | None
+    positions: PositionLayer | None
+    _last_queries: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def last_query(self, window: int | None) -> torch.Tensor:
+        """See `select.recency.last_query_table`; one tensor for all layers that see the same."""
+        known = window if self.settings.windows == "exact" else None
+        if known not in self._last_queries:
+            max_len = self.vllm_config.model_config.max_model_len
+            self._last_queries[known] = last_query_table(self.settings, max_len, known).to(self.device)
+        return self._last_queries[known]
+
+
+def _layouts(shared: _Shared) -> list[PageLayout]:
+    """Of the layers with codes."""
+    header, model_config, found = shared.codebook.header, shared.vllm_config.model_config, shared.found
+    exact = [found.every[index] for index in found.exact if index not in found.sources]
+    num_beside = sum(not has_window(layer, model_config.max_model_len) for layer in exact)
+    all_slide = not num_beside and all(shared.rules[index].window is not None for index in found.coded)
+    presets = [header.layer_presets[index] for index in found.coded]
+    return page_layouts(shared.settings, presets, header.model.head_size, model_config.dtype, all_slide, num_beside)
+
+
+def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:
+    layer, rules, codebook = shared.found.every[index], shared.rules[index], shared.codebook
+    device, dtype, scheduler_config = (
+        shared.device,
+        shared.vllm_config.model_config.dtype,
+        shared.vllm_config.scheduler_config,
+    )
+    companion = RecencyLayer(layout, layer.num_kv_heads, dtype, shared.settings, rules.window)
+    name = recency_layer_name(layer.layer_name)
+    shared.vllm_config.compilation_config.static_forward_context[name] = companion
+    heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
+    # As the file has them where kernels can read that: a second copy at 4,096 centroids is over a gigabyte.
+    on_gpu = shared.kernels.on_gpu
+    held_in = torch.float16 if on_gpu else torch.float32
+    order = codebook.header.k_order(index)
+    setup = LayerSetup(
+        config=shared.settings,
+        preset=layout.preset,
+        k_centroids=served(codebook.k[index][heads].to(device, held_in)),
+        v_centroids=served(codebook.v[index][heads].to(device, held_in)),
+        k_order=None if order is None else torch.tensor(order, dtype=torch.int32, device=device),
+        rotary=shared.rotaries[index],
+        jensen_weights=_jensen_weights(index, shared),
+        last_query=shared.last_query(rules.window),
+        num_heads=layer.num_heads,
+        rules=rules,
+        counters=shared.counters,
+        # It counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
+        counts_rows=index == max(shared.found.coded),
+        max_num_reqs=scheduler_config.max_num_seqs,
+        scratch=workspace,
+        varlen=flash_attention(layer.head_size, dtype, scheduler_config.max_num_batched_tokens) if on_gpu else None,
+    )
+    rule, prefix, tokens = codebook.header.sinks, codebook.prefix, shared.prefix_tokens
+    _impl(layer).attachment = Attachment(
+        setup=setup,
+        layout=layout,
+        source=None,
+        sinks=shared.sinks if rule is not None and index > rule.layer else None,
+        prefix=None if tokens is None or prefix is None else LayerPrefix.of(tokens, prefix, index, heads, dtype),
+        recency_name=name,
+        recency=companion,
+        positions=shared.positions,
+        stores_positions=shared.positions is not None and index == min(shared.found.coded),
+        kernels=shared.kernels,
+    )
+    set_spec(layer, vq_spec(layout, layer.num_kv_heads, rules.window))
+
+
+def _position_layer(
+    found: ModelLayers, rules: dict[int, LogitRules], of_step: torch.Tensor, vllm_config: VllmConfig
+) -> PositionLayer:
+    """The companion of all layers, beside the first of them."""
+    for index in found.coded:
+        if rules[index].window is not None:
+            # Pages of such layers have a block table of their own, and the positions would need a second page in it.
+            raise UnsupportedModelError(
+                f"{found.every[index].layer_name} has a sliding window, which an antkv cache does not support beside "
+                "M-RoPE: serve this model with --kv-cache-dtype auto."
+            )
+    companion = PositionLayer(of_step)
+    name = position_layer_name(found.every[min(found.coded)].layer_name)
+    vllm_config.compilation_config.static_forward_context[name] = companion
+    return companion
+
+
+def _attach_reader(index: int, shared: _Shared) -> None:
+    """Let a layer without a cache of its own read that of its source."""
+    source = _impl(shared.found.every[shared.found.source(index)])
+    attachment = source.attachment
+    assert attachment is not None
+    source.is_read = True
+    weights = _jensen_weights(index, shared)
+    setup = replace(attachment.setup, rules=shared.rules[index], counts_rows=False, jensen_weights=weights)
+    _impl(shared.found.every[index]).attachment = replace(
+        attachment, setup=setup, source=source, stores_positions=False
+    )
+
+
+def _jensen_weights(index: int, shared: _Shared) -> torch.Tensor:
+    """See `LayerSetup`, for the queries of a layer and the K that they read."""
+    layer, source, codebook = shared.found.every[index], shared.found.source(index), shared.codebook
+    if codebook.key_errors is None:
+        return torch.zeros(layer.num_heads, layer.head_size, device=shared.device)
+    errors, gain = codebook.key_errors.of_layers(source, index)
+    first = get_tensor_model_parallel_rank() * layer.num_heads
+    heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
+    gain, scale = gain[first : first + layer.num_heads], shared.rules[index].scale
+    return jensen_weights(errors[heads], gain, scale, shared.rotaries[source]).to(shared.device)
+
+
+def _heads_of_rank(num_kv_heads: int, heads_here: int) -> slice:
+    """KV heads of this tensor-parallel rank; with more ranks than heads, ranks share a head, as in vLLM."""
+    rank, world_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    first = rank * heads_here if num_kv_heads >= world_size else rank * num_kv_heads // world_size
+    return slice(first, first + heads_here)

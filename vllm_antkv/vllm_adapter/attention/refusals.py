@@ -1,0 +1,117 @@
+"""What cannot be served with an antkv cache, and the sentence that says so when the server starts.
+
+The first entry of a table that a server has is the one it is told: what names a feature best stands first. Nothing here
+knows of codebooks. What only the loaded layers tell is refused by themselves (`attention.impl`, `attention.probe`).
+"""
+
+import logging
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_antkv.cache.positions import NUM_POSITIONS
+from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.families import SERVED_ARCHITECTURES
+from vllm_antkv.features import rope_types, unserved_feature
+from vllm_antkv.vllm_adapter.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
+
+logger = logging.getLogger("vllm.antkv")
+
+#: Kinds of RoPE of which transformers has another table for long requests, and vLLM's own modules one for all.
+_BY_LENGTH = {"dynamic", "longrope"}
+
+#: Those of vLLM, whose place ours takes.
+_WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
+
+_OF_A_MODEL = "serve this model with --kv-cache-dtype auto"
+_OF_AN_OPTION = "leave it out, or use --kv-cache-dtype auto"
+
+
+def refuse_context_parallelism(engine_args: EngineArgs) -> None:
+    """Refuse it before vLLM does, which would ask for more GPUs first.
+
+    Raises:
+        UnsupportedModelError: with one sentence.
+    """
+    features = {
+        "decode context parallelism (DCP)": engine_args.decode_context_parallel_size > 1,
+        "prefill context parallelism (PCP)": engine_args.prefill_context_parallel_size > 1,
+    }
+    _refuse(features, engine_args.kv_cache_dtype, _OF_AN_OPTION)
+
+
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """Refuse models and options that an antkv cache does not work with.
+
+    Raises:
+        UnsupportedModelError: with one sentence, for the first of them.
+    """
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    _refuse(_model_features(vllm_config), cache_dtype, _OF_A_MODEL)
+    _refuse(_options(vllm_config), cache_dtype, _OF_AN_OPTION)
+    model_config = vllm_config.model_config
+    if model_config.architecture not in SERVED_ARCHITECTURES:
+        logger.warning(
+            "%s is not among the models that are tested with an antkv cache: `antkv doctor %s --verify` compares its "
+            "answers with those of --kv-cache-dtype auto.",
+            model_config.architecture,
+            model_config.model,
+        )
+
+
+def _refuse(features: dict[str, bool], cache_dtype: str, remedy: str) -> None:
+    for feature, present in features.items():
+        if present:
+            raise UnsupportedModelError(f"--kv-cache-dtype {cache_dtype} does not support {feature}: {remedy}.")
+
+
+def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
+    """Features of models that are refused, and whether this one has them: what vLLM knows, and what the config says."""
+    model_config = vllm_config.model_config
+    text_config = model_config.hf_text_config
+    by_length = _BY_LENGTH & rope_types(text_config)
+    features = {
+        "multi-head latent attention (MLA)": model_config.use_mla,
+        "encoder-decoder models": model_config.is_encoder_decoder,
+        "pooling models": model_config.runner_type != "generate",
+        "images whose tokens attend to each other, whatever their order": model_config.is_mm_prefix_lm,
+        "models without attention": model_config.is_attention_free,
+        "state-space or linear-attention layers": model_config.is_hybrid,
+        f"M-RoPE with {model_config.mrope_num_dims} positions per token": (
+            model_config.uses_mrope and model_config.mrope_num_dims != NUM_POSITIONS
+        ),
+        "ALiBi": bool(model_config.uses_alibi),
+    }
+    if feature := unserved_feature(text_config):
+        features[feature] = True
+    return features | {
+        f"head size {model_config.get_head_size()} (supported: {', '.join(map(str, SUPPORTED_HEAD_SIZES))})": (
+            model_config.get_head_size() not in SUPPORTED_HEAD_SIZES
+        ),
+        f"RoPE of type {', '.join(by_length)} in models that vLLM serves through transformers": (
+            bool(by_length) and model_config.using_transformers_backend()
+        ),
+    }
+
+
+def _options(vllm_config: VllmConfig) -> dict[str, bool]:
+    """Options of the server that are refused, and whether they are set."""
+    cache_config = vllm_config.cache_config
+    backend = vllm_config.attention_config.backend
+    return {
+        "speculative decoding": vllm_config.speculative_config is not None,
+        # vLLM offloads through a connector: the option that was given is to be named.
+        "KV offloading": cache_config.kv_offloading_size is not None,
+        "KV connectors": vllm_config.kv_transfer_config is not None,
+        "LoRA adapters": vllm_config.lora_config is not None,
+        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        # What is said of a step's tokens would be taken for those of each half.
+        "dual batch overlap (--enable-dbo, --ubatch-size)": vllm_config.parallel_config.use_ubatching,
+        # Prompts would not pass through the layers that share a cache: their votes, and K and V in hand, are missing.
+        "--kv-sharing-fast-prefill": cache_config.kv_sharing_fast_prefill,
+        "--disable-hybrid-kv-cache-manager": vllm_config.scheduler_config.disable_hybrid_kv_cache_manager is True,
+        "--worker-cls": vllm_config.parallel_config.worker_cls not in _WORKERS,
+        "--attention-backend": backend is not None and backend.name != BACKEND_NAME,
+        f"the platform {current_platform.device_name}": not (current_platform.is_cpu() or current_platform.is_cuda()),
+    }

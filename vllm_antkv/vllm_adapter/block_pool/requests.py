@@ -1,0 +1,106 @@
+"""The engine core's view of its requests' VQ blocks: tokens in use, and the blocks of the last requests.
+
+A block that no request holds can still be read as long as the prefix cache has it under its hash.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.request import Request
+
+from vllm_antkv.config import VQ_BLOCK_SIZE
+from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
+
+#: Number of requests that are remembered.
+_MAX_REQUESTS = 8
+
+
+@dataclass(frozen=True)
+class ClosedBlocks:
+    """A request's full blocks, whose anchors are chosen.
+
+    number: of the request, counted from 1 by this engine.
+    block_ids: by name of the attention layer, equally many for all, from the beginning of the sequence to the last
+        readable block; 0, the null block, where a layer with a window has freed its own.
+    running: the request is not finished.
+    """
+
+    number: int
+    request: Request
+    block_ids: dict[str, list[int]]
+    running: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """Of each layer."""
+        return len(next(iter(self.block_ids.values())))
+
+
+class LastRequests:
+    """The last requests of an engine; count: of all its requests."""
+
+    def __init__(self) -> None:
+        self._requests: deque[tuple[int, Request]] = deque(maxlen=_MAX_REQUESTS)
+        self.count = 0
+
+    def add(self, request: Request) -> None:
+        """Remember a request, and forget the oldest."""
+        self.count += 1
+        self._requests.append((self.count, request))
+
+    def closed_blocks(self, manager: KVCacheManager) -> list[ClosedBlocks]:
+        """Those with a closed block that can be read, newest first."""
+        found = []
+        for number, request in reversed(self._requests):
+            running = request.request_id in _vq_manager(manager).req_to_blocks
+            block_ids = _held if running else _remembered
+            null = manager.block_pool.null_block.block_id
+            readable = np.flatnonzero(np.array(block_ids(request, manager, _vq_manager(manager))) != null)
+            num_blocks = int(readable.max(initial=-1)) + 1
+            if num_blocks:
+                ids = {
+                    name: block_ids(request, manager, each)[:num_blocks]
+                    for each in _vq_managers(manager)
+                    for name in manager.kv_cache_config.kv_cache_groups[each.kv_cache_group_id].layer_names
+                }
+                found.append(ClosedBlocks(number, request, ids, running))
+        return found
+
+
+def tokens_in_use(scheduler: Scheduler) -> int:
+    """Tokens whose codes requests hold now; shared tokens count once."""
+    blocks = _vq_manager(scheduler.kv_cache_manager).req_to_blocks
+    num_held = sum(len(held) for held in blocks.values())
+    num_distinct = len({block.block_id for held in blocks.values() for block in held if not block.is_null})
+    computed = sum(scheduler.requests[request_id].num_computed_tokens for request_id, held in blocks.items() if held)
+    # Only full blocks are shared; blocks before a window are null.
+    return computed - VQ_BLOCK_SIZE * (num_held - num_distinct)
+
+
+def _vq_manager(manager: KVCacheManager) -> SingleTypeKVCacheManager:
+    """The manager of the layers without a window, which hold all tokens, else that of the first group."""
+    managers = _vq_managers(manager)
+    return next((m for m in managers if isinstance(m, FullAttentionManager)), managers[0])
+
+
+def _vq_managers(manager: KVCacheManager) -> list[SingleTypeKVCacheManager]:
+    return [m for m in manager.coordinator.single_type_managers if not isinstance(m, RecencyManager)]
+
+
+def _held(request: Request, manager: KVCacheManager, of_group: SingleTypeKVCacheManager) -> list[int]:
+    """Blocks of the group that a running request holds; blocks before the window are null."""
+    blocks = of_group.req_to_blocks[request.request_id]
+    return [block.block_id for block in blocks[: request.num_computed_tokens // VQ_BLOCK_SIZE]]
+
+
+def _remembered(request: Request, manager: KVCacheManager, of_group: SingleTypeKVCacheManager) -> list[int]:
+    """Blocks of a finished request that the prefix cache still has; null for the others."""
+    pool, group = manager.block_pool, of_group.kv_cache_group_id
+    hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, VQ_BLOCK_SIZE)
+    cached = [pool.get_cached_block(block_hash, [group]) for block_hash in hashes]
+    return [pool.null_block.block_id if blocks is None else blocks[0].block_id for blocks in cached]

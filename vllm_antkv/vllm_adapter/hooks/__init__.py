@@ -1,0 +1,23 @@
+"""Every touch on vLLM's internals, one file each, and the worker class. Importing this package imports vLLM."""
+
+from vllm_antkv.vllm_adapter.hooks import (
+    backend,
+    config,
+    dtype,
+    metrics,
+    prefix_salt,
+    specs,
+    status,
+)
+from vllm_antkv.vllm_adapter.hooks.base import Hook
+
+#: In the order of installation.
+HOOKS: tuple[Hook, ...] = (
+    dtype.HOOK,
+    backend.HOOK,
+    specs.HOOK,
+    config.HOOK,
+    prefix_salt.HOOK,
+    status.HOOK,
+    metrics.HOOK,
+)

@@ -1,0 +1,67 @@
+"""What a hook is: one touch on vLLM's internals, with its reason and its end."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_antkv.releases import minor_release, not_supported
+from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.signatures import changed_signature
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One touch on vLLM.
+
+    name: of its file.
+    why: what vLLM lacks, in one sentence.
+    upstream: the thread that would make it unnecessary.
+    install: applies it.
+    superseded: True once vLLM itself offers what the hook adds; a test fails then.
+    missing: what of vLLM's internals is not as this hook expects it, beside what `RECORDED` has, or None.
+    verify: asked once all hooks are installed: what vLLM does not do that it should do by now, or None. For what would
+        otherwise be wrong without an error.
+    """
+
+    name: str
+    why: str
+    upstream: str
+    install: Callable[[Patches], None]
+    superseded: Callable[[], bool]
+    missing: Callable[[], str | None] = _nothing
+    verify: Callable[[], str | None] = _nothing
+
+    def applies(self) -> str | None:
+        """None when the hook fits this vLLM, else the reason why not."""
+        import vllm
+
+        version = vllm.__version__
+        return not_supported(version) or changed_signature(self.name, minor_release(version)) or self.missing()
+
+
+#: vLLM's plugin groups in the supported releases; none of them covers what the hooks do.
+_KNOWN_PLUGIN_GROUPS = {
+    "DEFAULT_PLUGINS_GROUP",
+    "IO_PROCESSOR_PLUGINS_GROUP",
+    "PLATFORM_PLUGINS_GROUP",
+    "STAT_LOGGER_PLUGINS_GROUP",
+    "ENDPOINT_PLUGINS_GROUP",
+}
+
+
+def new_plugin_groups() -> set[str]:
+    """Kinds of plugins that this vLLM has and the supported releases had not: one of them may do what a hook does."""
+    import vllm.plugins
+
+    return {name for name in vars(vllm.plugins) if name.endswith("_PLUGINS_GROUP")} - _KNOWN_PLUGIN_GROUPS
+
+
+def missing_attributes(owner: object, *names: str) -> str | None:
+    """The first attribute that `owner` lacks, as a reason, or None."""
+    for name in names:
+        if not hasattr(owner, name):
+            return f"{getattr(owner, '__name__', owner)} has no {name}"
+    return None

@@ -1,0 +1,75 @@
+"""vLLM's worker with what an antkv cache needs of it, in overrides of methods that every executor calls.
+
+`config` names the class in `parallel_config.worker_cls`, and every worker process looks it up: imported there alone.
+vLLM's worker for CPUs derives from that for GPUs, and either has both model runners.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+
+from vllm_antkv.ops.counters import Report
+from vllm_antkv.vllm_adapter.attention.attach import attach
+from vllm_antkv.vllm_adapter.attention.inspection import Inspector
+from vllm_antkv.vllm_adapter.attention.trained_prefix import PrefixTokens
+from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
+
+if current_platform.is_cpu() and not TYPE_CHECKING:
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+
+def noting(tokens: PrefixTokens, execute_model: Callable[..., Any]) -> Callable[..., Any]:
+    """A model runner's `execute_model` that lets `tokens` see what is scheduled."""
+
+    @wraps(execute_model)
+    def note_and_execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        tokens.note(scheduler_output)
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    return note_and_execute
+
+
+class AntKVWorker(Worker):
+    """A worker whose attention layers have codes."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model, and give its attention layers codebooks, rotary tables, sinks and recency companions."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        of_step = positions_of_step(self.model_runner) if self.model_config.uses_mrope else None
+        attached = attach(self.get_model(), self.vllm_config, self.device, of_step)
+        self._inspector = Inspector(self.vllm_config, attached.counters)
+        self._prefix_tokens = attached.prefix_tokens
+        if self._prefix_tokens is not None:
+            # Ray's executor calls the model runner where others call the worker.
+            self.model_runner.execute_model = noting(self._prefix_tokens, self.model_runner.execute_model)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the cache.
+
+        vLLM puts a layer that reads the cache of another into the group of that one. In a group of pages of several
+        sizes, as ours always are, it then looks for the page of the layer itself: here it is told which one that is.
+        """
+        for name, layer in self.compilation_config.static_forward_context.items():
+            target = layer.kv_sharing_target_layer_name if isinstance(layer, Attention) else None
+            for group in kv_cache_config.kv_cache_groups:
+                spec = group.kv_cache_spec
+                if isinstance(spec, UniformTypeKVCacheSpecs) and target in spec.kv_cache_specs:
+                    spec.kv_cache_specs[name] = spec.kv_cache_specs[target]
+        if self._prefix_tokens is not None:
+            self._prefix_tokens.allocate(kv_cache_config.num_blocks)
+        super().initialize_from_config(kv_cache_config)
+
+    def antkv_report(self) -> Report:
+        """What the layers counted; see `Inspector.report`."""
+        return self._inspector.report()
+
+    def antkv_anchor_offsets(self, block_ids: dict[str, list[int]]) -> list[list[list[list[list[int]]]]]:
+        """Where anchors are; see `Inspector.anchor_offsets`."""
+        return self._inspector.anchor_offsets(block_ids)

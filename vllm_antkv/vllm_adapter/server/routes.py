@@ -1,0 +1,127 @@
+"""vLLM's endpoint plugin: the routes under `/antkv/`, and the metrics.
+
+vLLM loads it only when VLLM_PLUGINS names `antkv`.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.datastructures import State
+from vllm import envs
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.tasks import SupportedTask
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_antkv.vllm_adapter.server.anchors import Anchors
+from vllm_antkv.vllm_adapter.server.config import Config
+from vllm_antkv.vllm_adapter.server.page import add_page
+from vllm_antkv.vllm_adapter.server.publisher import Engines, start_publishing
+from vllm_antkv.vllm_adapter.server.status import Inactive, Status
+
+PREFIX = "/antkv"
+STATUS_PATH = PREFIX + "/status"
+
+
+class StatusSource:
+    """Answers of the routes, for one server."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+
+    @property
+    def inactive(self) -> Inactive:
+        """The answer with another cache dtype."""
+        return Inactive(kv_cache_dtype=self._engines.vllm_config.cache_config.cache_dtype)
+
+    async def status(self) -> Status | Inactive:
+        """The answer of `GET /antkv/status`."""
+        if self._engines.setup is None:
+            return self.inactive
+        return Status(**dict(self._engines.setup), engines=await self._engines.status())
+
+    def config(self) -> Config | Inactive:
+        """The answer of `GET /antkv/config`."""
+        return self.inactive if self._engines.setup is None else Config.of(self._engines.vllm_config)
+
+    async def anchors(self, engine: int | None, prompt: int | None, block: int) -> Anchors | Inactive:
+        """The answer of `GET /antkv/anchors`."""
+        if self._engines.setup is None:
+            return self.inactive
+        answers = await self._engines.ask("antkv_anchors", prompt, block)
+        num_kv_heads = self._engines.vllm_config.model_config.get_total_num_kv_heads()
+        return Anchors.of(answers, engine, num_kv_heads, lambda ids: self._engines.client.get_tokenizer().decode(ids))
+
+
+class GuardedRoute(APIRoute):
+    """A route that requires one of the server's API keys, as vLLM's own routes do.
+
+    vLLM's middleware guards a fixed list of paths only; its token check is reused here.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Check the key before the handler runs."""
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            guard: AuthenticationMiddleware | None = request.app.state.antkv_guard
+            if guard is not None and not guard.verify_token(request.headers):
+                return JSONResponse(content={"error": "Unauthorized"}, status_code=401)
+            return await handle(request)
+
+        return guarded
+
+
+data_router = APIRouter(prefix=PREFIX, route_class=GuardedRoute)
+
+
+@data_router.get("/status")
+async def get_status(request: Request) -> Status | Inactive:
+    """How the antkv cache is set up, and its counters."""
+    return await _source(request).status()
+
+
+@data_router.get("/config")
+async def get_config(request: Request) -> Config | Inactive:
+    """The settings in effect."""
+    return _source(request).config()
+
+
+@data_router.get("/anchors")
+async def get_anchors(
+    request: Request,
+    engine: Annotated[int | None, Query(ge=0, description="Data-parallel rank.")] = None,
+    prompt: Annotated[int | None, Query(ge=1, description="Number of the prompt; the newest without it.")] = None,
+    block: Annotated[int, Query(ge=0, le=2**31, description="First VQ block to show.")] = 0,
+) -> Anchors | Inactive:
+    """Which tokens of one of the last prompts are anchors, by layer and KV head."""
+    return await _source(request).anchors(engine, prompt, block)
+
+
+class AntKVEndpoints:
+    """The endpoint plugin."""
+
+    name = "antkv"
+    required_tasks: tuple[SupportedTask, ...] = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes; those with data require the server's API key."""
+        tokens = [key for key in (app.state.args.api_key or [envs.VLLM_API_KEY]) if key]
+        app.state.antkv_guard = AuthenticationMiddleware(app, tokens) if tokens else None
+        page = APIRouter(prefix=PREFIX)
+        add_page(page)
+        app.include_router(data_router)
+        app.include_router(page)
+
+    async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
+        """Store what the routes need, and start publishing metrics where vLLM publishes its own."""
+        engines = Engines(engine_client)
+        state.antkv_source = StatusSource(engines)
+        start_publishing(engines, state, args)
+
+
+def _source(request: Request) -> StatusSource:
+    return request.app.state.antkv_source
