@@ -27,9 +27,9 @@ _TILE_OVERHEAD = 1
 _BANDWIDTH_SHARE = 0.8
 #: A launch of a small kernel, in seconds: what a step of a few tokens is bound by.
 _LAUNCH = 4e-6
-#: Warp instructions that write 64 rows of K and of V of a past page: all that the machine code of `plain_pages` had for
-#: sm_90 at 1 bit with an order of channels when it wrote 64 rows at a time, by four warps. A multiprocessor issues two
-#: a cycle, as it does of decode.
+#: Warp instructions that write 64 rows of K and of V of a past page: all that the code of `dequantised_pages` had
+#: for sm_90 at 1 bit with an order of channels when it wrote 64 rows at a time, by four warps. A multiprocessor issues
+#: two a cycle, as it does of decode.
 _PAGE_INSTRUCTIONS, _ISSUED_A_CYCLE = 4 * 3_896, 2.0
 _ELEMENT_BYTES = 2
 

@@ -31,7 +31,7 @@ from vllm_antkv.ops.triton import TritonOperations
 from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.presets import PRESETS, Preset
 from vllm_antkv.select.recency import last_query_table
-from vllm_antkv.triton_kernels import anchor_score, close_blocks, decode, encode_store, plain_pages, prefill
+from vllm_antkv.triton_kernels import anchor_score, close_blocks, decode, dequantised_pages, encode_store, prefill
 
 KERNELS = (
     (encode_store, "_encode_store_kernel"),
@@ -40,9 +40,9 @@ KERNELS = (
     (decode, "_decode_kernel"),
     (decode, "_merge_kernel"),
     (prefill, "_prefill_kernel"),
-    (plain_pages, "_plain_pages_kernel"),
-    (plain_pages, "_extend_queries_kernel"),
-    (plain_pages, "_merge_attention_kernel"),
+    (dequantised_pages, "_dequantised_pages_kernel"),
+    (dequantised_pages, "_extend_queries_kernel"),
+    (dequantised_pages, "_merge_attention_kernel"),
 )
 MAX_LEN = 256
 #: A layer in the shape of Llama-3-8B's.

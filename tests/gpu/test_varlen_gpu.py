@@ -33,7 +33,7 @@ def on_device(layer):
 @pytest.mark.parametrize("piece", [2, 128])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prompts(monkeypatch, shape, piece):
-    monkeypatch.setattr(varlen_operations, "PIECE", piece)
+    monkeypatch.setattr(varlen_operations, "PREFILL_CHUNK_BLOCKS", piece)
     engine = Engine(AntKVConfig(), shape, on_device)
     assert_offline(engine, serve(engine, CUT))
 

@@ -18,7 +18,7 @@ KERNELS = (
     "prefill",
     "decode",
     "merge",
-    "plain_pages",
+    "dequantised_pages",
     "merge_attention",
 )
 
@@ -30,7 +30,7 @@ KERNELS = (
         # Codes of 12 bits are read and written in another way.
         (NEWEST, "antkv-0.75bit", ("encode_store", "decode"), [90], ()),
         # Whatever reads positions: what the interpreter runs the compiler may refuse.
-        (NEWEST, "antkv-1bit", ("encode_store", "anchor_score", "decode", "plain_pages"), [90], ("--three-part",)),
+        (NEWEST, "antkv-1bit", (*KERNELS[:2], "decode", "dequantised_pages"), [90], ("--three-part",)),
         (OLDEST, "antkv-1bit", (*KERNELS, "extend_queries"), [90], ("--jensen",)),
     ],
     ids=["newest, 8-bit codes", "newest, 12-bit codes", "newest, three positions", "oldest, 8-bit codes"],

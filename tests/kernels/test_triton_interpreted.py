@@ -35,7 +35,7 @@ from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.triton import TritonOperations
 from vllm_antkv.triton_kernels import encode_store
-from vllm_antkv.triton_kernels.plain_pages import merge_attention
+from vllm_antkv.triton_kernels.dequantised_pages import merge_attention
 
 quicken(encode_store.store_codes.fn)
 
@@ -299,7 +299,7 @@ def through_a_varlen_kernel(layer: LayerState) -> TritonOperations:
 )
 def test_prompts_through_a_kernel_for_plain_rows(monkeypatch, shape, window, anchor_dtype):
     """Pieces of two blocks, a prefix in hand and in pages, and single tokens beside chunks."""
-    monkeypatch.setattr(varlen_operations, "PIECE", 2)
+    monkeypatch.setattr(varlen_operations, "PREFILL_CHUNK_BLOCKS", 2)
     monkeypatch.setattr(triton_operations, "prefill", None)
     config = AntKVConfig(recency=f"sliding:{window}", anchor_share=0.03, anchor_dtype=anchor_dtype, prefix=5)
     engine = Engine(config, shape, through_a_varlen_kernel)

@@ -17,7 +17,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops import varlen as varlen_operations
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.step_requests import step_requests
-from vllm_antkv.ops.varlen import VarlenPrefill, suits
+from vllm_antkv.ops.varlen import VarlenPrefill, supports_varlen
 from vllm_antkv.ops.varlen_plan import Limits, Page, plan
 
 SHAPE = Shape(num_heads=6, num_kv_heads=2, max_len=900, dtype=torch.float64)
@@ -45,8 +45,8 @@ class Planned(ReferenceOperations):
 
     def _write(self, rows, pages, step):
         requests = {request.row: request for request in step_requests(step)}
-        assert len(pages.wanted) <= len(pages.key)
-        for page, (row, block, exact) in enumerate(pages.wanted.tolist()):
+        assert len(pages.page_requests) <= len(pages.key)
+        for page, (row, block, exact) in enumerate(pages.page_requests.tolist()):
             request = requests[row]
             ids = step.vq_block_table[row, block : block + 1].long()
             positions = torch.arange(block * VQ_BLOCK_SIZE, (block + 1) * VQ_BLOCK_SIZE)
@@ -102,7 +102,7 @@ def run(engine: Engine, sequences: list, draw) -> None:
 def test_any_cut_of_any_prompt(window, prefix, share, anchor_dtype, piece, error, lengths, data):
     config = AntKVConfig(recency=f"sliding:{window}", prefix=prefix, anchor_share=share, anchor_dtype=anchor_dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen_operations, "PIECE", piece)
+        patch.setattr(varlen_operations, "PREFILL_CHUNK_BLOCKS", piece)
         engine = Engine(config, replace(SHAPE, error=error), Planned, compute_dtype=torch.float64)
     sequences = [draw_sequence(seed, length, SHAPE) for seed, length in enumerate(lengths)]
     run(engine, sequences, lambda: data.draw(st.sampled_from([1, 2, 31, 97, 128, 300])))
@@ -110,7 +110,7 @@ def test_any_cut_of_any_prompt(window, prefix, share, anchor_dtype, piece, error
 
 def test_versions_that_call_nothing_by_another_sign(monkeypatch):
     monkeypatch.setattr(Planned, "nothing", torch.inf)
-    monkeypatch.setattr(varlen_operations, "PIECE", 2)
+    monkeypatch.setattr(varlen_operations, "PREFILL_CHUNK_BLOCKS", 2)
     engine = Engine(AntKVConfig(), SHAPE, Planned, compute_dtype=torch.float64)
     run(engine, [draw_sequence(0, 500, SHAPE)], lambda: 170)
 
@@ -148,11 +148,11 @@ def test_no_round_has_more_pages_than_there_is_room_for():
 )
 def test_what_the_plan_covers(settings_, suited):
     state = Engine(AntKVConfig(**settings_), SHAPE, ReferenceOperations).state
-    assert suits(replace(state, varlen=varlen(1))) is suited
-    assert not suits(state)
-    assert not suits(replace(state, varlen=varlen(1), num_heads=4))
+    assert supports_varlen(replace(state, varlen=varlen(1))) is suited
+    assert not supports_varlen(state)
+    assert not supports_varlen(replace(state, varlen=varlen(1), num_heads=4))
     # The channels of a bias would not fit into rows.
     tight = replace(varlen(1), max_head_size=SHAPE.head_size)
     weights = torch.ones_like(state.jensen_weights)
-    assert suits(replace(state, varlen=tight)) is suited
-    assert not suits(replace(state, varlen=tight, jensen_weights=weights))
+    assert supports_varlen(replace(state, varlen=tight)) is suited
+    assert not supports_varlen(replace(state, varlen=tight, jensen_weights=weights))

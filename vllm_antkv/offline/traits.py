@@ -1,6 +1,6 @@
 """What the attention layers of a loaded Hugging Face model are: found by running them, not by the model's name.
 
-How a layer turns its keys is found with the probe of `ops.turns`.
+How a layer turns its keys is found with the probe of `ops.rope_detection`.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.offline.capture_attention import replaced
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.ops.turns import transformers_tables, turn_of
+from vllm_antkv.ops.rope_detection import detect_rope, transformers_tables
 
 #: Tokens of the probe.
 _PROBE_TOKENS = 64
@@ -88,7 +88,7 @@ def _probe(model: PreTrainedModel) -> list[LayerTraits]:
     ) -> tuple[torch.Tensor, None]:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         found[layer] = LayerTraits(
-            _turn_of(model, layer, key[0].transpose(0, 1).float(), tables) if turns else -1,
+            _detect_rope(model, layer, key[0].transpose(0, 1).float(), tables) if turns else -1,
             options.get("sliding_window"),
             options.get("softcap") or None,
             options.get("s_aux") is not None,
@@ -109,13 +109,13 @@ def _probe(model: PreTrainedModel) -> list[LayerTraits]:
     return [found[layer] for layer in range(num_layers)]
 
 
-def _turn_of(model: PreTrainedModel, layer: int, keys: torch.Tensor, tables: list[RotaryTable]) -> int:
-    """See `ops.turns.turn_of`; keys (num_tokens, num_kv_heads, head_size)."""
+def _detect_rope(model: PreTrainedModel, layer: int, keys: torch.Tensor, tables: list[RotaryTable]) -> int:
+    """See `ops.rope_detection.detect_rope`; keys (num_tokens, num_kv_heads, head_size)."""
     if not keys.isfinite().all():
         raise UnsupportedModelError(
             f"K of layer {layer} is not a number: the model's weights are damaged, or too large for their dtype."
         )
-    turn = turn_of(keys, torch.arange(len(keys), device=keys.device), tables, model.dtype)
+    turn = detect_rope(keys, torch.arange(len(keys), device=keys.device), tables, model.dtype)
     if turn is None:
         raise UnsupportedModelError(
             f"The RoPE of layer {layer} of {type(model).__name__} is not a table of cosines and sines over positions "

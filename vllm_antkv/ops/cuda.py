@@ -68,7 +68,7 @@ def unsupported(layer: LayerKind, backend: Backend) -> str | None:
     if layer.dtype not in (torch.float16, torch.bfloat16):
         return f"the CUDA kernels take float16 and bfloat16 models, not {layer.dtype}"
     if layer.rotary is not None and not (layer.rotary.is_neox_style and layer.rotary.rotary_dim == layer.head_size):
-        return "the CUDA kernels turn whole heads as Llama does, and this model's RoPE is partial or interleaved"
+        return "the CUDA kernels rotate whole heads as Llama does, and this model's RoPE is partial or interleaved"
     if layer.rotary is not None and not angles_are_linear(layer.rotary):
         return "the CUDA kernels need angles that are linear in the position, and this model's RoPE is not"
     needed = Build.of(layer, backend.shared_bytes, backend.capability).decode_shared_bytes
@@ -178,12 +178,12 @@ class CudaOperations:
 
     def _decode(self, rows: StepRows, output: torch.Tensor, step: Step, votes: bool) -> None:
         num_kv_heads, is_sink = rows.key.shape[1], rows.is_sink
-        partials, places = self._partials(step.num_reqs, step.max_seq_len)
+        partials, request_splits = self._partials(step.num_reqs, step.max_seq_len)
         capacity = len(partials)
         results = ResultsArgument(
             rows_argument(output),
             partials.data_ptr(),
-            places.data_ptr(),
+            request_splits.data_ptr(),
             capacity,
             is_sink.data_ptr() if votes and is_sink is not None else None,
             votes,
@@ -221,7 +221,7 @@ class CudaOperations:
         """Scratch for what the splits leave to be merged, and where each request's start.
 
         All sequences together are rarely longer than the pool, even where they share blocks. Where they are, the
-        kernels make do with it (csrc/cuda/items.cuh).
+        kernels make do with it (csrc/cuda/split_scheduler.cuh).
         """
         capacity = min(num_reqs * -(-max_seq_len // self._split), num_reqs + self._pool_splits)
         shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)

@@ -38,7 +38,7 @@ class ResultsArgument(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("output", RowsArgument),
-        *((name, ctypes.c_void_p) for name in ("partials", "places")),
+        *((name, ctypes.c_void_p) for name in ("partials", "request_splits")),
         ("capacity", ctypes.c_int64),
         ("is_sink", ctypes.c_void_p),
         ("votes", ctypes.c_int32),

@@ -127,10 +127,10 @@ class Build:
         """Of a CTA of antkv_decode; csrc/cuda/decode.cu asserts that it is the same."""
         row = self.group * self.head_size * 2
         pages = self.warps * 32 // VQ_BLOCK_SIZE
-        # Rows of the turned query are 4 channels longer; logits of a block take their place. Where a span is of, 8
+        # Rows of the rotated query are 4 channels longer; logits of a block take their place. Where a span is of, 8
         # numbers; addresses of its pages, a bias of each query, the exact tokens of each warp.
-        turned = max(2 * (row + self.group * 8), self.group * VQ_BLOCK_SIZE * 4)
-        span = pages * self.page_bytes + 2 * row + turned + 8 * 4 + pages * 8 + (self.group + self.warps) * 4
+        rotated = max(2 * (row + self.group * 8), self.group * VQ_BLOCK_SIZE * 4)
+        span = pages * self.page_bytes + 2 * row + rotated + 8 * 4 + pages * 8 + (self.group + self.warps) * 4
         logits_and_weights = self.warps * self.group * 32 * (4 + 2 * 2)
         # Queries that share the 8 columns of an mma, where parts of the channels lie side by side.
         merged_queries = 8 // (self.head_size // 32 if self.stages_tables else 2)

@@ -64,7 +64,7 @@ def _cuda_missing(device: torch.device, layers: Sequence[LayerKind]) -> str | No
 
 
 def _cuda(layer: LayerState) -> LayerOperations:
-    """Triton's kernels take the layers whose logits are no mere products, or whose keys turn by three positions."""
+    """Triton's kernels take the layers whose logits are no mere products, or whose keys rotate by three positions."""
     return cuda.CudaOperations(layer) if layer.kind.is_plain else _triton(layer)
 
 

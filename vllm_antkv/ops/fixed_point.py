@@ -11,7 +11,7 @@ from vllm_antkv.ops.rope import RotaryTable, pair_sums
 LARGEST = 32_000
 #: What cosines and sines are multiplied with; a product of 16 bits divides by one more.
 ONE = 32_767
-#: Tokens of a run: keys are turned by their offsets in it.
+#: Tokens of a run: keys are rotated by their offsets in it.
 RUN = 64
 #: A channel's largest centroid may be so many times the usual ones: their last bit is then 1/500 of them.
 MOST_UNEVEN = 64.0
@@ -27,7 +27,7 @@ def fixed_tables(k_centroids: torch.Tensor, rotary: RotaryTable | None) -> dict[
     Returns:
         k_fixed: as `k_centroids`, int16. k_units: (num_kv_heads, head_size) float32, what 1 stands for, with the
         magnitude of the angles. fixed_angles: (64, 2, rotary_dim / 2) int16, cosines and sines of offsets, or
-        (64, 2, rotary_dim) where neighbours turn together: those of each channel, sines of the first one negative.
+        (64, 2, rotary_dim) where neighbours rotate together: those of each channel, sines of the first one negative.
     """
     num_kv_heads, num_sub_vectors, _, size = k_centroids.shape
     sizes = k_centroids.float().abs()

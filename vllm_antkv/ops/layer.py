@@ -39,7 +39,7 @@ class LayerKind:
 
     @property
     def is_plain(self) -> bool:
-        """Logits are mere products, of keys that turn by their place in the sequence."""
+        """Logits are mere products, of keys that rotate by their place in the sequence."""
         return self.plain_logits and (self.rotary is None or self.rotary.sections is None)
 
 
@@ -128,7 +128,7 @@ class LayerState(LayerSetup):
         return LayerKind(self.preset, head_size, group, dtype, self.rotary, self.rules.are_plain)
 
     def rope_positions(self, block_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What `rotary` turns K of tokens by, as `RotaryTable.angles` takes it.
+        """What `rotary` rotates K of tokens by, as `RotaryTable.angles` takes it.
 
         Places behind the last token of a sequence get any position that the table has.
 

@@ -189,8 +189,8 @@ class ReferenceOperations:
             rows.append(decode(unpack_codes(packed, layer.preset, centroids.shape[1]), centroids))
         if layer.rotary is not None:
             positions = first_position + torch.arange(len(rows[0]), device=block_ids.device)
-            turned_by = layer.rope_positions(block_ids.repeat_interleave(VQ_BLOCK_SIZE), positions)
-            rows[0] = rotate(rows[0], turned_by, layer.rotary)
+            rotated_by = layer.rope_positions(block_ids.repeat_interleave(VQ_BLOCK_SIZE), positions)
+            rows[0] = rotate(rows[0], rotated_by, layer.rotary)
         return layer.to_model_order(rows[0]), rows[1]
 
     def _correct_anchors(

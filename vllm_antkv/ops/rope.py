@@ -15,9 +15,9 @@ class RotaryTable:
     """Cosines and sines of one rotary module.
 
     cos, sin: (max_position, rotary_dim / 2) float32; with YaRN or LongRoPE they carry its magnitude too.
-    is_neox_style: True when channel `c` turns with `c + rotary_dim / 2` (Llama), False when with its neighbour (GPT-J).
+    is_neox_style: channel `c` rotates with `c + rotary_dim / 2` (Llama), else with its neighbour (GPT-J).
     sections: (rotary_dim / 2,) int64, which of a token's three positions, in time, height and width, each pair of
-        channels turns by (M-RoPE). None: it has one.
+        channels rotates by (M-RoPE). None: it has one.
     """
 
     cos: torch.Tensor
@@ -27,7 +27,7 @@ class RotaryTable:
 
     @property
     def rotary_dim(self) -> int:
-        """Channels that turn; the others pass."""
+        """Channels that rotate; the others pass."""
         return 2 * self.cos.shape[-1]
 
     def to(self, device: torch.device | str) -> "RotaryTable":
@@ -50,14 +50,14 @@ class RotaryTable:
 def interleaved(table: RotaryTable, head_size: int, sub_vector_size: int) -> list[int]:
     """Channels of a head in an order that gives every sub-vector some of each frequency.
 
-    Neighbouring channels turn at similar speeds and carry similarly much: as they come, some sub-vectors would hold
+    Neighbouring channels rotate at similar speeds and carry similarly much: as they come, some sub-vectors would hold
     most of a key, and others, with as many centroids, next to nothing (`docs/research/ablations.md`). Pairs stay
     what they are to RoPE: of n sub-vectors that hold one channel each of the pairs, number s takes the pairs s, s + n,
     s + 2 n, ...
 
     Returns:
         the channel of the model that stands at each place; as they come where sub-vectors do not divide the channels
-        that turn.
+        that rotate.
     """
     num_pairs = table.rotary_dim // 2
     num_groups, rest = divmod(num_pairs if table.is_neox_style else table.rotary_dim, sub_vector_size)
@@ -65,10 +65,10 @@ def interleaved(table: RotaryTable, head_size: int, sub_vector_size: int) -> lis
         return list(range(head_size))
     pairs = [pair for first in range(num_groups) for pair in range(first, num_pairs, num_groups)]
     if table.is_neox_style:
-        turning = [*pairs, *(pair + num_pairs for pair in pairs)]
+        rotating = [*pairs, *(pair + num_pairs for pair in pairs)]
     else:
-        turning = [channel for pair in pairs for channel in (2 * pair, 2 * pair + 1)]
-    return [*turning, *range(table.rotary_dim, head_size)]
+        rotating = [channel for pair in pairs for channel in (2 * pair, 2 * pair + 1)]
+    return [*rotating, *range(table.rotary_dim, head_size)]
 
 
 def reordered(table: RotaryTable, order: Sequence[int]) -> RotaryTable:
@@ -82,20 +82,20 @@ def reordered(table: RotaryTable, order: Sequence[int]) -> RotaryTable:
         pairs = [channel // 2 for channel in first]
         kept = all(a % 2 == 0 and b == a + 1 for a, b in zip(first, second, strict=True))
     if not kept or any(pair >= num_pairs for pair in pairs):
-        raise ValueError("the order parts channels that RoPE turns together")
+        raise ValueError("the order parts channels that RoPE rotates together")
     cos, sin = table.cos[:, pairs].contiguous(), table.sin[:, pairs].contiguous()
     return RotaryTable(cos, sin, table.is_neox_style, None if table.sections is None else table.sections[pairs])
 
 
 def pair_sums(values: torch.Tensor, table: RotaryTable | None) -> torch.Tensor:
-    """(n, head_size) with, for channels that turn together, the sum of both; others as they are."""
+    """(n, head_size) with, for channels that rotate together, the sum of both; others as they are."""
     if table is None or not table.rotary_dim:
         return values
-    turning, rest = values.split([table.rotary_dim, values.shape[1] - table.rotary_dim], 1)
+    rotating, rest = values.split([table.rotary_dim, values.shape[1] - table.rotary_dim], 1)
     if table.is_neox_style:
-        pairs = turning.unflatten(1, (2, -1)).sum(1).repeat(1, 2)
+        pairs = rotating.unflatten(1, (2, -1)).sum(1).repeat(1, 2)
     else:
-        pairs = turning.unflatten(1, (-1, 2)).sum(2).repeat_interleave(2, 1)
+        pairs = rotating.unflatten(1, (-1, 2)).sum(2).repeat_interleave(2, 1)
     return torch.cat([pairs, rest], 1)
 
 
@@ -110,20 +110,20 @@ def rotate(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> t
         Same shape and dtype as `rows`.
     """
     cos, sin = _factors(rows, positions, table)
-    return _turn(rows, cos, sin, table)
+    return _rotate(rows, cos, sin, table)
 
 
 def unrotate(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
     """Undo `rotate`. Divides by cos^2 + sin^2, which is not 1 where the table carries a magnitude or is rounded."""
     cos, sin = _factors(rows, positions, table)
     norm = cos * cos + sin * sin
-    return _turn(rows, cos / norm, -sin / norm, table)
+    return _rotate(rows, cos / norm, -sin / norm, table)
 
 
 def rotated_gradient(gradient: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
     """The gradient by rows before `rotate`, from that by rows after it; shapes as there."""
     cos, sin = _factors(gradient, positions, table)
-    return _turn(gradient, cos, -sin, table)
+    return _rotate(gradient, cos, -sin, table)
 
 
 def _factors(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,33 +131,33 @@ def _factors(rows: torch.Tensor, positions: torch.Tensor, table: RotaryTable) ->
     return cos.unsqueeze(-2).to(rows.dtype), sin.unsqueeze(-2).to(rows.dtype)
 
 
-def _turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, table: RotaryTable) -> torch.Tensor:
-    turning, passing = rows[..., : table.rotary_dim], rows[..., table.rotary_dim :]
+def _rotate(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, table: RotaryTable) -> torch.Tensor:
+    rotating, passing = rows[..., : table.rotary_dim], rows[..., table.rotary_dim :]
     if table.is_neox_style:
-        first, second = turning.chunk(2, dim=-1)
+        first, second = rotating.chunk(2, dim=-1)
     else:
-        first, second = turning[..., 0::2], turning[..., 1::2]
+        first, second = rotating[..., 0::2], rotating[..., 1::2]
     new_first = first * cos - second * sin
     new_second = second * cos + first * sin
     if table.is_neox_style:
-        turned = torch.cat((new_first, new_second), dim=-1)
+        rotated = torch.cat((new_first, new_second), dim=-1)
     else:
-        turned = torch.stack((new_first, new_second), dim=-1).flatten(-2)
-    return torch.cat((turned, passing), dim=-1)
+        rotated = torch.stack((new_first, new_second), dim=-1).flatten(-2)
+    return torch.cat((rotated, passing), dim=-1)
 
 
 def angles_are_linear(table: RotaryTable) -> bool:
-    """Whether turning by one position and then by another is turning by their sum, up to the magnitude.
+    """Whether rotating by one position and then by another is rotating by their sum, up to the magnitude.
 
-    True for all multiples of fixed frequencies. Kernels then turn by a tile's position and by the offset in the tile,
+    True for all multiples of fixed frequencies. Kernels then rotate by a tile's position and by the offset in the tile,
     and read few rows of the table.
     """
-    turns = torch.complex(table.cos, table.sin)
-    offsets = torch.tensor([1, 31, 127], device=turns.device)
-    bases = torch.arange(0, max(len(turns) - 127, 0), 128, device=turns.device)
+    rotates = torch.complex(table.cos, table.sin)
+    offsets = torch.tensor([1, 31, 127], device=rotates.device)
+    bases = torch.arange(0, max(len(rotates) - 127, 0), 128, device=rotates.device)
     if len(bases) == 0:
         return True
-    error = turns[bases, None] * turns[offsets] / turns[0].abs() - turns[bases[:, None] + offsets]
+    error = rotates[bases, None] * rotates[offsets] / rotates[0].abs() - rotates[bases[:, None] + offsets]
     # Models compute angles in float32, so those of far positions are rounded to about that many radians.
     rounding = bases[:, None, None] * 2.0**-22
     return bool((error.abs() <= 1e-3 + rounding).all())

@@ -9,7 +9,7 @@ from vllm_antkv.ops.arguments import check_heads
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
-from vllm_antkv.ops.varlen import PlainPages, VarlenPrefill, plain_size, suits
+from vllm_antkv.ops.varlen import DequantisedPages, VarlenPrefill, dequantised_size, supports_varlen
 from vllm_antkv.select.anchors import EXACT_ANCHOR, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
 from vllm_antkv.triton_kernels import arguments
@@ -17,8 +17,8 @@ from vllm_antkv.triton_kernels.anchor_score import anchor_score
 from vllm_antkv.triton_kernels.arguments import Batch, Pages, Policy, Rows, Shape, Tables
 from vllm_antkv.triton_kernels.close_blocks import close_blocks
 from vllm_antkv.triton_kernels.decode import decode
+from vllm_antkv.triton_kernels.dequantised_pages import extend_queries, merge_attention, write_dequantised_pages
 from vllm_antkv.triton_kernels.encode_store import encode_store
-from vllm_antkv.triton_kernels.plain_pages import extend_queries, merge_attention, write_plain_pages
 from vllm_antkv.triton_kernels.prefill import prefill
 
 #: Programs that fill a large GPU: 132 multiprocessors with four programs each.
@@ -45,8 +45,8 @@ class TritonOperations:
             vote_prior=VOTE_PRIOR,
         )
         self._varlen = None
-        if suits(layer):
-            self._varlen = VarlenPrefill(layer, self._write_plain_pages, self._extend_queries, merge_attention)
+        if supports_varlen(layer):
+            self._varlen = VarlenPrefill(layer, self._write_dequantised_pages, self._extend_queries, merge_attention)
         if decodes:
             self._reserve()
 
@@ -120,11 +120,11 @@ class TritonOperations:
             batch, scale = _batch(step), self._layer.rules.scale
             prefill(_rows(rows), output, self._pages, self._tables, batch, self._shape, scale)
 
-    def _write_plain_pages(self, rows: StepRows, pages: PlainPages, step: Step) -> None:
+    def _write_dequantised_pages(self, rows: StepRows, pages: DequantisedPages, step: Step) -> None:
         """See `ops.varlen.PlainPageWriter`."""
-        wanted = arguments.PlainPages(pages.wanted, pages.key, pages.value)
+        requested = arguments.DequantisedPages(pages.page_requests, pages.key, pages.value)
         prefix = self._layer.config.prefix
-        write_plain_pages(_rows(rows), wanted, prefix, self._pages, self._tables, _batch(step), self._shape)
+        write_dequantised_pages(_rows(rows), requested, prefix, self._pages, self._tables, _batch(step), self._shape)
 
     def _extend_queries(self, query: torch.Tensor, extended: torch.Tensor) -> None:
         """See `ops.varlen.Extend`."""
@@ -194,7 +194,7 @@ def _shape(layer: LayerState) -> Shape:
         soft_cap=layer.rules.soft_cap or 0.0,
         has_sinks=layer.rules.sinks is not None,
         has_jensen=bool(layer.jensen_weights.any()),
-        plain_size=plain_size(layer),
+        dequantised_size=dequantised_size(layer),
     )
 
 

@@ -19,7 +19,7 @@ from vllm_antkv.ops.varlen_call import VarlenCall
 from vllm_antkv.ops.varlen_plan import Call, Limits, Round, plan
 
 #: Blocks of a past that are written as plain rows at a time: 16,384 tokens, 64 MiB for 8 KV heads of 128 channels.
-PIECE = 128
+PREFILL_CHUNK_BLOCKS = 128
 #: Query heads per KV head from which the kernel's tiles of 128 rows are filled well enough: in smaller groups the early
 #: queries of a block leave most of one empty.
 MIN_GROUP = 3
@@ -30,14 +30,14 @@ BIAS_CHANNELS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class PlainPages:
+class DequantisedPages:
     """What pages are to hold, and the memory for them.
 
-    wanted: (num_pages, 3) int32: request, VQ block, and 1 for exact rows or 0 for what codes stand for.
-    key, value: (capacity, VQ_BLOCK_SIZE, num_kv_heads, plain_size) model dtype; the first `num_pages` are written.
+    page_requests: (num_pages, 3) int32: request, VQ block, and 1 for exact rows or 0 for what codes stand for.
+    key, value: (capacity, VQ_BLOCK_SIZE, num_kv_heads, dequantised_size) model dtype; `num_pages` are written.
     """
 
-    wanted: torch.Tensor
+    page_requests: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
 
@@ -45,7 +45,7 @@ class PlainPages:
 class PlainPageWriter(Protocol):
     """Writes pages from the step's rows and the cache: see `ops.varlen_plan`."""
 
-    def __call__(self, rows: StepRows, pages: PlainPages, step: Step) -> None:
+    def __call__(self, rows: StepRows, pages: DequantisedPages, step: Step) -> None:
         """Write all rows of the pages; those that nobody sees, or that are gone, must be finite.
 
         Args:
@@ -56,24 +56,24 @@ class PlainPageWriter(Protocol):
         ...
 
 
-#: Gives queries (n, num_heads, head_size) their `BIAS_CHANNELS`: writes (n, num_heads, plain_size), contiguous.
+#: Gives queries (n, num_heads, head_size) their `BIAS_CHANNELS`: writes (n, num_heads, dequantised_size), contiguous.
 Extend = Callable[[torch.Tensor, torch.Tensor], None]
 #: Adds what other keys gave: takes an output (n, num_heads, head_size) in the model's dtype and its log-sum-exp
 #: (num_heads, n) float32, which are written, and the same two of the other keys. Infinite is "nothing seen".
 Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def suits(layer: LayerState) -> bool:
+def supports_varlen(layer: LayerState) -> bool:
     """Whether prompts of a layer are what the plan covers, and there is a kernel for them."""
     policy = layer.config.recency_policy
     sliding = policy.kind == "sliding" and policy.window <= VQ_BLOCK_SIZE
     fills = layer.kind.group >= MIN_GROUP
     ordinary = layer.rules.are_plain and layer.config.prefill_reads_cache
-    has_kernel = layer.varlen is not None and plain_size(layer) <= layer.varlen.max_head_size
+    has_kernel = layer.varlen is not None and dequantised_size(layer) <= layer.varlen.max_head_size
     return has_kernel and fills and sliding and ordinary
 
 
-def plain_size(layer: LayerState) -> int:
+def dequantised_size(layer: LayerState) -> int:
     """Channels of plain rows of a layer."""
     return layer.recency.k.shape[-1] + (BIAS_CHANNELS if layer.jensen_weights.any() else 0)
 
@@ -85,10 +85,10 @@ class VarlenPrefill:
         assert layer.varlen is not None
         self._layer, self._varlen = layer, layer.varlen
         self._write, self._extend, self._merge = write, extend, merge
-        self._size = plain_size(layer)
+        self._size = dequantised_size(layer)
         # The step's tokens lie in so many blocks of a request, beside a piece and the block before them.
-        num_pages = PIECE + self._varlen.max_num_tokens // VQ_BLOCK_SIZE + 3
-        self._limits = Limits(layer.config.recency_policy.window, PIECE, num_pages)
+        num_pages = PREFILL_CHUNK_BLOCKS + self._varlen.max_num_tokens // VQ_BLOCK_SIZE + 3
+        self._limits = Limits(layer.config.recency_policy.window, PREFILL_CHUNK_BLOCKS, num_pages)
         self._scratch()
 
     def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
@@ -100,7 +100,7 @@ class VarlenPrefill:
             self._extend(rows.query, query)
         for current in self._rounds(step, output.device):
             new = slice(current.first_row, current.first_row + current.num_rows)
-            self._write(rows, PlainPages(current.pages, key_pages, value_pages), step)
+            self._write(rows, DequantisedPages(current.pages, key_pages, value_pages), step)
             for index, call in enumerate(current.calls):
                 is_first = current.is_first and index == 0
                 result = output[new] if is_first and not extended else other[: current.num_rows]
@@ -132,7 +132,7 @@ class VarlenPrefill:
 
 @dataclass(frozen=True, eq=False)
 class _DeviceRound:
-    """See `varlen_plan.Round`; pages as in `PlainPages.wanted`."""
+    """See `varlen_plan.Round`; pages as in `DequantisedPages.page_requests`."""
 
     first_row: int
     num_rows: int

@@ -2,7 +2,7 @@
 
 Such a kernel (FlashAttention's, with a page table) attends from runs of queries to the first `num_keys` rows of a list
 of pages: to all of them, or with a causal mask whose last query sees the last key, or with that and a window. Pages
-are written for it (`triton_kernels.plain_pages`): a past page has what the codes of a VQ block stand for, anchors
+are written for it (`triton_kernels.dequantised_pages`): a past page has what the codes of a VQ block stand for, anchors
 corrected and rows of the prefix exact; an exact page has a block's rows in full precision. With `sliding:W`, W at
 most a block, a query sees its own block and the W - 1 tokens before it exactly, all others as codes, and anchors of
 all blocks before its own. The first W queries of block `b` are `early`, the others `late`:

@@ -49,7 +49,7 @@ class Tables(NamedTuple):
     k_order: (head_size,) int32, the channel of K that stands at each place of decoded rows; not read where they are the
         same. Rows in full precision have their channels as the model has them.
     cos, sin: (max_position, rotary_half) float32; not read without RoPE.
-    sections: (rotary_half,) int32, which of three positions each pair turns by; not read where tokens have one.
+    sections: (rotary_half,) int32, which of three positions each pair rotates by; not read where tokens have one.
     last_query: (max_model_len,) int32, the last query position that sees each token exactly.
     sinks: (num_heads,) float32, learned logits that take part in every softmax; not read where there are none.
     jensen_weights: (num_heads, head_size) float32, see `ops.reference.jensen_bias`; not read where all are 0.
@@ -99,15 +99,15 @@ class Rows(NamedTuple):
     value_stride: int
 
 
-class PlainPages(NamedTuple):
+class DequantisedPages(NamedTuple):
     """Pages of rows for a kernel that knows nothing else; contiguous.
 
-    wanted: (num_pages, 3) int32: request, VQ block, and 1 for rows in full precision or 0 for what codes stand for.
-    key, value: (at least num_pages, block_size, num_kv_heads, plain_size) model dtype, K after RoPE, channels as the
-        model has them; see `ops.varlen.BIAS_CHANNELS` for those beyond a head's.
+    page_requests: (num_pages, 3) int32: request, VQ block, and 1 for exact rows or 0 for what codes stand for.
+    key, value: (at least num_pages, block_size, num_kv_heads, dequantised_size) model dtype, K after RoPE, channels
+        as the model has them; see `ops.varlen.BIAS_CHANNELS` for those beyond a head's.
     """
 
-    wanted: torch.Tensor
+    page_requests: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
 
@@ -180,10 +180,10 @@ class Shape(NamedTuple):
     code_bytes: of one row.
     ordered: decoded K rows have their channels in another order than rows in full precision.
     rotary_half: rotary pairs; 0 without RoPE.
-    is_neox: channel `c` turns with `c + rotary_half`, else with its neighbour.
+    is_neox: channel `c` rotates with `c + rotary_half`, else with its neighbour.
     aligned: the halves of a head are whole sub-vectors.
-    composes: the table turns by `a + b` where it turns by `a` and then by `b`, and K by its place in the sequence.
-    three_part: K of a token turns by three positions.
+    composes: the table rotates by `a + b` where it rotates by `a` and then by `b`, and K by its place in the sequence.
+    three_part: K of a token rotates by three positions.
     anchor_rows, anchor_bytes: per block, K and V each; of a row.
     corrections: some anchors are kept as what their codes lose.
     exact_anchor: added to the offset of an anchor that is kept as it is; 0 where none is.
@@ -195,7 +195,7 @@ class Shape(NamedTuple):
     soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 where they stay.
     has_sinks: of learned logits.
     has_jensen: logits of coded keys are corrected (`Tables.jensen_weights`).
-    plain_size: channels of a row of plain pages.
+    dequantised_size: channels of a row of plain pages.
     """
 
     head_size: int
@@ -230,7 +230,7 @@ class Shape(NamedTuple):
     soft_cap: float
     has_sinks: bool
     has_jensen: bool
-    plain_size: int
+    dequantised_size: int
 
 
 class Policy(NamedTuple):

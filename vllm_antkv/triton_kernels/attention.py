@@ -20,7 +20,7 @@ from .common import (
     load_exact,
     load_halves,
     load_rows,
-    turn,
+    rotate,
 )
 
 
@@ -118,7 +118,9 @@ def attend_coded(
         first_codes, second_codes, head_centroids(tables.k_centroids, request.head, shape), shape
     )
     pairs, origin = tl.arange(0, shape.half_pad), block * shape.block_size
-    key_first, key_second = turn(raw_first, raw_second, tables, origin, block_id, offsets, present, pairs, pages, shape)
+    key_first, key_second = rotate(
+        raw_first, raw_second, tables, origin, block_id, offsets, present, pairs, pages, shape
+    )
     is_anchor = keys < 0
     if anchored:
         key_first, key_second, is_anchor = correct_keys(

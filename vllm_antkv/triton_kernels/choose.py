@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .arguments import ExactRows, Pages, Tables
 from .codes import decode_channels, head_centroids
-from .common import channels_in_rows, channels_of_pairs, in_vq_page, load_exact, to_e4m3, turn
+from .common import channels_in_rows, channels_of_pairs, in_vq_page, load_exact, rotate, to_e4m3
 
 #: Channels at a time where all rows of a block are read: 32 bytes of a row are one sector of memory, and few registers.
 _CHUNK = tl.constexpr(16)
@@ -32,7 +32,7 @@ def key_errors(
     first_channel, second_channel = channels_of_pairs(pairs, shape)
     first = decode_channels(codes, centroids, first_channel, shape)
     second = decode_channels(codes, centroids, second_channel, shape)
-    first, second = turn(first, second, tables, origin, block_id, offsets, offsets >= 0, pairs, pages, shape)
+    first, second = rotate(first, second, tables, origin, block_id, offsets, offsets >= 0, pairs, pages, shape)
     known = pairs < shape.head_size // 2
     first = load_exact(k_rows, channels_in_rows(first_channel, tables, shape), known).to(tl.float32) - first
     second = load_exact(k_rows, channels_in_rows(second_channel, tables, shape), known).to(tl.float32) - second

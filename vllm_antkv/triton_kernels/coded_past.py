@@ -3,13 +3,13 @@
 `attention.attend_tile` takes any tile. Here every key is there, coded, visible, and in a closed block other than the
 query's, so that most of the work on a key can be done on something smaller:
 
-* The query is turned back to the first position of a tile, and keys by their offset in the tile alone: all tiles need
+* The query is rotated back to the first position of a tile, and keys by their offset in the tile alone: all tiles need
   the same cosines and sines, which stay in registers.
 * Anchors leave the tiles. What the corrections of several blocks add to the logits is one product with the query; a
   tile picks its own by a product with a matrix of ones and zeros. Weights of V anchors are picked out the same way, and
   multiplied with the corrections once. Of anchors that are kept as they are, the logits and the weights of the codes
   become 0.
-* Products are of float16 (float32 in float32 models), as centroids are: decoded V is not converted, K is turned as it
+* Products are of float16 (float32 in float32 models), as centroids are: decoded V is not converted, K is rotated as it
   comes, and both are nearer the truth than in bfloat16. The query is scaled before it is rounded, far from the limits.
 """
 
@@ -97,10 +97,10 @@ def attend_past(
             first_codes, second_codes, value_codes = codes_of_tile(ahead, offsets, request, pages, batch, shape)
             first = first.to(dtype)
             second = second.to(dtype)
-            turned_first, turned_second = turn_back(query_first, query_second, tile, tables, pairs, shape)
-            logits = tl.dot(turned_first.to(dtype), tl.trans(first * cos - second * sin), input_precision="tf32x3")
+            rotated_first, rotated_second = rotate_back(query_first, query_second, tile, tables, pairs, shape)
+            logits = tl.dot(rotated_first.to(dtype), tl.trans(first * cos - second * sin), input_precision="tf32x3")
             logits = tl.dot(
-                turned_second.to(dtype), tl.trans(second * cos + first * sin), logits, input_precision="tf32x3"
+                rotated_second.to(dtype), tl.trans(second * cos + first * sin), logits, input_precision="tf32x3"
             )
             if shape.has_jensen:
                 logits += bias[:, None]
@@ -249,21 +249,21 @@ def rows_of(
 def row_angles(
     tables: Tables, positions: tl.tensor, pairs: tl.tensor, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Cosines and sines at `positions` (N,), (N, P) float32 each; 1 and 0 of channels that do not turn."""
+    """Cosines and sines at `positions` (N,), (N, P) float32 each; 1 and 0 of channels that do not rotate."""
     index = positions[:, None] * shape.rotary_half + pairs[None, :]
-    turning = (positions >= 0)[:, None] & (pairs < shape.rotary_half)[None, :]
-    return tl.load(tables.cos + index, mask=turning, other=1.0), tl.load(tables.sin + index, mask=turning, other=0.0)
+    rotating = (positions >= 0)[:, None] & (pairs < shape.rotary_half)[None, :]
+    return tl.load(tables.cos + index, mask=rotating, other=1.0), tl.load(tables.sin + index, mask=rotating, other=0.0)
 
 
 @triton.jit
-def turn_back(
+def rotate_back(
     first: tl.tensor, second: tl.tensor, position: tl.tensor, tables: Tables, pairs: tl.tensor, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Halves (M, P) float32 of queries, turned by `-position`."""
-    turning = pairs < shape.rotary_half
+    """Halves (M, P) float32 of queries, rotated by `-position`."""
+    rotating = pairs < shape.rotary_half
     index = position * shape.rotary_half + pairs
-    cos = tl.load(tables.cos + index, mask=turning, other=1.0)
-    sin = tl.load(tables.sin + index, mask=turning, other=0.0)
+    cos = tl.load(tables.cos + index, mask=rotating, other=1.0)
+    sin = tl.load(tables.sin + index, mask=rotating, other=0.0)
     # Some tables carry a magnitude, which must not count twice.
     magnitude = tl.rsqrt(cos * cos + sin * sin)
     cos = (cos * magnitude)[None, :]

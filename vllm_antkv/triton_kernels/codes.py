@@ -59,10 +59,10 @@ def load_channel_codes(rows: tl.tensor, channels: tl.tensor, shape: tl.constexpr
 def subs_of_halves(shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Sub-vectors of the first and of the second channels of rotary pairs, where halves are whole sub-vectors."""
     subs_per_half: tl.constexpr = shape.num_sub_vectors // 2
-    subs_turning: tl.constexpr = shape.rotary_half // shape.sub_vector_size
+    subs_rotating: tl.constexpr = shape.rotary_half // shape.sub_vector_size
     sub = tl.minimum(tl.arange(0, shape.half_pad // shape.sub_vector_size), subs_per_half - 1)
-    return tl.where(sub < subs_turning, sub, sub + subs_turning), tl.where(
-        sub < subs_turning, sub + subs_turning, sub + subs_per_half
+    return tl.where(sub < subs_rotating, sub, sub + subs_rotating), tl.where(
+        sub < subs_rotating, sub + subs_rotating, sub + subs_per_half
     )
 
 

@@ -42,14 +42,14 @@ def first_tile(query_start_loc: tl.tensor, request: tl.tensor, TILE: tl.constexp
 
 @triton.jit
 def channels_of_pairs(pairs: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """First and second channels of `pairs` of a head; channels that do not turn are paired behind those that do."""
+    """First and second channels of `pairs` of a head; channels that do not rotate are paired behind those that do."""
     if not shape.is_neox:
         return 2 * pairs, 2 * pairs + 1
     if 2 * shape.rotary_half == shape.head_size:
         return pairs, pairs + shape.rotary_half
-    turning = pairs < shape.rotary_half
-    first = tl.where(turning, pairs, pairs + shape.rotary_half)
-    return first, tl.where(turning, pairs + shape.rotary_half, pairs + shape.head_size // 2)
+    rotating = pairs < shape.rotary_half
+    first = tl.where(rotating, pairs, pairs + shape.rotary_half)
+    return first, tl.where(rotating, pairs + shape.rotary_half, pairs + shape.head_size // 2)
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def to_e4m3(numbers: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def turn(
+def rotate(
     first: tl.tensor,
     second: tl.tensor,
     tables: Tables,
@@ -143,23 +143,23 @@ def angles(
     pages: Pages,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Cosines and sines at `origin + offsets`, (N, P) float32 each; those of channels that do not turn are 1 and 0.
+    """Cosines and sines at `origin + offsets`, (N, P) float32 each; those of channels that do not rotate are 1 and 0.
 
     Where the table allows, they are made from the angles of the origin and of the offset: the same few rows of the
     table serve every block and stay in L1, where rows by position would cost many times the bytes of the codes.
     """
-    turning = (pairs < shape.rotary_half)[None, :]
+    rotating = (pairs < shape.rotary_half)[None, :]
     if not shape.composes:
-        known = mask[:, None] & turning
-        positions = turning_positions(origin + offsets, block_id, pairs, known, pages, tables, shape)
+        known = mask[:, None] & rotating
+        positions = rope_positions(origin + offsets, block_id, pairs, known, pages, tables, shape)
         index = positions * shape.rotary_half + pairs[None, :]
         return tl.load(tables.cos + index, mask=known, other=1.0), tl.load(tables.sin + index, mask=known, other=0.0)
     index = offsets[:, None] * shape.rotary_half + pairs[None, :]
-    cos = tl.load(tables.cos + index, mask=turning, other=1.0)
-    sin = tl.load(tables.sin + index, mask=turning, other=0.0)
+    cos = tl.load(tables.cos + index, mask=rotating, other=1.0)
+    sin = tl.load(tables.sin + index, mask=rotating, other=0.0)
     index = origin * shape.rotary_half + pairs[None, :]
-    origin_cos = tl.load(tables.cos + index, mask=turning, other=1.0)
-    origin_sin = tl.load(tables.sin + index, mask=turning, other=0.0)
+    origin_cos = tl.load(tables.cos + index, mask=rotating, other=1.0)
+    origin_sin = tl.load(tables.sin + index, mask=rotating, other=0.0)
     # Some tables carry a magnitude, which must not count twice.
     magnitude = tl.rsqrt(origin_cos * origin_cos + origin_sin * origin_sin)
     origin_cos *= magnitude
@@ -168,7 +168,7 @@ def angles(
 
 
 @triton.jit
-def turning_positions(
+def rope_positions(
     places: tl.tensor,
     block_id: tl.tensor,
     pairs: tl.tensor,
@@ -177,10 +177,10 @@ def turning_positions(
     tables: Tables,
     shape: tl.constexpr,
 ) -> tl.tensor:
-    """By which position K of tokens turns in `pairs` (P,): (N, P), or (N, 1) for all of them. int32.
+    """By which position K of tokens is rotated in `pairs` (P,): (N, P), or (N, 1) for all of them. int32.
 
     places (N,): of the tokens in the sequence; block_id: int64, of their VQ page or (N,) pages; known (N, P): where
-    there is a token and a pair that turns.
+    there is a token and a pair that rotates.
     """
     if shape.three_part:
         section = tl.load(tables.sections + pairs, mask=pairs < shape.rotary_half, other=0)

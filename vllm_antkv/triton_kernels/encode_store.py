@@ -15,7 +15,7 @@ from .common import (
     in_recency_page,
     in_vq_page,
     load_rows,
-    turning_positions,
+    rope_positions,
 )
 
 #: Tokens from which larger tiles leave no multiprocessor idle.
@@ -176,11 +176,11 @@ def raw_sub_vectors(
     tables: Tables,
     shape: tl.constexpr,
 ) -> tl.tensor:
-    """(T, C) float32 channels of rows, K before RoPE: each channel turned back with the other one of its pair."""
+    """(T, C) float32 channels of rows, K before RoPE: each channel rotated back with the other one of its pair."""
     x = load_places(pointers, mask, channels, channel_mask, is_key, tables, shape)
     if shape.rotary_half == 0:
         return x
-    turning = (channels < tl.where(is_key, 2 * shape.rotary_half, 0)) & channel_mask
+    rotating = (channels < tl.where(is_key, 2 * shape.rotary_half, 0)) & channel_mask
     if shape.is_neox:
         is_first = channels < shape.rotary_half
         partner = tl.where(is_first, channels + shape.rotary_half, channels - shape.rotary_half)
@@ -189,10 +189,10 @@ def raw_sub_vectors(
         is_first = channels % 2 == 0
         partner = tl.where(is_first, channels + 1, channels - 1)
         pair = channels // 2
-    other = load_places(pointers, mask, partner, turning, is_key, tables, shape)
-    known = mask[:, None] & turning[None, :]
-    turned_by = turning_positions(positions, block, pair, known, pages, tables, shape)
-    angle = turned_by * shape.rotary_half + pair[None, :]
+    other = load_places(pointers, mask, partner, rotating, is_key, tables, shape)
+    known = mask[:, None] & rotating[None, :]
+    rotated_by = rope_positions(positions, block, pair, known, pages, tables, shape)
+    angle = rotated_by * shape.rotary_half + pair[None, :]
     cos = tl.load(tables.cos + angle, mask=known, other=1.0)
     sin = tl.load(tables.sin + angle, mask=known, other=0.0)
     signed = tl.where(is_first[None, :], other, -other)

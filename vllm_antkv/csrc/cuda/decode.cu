@@ -1,9 +1,9 @@
 // Attention of single queries to the cache: one CTA per multiprocessor has the centroids of a KV head at hand and walks
 // the splits of all requests; `antkv_merge` joins the splits of a request by their log-sum-exp.
 //
-// Angles are linear in the position, so the query is turned back by the first position of a span of tokens, and decoded
-// K rows are turned by their offsets in it alone. A warp always has the same offsets: their cosines stay in registers.
-#include "bring.cuh"
+// Angles are linear in the position, so the query is rotated back by the first position of a span of tokens, and decoded
+// K rows are rotated by their offsets in it alone. A warp always has the same offsets: their cosines stay in registers.
+#include "producer.cuh"
 #include "logits.cuh"
 #include "values.cuh"
 #include "votes.cuh"
@@ -119,7 +119,7 @@ ANTKV_DEVICE void leave_logits(const Tile& tile, Span& span) {
 
 // Join the warps, a few queries at a time: that is what shared memory has room for. The only split of a request is its
 // output.
-ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work, const Sums& sums,
+ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const SplitDesc& desc, const Sums& sums,
                               Lane lane, int warp) {
     for (int i = 0; i < kOwnQueries; ++i) {
         float total = sums.total[i];
@@ -127,7 +127,7 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
         const int q = own_query(lane, i);
         if (lane.row == 0 && q < kGroup) shared.statistics[warp][q] = {sums.maximum[i], total};
     }
-    float* partial = work.num_splits > 1 ? partial_at(in.layer, in.results, work.item, in.head) : nullptr;
+    float* partial = desc.num_splits > 1 ? partial_at(in.layer, in.results, desc.item, in.head) : nullptr;
     float(*output)[kValueColumns][kHeadSize] = ((Merging*)shared.scratch)->output;
     for (int group = 0; group < kValueGroups; ++group) {
         for (int i = 0; i < 2; ++i) {
@@ -153,7 +153,7 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
             }
             result *= Tables::value_scale(in.layer, in.head);
             if (!partial) {
-                write_output(in.results, work.hand, in.head, q, channel, result / total);
+                write_output(in.results, desc.query_row, in.head, q, channel, result / total);
                 continue;
             }
             partial[q * kHeadSize + channel] = result;
@@ -166,7 +166,7 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const Work& work
     }
 }
 
-ANTKV_DEVICE void give_back(Shared& shared, int slot, Lane lane) {
+ANTKV_DEVICE void release_slot(Shared& shared, int slot, Lane lane) {
     // Also, the next tile writes what this one has read.
     sync_warp();
     if (lane.index == 0) arrive(&shared.empty[slot]);
@@ -176,23 +176,23 @@ ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tab
     const Rotation rotation = lane_rotation(in.layer, in.head, lane, warp);
     Sums sums;
     clear(sums);
-    for (Turn turn;; turn.advance()) {
-        wait(&shared.full[turn.slot], turn.parity);
-        Span& span = shared.ring[turn.slot];
-        const uint4 first = *(const uint4*)&span.work;
+    for (RingPosition at;; at.advance()) {
+        wait(&shared.full[at.slot], at.parity);
+        Span& span = shared.ring[at.slot];
+        const uint4 first = *(const uint4*)&span.desc;
         const u32 exact = span.exact[warp];
         if ((int)first.x == kNoMore) return;
         const Tile tile = {in, shared, span, tables, lane, warp, (int)first.x + warp * kTokens, (int)first.y, (int)first.z,
                            (bool)first.w};
         if (tile.token < tile.end) attend(tile, exact, rotation, sums);
         if (!first.w) {
-            give_back(shared, turn.slot, lane);
+            release_slot(shared, at.slot, lane);
             continue;
         }
-        const Work work = span.work;
+        const SplitDesc desc = span.desc;
         leave_logits(tile, span);
-        give_back(shared, turn.slot, lane);
-        write_split(in, shared, work, sums, lane, warp);
+        release_slot(shared, at.slot, lane);
+        write_split(in, shared, desc, sums, lane, warp);
         clear(sums);
     }
 }
@@ -213,14 +213,14 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     const int warp = (int)threadIdx.x / kWarp, item = (int)blockIdx.x;
     const Inputs in = {layer, step, query, key, value, results, (int)blockIdx.y};
     Shared& shared = *(Shared*)(memory + Tables::kBytes);
-    Items items(layer, step, results.capacity);
+    SplitScheduler scheduler(layer, step, results.capacity);
     // A cluster has work if its first CTA has; one without any has its tables for the others.
     const int rank = kCluster > 1 ? cluster_rank() : 0;
-    if (!items.find(item - rank, lane.index)) return;
-    const bool has_work = rank == 0 || items.find(item, lane.index);
+    if (!scheduler.find(item - rank, lane.index)) return;
+    const bool has_work = rank == 0 || scheduler.find(item, lane.index);
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < kRing; ++slot) {
-            make_barrier(&shared.full[slot], kBringing + 1);
+            make_barrier(&shared.full[slot], kProducing + 1);
             make_barrier(&shared.empty[slot], kWarps);
         }
         publish_barriers();
@@ -229,7 +229,7 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     if (warp == kWarps) {
         // The others meet when they have brought the tables.
         if constexpr (kCluster > 1) sync_cluster();
-        if (has_work) bring_all(in, shared, items, item, lane);
+        if (has_work) produce_all(in, shared, scheduler, item, lane);
     } else {
         const Tables tables(layer, in.head, lane, memory);
         if (has_work) attend_all(in, shared, tables, lane, warp);
@@ -243,18 +243,18 @@ constexpr int kMergeThreads = smaller(kGroup * kHeadSize, 1024);
 ANTKV_KERNEL(kMergeThreads)
 antkv_merge(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, ANTKV_ARGUMENT(Results) results) {
     const int request = (int)blockIdx.x, head = (int)blockIdx.y;
-    // Whether there is anything in `places`.
-    if (wanted_splits(layer, step, request) == 0) return;
-    const Place place = results.places[request];
-    if (place.num_splits == 1) return;
-    const float* first = partial_at(layer, results, place.item, head);
+    // Whether there is anything in `request_splits`.
+    if (num_splits_of(layer, step, request) == 0) return;
+    const RequestSplits splits = results.request_splits[request];
+    if (splits.num_splits == 1) return;
+    const float* first = partial_at(layer, results, splits.item, head);
     const i64 stride = (i64)layer.num_kv_heads * kPartial;
     for (int at = (int)threadIdx.x; at < kGroup * kHeadSize; at += kMergeThreads) {
         const int q = at / kHeadSize;
         const float *maxima = first + kGroup * kHeadSize + q, *totals = maxima + kGroup;
         float maximum = -ANTKV_INFINITY, total = 0, result = 0;
-        for (int i = 0; i < place.num_splits; ++i) maximum = fmaxf(maximum, maxima[i * stride]);
-        for (int i = 0; i < place.num_splits; ++i) {
+        for (int i = 0; i < splits.num_splits; ++i) maximum = fmaxf(maximum, maxima[i * stride]);
+        for (int i = 0; i < splits.num_splits; ++i) {
             const float weight = exp2_fast(maxima[i * stride] - maximum);
             total += weight * totals[i * stride];
             result += weight * first[i * stride + at];

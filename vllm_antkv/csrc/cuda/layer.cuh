@@ -55,15 +55,15 @@ struct Rows {
 };
 
 // Where a request's partial results start, and how many there are.
-struct Place {
+struct RequestSplits {
     i32 item, num_splits;
 };
 
 // Where decoding writes.
 struct Results {
     Rows output;
-    float* partials;  // (capacity, num_kv_heads, kPartial): of the items of `Items`
-    Place* places;    // (num_reqs)
+    float* partials;  // (capacity, num_kv_heads, kPartial): of the items of `SplitScheduler`
+    RequestSplits* request_splits;  // (num_reqs)
     i64 capacity;
     const u8* is_sink;  // (num_tokens) of 0 and 1, or null; for votes
     i32 votes;          // add those of single tokens on their own blocks to the scores

@@ -3,7 +3,7 @@
 
 #include "rows.cuh"
 
-ANTKV_DEVICE void turn(Quad& first, Quad& second, const u32 (&cosine)[2], const u32 (&sine)[2]) {
+ANTKV_DEVICE void rotate(Quad& first, Quad& second, const u32 (&cosine)[2], const u32 (&sine)[2]) {
     const Quad a = first, b = second;
     first.low = fma_f16x2(neg_f16x2(b.low), sine[0], mul_f16x2(a.low, cosine[0]));
     first.high = fma_f16x2(neg_f16x2(b.high), sine[1], mul_f16x2(a.high, cosine[1]));
@@ -53,7 +53,7 @@ ANTKV_DEVICE void coded_logits(const Tile& tile, const Rotation& rotation, int h
             Quad low[2], high[2];
             for (int row = 0; row < 2; ++row) {
                 low[row] = Tables::key_operand(first[row], i), high[row] = Tables::key_operand(second[row], i);
-                turn(low[row], high[row], rotation.cosine[row][j + i], rotation.sine[row][j + i]);
+                rotate(low[row], high[row], rotation.cosine[row][j + i], rotation.sine[row][j + i]);
             }
             add_key_quads(tile, low, query, j + i, false, logits[0]);
             add_key_quads(tile, high, query, j + i, true, logits[kLast]);

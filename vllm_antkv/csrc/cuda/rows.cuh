@@ -44,15 +44,16 @@ struct ExactRow {
 
 // exact: of the tile's tokens; those whose pages are gone are taken out.
 ANTKV_DEVICE ExactRow find_row(const Tile& tile, u32& exact) {
-    const Work& work = tile.span.work;
+    const SplitDesc& desc = tile.span.desc;
     const int own = tile.token + tile.lane.index;
     const bool has_row = exact >> tile.lane.index & 1;
     ExactRow row = {};
     if (has_row && own < tile.position) {
-        const u8* key = recency_row(tile.in.layer, tile.in.step, work.request, tile.in.head, own);
+        const u8* key = recency_row(tile.in.layer, tile.in.step, desc.request, tile.in.head, own);
         if (key) row = {key, key + tile.in.layer.recency_v};
     } else if (has_row) {
-        row = {(const u8*)tile.in.key.at(work.hand, tile.in.head), (const u8*)tile.in.value.at(work.hand, tile.in.head)};
+        const i64 token = desc.query_row;
+        row = {(const u8*)tile.in.key.at(token, tile.in.head), (const u8*)tile.in.value.at(token, tile.in.head)};
     }
     exact = ballot_warp(row.key);
     return row;

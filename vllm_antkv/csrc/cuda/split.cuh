@@ -1,6 +1,6 @@
 // What the warps of a CTA share while they decode, and what they have in registers.
 //
-// One warp brings what the others attend to: a span of tokens at a time, through a ring in shared memory.
+// The producer warp fetches what the others attend to: a span of tokens at a time, through a ring in shared memory.
 #pragma once
 
 #include "tables.cuh"
@@ -45,14 +45,14 @@ ANTKV_DEVICE constexpr int peer(int step) { return step == 1 ? Tables::kOrders =
 // Of a token in a query's row of logits or weights. The four tokens of a lane lie side by side, for what it computes and for
 // what it multiplies with V; lanes that write together, of other queries, do so in other banks.
 ANTKV_DEVICE int place_of(u32 q, u32 token) { return (int)((token % 8 ^ q * 2 % 8) * 4 + token / 8); }
-// Of a turned query's row, one of which nobody reads: queries that lanes read together lie in other banks.
+// Of a rotated query's row, one of which nobody reads: queries that lanes read together lie in other banks.
 constexpr int kQueryQuads = kQuads + 1;
 constexpr float kLog2E = 1.4426950408889634f;
 // The maximum that weights are relative to moves when a logit passes it by this much: 2^8 fits float16, and it is rare.
 constexpr float kSlack = 8.0f;
 static_assert(kSpan % kBlockSize == 0, "spans are whole pages");
 
-// Behind the warps that attend comes the one that brings spans.
+// Behind the warps that attend comes the producer.
 constexpr int kDecodeThreads = kThreads + kWarp;
 constexpr int kRing = ANTKV_RING;   // spans
 constexpr bool kBulk = ANTKV_BULK;  // there are bulk copies: compute capability 9.0
@@ -66,11 +66,11 @@ constexpr int kCodeSection = kBlockSize * kCodeBytes;
 constexpr int kPageBytes = 2 * kCodeSection + ANTKV_STAGED_ANCHORS;
 
 // A span is of a split. What every tile asks first comes first: one read.
-struct alignas(16) Work {
+struct alignas(16) SplitDesc {
     i32 token, end;       // the first token, or kNoMore; where the split ends
     i32 position;         // of the query
     i32 is_last;          // of the split
-    i32 hand, request;    // row of the query in the step's tensors, whose it is
+    i32 query_row, request;  // row of the query in the step's tensors, whose it is
     i32 item, num_splits; // the split's number in `Results`; of the request
 };
 constexpr int kNoMore = -1;
@@ -80,10 +80,10 @@ struct Span {
     alignas(16) u16 raw[kGroup][kHeadSize];  // the queries as they are
     u16 plain[kGroup][kHeadSize];            // the same, scaled for base-2 exponentials, float16
     union {
-        uint2 query[kTiles][kGroup][kQueryQuads];  // `plain` turned back, in the order of codes
+        uint2 query[kTiles][kGroup][kQueryQuads];  // `plain` rotated back, in the order of codes
         float voting[kGroup][kBlockSize];  // of a split's last span, when all have attended: logits of the query's block
     };
-    Work work;
+    SplitDesc desc;
     const u8* pages_at[kSpanPages];          // in global memory
     float bias[kGroup];                      // see `Plain::bias`
     u32 exact[kWarps];                       // tokens of each warp that the query sees in full precision
@@ -143,7 +143,7 @@ struct Tile {
     const Tables& tables;
     const Lane lane;
     const int warp;
-    const int token, end, position;  // the first token; as in `Work`
+    const int token, end, position;  // the first token; as in `SplitDesc`
     const bool is_last;               // of the split's spans
 
     // Of K; those of V are `kCodeSection` behind.
@@ -155,7 +155,7 @@ struct Tile {
 };
 
 // Cosines and sines of the offsets of the lane's rows in the first half of a tile. The other half's are the same, since it
-// has a query of its own, turned back by 16 positions more: so they fit in registers. The scales of the tables, which
+// has a query of its own, rotated back by 16 positions more: so they fit in registers. The scales of the tables, which
 // the channels of a rotary pair share, ride on them.
 ANTKV_DEVICE Rotation lane_rotation(const Layer& layer, int head, Lane lane, int warp) {
     Rotation rotation;

@@ -2,7 +2,7 @@
 // `anchor_score` of vllm_antkv/ops/reference.py adds up, from logits that are there already.
 //
 // For queries that see all rows of their own block in full precision, as they do unless there is no recency at all. The
-// warps that attend leave the logits in the span; the one that brings spans, which has time, counts when it gets it back.
+// warps that attend leave the logits in the span; the producer, which has time, counts when it gets the slot back.
 #pragma once
 
 #include "split.cuh"
@@ -11,9 +11,9 @@
 ANTKV_DEVICE bool is_voted_on(const Inputs& in, int end, int position) { return in.results.votes && end > position; }
 
 // Where a token's scores are: of K, and `recency_block_size` behind it of V. Null where its page is gone.
-ANTKV_DEVICE float* scores_at(const Inputs& in, const Work& work, int token) {
+ANTKV_DEVICE float* scores_at(const Inputs& in, const SplitDesc& desc, int token) {
     const Layer& layer = in.layer;
-    u8* page = recency_page(layer, in.step, work.request, in.head, token / layer.recency_block_size);
+    u8* page = recency_page(layer, in.step, desc.request, in.head, token / layer.recency_block_size);
     return page ? (float*)(page + layer.recency_scores) + token % layer.recency_block_size : nullptr;
 }
 
@@ -56,13 +56,13 @@ ANTKV_DEVICE void add_votes(const Span& span, int first, int num_tokens, Lane la
 
 // By a whole warp. Logits are relative to base 2.
 ANTKV_DEVICE void count_votes(const Inputs& in, const Span& span, Lane lane) {
-    const Work work = span.work;
-    const int block = work.position / kBlockSize * kBlockSize, num_tokens = work.position - block + 1;
+    const SplitDesc desc = span.desc;
+    const int block = desc.position / kBlockSize * kBlockSize, num_tokens = desc.position - block + 1;
     // Before anything waits for them; those of no token are not used.
     float* scores[kVoters];
     for (int own = 0; own < kVoters; ++own)
-        scores[own] = scores_at(in, work, smaller(block + own * kWarp + lane.index, work.position));
-    const bool is_sink = in.results.is_sink && in.results.is_sink[work.hand];
+        scores[own] = scores_at(in, desc, smaller(block + own * kWarp + lane.index, desc.position));
+    const bool is_sink = in.results.is_sink && in.results.is_sink[desc.query_row];
     Votes votes = {};
 #pragma unroll 1
     for (int first = 0; first < kGroup; first += kQueriesAtOnce) add_votes(span, first, num_tokens, lane, votes);

@@ -1,7 +1,7 @@
 """What the layers of a loaded model do with K and with hidden states: found by running it.
 
-The model runs once, before it has a cache, on the probe of `ops.turns`. So nothing here depends on what a model's
-modules are called, and a layer that has a rotary module without using it is seen as one that turns nothing.
+The model runs once, before it has a cache, on the probe of `ops.rope_detection`. So nothing here depends on what a
+model's modules are called, and a layer that has a rotary module without using it is seen as one that rotates nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.ops.turns import turn_of
+from vllm_antkv.ops.rope_detection import detect_rope
 from vllm_antkv.vllm_adapter.attention.rope import rotary_modules, rotary_tables, three_part_tables
 
 #: Tokens of the probe, where a step may have as many.
@@ -93,7 +93,7 @@ def _rotaries(
     tables = [table.to(positions.device) for table in found_tables if len(table.cos) >= model_config.max_model_len]
     found: dict[int, RotaryTable | None] = {}
     for index, layer in layers.items():
-        turn = turn_of(keys[index], positions, tables, model_config.dtype) if index in keys else None
+        turn = detect_rope(keys[index], positions, tables, model_config.dtype) if index in keys else None
         if turn is None:
             kinds = ", ".join(sorted({type(module).__name__ for _, module in modules}))
             raise UnsupportedModelError(

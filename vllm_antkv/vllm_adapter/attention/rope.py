@@ -16,7 +16,7 @@ from vllm.model_executor.models.interfaces import supports_multimodal
 
 from vllm_antkv.cache.positions import NUM_POSITIONS
 from vllm_antkv.ops.rope import RotaryTable, rotate
-from vllm_antkv.ops.turns import transformers_tables
+from vllm_antkv.ops.rope_detection import transformers_tables
 
 
 def rotary_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -4,7 +4,7 @@
 #include "layer.cuh"
 
 // 0 for requests with more queries, and for the padding of a CUDA graph.
-ANTKV_DEVICE int wanted_splits(const Layer& layer, const Step& step, int request) {
+ANTKV_DEVICE int num_splits_of(const Layer& layer, const Step& step, int request) {
     if (step.query_start_loc[request + 1] - step.query_start_loc[request] != 1) return 0;
     return (step.seq_lens[request] + layer.split - 1) / layer.split;
 }
@@ -23,7 +23,7 @@ ANTKV_DEVICE int sum_upto(int own, int lane) {
 // There is room for `capacity` items, at least one per request. The splits of a request take no more of it than leaves one
 // for each of the requests behind it, or else the request is a single item, however long. That happens where requests
 // share so many blocks that together they are longer than the pool (`CudaOperations`), and never writes past the end.
-struct Items {
+struct SplitScheduler {
     const Layer& layer;
     const Step& step;
     const i64 capacity;
@@ -31,14 +31,14 @@ struct Items {
     int first_request = 0;              // of the 32 that are looked at together
     int request = 0, split = 0, num_splits = 0;  // `num_splits` of the request
 
-    ANTKV_DEVICE Items(const Layer& layer, const Step& step, i64 capacity)
+    ANTKV_DEVICE SplitScheduler(const Layer& layer, const Step& step, i64 capacity)
         : layer(layer), step(step), capacity(capacity) {}
 
     // Find item number `item`, which must not be before the last one found. False when there are fewer.
     ANTKV_DEVICE bool find(int item, int lane) {
         for (; first_request < step.num_reqs; first_request += kWarp) {
             const int candidate = first_request + lane;
-            const int wanted = candidate < step.num_reqs ? wanted_splits(layer, step, candidate) : 0;
+            const int wanted = candidate < step.num_reqs ? num_splits_of(layer, step, candidate) : 0;
             const int wanted_upto = wanted_before + sum_upto(wanted, lane);
             const bool fits = wanted_upto + (step.num_reqs - 1 - candidate) <= capacity;
             const int own = fits ? wanted : smaller(wanted, 1);

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from vllm_antkv.ops.rope import RotaryTable, rotate
-from vllm_antkv.ops.turns import transformers_tables, turn_of
+from vllm_antkv.ops.rope_detection import detect_rope, transformers_tables
 
 HEAD_SIZE = 32
 
@@ -42,25 +42,27 @@ def keys(dtype: torch.dtype, seed: int) -> torch.Tensor:
 def test_the_table_that_turns_is_found(seed: int, turn: int, dtype: torch.dtype, last: int) -> None:
     positions = torch.linspace(0, last, 64).long()
     turned = rotate(keys(dtype, seed).expand(64, 2, HEAD_SIZE), positions, TABLES[turn])
-    assert turn_of(turned.float(), positions, TABLES, dtype) == turn
+    assert detect_rope(turned.float(), positions, TABLES, dtype) == turn
 
 
 @given(seed=st.integers(0, 2**32))
 def test_keys_that_are_equal_are_not_turned(seed: int) -> None:
-    assert turn_of(keys(torch.float32, seed).expand(64, 2, HEAD_SIZE), torch.arange(64), TABLES, torch.float32) == -1
+    assert (
+        detect_rope(keys(torch.float32, seed).expand(64, 2, HEAD_SIZE), torch.arange(64), TABLES, torch.float32) == -1
+    )
 
 
 def test_what_no_table_turns_is_told_apart() -> None:
     rows = keys(torch.float32, 0).expand(64, 2, HEAD_SIZE)
     turned = rotate(rows, torch.arange(64) ** 2, TABLES[0])
-    assert turn_of(turned, torch.arange(64), TABLES, torch.float32) is None
-    assert turn_of(torch.randn(64, 2, HEAD_SIZE), torch.arange(64), TABLES, torch.float32) is None
+    assert detect_rope(turned, torch.arange(64), TABLES, torch.float32) is None
+    assert detect_rope(torch.randn(64, 2, HEAD_SIZE), torch.arange(64), TABLES, torch.float32) is None
 
 
 @pytest.mark.parametrize("is_neox_style", [True, False])
 def test_a_table_that_is_wider_than_a_head_is_left_alone(is_neox_style: bool) -> None:
     wide = table(1e4, 2 * HEAD_SIZE, is_neox_style)
-    assert turn_of(torch.randn(64, 2, HEAD_SIZE), torch.arange(64), [wide], torch.float32) is None
+    assert detect_rope(torch.randn(64, 2, HEAD_SIZE), torch.arange(64), [wide], torch.float32) is None
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama", "glm4"])

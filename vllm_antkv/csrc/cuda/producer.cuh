@@ -1,36 +1,36 @@
-// The warp that brings spans to the others: it finds the splits, resolves their blocks, turns the query, and counts votes.
+// The producer warp fills the ring for the others: it finds splits, resolves their blocks, rotates the query, counts votes.
 //
 // It is ahead by the ring, across splits, so that nobody waits for the chain from a request to its blocks to their codes.
 // The VQ page of a head is one run of bytes (codes, anchors, offsets of anchors), so one bulk copy brings it.
 #pragma once
 
-#include "items.cuh"
+#include "split_scheduler.cuh"
 #include "votes.cuh"
 
-// The query turned back by some position, of which a lane has neighbouring channels and their rotary partners.
-constexpr int kTurned = kHeadSize / 2 / kWarp;
-struct Turned {
-    float first[kGroup][kTurned], second[kGroup][kTurned];
+// The query rotated back by some position, of which a lane has neighbouring channels and their rotary partners.
+constexpr int kLanePairs = kHeadSize / 2 / kWarp;
+struct RotatedQuery {
+    float first[kGroup][kLanePairs], second[kGroup][kLanePairs];
 };
 
-// What turns it on by so many positions.
-struct Turning {
-    float cosine[kTurned], sine[kTurned];
+// Rotates it on by so many positions.
+struct RotationBy {
+    float cosine[kLanePairs], sine[kLanePairs];
 
-    ANTKV_DEVICE Turning(const Layer& layer, int positions, Lane lane) {
-        const i64 at = (i64)positions * (kHeadSize / 2) + lane.index * kTurned;
+    ANTKV_DEVICE RotationBy(const Layer& layer, int positions, Lane lane) {
+        const i64 at = (i64)positions * (kHeadSize / 2) + lane.index * kLanePairs;
         const float unit = 1 / layer.rotary_magnitude;
-        for (int i = 0; i < kTurned; ++i) {
-            // Shorter tables are not turned on so far.
+        for (int i = 0; i < kLanePairs; ++i) {
+            // Shorter tables do not reach so far.
             const bool known = layer.cos && positions < layer.rotary_rows;
             cosine[i] = known ? layer.cos[at + i] * unit : 1;
             sine[i] = known ? layer.sin[at + i] * unit : 0;
         }
     }
 
-    ANTKV_DEVICE void apply(Turned& query) const {
+    ANTKV_DEVICE void apply(RotatedQuery& query) const {
 #pragma unroll
-        for (int i = 0; i < kTurned; ++i) {
+        for (int i = 0; i < kLanePairs; ++i) {
 #pragma unroll
             for (int q = 0; q < kGroup; ++q) {
                 const float a = query.first[q][i], b = query.second[q][i];
@@ -42,29 +42,29 @@ struct Turning {
 };
 
 // Scaled for base-2 exponentials and for cosines and sines of any magnitude.
-ANTKV_DEVICE Turned turn_back(const Inputs& in, int position, int hand, Lane lane) {
+ANTKV_DEVICE RotatedQuery rotate_back(const Inputs& in, int position, int query_row, Lane lane) {
     const float scale = in.layer.scale * kLog2E;
-    Turned query;
+    RotatedQuery query;
 #pragma unroll
-    for (int i = 0; i < kTurned; ++i) {
-        const int channel = lane.index * kTurned + i;
+    for (int i = 0; i < kLanePairs; ++i) {
+        const int channel = lane.index * kLanePairs + i;
         const int first = channel_at(in.layer, channel), second = channel_at(in.layer, channel + kHeadSize / 2);
 #pragma unroll
         for (int q = 0; q < kGroup; ++q) {
-            const u16* from = in.query.at(hand, in.head * kGroup + q);
+            const u16* from = in.query.at(query_row, in.head * kGroup + q);
             query.first[q][i] = to_float(from[first]) * scale;
             query.second[q][i] = to_float(from[second]) * scale;
         }
     }
-    Turning(in.layer, position, lane).apply(query);
+    RotationBy(in.layer, position, lane).apply(query);
     return query;
 }
 
-ANTKV_DEVICE void write_query(const Turned& query, uint2 (*to)[kQueryQuads], Lane lane) {
+ANTKV_DEVICE void write_query(const RotatedQuery& query, uint2 (*to)[kQueryQuads], Lane lane) {
 #pragma unroll
     for (int q = 0; q < kGroup; ++q) {
-        u16* row = (u16*)to[q] + lane.index * kTurned;
-        if constexpr (kTurned == 2) {
+        u16* row = (u16*)to[q] + lane.index * kLanePairs;
+        if constexpr (kLanePairs == 2) {
             *(u32*)row = pack_f16(query.first[q][0], query.first[q][1]);
             *(u32*)(row + kHeadSize / 2) = pack_f16(query.second[q][0], query.second[q][1]);
         } else {
@@ -79,18 +79,18 @@ ANTKV_DEVICE void write_query(const Turned& query, uint2 (*to)[kQueryQuads], Lan
 // bias: what the logits of coded keys are short of, to base 2 (`jensen_bias` of vllm_antkv/ops/reference.py), of the query with
 // the lane's number. There are far more coded keys than others, so the others' logits go down by it: a softmax is the same.
 struct Plain {
-    u32 words[kGroup][kTurned];
+    u32 words[kGroup][kLanePairs];
     float bias = 0;
 
-    ANTKV_DEVICE Plain(const Inputs& in, int hand, Lane lane) {
+    ANTKV_DEVICE Plain(const Inputs& in, int query_row, Lane lane) {
         const float scale = in.layer.scale * kLog2E;
         float sums[kGroup] = {};
 #pragma unroll
         for (int q = 0; q < kGroup; ++q) {
-            const int own = lane.index * kTurned * 2;
-            const u16* from = in.query.at(hand, in.head * kGroup + q) + own;
+            const int own = lane.index * kLanePairs * 2;
+            const u16* from = in.query.at(query_row, in.head * kGroup + q) + own;
             const float* weights = in.layer.jensen_weights + (in.head * kGroup + q) * kHeadSize + own;
-            for (int i = 0; i < kTurned; ++i) {
+            for (int i = 0; i < kLanePairs; ++i) {
                 const float first = to_float(from[2 * i]), second = to_float(from[2 * i + 1]);
                 words[q][i] = pack_f16(first * scale, second * scale);
                 sums[q] += (first * first * weights[2 * i] + second * second * weights[2 * i + 1]) * kLog2E;
@@ -104,13 +104,13 @@ struct Plain {
     ANTKV_DEVICE void write(Span& span, Lane lane) const {
 #pragma unroll
         for (int q = 0; q < kGroup; ++q)
-            for (int i = 0; i < kTurned; ++i) ((u32*)span.plain[q])[lane.index * kTurned + i] = words[q][i];
+            for (int i = 0; i < kLanePairs; ++i) ((u32*)span.plain[q])[lane.index * kLanePairs + i] = words[q][i];
         if (lane.index < kGroup) span.bias[lane.index] = bias;
     }
 };
 
-// Whose turn in the ring it is.
-struct Turn {
+// The slot of the ring that comes next.
+struct RingPosition {
     int slot = 0;
     u32 parity = 0;
     ANTKV_DEVICE void advance() {
@@ -118,11 +118,11 @@ struct Turn {
     }
 };
 
-// Brings `bytes` from global memory and counts as an arrival at the barrier, of one thread or of the whole warp.
-constexpr int kBringing = kBulk ? 1 : kWarp;
-ANTKV_DEVICE void bring_pages(const Inputs& in, Span& span, const u8* page, int num_pages, int hand, Barrier* full,
-                              Lane lane) {
-    const u8* raw = (const u8*)in.query.at(hand, in.head * kGroup);
+// Copies `bytes` from global memory; counts as an arrival at the barrier, of one thread or of the whole warp.
+constexpr int kProducing = kBulk ? 1 : kWarp;
+ANTKV_DEVICE void produce_pages(const Inputs& in, Span& span, const u8* page, int num_pages, int query_row,
+                                Barrier* full, Lane lane) {
+    const u8* raw = (const u8*)in.query.at(query_row, in.head * kGroup);
     const int bytes = in.layer.staged_bytes;
     if constexpr (kBulk) {
         // Copies may land before their bytes are expected: the count of bytes may be negative, and the phase waits for lane 0.
@@ -169,78 +169,78 @@ ANTKV_DEVICE void write_exact(u32 exact, u32 (&to)[kWarps], Lane lane) {
     if (lane.index % kLanes == 0) to[lane.index / kLanes] = word;
 }
 
-// The ring as the bringing warp sees it.
+// The ring as the producer warp sees it.
 struct Ring {
     const Inputs& in;
     Shared& shared;
     const Lane lane;
-    Turn turn;
+    RingPosition at;
     u32 due = 0;  // slots with spans that votes are to be counted of: a bit each
 
-    // The slot whose turn it is, when all that attend are done with it.
-    ANTKV_DEVICE Span& take() {
-        Span& span = shared.ring[turn.slot];
-        wait(&shared.empty[turn.slot], turn.parity ^ 1);
-        if (due >> turn.slot & 1) {
+    // The slot that comes next, when all that attend are done with it.
+    ANTKV_DEVICE Span& acquire_slot() {
+        Span& span = shared.ring[at.slot];
+        wait(&shared.empty[at.slot], at.parity ^ 1);
+        if (due >> at.slot & 1) {
             count_votes(in, span, lane);
-            due ^= 1u << turn.slot;
+            due ^= 1u << at.slot;
             // The next span is written where other lanes have read.
             sync_warp();
         }
         return span;
     }
-    ANTKV_DEVICE Barrier* full() const { return &shared.full[turn.slot]; }
+    ANTKV_DEVICE Barrier* full() const { return &shared.full[at.slot]; }
 };
 
-ANTKV_DEVICE void bring_split(Ring& ring, const Items& items, int item) {
+ANTKV_DEVICE void produce_split(Ring& ring, const SplitScheduler& scheduler, int item) {
     const Inputs& in = ring.in;
     const Lane lane = ring.lane;
-    const int length = in.step.seq_lens[items.request], hand = in.step.query_start_loc[items.request];
-    const int begin = items.split * in.layer.split;
-    const int end = items.split + 1 == items.num_splits ? length : begin + in.layer.split;
-    if (in.head == 0 && items.split == 0 && lane.index == 0)
-        in.results.places[items.request] = {item, items.num_splits};
-    const Plain plain(in, hand, lane);
-    Turned query = turn_back(in, begin, hand, lane);
-    const Turning by_half(in.layer, 16, lane), by_rest(in.layer, kSpan - 16, lane);
-    for (int token = begin; token < end; token += kSpan, ring.turn.advance()) {
+    const int length = in.step.seq_lens[scheduler.request], query_row = in.step.query_start_loc[scheduler.request];
+    const int begin = scheduler.split * in.layer.split;
+    const int end = scheduler.split + 1 == scheduler.num_splits ? length : begin + in.layer.split;
+    if (in.head == 0 && scheduler.split == 0 && lane.index == 0)
+        in.results.request_splits[scheduler.request] = {item, scheduler.num_splits};
+    const Plain plain(in, query_row, lane);
+    RotatedQuery query = rotate_back(in, begin, query_row, lane);
+    const RotationBy by_half(in.layer, 16, lane), by_rest(in.layer, kSpan - 16, lane);
+    for (int token = begin; token < end; token += kSpan, ring.at.advance()) {
         const bool is_last = token + kSpan >= end;
         const int num_pages = smaller((end - token + kBlockSize - 1) / kBlockSize, kSpanPages);
         const u8* page = nullptr;
         if (lane.index < num_pages)
-            page = vq_page(in.layer, in.step, items.request, in.head, token / kBlockSize + lane.index);
+            page = vq_page(in.layer, in.step, scheduler.request, in.head, token / kBlockSize + lane.index);
         const u32 exact = find_exact(in.layer.last_query, token, end, length - 1, lane);
-        Span& span = ring.take();
-        bring_pages(in, span, page, num_pages, hand, ring.full(), lane);
+        Span& span = ring.acquire_slot();
+        produce_pages(in, span, page, num_pages, query_row, ring.full(), lane);
         plain.write(span, lane);
         write_query(query, span.query[0], lane);
         by_half.apply(query);
         write_query(query, span.query[1], lane);
         by_rest.apply(query);
         write_exact(exact, span.exact, lane);
-        if (is_last && is_voted_on(in, end, length - 1)) ring.due |= 1u << ring.turn.slot;
+        if (is_last && is_voted_on(in, end, length - 1)) ring.due |= 1u << ring.at.slot;
         if (lane.index < kSpanPages) span.pages_at[lane.index] = page;
         if (lane.index == 0)
-            span.work = {token, end, length - 1, is_last, hand, items.request, item, items.num_splits};
+            span.desc = {token, end, length - 1, is_last, query_row, scheduler.request, item, scheduler.num_splits};
         sync_warp();
         if (lane.index == 0) arrive(ring.full());
     }
 }
 
-// Brings the splits `item`, of which `items` stands at the first, `item` + the workers, ...
-ANTKV_DEVICE void bring_all(const Inputs& in, Shared& shared, Items& items, int item, Lane lane) {
+// Produces the splits `item`, of which `scheduler` stands at the first, `item` + the workers, ...
+ANTKV_DEVICE void produce_all(const Inputs& in, Shared& shared, SplitScheduler& scheduler, int item, Lane lane) {
     Ring ring = {in, shared, lane};
     do {
-        bring_split(ring, items, item);
+        produce_split(ring, scheduler, item);
         item += (int)gridDim.x;
-    } while (items.find(item, lane.index));
-    Span& span = ring.take();
-    if (lane.index == 0) span.work.token = kNoMore;
+    } while (scheduler.find(item, lane.index));
+    Span& span = ring.acquire_slot();
+    if (lane.index == 0) span.desc.token = kNoMore;
     // Nothing is copied; the phase waits for lane 0, which has written.
-    if (lane.index < kBringing) arrive(ring.full());
+    if (lane.index < kProducing) arrive(ring.full());
     if (lane.index == 0) arrive(ring.full());
     while (ring.due) {
-        ring.turn.advance();
-        ring.take();
+        ring.at.advance();
+        ring.acquire_slot();
     }
 }

@@ -8,32 +8,32 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, ExactRows, Pages, PlainPages, Request, Rows, Shape, Tables
+from .arguments import Batch, DequantisedPages, ExactRows, Pages, Request, Rows, Shape, Tables
 from .attention import coded_bias, correct_keys, correct_values
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
-from .common import channels_in_rows, channels_of_pairs, exact_rows, in_vq_page, load_exact, load_rows, turn
+from .common import channels_in_rows, channels_of_pairs, exact_rows, in_vq_page, load_exact, load_rows, rotate
 
 _BLOCK_N = 32
 _ROWS = 16
 
 
-def write_plain_pages(
-    rows: Rows, plain: PlainPages, prefix: int, pages: Pages, tables: Tables, batch: Batch, shape: Shape
+def write_dequantised_pages(
+    rows: Rows, plain: DequantisedPages, prefix: int, pages: Pages, tables: Tables, batch: Batch, shape: Shape
 ) -> None:
     """Write all rows of the wanted pages; those that nobody sees are finite.
 
     Args:
         prefix: first tokens of a sequence that have their exact rows on every page.
     """
-    _plain_pages_kernel[(len(plain.wanted), shape.block_size // _BLOCK_N, 2 * shape.num_kv_heads)](
+    _dequantised_pages_kernel[(len(plain.page_requests), shape.block_size // _BLOCK_N, 2 * shape.num_kv_heads)](
         rows, plain, prefix, pages, tables, batch, shape, BLOCK_N=_BLOCK_N, num_warps=4
     )
 
 
 @triton.jit(do_not_specialize=["prefix"])
-def _plain_pages_kernel(
+def _dequantised_pages_kernel(
     rows: Rows,
-    plain: PlainPages,
+    plain: DequantisedPages,
     prefix: tl.tensor,
     pages: Pages,
     tables: Tables,
@@ -44,9 +44,9 @@ def _plain_pages_kernel(
     """BLOCK_N rows of K or V of one KV head."""
     page = tl.program_id(0)
     head = tl.program_id(2) // 2
-    index = tl.load(plain.wanted + page * 3)
-    block = tl.load(plain.wanted + page * 3 + 1)
-    is_exact = tl.load(plain.wanted + page * 3 + 2) != 0
+    index = tl.load(plain.page_requests + page * 3)
+    block = tl.load(plain.page_requests + page * 3 + 1)
+    is_exact = tl.load(plain.page_requests + page * 3 + 2) != 0
     first_row = tl.load(batch.query_start_loc + index)
     end = tl.load(batch.seq_lens + index)
     start = end - (tl.load(batch.query_start_loc + index + 1) - first_row)
@@ -58,7 +58,7 @@ def _plain_pages_kernel(
     seen_until = tl.load(tables.last_query + keys, mask=keys < end, other=-1)
     alive = in_full & (keys < end) & (seen_until >= start)
     row = page.to(tl.int64) * shape.block_size + offsets
-    written = (row * shape.num_kv_heads + head) * shape.plain_size
+    written = (row * shape.num_kv_heads + head) * shape.dequantised_size
     block_id = tl.load(batch.vq_table + index * batch.vq_table_stride + block).to(tl.int64)
     if tl.program_id(2) % 2 == 0:
         exact = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, alive, request, pages, batch, shape)
@@ -91,7 +91,7 @@ def _write_keys(
     tables: Tables,
     shape: tl.constexpr,
 ) -> tl.tensor:
-    """K that codes stand for at `offsets` (N,) of a block, turned, anchors corrected; to pointers (N,).
+    """K that codes stand for at `offsets` (N,) of a block, rotated, anchors corrected; to pointers (N,).
 
     Returns which of them are anchors, (N,) bool.
     """
@@ -102,7 +102,9 @@ def _write_keys(
     centroids = head_centroids(tables.k_centroids, head, shape)
     key_first, key_second = look_up_key_halves(first_codes, second_codes, centroids, shape)
     origin = block * shape.block_size
-    key_first, key_second = turn(key_first, key_second, tables, origin, block_id, offsets, present, pairs, pages, shape)
+    key_first, key_second = rotate(
+        key_first, key_second, tables, origin, block_id, offsets, present, pairs, pages, shape
+    )
     is_anchor = offsets < 0
     if shape.anchor_rows > 0:
         key_first, key_second, is_anchor = correct_keys(
@@ -118,7 +120,7 @@ def _write_keys(
 def _write_bias_channels(to: tl.tensor, is_code: tl.tensor, shape: tl.constexpr) -> None:
     """What rows have beyond the channels of a head: see `ops.varlen.BIAS_CHANNELS`."""
     if shape.has_jensen:
-        channels = tl.arange(0, shape.plain_size - shape.head_size)
+        channels = tl.arange(0, shape.dequantised_size - shape.head_size)
         ones = tl.where(is_code[:, None] & (channels < 2)[None, :], 1.0, 0.0)
         tl.store((to + shape.head_size)[:, None] + channels[None, :], ones.to(to.dtype.element_ty))
 
@@ -164,7 +166,7 @@ def extend_queries(query: torch.Tensor, extended: torch.Tensor, tables: Tables, 
 
     Args:
         query: (n, num_heads, head_size) model dtype, heads contiguous.
-        extended: (n, num_heads, plain_size) model dtype, contiguous; written.
+        extended: (n, num_heads, dequantised_size) model dtype, contiguous; written.
         scale: multiplies the logits.
     """
     num_rows, num_heads, _ = query.shape
@@ -189,13 +191,13 @@ def _extend_queries_kernel(
     head = tl.program_id(1)
     real = row < num_rows
     at = query + row * query_stride + head * shape.head_size
-    to = extended + (row * shape.num_kv_heads * shape.group + head) * shape.plain_size
+    to = extended + (row * shape.num_kv_heads * shape.group + head) * shape.dequantised_size
     channels = tl.arange(0, shape.head_pad)
     in_head = channels < shape.head_size
     _store(to, channels, in_head, load_rows(at, real, channels, in_head), real)
     bias = coded_bias(at, head + tl.zeros_like(row), real, tables, shape) / scale
     rounded = bias.to(extended.dtype.element_ty).to(tl.float32)
-    channels = tl.arange(0, shape.plain_size - shape.head_size)
+    channels = tl.arange(0, shape.dequantised_size - shape.head_size)
     rest = tl.where(channels[None, :] == 1, (bias - rounded)[:, None], 0.0)
     parts = tl.where(channels[None, :] == 0, rounded[:, None], rest)
     _store(to + shape.head_size, channels, channels >= 0, parts, real)

@@ -1,7 +1,7 @@
-"""How an attention layer turns its keys, found by looking at them instead of at the model's name.
+"""How an attention layer rotates its keys, found by looking at them instead of at the model's name.
 
 A probe is one token over and over, with attention that passes values on. Hidden states are then the same at all
-positions, in every layer, and so are keys before RoPE: how a layer turns its keys is the way of turning back after
+positions, in every layer, and so are keys before RoPE: how a layer rotates its keys is the way of rotating back after
 which they are equal again.
 """
 
@@ -13,14 +13,14 @@ from torch import nn
 
 from vllm_antkv.ops.rope import RotaryTable, unrotate
 
-#: Keys that are turned back differ by rounding alone, relative to their length.
+#: Keys that are rotated back differ by rounding alone, relative to their length.
 _EQUAL = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def turn_of(
+def detect_rope(
     keys: torch.Tensor, positions: torch.Tensor, tables: Sequence[RotaryTable], dtype: torch.dtype
 ) -> int | None:
-    """Which table turns the keys of a probe back to equal rows; -1: they are equal as they are; None: none of them.
+    """Which table rotates the keys of a probe back to equal rows; -1: they are equal as they are; None: none of them.
 
     Args:
         keys: (num_tokens, num_kv_heads, head_size) float32.
@@ -29,9 +29,9 @@ def turn_of(
         dtype: in which the model computes.
     """
     spreads = {-1: _spread(keys)}
-    for turn, table in enumerate(tables):
+    for index, table in enumerate(tables):
         if table.rotary_dim <= keys.shape[-1]:
-            spreads[turn] = _spread(unrotate(keys, positions, table))
+            spreads[index] = _spread(unrotate(keys, positions, table))
     best = min(spreads, key=spreads.__getitem__)
     return best if spreads[best] <= _EQUAL[dtype] else None
 
@@ -52,13 +52,13 @@ def transformers_tables(
         kinds: of layers, from which a module chooses that has a table for each.
         device: of the module and of the tables.
     """
-    # At position 0 nothing is turned, and pairs of channels cannot be told from others.
-    for cos, sin in _turns(rotary, max(num_positions, 2), kinds, device):
+    # At position 0 nothing is rotated, and pairs of channels cannot be told from others.
+    for cos, sin in _rotations(rotary, max(num_positions, 2), kinds, device):
         for is_neox_style in (True, False):
             yield RotaryTable(cos[:num_positions].contiguous(), sin[:num_positions].contiguous(), is_neox_style)
 
 
-def _turns(
+def _rotations(
     rotary: nn.Module, num_positions: int, kinds: Iterable[str], device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Cosines and sines, a column for each pair of channels, of every kind of layer that the module knows.
@@ -73,7 +73,7 @@ def _turns(
         kinds = ()
     for found in [rotary(like, positions, kind) for kind in dict.fromkeys(kinds)] or [rotary(like, positions)]:
         if torch.is_tensor(found):
-            # Complex turns, as in Llama 4.
+            # Complex rotations, as in Llama 4.
             yield found[0].real.float(), found[0].imag.float()
             continue
         cos, sin = (table[0].float() for table in found)
