@@ -41,7 +41,7 @@ class Stage:
 def stages(model: str, gpu_name: str, preset_name: str) -> list[Stage]:
     """What a server does before its first start with this preset, and how long each part takes."""
     shape, gpu, preset = DecodeShape.of(MODELS[model]), GPUS[gpu_name], get_preset(preset_name)
-    samples, seq_len = num_samples(CONTEXT, preset_name, "cuda"), CalibrationSettings.seq_len
+    samples, seq_len = num_samples(CONTEXT, preset_name, shape.head_size, "cuda"), CalibrationSettings.seq_len
     tokens = samples * seq_len
     rate = PASS_SHARE * gpu.flops
 

@@ -1,6 +1,6 @@
 """Draw docs/figures/capacity.svg: how many tokens a cache holds beside `auto`, as vLLM itself computes it.
 
-`python scripts/capacity_figure.py` writes the figure and its numbers, capacity.json. No weights and no GPU are needed.
+`python -m scripts.capacity_figure` writes the figure and its numbers, capacity.json. No weights and no GPU are needed.
 """
 
 import json

@@ -57,6 +57,7 @@ PRESETS: dict[str, Preset] = {
         Preset("antkv-2bit", 4, 256),
         Preset("antkv-1bit", 8, 256),
         Preset("antkv-0.75bit", 16, 4096),
+        Preset("antkv-0.5bit", 16, 256),
         Preset("antkv-0.375bit", 32, 4096),
     )
 }

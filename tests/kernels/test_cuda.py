@@ -187,6 +187,7 @@ def test_requests_that_a_graph_is_padded_with_are_left_alone():
         Shape("antkv-1bit", 64, 2, 2, BFLOAT16, reorders=True),
         Shape("antkv-1bit", 64, 2, 2, FLOAT16, rotary_dim=0),
         Shape("antkv-0.75bit", 128, 1, 1, BFLOAT16),
+        Shape("antkv-0.5bit", 128, 2, 1, FLOAT16),
         Shape("antkv-0.375bit", 64, 2, 2, FLOAT16),
     ],
     ids=str,

@@ -16,6 +16,7 @@ DEFAULTS = {
     "antkv-2bit": Build(128, 4, 4, 256, bfloat16=True, bulk=True),
     "antkv-1bit": Build(128, 4, 8, 256, bfloat16=True, bulk=True),
     "antkv-0.75bit": Build(128, 4, 16, 4096, bfloat16=True, bulk=True),
+    "antkv-0.5bit": Build(128, 4, 16, 256, bfloat16=True, bulk=True),
     "antkv-0.375bit": Build(128, 4, 32, 4096, bfloat16=True, bulk=True),
 }
 #: Bytes that a default build spills after all: a look-up in L2 that waits in registers.

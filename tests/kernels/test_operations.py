@@ -13,6 +13,7 @@ SHAPES = [
     SMALL,
     Shape("antkv-4bit", 8),
     Shape("antkv-0.75bit", 32, rotary_dim=16, reorders=True),
+    Shape("antkv-0.5bit", 32, reorders=True, error=0.5),
     Shape("antkv-0.375bit", 32, neox=False, reorders=True),
     Shape(window=150),
     Shape(window=40, soft_cap=2.0),

@@ -61,7 +61,7 @@ def test_every_preset_holds_more_than_the_one_with_more_bits(model_folder: Path)
 
 @pytest.mark.parametrize(
     "counts",
-    [(3, 0, 29, 0, 0), (0, 8, 0, 4, 20), (0, 16, 0, 0, 16), (0, 8, 8, 8, 8), (1, 1, 1, 1, 28), None],
+    [(3, 0, 29, 0, 0, 0), (0, 8, 0, 4, 0, 20), (0, 7, 6, 0, 19, 0), (0, 8, 8, 8, 0, 8), (1, 1, 1, 1, 1, 27), None],
     ids=str,
 )
 def test_mixed_layers_share_one_block_table_for_either_class_of_pages(model_folder: Path, counts) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.serving
 
 CONTEXT, NUM_WINDOWS = 500, 2
 #: Of the embedded model, no more bytes than 1 bit for all.
-LAYERS = ("antkv-0.375bit", "antkv-2bit", "antkv-1bit", "antkv-0.75bit", "antkv-0.375bit")
+LAYERS = ("antkv-0.375bit", "antkv-2bit", "antkv-1bit", "antkv-0.75bit", "antkv-0.5bit")
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
 

@@ -137,7 +137,7 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
             seq_len=2048,
             weights="grad",
             channels="interleaved",
-            bits="uniform",
+            bits="mixed",
             refine=0,
             train_prefix=False,
             prefix_text=None,
@@ -146,9 +146,9 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
         )
     ]
     assert capsys.readouterr().out == "a.file\n"
-    assert cli.run(["calibrate", *args, "--weights", "none", "--bits", "mixed", "--refine", "50", "--seed", "3"]) == 0
+    assert cli.run(["calibrate", *args, "--weights", "none", "--bits", "uniform", "--refine", "50", "--seed", "3"]) == 0
     passed = [getattr(calls[1], name) for name in ("weights", "bits", "refine", "seed")]
-    assert passed == ["none", "mixed", 50, 3]
+    assert passed == ["none", "uniform", 50, 3]
 
 
 def test_the_version_is_shown(capsys) -> None:

@@ -9,8 +9,9 @@ from vllm_antkv.presets import PRESETS, get_preset
 HEAD_SIZES = (32, 64, 80, 96, 128, 256)
 
 
-def test_the_five_presets_are_listed_from_most_to_fewest_bits():
-    assert list(PRESETS) == ["antkv-4bit", "antkv-2bit", "antkv-1bit", "antkv-0.75bit", "antkv-0.375bit"]
+def test_presets_are_listed_from_most_to_fewest_bits():
+    bits = [preset.nominal_bits for preset in PRESETS.values()]
+    assert bits == [4, 2, 1, 0.75, 0.5, 0.375]
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
@@ -20,7 +21,7 @@ def test_the_name_says_the_nominal_bits(preset):
 
 @pytest.mark.parametrize(
     ("name", "bytes_per_token"),
-    [("antkv-4bit", 128), ("antkv-2bit", 64), ("antkv-1bit", 32), ("antkv-0.75bit", 24), ("antkv-0.375bit", 12)],
+    [("antkv-4bit", 128), ("antkv-2bit", 64), ("antkv-1bit", 32), ("antkv-0.75bit", 24), ("antkv-0.5bit", 16)],
 )
 def test_bytes_of_k_and_v_at_head_size_128(name, bytes_per_token):
     assert 2 * get_preset(name).code_bytes(128) == bytes_per_token

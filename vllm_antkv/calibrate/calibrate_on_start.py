@@ -62,12 +62,15 @@ def _calibrate(model: str, revision: str | None, preset: str, texts: list[str], 
     from vllm_antkv.calibrate.original import original_of
     from vllm_antkv.calibrate.resources import pick_device
     from vllm_antkv.calibrate.run import calibrate
+    from vllm_antkv.codebook import ModelIdentity
     from vllm_antkv.offline.pretrained import read_config
 
     disable_progress_bar()
     folder = original_of(_local_folder(model, revision))
-    context = read_config(folder, CalibrationError).get_text_config().max_position_embeddings
-    samples = num_samples(context, preset, pick_device("auto").type)
+    config = read_config(folder, CalibrationError)
+    head_size = ModelIdentity.from_hf_config(config).head_size
+    context = config.get_text_config().max_position_embeddings
+    samples = num_samples(context, preset, head_size, pick_device("auto").type)
     calibrate(CalibrationSettings(folder, [preset], texts, out, samples=samples))
 
 
@@ -89,9 +92,13 @@ def _held(out: Path, preset: str) -> AbstractContextManager[object]:
         ) from None
 
 
-def num_samples(context: int, preset: str, device: str) -> int:
-    """Windows of a model with this context that a server takes on a device, `cpu` or `cuda`."""
-    tokens = TOKENS_PER_CENTROID[device] * get_preset(preset).num_centroids
+def num_samples(context: int, preset: str, head_size: int, device: str) -> int:
+    """Windows of a model with this context and head size that a server takes on a device, `cpu` or `cuda`."""
+    from vllm_antkv.calibrate.mix import parts_of_mix
+
+    asked = get_preset(preset)
+    learned = parts_of_mix(asked, head_size) or [asked]
+    tokens = TOKENS_PER_CENTROID[device] * max(each.num_centroids for each in learned)
     return min(CalibrationSettings.samples, math.ceil(tokens / min(CalibrationSettings.seq_len, context)))
 
 

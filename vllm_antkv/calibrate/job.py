@@ -1,7 +1,7 @@
 """A calibration that was checked against its model and text, before the model is run."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.forward_backend import WhyVllm, why_vllm
-from vllm_antkv.calibrate.mix import can_be_mixed, parts_of_mix
+from vllm_antkv.calibrate.mix import parts_of_mix
 from vllm_antkv.calibrate.models import Streaming, compute_dtype, load_model
 from vllm_antkv.calibrate.progress import say
 from vllm_antkv.calibrate.resources import needs_checkpointing, pick_device, places_for_weights
@@ -33,7 +33,7 @@ class Job:
     """Checked settings, and what they mean for this model and text.
 
     presets: those asked for, each once.
-    parts: presets whose centroids may go into mixes of layers; empty: none are mixed.
+    parts: of a preset, by its name, those that its layers may have; none: all layers have the preset.
     windows: (num_windows, seq_len) int64.
     prefix: token ids of the prefix that is trained; none: none is.
     why_vllm: why vLLM has to run the model; None: transformers does.
@@ -45,7 +45,7 @@ class Job:
     config: Any
     identity: ModelIdentity
     presets: list[Preset]
-    parts: list[Preset]
+    parts: dict[str, list[Preset]]
     windows: torch.Tensor
     prefix: tuple[int, ...]
     device: torch.device
@@ -59,6 +59,11 @@ class Job:
         return self.settings.weights == "grad"
 
     @property
+    def learned(self) -> list[Preset]:
+        """The presets whose centroids the codebooks are made of."""
+        return _learned(self.presets, self.parts)
+
+    @property
     def recomputes(self) -> bool:
         """Whether decoder layers are recomputed on the way back, because memory is short."""
         dtype = compute_dtype(self.config, self.device)
@@ -70,9 +75,9 @@ class Job:
         return load_model(self.settings.model, self.config, self.device, streaming)
 
     @contextmanager
-    def reloaded_model(self) -> Iterator[Any]:
-        """The model, loaded again; it recomputes its layers where memory is short."""
-        model = load_model(self.settings.model, self.config, self.device)
+    def model_again(self, folder: Path) -> Iterator[Any]:
+        """The model, loaded again as `load_model` does; it recomputes its layers where memory is short."""
+        model = self.load_model(folder)
         with checkpointed(model, self.recomputes):
             yield model
 
@@ -99,26 +104,42 @@ def prepare(settings: CalibrationSettings) -> Job:
     if prefix:
         check_token_ids(torch.tensor(prefix), model, identity.vocab_size, CalibrationError)
     num_tokens = windows.numel() - len(windows)
-    check_enough(presets, num_tokens, seq_len)
-    parts = parts_of_mix(presets, identity.head_size, num_tokens) if settings.bits == "mixed" else []
-    trained = {"--bits mixed": bool(parts), "--refine": settings.refine > 0, "--train-prefix": bool(prefix)}
+    parts = _parts(settings, identity.head_size, windows, why)
+    check_enough(_learned(presets, parts), num_tokens, seq_len)
+    trained = {"--refine": settings.refine > 0, "--train-prefix": bool(prefix)}
     # vLLM itself says whether it has room for a model that it runs.
     places = None if why is not None else places_for_weights(config, seq_len, device)
     if places is not None:
         _check_streamable(settings, trained, device)
     for option in (option for option, asked in trained.items() if asked):
         _check_trainable(option, windows, len(prefix) if option == "--train-prefix" else 0)
-    for preset in presets:
-        if settings.bits == "mixed" and not can_be_mixed(preset, parts):
-            logger.warning(
-                "%s is not mixed: no cheaper, or no dearer, preset fits this model and has tokens enough.", preset.name
-            )
     # Last, since it makes the folder.
     check_writable(settings.out)
     record |= {"samples": len(windows), "seq_len": seq_len, **settings.recorded()}
     if why is not None and settings.weights == "grad":
         record["weights"] = "votes"
     return Job(settings, config, identity, presets, parts, windows, prefix, device, why, places, record)
+
+
+def _parts(
+    settings: CalibrationSettings, head_size: int, windows: torch.Tensor, why: WhyVllm | None
+) -> dict[str, list[Preset]]:
+    """As `Job.parts` says."""
+    if settings.bits == "uniform":
+        return {}
+    parts = {preset.name: parts_of_mix(preset, head_size) for preset in settings.chosen()}
+    num_windows, seq_len = windows.shape
+    if why is not None:
+        say(f"All layers get the same preset: nothing tells which needs more bits, as {why.because}.")
+    elif num_windows < 2 or seq_len < 2 * VQ_BLOCK_SIZE:
+        say(f"All layers get the same preset: bits by layer need two windows of {2 * VQ_BLOCK_SIZE} tokens or more.")
+    else:
+        return {name: found for name, found in parts.items() if found}
+    return {}
+
+
+def _learned(presets: Sequence[Preset], parts: Mapping[str, list[Preset]]) -> list[Preset]:
+    return list(dict.fromkeys(part for preset in presets for part in parts.get(preset.name, [preset])))
 
 
 def _read_windows(
@@ -144,13 +165,12 @@ def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> No
 def _refuse_training(settings: CalibrationSettings, why: WhyVllm) -> None:
     """UnsupportedModelError when a model that only vLLM runs is to be trained or measured."""
     asked = {
-        "--bits mixed": settings.bits == "mixed",
         "--refine": settings.refine > 0,
         "--train-prefix": settings.train_prefix,
     }
     for option in (option for option, is_asked in asked.items() if is_asked):
         raise UnsupportedModelError(
-            f"{option} trains or measures through transformers' code, but vLLM has to run {settings.model}, as "
+            f"{option} trains through transformers' code, but vLLM has to run {settings.model}, as "
             f"{why.because}: {why.instead or f'leave {option} out'}."
         )
 

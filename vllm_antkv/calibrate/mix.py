@@ -1,57 +1,40 @@
 """Bits by layer: every layer its own preset, all together in no more bytes than one preset for all.
 
 Coarse codes hardly harm some layers and ruin others, and which ones depends on the model
-(`docs/research/ablations.md`). Each layer is measured alone: the divergence of the model's predictions when that
-layer's K and V go through a preset's codes and everything else stays exact. The presets that make the sum of these
-least are chosen, and are kept if the whole model is then better than with one preset, on text that no centroid was
-learned from.
+(`docs/research/ablations.md`). The presets that make the sum of the layers' divergences least are chosen
+(`offline.divergences`). Tables of 4,096 centroids, which decode slowly and need much text, stay out of it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
-from transformers import PreTrainedModel
 
 from vllm_antkv.codebook import Codebook
-from vllm_antkv.offline.divergences import divergence
-from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.presets import PRESETS, Preset
 
-
-@dataclass(frozen=True)
-class Mixed:
-    """A codebook as it came or, where mixing helped, with a preset for every layer.
-
-    divergence: on the windows held out, with one preset and with the codebook, in nats per token.
-    """
-
-    codebook: Codebook
-    divergence: tuple[float, float]
+#: A layer gets at most so many times the bits asked for: more gains little, and takes long to learn.
+_MOST_TIMES = 3
 
 
-def parts_of_mix(presets: Sequence[Preset], head_size: int, num_tokens: int) -> list[Preset]:
-    """The presets whose centroids a mix for one of `presets` may take; empty where none can be mixed.
+def parts_of_mix(preset: Preset, head_size: int) -> list[Preset]:
+    """The presets that layers may have in place of `preset`; empty where there is no cheaper or no dearer one.
 
     Args:
-        presets: those asked for.
+        preset: what is asked for.
         head_size: sub-vectors must divide it.
-        num_tokens: to cluster; tables of more centroids are left out.
     """
     parts = [
-        preset
-        for preset in PRESETS.values()
-        if head_size % preset.sub_vector_size == 0 and preset.num_centroids <= num_tokens
+        part
+        for part in PRESETS.values()
+        if part.num_centroids == 256
+        and head_size % part.sub_vector_size == 0
+        and part.nominal_bits <= _MOST_TIMES * preset.nominal_bits
     ]
-    return parts if any(can_be_mixed(preset, parts) for preset in presets) else []
-
-
-def can_be_mixed(preset: Preset, parts: Sequence[Preset]) -> bool:
-    """Whether there are cheaper presets to save with and dearer ones to spend on."""
     bits = [part.nominal_bits for part in parts]
-    return bool(bits) and min(bits) < preset.nominal_bits < max(bits)
+    return parts if bits and min(bits) < preset.nominal_bits < max(bits) else []
 
 
 def choose(divergences: np.ndarray, costs: Sequence[int], budget: int) -> list[int]:
@@ -77,40 +60,39 @@ def choose(divergences: np.ndarray, costs: Sequence[int], budget: int) -> list[i
     return solved.x.reshape(divergences.shape).argmax(axis=1).tolist()
 
 
-def mix(
-    model: PreTrainedModel,
-    preset: Preset,
-    books: Mapping[str, Codebook],
-    divergences: np.ndarray,
-    windows: torch.Tensor,
-) -> Mixed:
+def mix(preset: Preset, parts: Sequence[Codebook], divergences: np.ndarray) -> Codebook:
     """The best codebook for a preset that the layers of several make up.
 
     Args:
-        model: in evaluation mode.
         preset: what all layers together may cost.
-        books: codebooks of one preset each, by its name; one is of `preset`.
-        divergences: (num_layers, num_books), as from `offline.divergences`.
-        windows: (num_windows, seq_len) int64 that judge; no centroid was learned from them.
+        parts: codebooks of one preset each.
+        divergences: (num_layers, num_parts), as from `offline.divergences`.
     """
-    uniform, parts = books[preset.name], list(books.values())
-    head_size = uniform.header.model.head_size
+    head_size = parts[0].header.model.head_size
     costs = [book.preset.code_bytes(head_size) for book in parts]
     chosen = choose(divergences, costs, len(divergences) * preset.code_bytes(head_size))
-    mixed = _made_of([parts[number] for number in chosen], uniform)
-    before, after = (divergence(model, book, VectorQuantiser(book), windows) for book in (uniform, mixed))
-    return Mixed(uniform, (before, before)) if after >= before else Mixed(mixed, (before, after))
+    mixed = _made_of([parts[number] for number in chosen], preset)
+    expected = float(divergences[np.arange(len(chosen)), chosen].sum())
+    calibration = {**mixed.header.calibration, "divergence_of_mix": expected}
+    return replace(mixed, header=mixed.header.model_copy(update={"calibration": calibration}))
 
 
-def _made_of(layers: Sequence[Codebook], uniform: Codebook) -> Codebook:
-    """Layer by layer from these codebooks, under the header of `uniform`."""
+def _made_of(layers: Sequence[Codebook], preset: Preset) -> Codebook:
+    """Layer by layer from these codebooks."""
     names = tuple(book.preset.name for book in layers)
+    different = None if set(names) == {preset.name} else names
     orders = {name: order for book in layers for name, order in book.header.k_orders.items()}
     k, v = (
         tuple(centroids[index] for index, centroids in enumerate(books))
         for books in ([book.k for book in layers], [book.v for book in layers])
     )
-    header = uniform.header.model_copy(update={"layers": names, "k_orders": orders})
+    update = {"preset": preset.name, "layers": different, "k_orders": orders}
     errors = [None if book.k_errors is None else book.k_errors[index] for index, book in enumerate(layers)]
     known = [each for each in errors if each is not None]
-    return replace(uniform, header=header, k=k, v=v, k_errors=torch.stack(known) if len(known) == len(errors) else None)
+    return replace(
+        layers[0],
+        header=layers[0].header.model_copy(update=update),
+        k=k,
+        v=v,
+        k_errors=torch.stack(known) if len(known) == len(errors) else None,
+    )

@@ -1,5 +1,7 @@
 """Centroids trained end to end, after k-means: the model attends through the codes, and centroids follow the gradient.
 
+So do the factors by which each query head corrects its logits for what keys lose (`codebook.KeyErrors.gain`).
+
 k-means brings centroids close to K and V, but what counts is what the model says. The loss of a window is the
 Kullback-Leibler divergence between the next-token distributions of the model with its own attention and with attention
 through the codes. A code stays the index of the nearest centroid; the gradient moves the centroids (and, through them,
@@ -18,8 +20,9 @@ from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 
-#: The largest step, in standard deviations of the centroids.
+#: The largest step, in standard deviations of the centroids of a layer, and of the factors of the logits' correction.
 _STEP_SIZE = 0.01
+_GAIN_STEP_SIZE = 0.02
 _WARM_UP_STEPS = 10
 _BETAS = (0.9, 0.99)
 
@@ -47,7 +50,8 @@ def refine(model: PreTrainedModel, codebook: Codebook, windows: torch.Tensor, sc
     held_out, trained = split(windows)
     before = _mean_divergence(model, _through_codes(codebook), held_out)
     k, v = (_parameters(layers, model.device) for layers in (codebook.k, codebook.v))
-    through_codes = _through_codes(replace(codebook, k=k, v=v))
+    gain = None if codebook.key_errors is None else torch.nn.Parameter(codebook.key_errors.gain.clone())
+    through_codes = _through_codes(replace(codebook, k=k, v=v, k_bias_gain=gain))
 
     def backward(batch: torch.Tensor) -> None:
         expected = _own_logs(model, batch)
@@ -55,22 +59,21 @@ def refine(model: PreTrainedModel, codebook: Codebook, windows: torch.Tensor, sc
         with quantised_past(model, through_codes, batch.shape[1]):
             _divergence(expected, model, batch).backward()
 
-    groups = [{"params": list(layers), "lr": _STEP_SIZE * _spread(layers)} for layers in (k, v)]
+    groups = [{"params": [layer], "lr": _STEP_SIZE * layer.detach().std().item()} for layer in (*k, *v)]
     tensors = {f"{kind}{index}": layer for kind, layers in (("k", k), ("v", v)) for index, layer in enumerate(layers)}
+    if gain is not None:
+        groups.append({"params": [gain], "lr": _GAIN_STEP_SIZE})
+        tensors["gain"] = gain
     optimiser = torch.optim.Adam(groups, betas=_BETAS)
     train(tensors, optimiser, backward, trained, schedule, lambda step: _rate(step, schedule.steps))
-    refined = replace(codebook, k=_centroids(k), v=_centroids(v))
+    trained_gain = None if gain is None else gain.detach()
+    refined = replace(codebook, k=_centroids(k), v=_centroids(v), k_bias_gain=trained_gain)
     after = _mean_divergence(model, _through_codes(refined), held_out)
     return Refined(codebook, (before, before)) if after >= before else Refined(refined, (before, after))
 
 
 def _parameters(layers: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     return tuple(torch.nn.Parameter(layer.to(device, torch.float32)) for layer in layers)
-
-
-def _spread(layers: tuple[torch.Tensor, ...]) -> float:
-    """Standard deviation of all centroids."""
-    return torch.cat([layer.detach().flatten() for layer in layers]).std().item()
 
 
 def _centroids(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -56,10 +56,8 @@ def calibrate(settings: CalibrationSettings) -> list[Path]:
 def _run(job: Job) -> list[Path]:
     with ExitStack() as held:
         work, captured = _take(job, held)
-        num_tokens = int(captured.kept.sum())
-        check_enough(job.presets, num_tokens, captured.files.shape.seq_len)
-        needed = [preset for preset in dict.fromkeys((*job.presets, *job.parts)) if preset.num_centroids <= num_tokens]
-        learned = {preset.name: learn_preset(job, preset, captured, work) for preset in needed}
+        check_enough(job.learned, int(captured.kept.sum()), captured.files.shape.seq_len)
+        learned = {preset.name: learn_preset(job, preset, captured, work) for preset in job.learned}
         paths = [write_codebook(job, codebook, work) for codebook in with_layers_mixed(job, learned, work)]
         work.remove()
     return paths

@@ -49,7 +49,7 @@ class CalibrationSettings:
     seq_len: int = 2048
     weights: Weights = "grad"
     channels: Channels = "interleaved"
-    bits: Bits = "uniform"
+    bits: Bits = "mixed"
     refine: int = 0
     train_prefix: bool = False
     prefix_text: str | None = None

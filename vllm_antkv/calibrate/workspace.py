@@ -18,7 +18,6 @@ from vllm_antkv.calibrate.training import Progress
 from vllm_antkv.errors import CalibrationError
 
 _WINDOWS_DONE = "windows.json"
-_MEASURED = "measured.json"
 
 
 class Workspace:
@@ -62,15 +61,6 @@ class Workspace:
         part = path.with_suffix(".part")
         save_file(progress.tensors, part, {"step": str(progress.step)})
         os.replace(part, path)
-
-    def measured(self) -> dict[str, float]:
-        """What an earlier run has measured, by place."""
-        path = self.folder / _MEASURED
-        return json.loads(path.read_text()) if path.exists() else {}
-
-    def set_measured(self, values: Mapping[str, float]) -> None:
-        """Keep everything that is measured so far."""
-        self._replace(self.folder / _MEASURED, json.dumps(values).encode())
 
     def remove(self) -> None:
         """Delete the folder."""

@@ -1,18 +1,17 @@
 """From the centroids of k-means to the files: layers are mixed, centroids refined, the prefix trained, as was asked."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from vllm_antkv.calibrate.job import Job
-from vllm_antkv.calibrate.mix import can_be_mixed, mix
+from vllm_antkv.calibrate.mix import mix
 from vllm_antkv.calibrate.prefix import STEPS as PREFIX_STEPS
 from vllm_antkv.calibrate.prefix import train_prefix
 from vllm_antkv.calibrate.progress import progress_bar, say
@@ -26,24 +25,25 @@ from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.offline.divergences import layer_divergences
 from vllm_antkv.presets import Preset
 
+#: Windows on which layers are measured: their order hardly changes with more.
+_MEASURED_WINDOWS = 2
+
 
 def with_layers_mixed(job: Job, learned: Mapping[str, Codebook], work: Workspace) -> list[Codebook]:
     """The codebooks asked for: mixes of the layers of all that were learned, where bits are mixed."""
     if not job.parts:
         return [learned[preset.name] for preset in job.presets]
-    books = list(learned.values())
-    num_places = job.identity.num_layers * len(books)
-    held_out, _ = split(job.windows)
-    with job.reloaded_model() as model:
-        with progress_bar("Measuring layers", num_places) as progress:
-            known = work.measured()
-            divergences = layer_divergences(model, books, held_out, known, work.set_measured, progress.update)
-        return [
-            _mixed_for(model, preset, learned, divergences, held_out)
-            if can_be_mixed(preset, [book.preset for book in books])
-            else learned[preset.name]
-            for preset in job.presets
-        ]
+    measured = list(dict.fromkeys(part for parts in job.parts.values() for part in parts))
+    windows = split(job.windows)[0][:_MEASURED_WINDOWS]
+    with job.model_again(work.folder / "weights") as model, progress_bar("Measuring layers", len(windows)) as progress:
+        divergences = layer_divergences(model, [learned[part.name] for part in measured], windows, progress.update)
+    found = {part.name: divergences[:, number] for number, part in enumerate(measured)}
+    return [
+        _mixed(preset, [learned[part.name] for part in job.parts[preset.name]], found)
+        if preset.name in job.parts
+        else learned[preset.name]
+        for preset in job.presets
+    ]
 
 
 def write_codebook(job: Job, codebook: Codebook, work: Workspace) -> Path:
@@ -62,15 +62,14 @@ def write_codebook(job: Job, codebook: Codebook, work: Workspace) -> Path:
     return path
 
 
-def _mixed_for(
-    model: Any, preset: Preset, learned: Mapping[str, Codebook], divergences: np.ndarray, held_out: torch.Tensor
-) -> Codebook:
-    """The best mix for one preset."""
-    mixed = mix(model, preset, learned, divergences, held_out)
-    before, after = mixed.divergence
-    layers = "not better: all layers keep the preset" if after >= before else mixed.codebook.header.mix
-    say(f"{preset.name}: divergence on held-out text {before:.3g} -> {after:.3g} nats per token ({layers})")
-    return _recorded(mixed.codebook, divergence_of_mix=mixed.divergence)
+def _mixed(preset: Preset, parts: Sequence[Codebook], divergences: Mapping[str, np.ndarray]) -> Codebook:
+    """The best mix for one preset, and a word about it.
+
+    divergences: (num_layers,) of each part, by its preset.
+    """
+    codebook = mix(preset, parts, np.stack([divergences[book.preset.name] for book in parts], axis=1))
+    say(f"{preset.name}: {codebook.header.mix}")
+    return codebook
 
 
 def _recorded(codebook: Codebook, **values: Any) -> Codebook:
@@ -82,7 +81,10 @@ def _recorded(codebook: Codebook, **values: Any) -> Codebook:
 def _refine(job: Job, codebook: Codebook, work: Workspace) -> Refined:
     """Train the centroids of one preset."""
     name = codebook.preset.name
-    with job.reloaded_model() as model, progress_bar(f"Refining {name}", job.settings.refine) as progress:
+    with (
+        job.model_again(work.folder / "weights") as model,
+        progress_bar(f"Refining {name}", job.settings.refine) as progress,
+    ):
         schedule = _schedule(job, job.settings.refine, work, f"{name}-centroids", progress)
         refined = refine_centroids(model, codebook, job.windows, schedule)
     before, after = refined.divergence
@@ -94,7 +96,10 @@ def _refine(job: Job, codebook: Codebook, work: Workspace) -> Refined:
 def _train_prefix(job: Job, codebook: Codebook, work: Workspace) -> tuple[TrainedPrefix | None, tuple[float, float]]:
     """Train the prefix of one preset."""
     name = codebook.preset.name
-    with job.reloaded_model() as model, progress_bar(f"Training the prefix for {name}", PREFIX_STEPS) as progress:
+    with (
+        job.model_again(work.folder / "weights") as model,
+        progress_bar(f"Training the prefix for {name}", PREFIX_STEPS) as progress,
+    ):
         schedule = _schedule(job, PREFIX_STEPS, work, f"{name}-prefix", progress)
         windows = with_prefix(job.windows, job.prefix)
         prefix, (before, after) = train_prefix(model, codebook, job.prefix, windows, schedule)

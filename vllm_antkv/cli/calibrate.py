@@ -26,8 +26,8 @@ class LearningOptions:
     bits: Annotated[
         Bits,
         typer.Option(
-            help="uniform: all layers get --preset. mixed: each gets what it needs, in no more bytes together. Closer "
-            "to full precision, but slower to learn and to decode."
+            help="mixed: each layer gets what it needs, in no more bytes together than --preset for all. uniform: all "
+            "layers get --preset."
         ),
     ] = CalibrationSettings.bits
     refine: Annotated[

@@ -10,6 +10,7 @@ from vllm_antkv.evaluate.gpus import GPUS
 from vllm_antkv.evaluate.step_bound import step_bound
 from vllm_antkv.features import unserved_feature
 from vllm_antkv.offline.pretrained import read_config
+from vllm_antkv.presets import PRESETS
 
 #: A preset takes the place of fp8 where neither holds all requests only if it gets so much more done.
 _WORTH_A_CODEBOOK = 1.5
@@ -142,7 +143,8 @@ def _why_auto(saved: float) -> str:
 
 
 def _where_none_holds_all(speeds: dict[str, float], holds: dict[str, int], batch: int) -> tuple[str, str]:
-    name = max(speeds, key=lambda name: speeds[name])
+    recommended = {name: speed for name, speed in speeds.items() if _is_recommended(name)} or speeds
+    name = max(recommended, key=lambda name: recommended[name])
     most = "it gets the most done"
     if speeds[name] < _WORTH_A_CODEBOOK * speeds.get("fp8", 0):
         name, most = "fp8", "no preset gets much more done than it"
@@ -150,6 +152,11 @@ def _where_none_holds_all(speeds: dict[str, float], holds: dict[str, int], batch
         f"Use {name}: none holds all {batch} requests at once, and {most} with the {holds[name]} that it holds; the "
         "others wait. A second GPU, or a shorter context, holds more."
     )
+
+
+def _is_recommended(name: str) -> bool:
+    """Fewer bits than one are for those who have measured what they cost."""
+    return name not in PRESETS or PRESETS[name].nominal_bits >= 1
 
 
 def _cache_plan(

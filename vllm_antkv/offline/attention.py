@@ -18,7 +18,7 @@ A layer's sliding window, soft cap and learned sink logits are what the model ha
 This file knows methods only by their interface, and nothing of perplexity or of files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,18 +71,24 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
                 f"Layer {layer} of this model has a sliding window, a logits soft cap or learned sink logits, and "
                 f"{method.name} evicts by plain attention: evaluate it with another method."
             )
+    with watched_run(model, method, num_tokens) as run, replaced(model, run.attend):
+        yield
+
+
+@contextmanager
+def watched_run(model: PreTrainedModel, method: Method, num_tokens: int) -> Iterator["Run"]:
+    """While open, the run sees the tokens and the sinks of every window that `model` is called on."""
     sources = {layer: traits.source for layer, traits in enumerate(layer_traits(model)) if traits.source is not None}
-    run = _Run(method, rotary_tables(model, num_tokens), sources)
+    run = Run(method, rotary_tables(model, num_tokens), sources)
     hooks = _watch(model, run)
     try:
-        with replaced(model, run.attend):
-            yield
+        yield run
     finally:
         for hook in hooks:
             hook.remove()
 
 
-class _Run:
+class Run:
     """One method on one model: what the attention function and the sink hook share.
 
     is_sink: (num_windows, num_tokens) bool of the windows in hand, None until the emergence layer has run; with
@@ -111,6 +117,15 @@ class _Run:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """The signature of transformers' AttentionInterface: (num_windows, heads, num_tokens, head_size) in."""
+        of_literature = self.method.retention is not None or self.method.eviction is not None
+        attend = attend_retained if of_literature else attend_window
+        window = self.window(module, query, key, value, kwargs | {"scaling": scaling})
+        return attend(window, self.method, self.sinks_seen(window)).to(query.dtype), None
+
+    def window(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
+    ) -> LayerWindow:
+        """The rows of a layer, from what transformers hands to its attention."""
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         # In bfloat16 the model hands over rows of the served precision; what is computed with them is float32.
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -119,19 +134,19 @@ class _Run:
         if prefix is not None and layer not in self.sources:
             key, value = (self._put_in(rows, trained[layer]) for rows, trained in ((key, prefix.k), (value, prefix.v)))
         q, k, v = (rows.transpose(1, 2).to(dtype) for rows in (query, key, value))
-        rule = self.method.sinks
-        is_sink = self.is_sink if rule is not None and self.sources.get(layer, layer) > rule.layer else None
-        of_literature = self.method.retention is not None or self.method.eviction is not None
-        attend = attend_retained if of_literature else attend_window
-        rules = LogitRules(scaling, kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
+        rules = LogitRules(options["scaling"], *map(options.get, ("sliding_window", "softcap", "s_aux")))
         if layer in self.sources:
             source = self._read[self.sources[layer]]
-            window = LayerWindow(layer, q, source.key, source.value, rules, source.rotary, source)
-        else:
-            window = LayerWindow(layer, q, k, v, rules, self.rotaries[layer])
+            return LayerWindow(layer, q, source.key, source.value, rules, source.rotary, source)
+        window = LayerWindow(layer, q, k, v, rules, self.rotaries[layer])
         if layer in self.sources.values():
             self._read[layer] = window
-        return attend(window, self.method, is_sink).to(query.dtype), None
+        return window
+
+    def sinks_seen(self, window: LayerWindow) -> torch.Tensor | None:
+        """(num_windows, num_tokens) bool, or None in layers before the one where sinks show."""
+        rule = self.method.sinks
+        return self.is_sink if rule is not None and window.owner.layer > rule.layer else None
 
     def _put_in(self, rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
         """K or V rows, (num_windows, num_kv_heads, num_tokens, head_size), with trained ones for the first tokens.
@@ -276,7 +291,7 @@ def _jensen_weights(window: LayerWindow, method: Method) -> torch.Tensor:
     return weights.to(window.query)
 
 
-def _watch(model: PreTrainedModel, run: _Run) -> list[torch.utils.hooks.RemovableHandle]:
+def _watch(model: PreTrainedModel, run: Run) -> list[torch.utils.hooks.RemovableHandle]:
     hooks = []
     if run.method.trained_prefix is not None:
         hooks.append(model.get_input_embeddings().register_forward_pre_hook(run.watch_tokens))

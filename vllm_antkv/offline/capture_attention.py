@@ -1,8 +1,9 @@
 """Where every modern Hugging Face model hands over queries, K and V: transformers' attention interface."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +15,45 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 OnKV = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
+@dataclass(frozen=True)
+class Attended:
+    """One call of a layer's attention, as transformers makes it, and what came out.
+
+    query, key, value: (num_windows, heads, num_tokens, head_size), K after RoPE and norms.
+    options: what else the function was given: `scaling`, and windows, caps and sink logits where the layer has them.
+    output: (num_windows, num_tokens, num_heads, head_size).
+    """
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    options: Mapping[str, Any]
+    output: torch.Tensor
+
+
 @contextmanager
 def attention_captured(model: PreTrainedModel, on_kv: OnKV) -> Iterator[None]:
-    """While open, `on_kv` is called before every attention of `model`, which then computes as it would without."""
+    """While open, `on_kv` is called with the K and V of every attention of `model`."""
+
+    def watch(attended: Attended) -> None:
+        on_kv(int(attended.module.layer_idx), attended.key, attended.value)  # type: ignore[arg-type]
+
+    with attention_watched(model, watch):
+        yield
+
+
+@contextmanager
+def attention_watched(model: PreTrainedModel, watch: Callable[[Attended], None]) -> Iterator[None]:
+    """While open, `watch` is called after every attention of `model`, which computes as it would without."""
     before = model.config._attn_implementation
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
     ) -> Any:
-        on_kv(int(module.layer_idx), key, value)  # type: ignore[arg-type]
-        return _own(module, before)(module, query, key, value, *args, **options)
+        results = _own(module, before)(module, query, key, value, *args, **options)
+        watch(Attended(module, query, key, value, options, results[0]))
+        return results
 
     with replaced(model, attend) as name:
         # Without a mask of its own the function would be given none at all.

@@ -1,8 +1,13 @@
-"""What the codes of a layer cost: how far a model's predictions move when its K and V go through them."""
+"""What the codes of a layer cost: how far a model's predictions move when its K and V go through them.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+To second order the divergence is E[(g . d)^2] / 2, where d is how codes change what a layer's attention gives, and g
+the gradient of the next tokens' log-likelihood by that: Fisher information, as in Theis et al., "Faster gaze prediction
+with dense networks and Fisher pruning" (arXiv 1801.05787), section 2. The text's own tokens stand for tokens that the
+model would draw. One pass there and back measures all layers and codebooks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -10,82 +15,62 @@ from transformers import PreTrainedModel
 
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.offline.method import Method, Quantiser
-from vllm_antkv.offline.score import score
+from vllm_antkv.offline.attention import attend_window, watched_run
+from vllm_antkv.offline.capture_attention import Attended, attention_watched
+from vllm_antkv.offline.hidden import loss_of
+from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
-from vllm_antkv.ops.rope import RotaryTable
 
 #: Everything but the codes is as the server's defaults have it.
 _SERVED = AntKVConfig()
 
 
 def layer_divergences(
-    model: PreTrainedModel,
-    books: Sequence[Codebook],
-    windows: torch.Tensor,
-    known: Mapping[str, float],
-    keep: Callable[[Mapping[str, float]], object],
-    advance: Callable[[], object],
+    model: PreTrainedModel, books: Sequence[Codebook], windows: torch.Tensor, advance: Callable[[], object]
 ) -> np.ndarray:
     """The divergence when one layer goes through the codes of one codebook, for all of both.
 
     Args:
-        model: in evaluation mode.
+        model: frozen, in evaluation mode.
         books: of one preset each.
         windows: (num_windows, seq_len) int64.
-        known: results of an earlier run, by place.
-        keep: called after every place with all results so far.
-        advance: called after every place.
+        advance: called after every window.
 
     Returns:
         (num_layers, num_books) float64, nats per token.
     """
-    num_layers = books[0].header.model.num_layers
-    found = dict(known)
-    for layer, book in product(range(num_layers), books):
-        if (place := _place(layer, book)) not in found:
-            found[place] = divergence(model, _coded_in(book, layer), _OneLayer(VectorQuantiser(book), layer), windows)
-            keep(found)
+    found = np.zeros((books[0].header.model.num_layers, len(books)))
+    for window in windows.to(model.device):
+        with _measured(model, books, len(window), found), torch.enable_grad():
+            loss_of(model, window).backward()
         advance()
-    return np.array([[found[_place(layer, book)] for book in books] for layer in range(num_layers)])
+    return found / windows.numel()
 
 
-def divergence(model: PreTrainedModel, book: Codebook, quantiser: Quantiser, windows: torch.Tensor) -> float:
-    """How far predictions through `quantiser` are from the model's own on windows, (num_windows, seq_len) int64.
+@contextmanager
+def _measured(model: PreTrainedModel, books: Sequence[Codebook], num_tokens: int, found: np.ndarray) -> Iterator[None]:
+    """While open, every backward pass adds to `found`, in nats."""
+    methods = [_method(book) for book in books]
+    with watched_run(model, methods[0], num_tokens) as run:
 
-    Kullback-Leibler divergence, a mean over all tokens, in nats.
-    """
+        def watch(attended: Attended) -> None:
+            if not attended.output.requires_grad:
+                return
+            rows = (attended.query.detach(), attended.key.detach(), attended.value.detach())
+            window, output = run.window(attended.module, *rows, attended.options), attended.output.detach()
+
+            @torch.no_grad()
+            def on_gradient(gradient: torch.Tensor) -> None:
+                for number, method in enumerate(methods):
+                    moved = attend_window(window, method, run.sinks_seen(window)) - output
+                    found[window.layer, number] += (gradient * moved).sum((-2, -1)).square().sum().item() / 2
+
+            attended.output.register_hook(on_gradient)
+
+        with attention_watched(model, watch):
+            yield
+
+
+def _method(book: Codebook) -> Method:
     name, bits, sinks = book.preset.name, book.preset.nominal_bits, book.header.sinks
-    method = Method(name, bits, _SERVED, quantiser, sinks=sinks, key_errors=book.key_errors)
-    fidelity = score(model, method, windows, against_own=True).fidelity
-    assert fidelity is not None
-    return fidelity.kl
-
-
-@dataclass(frozen=True)
-class _OneLayer:
-    """All other layers keep their rows as they are."""
-
-    quantiser: Quantiser
-    layer: int
-
-    def read_back(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, rotary: RotaryTable
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Quantiser.read_back`."""
-        if layer == self.layer:
-            return self.quantiser.read_back(layer, key, value, rotary)
-        return key.clone(), value.clone()
-
-
-def _coded_in(book: Codebook, layer: int) -> Codebook:
-    """`book`, whose codes lose nothing of other layers' keys."""
-    if book.k_errors is None:
-        return book
-    errors = torch.zeros_like(book.k_errors)
-    errors[layer] = book.k_errors[layer]
-    return replace(book, k_errors=errors)
-
-
-def _place(layer: int, book: Codebook) -> str:
-    return f"{layer}/{book.preset.name}"
+    return Method(name, bits, _SERVED, VectorQuantiser(book), sinks=sinks, key_errors=book.key_errors)

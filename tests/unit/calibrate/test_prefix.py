@@ -91,7 +91,7 @@ def test_calibrate_writes_the_prefix_into_the_codebook(
     # Few steps, so larger ones. On random weights they help with some centroids only: with these they do.
     monkeypatch.setattr("vllm_antkv.calibrate.write_codebook.PREFIX_STEPS", 6)
     monkeypatch.setattr(prefix, "_LEARNING_RATE", 0.002)
-    small = {**SMALL, "seed": 4}
+    small = {**SMALL, "seed": 4, "bits": "uniform"}
     system_prompt = tmp_path / "system.txt"
     system_prompt.write_text("never asks why")
     command = (str(long_llama), ["antkv-1bit"], [str(text_file)])

@@ -1,6 +1,7 @@
 """Training centroids end to end: it lowers the divergence, never makes a codebook worse, and survives a kill."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,16 @@ def test_training_lowers_the_divergence_on_text_it_does_not_see(model, codebook,
         assert after.dtype == torch.float16
         assert after.shape == before.shape
         assert not torch.equal(after, before)
+
+
+def test_the_factors_of_the_logits_correction_are_trained_too(model, codebook, windows, monkeypatch) -> None:
+    monkeypatch.setattr(refine, "_STEP_SIZE", 0.05)
+    identity = codebook.header.model
+    errors = torch.full((identity.num_layers, identity.num_kv_heads, identity.head_size), 0.1)
+    refined = run(model, replace(codebook, k_errors=errors), windows).codebook
+    assert torch.equal(refined.k_errors, errors)
+    assert refined.k_bias_gain.shape == (identity.num_layers, identity.num_attention_heads)
+    assert (refined.k_bias_gain != 1).all()
 
 
 def test_centroids_that_training_does_not_help_are_kept(model, codebook, windows, monkeypatch) -> None:

@@ -20,13 +20,15 @@ void add_to_bins(const uint8_t* codes, int code_bytes, const float* weights, int
     }
 }
 
-// out[h][k] += sum over codes of bins[code][h] centroid[code][k], for one sub-vector.
+// out[h][k] += sum over codes of bins[code][h] centroid[code][k], for kSize channels of a sub-vector.
+//
+// stride: channels from one centroid to the next.
 template <int kLanes, int kSize>
-void add_centroids(const float* bins, const uint16_t* centroids, int num_heads, float* out, int out_stride) {
+void add_centroids(const float* bins, const uint16_t* centroids, int stride, int num_heads, float* out, int out_stride) {
     using Sum = typename Floats<kSize>::Type;
     Sum even[kLanes] = {}, odd[kLanes] = {};
     const auto add = [&](int code, Sum* total) {
-        const Sum centroid = load_half<kSize>(centroids + code * kSize);
+        const Sum centroid = load_half<kSize>(centroids + code * stride);
         for (int h = 0; h < kLanes; ++h) total[h] += centroid * bins[code * kLanes + h];
     };
     for (int code = 0; code < 256; code += 2) {
@@ -61,9 +63,11 @@ void add_by_code(const antkv_layer& layer, Table centroids, Codes codes, int num
                 default: add_to_bins<kLanes, 1>(from, layer.code_bytes, added, count, bins);
             }
         }
+        constexpr int kPart = std::min(kSize, 8);
         for (int i = 0; i < together; ++i)
-            add_centroids<kLanes, kSize>(bins + 256 * i * kLanes, centroids.data + (s + i) * Table::kTable, num_heads,
-                                         out + (s + i) * kSize, layer.head_size);
+            for (int k = 0; k < kSize; k += kPart)
+                add_centroids<kLanes, kPart>(bins + 256 * i * kLanes, centroids.data + (s + i) * Table::kTable + k, kSize,
+                                             num_heads, out + (s + i) * kSize + k, layer.head_size);
     }
 }
 

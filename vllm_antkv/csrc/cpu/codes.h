@@ -87,7 +87,9 @@ void with_centroids(const antkv_layer& layer, int head, const uint16_t* centroid
         case 2: return kernel(Centroids<2, false>{data});
         case 4: return kernel(Centroids<4, false>{data});
         case 8: return kernel(Centroids<8, false>{data});
-        case 16: return kernel(Centroids<16, true>{data});
+        case 16:
+            if (layer.num_centroids == 256) return kernel(Centroids<16, false>{data});
+            return kernel(Centroids<16, true>{data});
         default: return kernel(Centroids<32, true>{data});
     }
 }

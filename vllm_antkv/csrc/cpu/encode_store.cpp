@@ -186,7 +186,7 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
     for (int s = 0; s < num_sub_vectors; ++s) {
         const auto compare = [&](int t) {
             kind.load(step, first + t, tokens[t], rows);
-            float sub_vector[8 * kRun];
+            float sub_vector[16 * kRun];
             for (int k = 0; k < sub_vector_size; ++k) sub_vector[k * kRun] = rows[s * sub_vector_size + k];
             int code;
             nearest<1, kVectorsOfOne>(kind.layer, kind.columns(s), kind.half_norms(s), sub_vector, &code);
