@@ -60,9 +60,11 @@ class Engine:
         context = runner.vllm_config.compilation_config.static_forward_context
         return [layer.kv_cache for layer in context.values() if hasattr(layer, "kv_cache")]
 
-    def complete(self, prompts: list[list[int]], max_tokens: int = 12, together: bool = True) -> list[Completion]:
-        """Greedy completions, in one batch or one after the other."""
-        return complete(self.llm, prompts, max_tokens, together)
+    def complete(
+        self, prompts: list[list[int]], max_tokens: int = 12, together: bool = True, loras: Any = None
+    ) -> list[Completion]:
+        """Greedy completions, each with its adapter, in one batch or one after the other."""
+        return complete(self.llm, prompts, max_tokens, together, loras)
 
 
 def assert_same(mine: Completion, theirs: Completion, tolerance: float = 1e-3) -> None:

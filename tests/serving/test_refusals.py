@@ -107,7 +107,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "speculative decoding": ({"speculative_config": DRAFT}, "speculative decoding"),
     "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors"),
     "KV offloading": ({"kv_offloading_size": 1.0}, "KV offloading"),
-    "LoRA": ({"enable_lora": True}, "LoRA"),
     "DCP": ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism (DCP)"),
     "DCP on one GPU": ({"decode_context_parallel_size": 2}, "decode context parallelism (DCP)"),
     "PCP": ({"prefill_context_parallel_size": 2}, "prefill context parallelism (PCP)"),
@@ -180,8 +179,11 @@ def test_a_setting_is_refused(tmp_path: Path, reads_well: Callable[[BaseExceptio
 
 
 def test_a_starting_engine_is_refused_with_the_same_sentence(llama: Path, start_engine: Callable[..., Any]) -> None:
-    options = {"max_model_len": 512, "enable_lora": True}
-    with pytest.raises(UnsupportedModelError, match="LoRA"), start_engine(llama, "antkv-1bit", **options):
+    options = {"max_model_len": 512, "speculative_config": DRAFT}
+    with (
+        pytest.raises(UnsupportedModelError, match="speculative decoding"),
+        start_engine(llama, "antkv-1bit", **options),
+    ):
         pass
 
 
@@ -192,7 +194,7 @@ def test_what_a_refusal_advises_is_not_refused(llama: Path) -> None:
 
 
 def test_auto_is_not_refused(llama: Path) -> None:
-    EngineArgs(model=str(llama), kv_cache_dtype="auto", enable_lora=True).create_engine_config()
+    EngineArgs(model=str(llama), kv_cache_dtype="auto", speculative_config=DRAFT).create_engine_config()
 
 
 def test_an_architecture_that_is_not_tested_is_served_with_one_warning(tmp_path: Path, said: list[str]) -> None:

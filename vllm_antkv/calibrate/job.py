@@ -22,6 +22,7 @@ from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.codebook.header import MAX_PREFIX
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
+from vllm_antkv.offline.adapters import read_adapter
 from vllm_antkv.offline.pretrained import check_token_ids, read_config, read_tokenizer
 from vllm_antkv.presets import Preset
 
@@ -72,7 +73,7 @@ class Job:
     def load_model(self, folder: Path) -> Any:
         """The model, frozen; weights that do not fit are read when they are needed, some of them from `folder`."""
         streaming = None if self.places is None else Streaming(self.places, folder)
-        return load_model(self.settings.model, self.config, self.device, streaming)
+        return load_model(self.settings.model, self.config, self.device, streaming, self.settings.lora)
 
     @contextmanager
     def model_again(self, folder: Path) -> Iterator[Any]:
@@ -88,6 +89,8 @@ def prepare(settings: CalibrationSettings) -> Job:
     Raises SettingsError, UnsupportedModelError and CalibrationError, as `run.calibrate` does.
     """
     presets, model = settings.chosen(), settings.model
+    if settings.lora is not None:
+        read_adapter(settings.lora, CalibrationError)
     device = pick_device(settings.device)
     config = read_config(model, CalibrationError)
     identity = ModelIdentity.from_hf_config(config)
@@ -110,7 +113,7 @@ def prepare(settings: CalibrationSettings) -> Job:
     # vLLM itself says whether it has room for a model that it runs.
     places = None if why is not None else places_for_weights(config, seq_len, device)
     if places is not None:
-        _check_streamable(settings, trained, device)
+        _check_streamable(settings, {**trained, "--lora": settings.lora is not None}, device)
     for option in (option for option, asked in trained.items() if asked):
         _check_trainable(option, windows, len(prefix) if option == "--train-prefix" else 0)
     # Last, since it makes the folder.
@@ -163,24 +166,25 @@ def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> No
 
 
 def _refuse_training(settings: CalibrationSettings, why: WhyVllm) -> None:
-    """UnsupportedModelError when a model that only vLLM runs is to be trained or measured."""
+    """UnsupportedModelError when a model that only vLLM runs is to be trained or changed."""
     asked = {
         "--refine": settings.refine > 0,
         "--train-prefix": settings.train_prefix,
+        "--lora": settings.lora is not None,
     }
     for option in (option for option, is_asked in asked.items() if is_asked):
         raise UnsupportedModelError(
-            f"{option} trains through transformers' code, but vLLM has to run {settings.model}, as "
+            f"{option} works through transformers' code, but vLLM has to run {settings.model}, as "
             f"{why.because}: {why.instead or f'leave {option} out'}."
         )
 
 
 def _check_streamable(settings: CalibrationSettings, trained: dict[str, bool], device: torch.device) -> None:
-    """CalibrationError when something is asked for that would read all weights from disk over and over."""
+    """CalibrationError when something is asked for that changes all weights, or reads them over and over."""
     for option in (option for option, asked in trained.items() if asked):
         raise CalibrationError(
-            f"{option} runs a model hundreds of times, and {device} cannot hold the weights of {settings.model}: leave "
-            f"{option} out, or use a larger device."
+            f"{option} needs all weights in memory, and {device} cannot hold those of {settings.model}: leave {option} "
+            "out, or use a larger device."
         )
     say(f"{device} cannot hold all weights: layers that do not fit are read whenever they are run, twice a window.")
 

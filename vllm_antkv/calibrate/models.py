@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from vllm_antkv.errors import CalibrationError
+from vllm_antkv.offline.adapters import merged
 from vllm_antkv.offline.pretrained import load_weights
 from vllm_antkv.offline.traits import layer_traits
 
@@ -29,8 +30,10 @@ class Streaming:
         return {"device_map": "sequential", "max_memory": self.max_memory, "offload_folder": str(self.folder)}
 
 
-def load_model(model: str, config: Any, device: torch.device, streaming: Streaming | None = None) -> PreTrainedModel:
-    """The model on `device`, frozen, in evaluation mode.
+def load_model(
+    model: str, config: Any, device: torch.device, streaming: Streaming | None = None, lora: Path | None = None
+) -> PreTrainedModel:
+    """The model on `device`, an adapter merged into it, frozen, in evaluation mode.
 
     float32 on a CPU, where half precision is slow and gains nothing. On a GPU the dtype of the checkpoint, except that
     float16 becomes bfloat16: gradients of single tokens underflow float16.
@@ -38,11 +41,13 @@ def load_model(model: str, config: Any, device: torch.device, streaming: Streami
     A layer that is streamed can be run backward only while layers are recomputed (`capture.checkpointed`).
 
     Raises:
-        CalibrationError: its weights cannot be loaded.
+        CalibrationError: its weights, or those of the adapter, cannot be loaded.
         UnsupportedModelError: its K and V cannot be taken, or its K not be turned back.
     """
     options = streaming.options if streaming else {}
     loaded = load_weights(model, CalibrationError, config=config, dtype=compute_dtype(config, device), **options)
+    if lora is not None:
+        loaded = merged(loaded, lora, CalibrationError)
     if streaming is None:
         loaded.to(device)  # type: ignore[arg-type]
     loaded.eval().requires_grad_(False)

@@ -65,8 +65,9 @@ def _run(job: Job) -> list[Path]:
 
 def _take(job: Job, held: ExitStack) -> tuple[Workspace, Captured]:
     """Everything that the model is needed for: its sinks, its K and V. `held` keeps the work folder open."""
-    weights = revision_of(job.settings.model)
-    work = held.enter_context(open_workspace(job.settings.out, _identity_of_work(job, weights)))
+    settings = job.settings
+    weights = " ".join(revision_of(str(each)) for each in (settings.model, settings.lora) if each is not None)
+    work = held.enter_context(open_workspace(settings.out, _identity_of_work(job, weights)))
     with _opened(job, work) as source:
         found = _find_sink_channels(source, job.windows)
         files = _capture(job, source, work, found)

@@ -33,6 +33,7 @@ class CalibrationSettings:
     refine: steps of training the centroids end to end after k-means; 0 is none.
     train_prefix: train K and V of the first tokens of prompts: BOS, or BOS and `prefix_text`.
     prefix_text: a plain text file with a system prompt.
+    lora: folder of an adapter that is always on.
     device: `auto`, `cpu`, `cuda` or `cuda:N`.
     seed: chooses the text windows and seeds k-means.
 
@@ -53,6 +54,7 @@ class CalibrationSettings:
     refine: int = 0
     train_prefix: bool = False
     prefix_text: str | None = None
+    lora: Path | None = None
     device: str = "auto"
     seed: int = 0
 
@@ -92,4 +94,5 @@ class CalibrationSettings:
             "bits": self.bits,
             "refine": self.refine,
             "seed": self.seed,
+            **({"lora": self.lora.name} if self.lora else {}),
         }

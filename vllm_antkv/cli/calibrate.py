@@ -44,6 +44,7 @@ class LearningOptions:
         str | None,
         typer.Option(help="Plain text file with the system prompt that --train-prefix trains, exactly as in prompts."),
     ] = CalibrationSettings.prefix_text
+    lora: Annotated[Path | None, typer.Option(help="Folder of a LoRA adapter that is always on.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = CalibrationSettings.device
     seed: Annotated[int, typer.Option(help="The same command and seed write the same file.")] = CalibrationSettings.seed
 

@@ -7,6 +7,7 @@ import typer
 
 from vllm_antkv.cli.options import CacheOptions, Json, Model, WindowOptions, grouped
 from vllm_antkv.cli.progress import progress_on_stderr
+from vllm_antkv.offline.adapters import Adapter
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class EngineOptions:
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Of weights and activations; default: the checkpoint's."),
     ] = None
+    lora: Annotated[
+        Adapter | None,
+        typer.Option(parser=Adapter.parse, metavar="NAME=PATH", help="A LoRA adapter that every request uses."),
+    ] = None
 
 
 @grouped
@@ -42,7 +47,7 @@ def served(model: Model, engine: EngineOptions, given: WindowOptions, json: Json
 
     check_writable(json)
     config = cache.config()
-    card = ModelCard.read(model, engine.dtype)
+    card = ModelCard.read(model, engine.dtype, engine.lora)
     ids = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
     windows = TextWindows(given.text, ids)
     dtypes = [engine.kv_cache_dtype, *([] if engine.against is None else [engine.against])]

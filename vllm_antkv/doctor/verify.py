@@ -18,6 +18,7 @@ from vllm_antkv.presets import PRESETS
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
+    from vllm.lora.request import LoRARequest
 
     from vllm_antkv.offline.models import ModelCard
 
@@ -62,17 +63,27 @@ class Completion:
         return largest
 
 
-def complete(llm: "LLM", prompts: Sequence[list[int]], max_tokens: int, together: bool = True) -> list[Completion]:
-    """Greedy completions of prompts of token ids, in one batch or one after the other."""
+def complete(
+    llm: "LLM",
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    together: bool = True,
+    loras: Sequence["LoRARequest | None"] | None = None,
+) -> list[Completion]:
+    """Greedy completions of prompts of token ids, each with its adapter, in one batch or one after the other."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=_CANDIDATES, ignore_eos=True)
-    batches = [prompts] if together else [[prompt] for prompt in prompts]
+    requests = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+    adapters = list(loras or [None] * len(requests))
+    size = len(requests) if together else 1
     return [
         _completion(output)
-        for batch in batches
-        for output in llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in batch], params, use_tqdm=False)
+        for at in range(0, len(requests), size)
+        for output in llm.generate(
+            requests[at : at + size], params, use_tqdm=False, lora_request=adapters[at : at + size]
+        )
     ]
 
 

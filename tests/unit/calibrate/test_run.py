@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.adapters import make_adapter, merged
 from vllm_antkv.calibrate import learn, resources, source
 from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.layers import Clustering
@@ -99,6 +100,39 @@ def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama:
             assert right < 0.05 * float(own.square().mean())
             assert right < error(own, centroids.flip(0))
             assert right < error(own, centroids.flip(1))
+
+
+def test_an_adapter_that_is_always_on(tiny_llama: Path, text_file: Path, learned: Path, tmp_path: Path) -> None:
+    """The centroids are those of the merged model, and the codebook is the base model's."""
+    adapter, folder = make_adapter(tiny_llama, tmp_path / "mine"), tmp_path / "merged"
+    shutil.copytree(tiny_llama, folder)
+    merged(tiny_llama, adapter).save_pretrained(folder)
+    (found,) = calibrate_small(tiny_llama, text_file, tmp_path / "found", lora=adapter)
+    (expected,) = calibrate_small(folder, text_file, tmp_path / "expected")
+    of_base = Codebook.load(codebook_path(learned, "antkv-1bit"))
+    assert all(map(torch.equal, (*found.k, *found.v), (*expected.k, *expected.v)))
+    assert not any(map(torch.equal, found.k, of_base.k))
+    assert found.header.model == of_base.header.model
+    assert found.header.calibration["lora"] == "mine"
+
+
+def test_no_adapter_is_one_sentence(
+    tiny_llama: Path, text_file: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    def refusal(adapter: Path) -> str:
+        with pytest.raises(CalibrationError) as caught:
+            calibrate_small(tiny_llama, text_file, tmp_path / "out", lora=adapter)
+        return reads_well(caught.value)
+
+    adapter = make_adapter(tiny_llama, tmp_path / "mine")
+    assert "No LoRA adapter can be read" in refusal(tmp_path)
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 4', '"r": 5'))
+    assert "does not fit the model" in refusal(adapter)
+    config.write_text(config.read_text().replace("_proj", "_projection"))
+    assert "does not fit the model" in refusal(adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+    assert "does not fit the model" in refusal(adapter)
 
 
 def test_weights_change_the_centroids_and_lower_the_weighted_error(

@@ -104,7 +104,6 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         # vLLM offloads through a connector: the option that was given is to be named.
         "KV offloading": cache_config.kv_offloading_size is not None,
         "KV connectors": vllm_config.kv_transfer_config is not None,
-        "LoRA adapters": vllm_config.lora_config is not None,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
         # What is said of a step's tokens would be taken for those of each half.
         "dual batch overlap (--enable-dbo, --ubatch-size)": vllm_config.parallel_config.use_ubatching,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,7 +44,10 @@ class AntKVWorker(Worker):
         """Load the model, and give its attention layers codebooks, rotary tables, sinks and recency companions."""
         super().load_model(load_dummy_weights=load_dummy_weights)
         of_step = positions_of_step(self.model_runner) if self.model_config.uses_mrope else None
-        attached = attach(self.get_model(), self.vllm_config, self.device, of_step)
+        step = np.array([self.scheduler_config.max_num_batched_tokens])
+        # The layers of LoRA are told which adapter each token has before they run: here none.
+        with self.model_runner.maybe_select_dummy_loras(self.lora_config, step, num_active_loras=0):
+            attached = attach(self.get_model(), self.vllm_config, self.device, of_step)
         self._inspector = Inspector(self.vllm_config, attached.counters)
         self._prefix_tokens = attached.prefix_tokens
         if self._prefix_tokens is not None:

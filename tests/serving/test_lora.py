@@ -1,0 +1,146 @@
+"""LoRA adapters beside an antkv cache whose codebook is the base model's, in real vLLM.
+
+vLLM 0.32's code for CPUs gives requests without an adapter what its last slot holds. So there is one slot more than
+adapters.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_utils import get_group_id
+
+from tests.adapters import EVERY_PROJECTION, K_AND_V, make_adapter, merged
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
+from vllm_antkv import cli
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.evaluate.perplexity import evaluate_perplexity
+from vllm_antkv.evaluate.windows import TextWindows, load_windows
+from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.offline.models import ModelCard
+from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
+
+pytestmark = pytest.mark.serving
+
+PRESET = "antkv-1bit"
+OPTIONS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+TEXT = EMBEDDED.parents[1] / "LICENSE"
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [
+        make_adapter(EMBEDDED, folder / name, projections)
+        for name, projections in {"every": EVERY_PROJECTION, "k-and-v": K_AND_V}.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def loras(adapters: list[Path]) -> list[LoRARequest | None]:
+    """None, and both adapters."""
+    return [None, *(LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(adapters, 1))]
+
+
+@pytest.fixture(scope="module")
+def requests(prompts: list[list[int]], loras: list[LoRARequest | None]) -> dict[str, Any]:
+    """Each of some prompts with each of them."""
+    some = prompts[3::4]
+    return {"prompts": [prompt for prompt in some for _ in loras], "loras": loras * len(some)}
+
+
+@pytest.fixture(scope="module")
+def auto(start_engine: Start, requests: dict[str, Any]) -> list[Completion]:
+    with start_engine(EMBEDDED, "auto", **OPTIONS) as engine:
+        return engine.complete(**requests)
+
+
+def test_auto_has_the_answers_of_merged_models(
+    auto: list[Completion], requests: dict[str, Any], adapters: list[Path]
+) -> None:
+    """What all else is held against: vLLM gives each request the adapter that it names, or none."""
+    models = [merged(EMBEDDED, folder) for folder in adapters]
+    models.insert(0, ModelCard.read(str(EMBEDDED)).load())
+    for number, (prompt, completion) in enumerate(zip(requests["prompts"], auto, strict=True)):
+        with torch.inference_mode():
+            logits = models[number % len(models)](torch.tensor([prompt])).logits[0, -1]
+        expected = logits.log_softmax(0)
+        for token, logprob in completion.top_logprobs[0].items():
+            assert logprob == pytest.approx(float(expected[token]), abs=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{"anchor_share": 1.0, "anchor_dtype": "model"}, {"recency": "sliding:1024"}])
+def test_equals_auto_where_every_token_is_exact(
+    start_engine: Start,
+    auto: list[Completion],
+    codebooks: str,
+    requests: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """With the codebook of the base model: none is learned for another identity."""
+    settings = {"codebooks": codebooks, "calibrate": "never", **settings}
+    with start_engine(EMBEDDED, PRESET, settings, max_num_batched_tokens=300, **OPTIONS) as engine:
+        assert_all_same(engine.complete(**requests), auto)
+
+
+def test_neither_neighbours_nor_prefix_hits_change_an_answer(
+    start_engine: Start, auto: list[Completion], codebooks: str, requests: dict[str, Any]
+) -> None:
+    """Several adapters and none in one batch; and pages of both kinds are found by their own adapter alone."""
+    with start_engine(EMBEDDED, PRESET, {"codebooks": codebooks}, **OPTIONS) as engine:
+        alone = engine.complete(**requests, together=False)
+        assert all(completion.num_cached_tokens == 0 for completion in alone), "an adapter found another's pages"
+        once, thrice = _cached_pages(engine, requests, 1), _cached_pages(engine, requests, 3)
+        assert {kind for kind, _ in once} == {True, False}
+        assert thrice == {kind: 3 * number for kind, number in once.items()}
+        batched = engine.complete(**requests)
+        assert any(completion.num_cached_tokens for completion in batched)
+        assert_all_same(batched, alone)
+        engine.assert_all_blocks_free()
+    with pytest.raises(AssertionError):
+        assert_all_same(alone, auto)
+
+
+def _cached_pages(engine: Engine, requests: dict[str, Any], num_adapters: int) -> Counter[tuple[bool, int]]:
+    """Pages that can be found after the longest prompt with so many adapters: whether recency pages, and of which."""
+    engine.llm.reset_prefix_cache()
+    last = slice(-3, len(requests["prompts"]) - 3 + num_adapters)
+    engine.complete(requests["prompts"][last], loras=requests["loras"][last])
+    groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
+    hashes = {block.block_hash for block in engine.block_pool.blocks if block.block_hash is not None}
+    numbers = map(get_group_id, hashes)
+    return Counter((isinstance(_spec(groups[number]), RecencySpec), number) for number in numbers)
+
+
+def _spec(group: Any) -> Any:
+    of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return next(iter(of_layers.values())) if of_layers else group.kv_cache_spec
+
+
+def test_served_is_what_is_evaluated_of_the_merged_model(
+    adapters: list[Path], codebooks: str, tmp_path: Path, eager: None
+) -> None:
+    """By `antkv eval served --lora`, beside `auto` with the same adapter."""
+    out, context = tmp_path / "served.json", 500
+    text = ["--text", str(TEXT), "--context", str(context), "--max-windows", "2"]
+    command = ["eval", "served", str(EMBEDDED), "--kv-cache-dtype", PRESET, "--against", "auto", *text]
+    assert cli.run([*command, "--codebooks", codebooks, "--lora", f"mine={adapters[0]}", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    card = ModelCard.read(str(EMBEDDED))
+    windows = TextWindows(TEXT, load_windows(TEXT, card.tokenizer, context, 2))
+    request = MethodRequest(card.name, card.identity, Path(codebooks), AntKVConfig(codebooks=codebooks))
+    coded, exact = (build_method(name, request) for name in (PRESET, "fp16"))
+    model = merged(EMBEDDED, adapters[0])
+    assert found["lora"] == "mine"
+    assert found["perplexity"] == pytest.approx(evaluate_perplexity(card, model, coded, windows).perplexity, rel=0.005)
+    of_auto = evaluate_perplexity(card, model, exact, windows).perplexity
+    assert found["against"]["perplexity"] == pytest.approx(of_auto, rel=0.005)
+    assert found["against"]["kl"] > 0
+    assert abs(evaluate_perplexity(card, card.load(), exact, windows).perplexity / of_auto - 1) > 0.02
