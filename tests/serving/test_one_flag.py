@@ -28,3 +28,5 @@ def test_a_server_learns_its_codebook(tmp_path: Path, users_cache: Path) -> None
     said = log.read_text()
     assert f"Calibration: {PRESET} is learned." in said
     assert str(path) in said
+    # vLLM says so of a package of this name that is not OpenAI's.
+    assert "Failed to import Triton kernels" not in said
