@@ -22,8 +22,6 @@ DEFAULTS = {
 #: Bytes that a default build spills after all: a look-up in L2 that waits in registers.
 SPILLED = {("antkv-0.75bit", 80): {"decode": 8}}
 OTHERS = (
-    Build(128, 1, 8, 256, bfloat16=True, bulk=True),
-    Build(128, 8, 8, 256, bfloat16=True, bulk=True),
     Build(128, 16, 8, 256, bfloat16=True, bulk=True),
     Build(64, 4, 8, 256, bfloat16=False, bulk=True),
     Build(64, 7, 4, 256, bfloat16=True, bulk=True),

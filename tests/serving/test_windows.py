@@ -167,7 +167,7 @@ def planned(case: Case, window: int, length: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["windows alone", "windows in every second layer, soft caps"])
-def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
+def test_blocks_in_use_stay_bounded_while_eight_windows_are_generated(
     start_engine: Start, tmp_path: Path, name: str
 ) -> None:
     from vllm import SamplingParams
@@ -175,18 +175,18 @@ def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
     from vllm_antkv.vllm_adapter.block_pool.requests import tokens_in_use
 
     case, window = CASES[name], 128
-    length = 17 * window + 100
+    length = 9 * window + 100
     make_model(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
     make_codebook(tmp_path / "antkv", tmp_path, PRESET)
     with start_engine(tmp_path, PRESET, max_model_len=length) as engine:
-        params = SamplingParams(temperature=0, max_tokens=16 * window, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=8 * window, ignore_eos=True)
         engine.llm.llm_engine.add_request("0", {"prompt_token_ids": [0, *range(3, 3 + window)]}, params)
         held, tokens = [], []
         while engine.llm.llm_engine.has_unfinished_requests():
             engine.llm.llm_engine.step()
             held.append(blocks_of_windows(engine))
             tokens.append(tokens_in_use(engine.core.scheduler))
-        assert len(held) >= 16 * window
+        assert len(held) >= 8 * window
         assert 0 < max(held[4 * window :]) <= max(held[: 4 * window])
         # What is planned with is what is held; what dies in a step is freed before the next.
         for step in range(4 * window, len(held) - 1, 37):
@@ -195,5 +195,5 @@ def test_blocks_in_use_stay_bounded_while_sixteen_windows_are_generated(
         if name == "windows alone":
             assert max(tokens) <= window + 2 * VQ_BLOCK_SIZE
         else:
-            assert max(tokens) >= 16 * window, "the layers without a window hold all"
+            assert max(tokens) >= 8 * window, "the layers without a window hold all"
         engine.assert_all_blocks_free()
