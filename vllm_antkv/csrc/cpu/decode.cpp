@@ -21,10 +21,11 @@ constexpr int kByCode = 256;  // tokens from which adding up weights per code is
 class Split {
   public:
     // Tokens begin .. end, from the first of a VQ block on; the first `hidden` are before the query's window.
-    Split(const Sequence& sequence, const antkv_work& work, int begin, int end, int hidden, float* logits)
+    Split(const Sequence& sequence, const antkv_work& work, int begin, int end, int hidden, float* scratch)
         : sequence_(sequence), layer_(sequence.layer), query_(work.query), group_(num_queries_per_kv(sequence.layer)),
           size_(sequence.layer.head_size), begin_(begin), count_(end - begin), hidden_(hidden),
-          own_block_((sequence.end - 1) / kBlockSize), logits_(logits) {
+          own_block_((sequence.end - 1) / kBlockSize), logits_(scratch),
+          weights_(scratch + group_ * kSplit) {
         sequence.seen_through_codes(sequence.end - 1, begin, count_, coded_);
         // Their rows in full precision may be gone.
         std::fill_n(coded_, hidden_, true);
@@ -233,19 +234,18 @@ class Split {
         return last < num_exact_ && exact_[last] - exact_[first] == last - first;
     }
     void exact_values_in_tiles(float* output) {
-        alignas(64) float weights[8 * kSplit];
         const int padded = (num_exact_ + kKeys - 1) / kKeys * kKeys;
         with_tiles(layer_, [&](auto tiles) {
             for_tile_heads<8>(group_, [&](auto heads, int h, int num_heads) {
                 using Values = typename decltype(tiles)::template Values<heads>;
                 Values sums;
                 alignas(64) BFloat packed[Values::kWeightElements];
-                for (int i = 0; i < num_heads; ++i) take_exact(logits_ + (h + i) * kSplit, padded, weights + i * kSplit);
+                for (int i = 0; i < num_heads; ++i) take_exact(logits_ + (h + i) * kSplit, padded, weights_ + i * kSplit);
                 for (int c = 0; c < size_; c += kValues) {
                     const int num_channels = std::min(kValues, size_ - c);
                     sums.clear();
                     for (int first = 0; first < padded; first += kKeys) {
-                        Values::pack(weights + first, kSplit, num_heads, packed);
+                        Values::pack(weights_ + first, kSplit, num_heads, packed);
                         const auto row = [&](int t, int half) {
                             return load_pairs(exact_values_[first + t] + c + half * kTileDepth);
                         };
@@ -358,18 +358,18 @@ class Split {
     // For up to kLanes heads from `h` on; returns how many.
     template <int kLanes>
     int values_by_code(int h, float* output) {
-        alignas(64) float weights[kSplit * kLanes];
+        static_assert(kLanes <= Decode::kWeightRows);
         const int heads = std::min(kLanes, group_ - h);
         for (int t = 0; t < count_; t += W) {
             Vec rows[kLanes] = {};
             for (int lane = 0; lane < heads; ++lane) rows[lane] = load(logits_ + (h + lane) * kSplit + t);
             interleave<kLanes>(rows);
-            for (int i = 0; i < kLanes; ++i) store(weights + t * kLanes + i * W, rows[i]);
+            for (int i = 0; i < kLanes; ++i) store(weights_ + t * kLanes + i * W, rows[i]);
         }
         const auto codes = [&](int block) { return page_of(block * kBlockSize).codes(true, 0); };
         with_centroids(layer_, sequence_.head, layer_.v_centroids, [&](auto centroids) {
             if constexpr (!centroids.kTwelve)
-                add_by_code<kLanes>(layer_, centroids, codes, count_, weights, heads, output + h * size_);
+                add_by_code<kLanes>(layer_, centroids, codes, count_, weights_, heads, output + h * size_);
         });
         return heads;
     }
@@ -378,7 +378,7 @@ class Split {
     const antkv_layer& layer_;
     antkv_rows query_;
     const int group_, size_, begin_, count_, hidden_, own_block_;
-    float* logits_;  // (group, kSplit), weights after `softmax`
+    float *logits_, *weights_;  // (group, kSplit), weights after `softmax`; and room for weights in another order
     float bias_[kMaxGroup];  // see `jensen_bias`
     // Tokens of the split: whether the query sees them through their codes, and those it does not.
     bool coded_[kSplit];
@@ -399,14 +399,14 @@ void Decode::read_tables(const antkv_layer& layer, int head) {
 void Decode::split(const Sequence& sequence, const antkv_work& work, int index, float* scratch, float* partial) {
     const antkv_layer& layer = sequence.layer;
     const int group = num_queries_per_kv(layer), size = layer.head_size;
-    float *logits = scratch, *queries = scratch + group * kSplit;
+    float* queries = scratch + (group + kWeightRows) * kSplit;
     for (int h = 0; h < group; ++h)
         widen(layer, row_of(layer, work.query, sequence.first, sequence.head * group + h), size, queries + h * size);
     float* max = partial + group * size;
     const int first = sequence.first_visible(sequence.end - 1);
     const int begin = std::max(index * kSplit, first / kBlockSize * kBlockSize);
     const int end = std::min((index + 1) * kSplit, sequence.end);
-    Split(sequence, work, begin, end, std::max(first - begin, 0), logits).run(queries, partial, max, max + group);
+    Split(sequence, work, begin, end, std::max(first - begin, 0), scratch).run(queries, partial, max, max + group);
 }
 
 void Decode::merge(const Sequence& sequence, antkv_rows output, const float* partials) {

@@ -25,8 +25,11 @@ struct Decode {
     }
     static void read_tables(const antkv_layer&, int head);
 
-    // Floats that `split` works in: queries and logits.
-    static int scratch_size(const antkv_layer& layer) { return num_queries_per_kv(layer) * (layer.head_size + kSplit); }
+    // Floats that `split` works in: logits, weights in another order of up to kWeightRows heads, and queries.
+    static constexpr int kWeightRows = 16;
+    static int scratch_size(const antkv_layer& layer) {
+        return (num_queries_per_kv(layer) + kWeightRows) * kSplit + num_queries_per_kv(layer) * layer.head_size;
+    }
     static void split(const Sequence&, const antkv_work&, int index, float* scratch, float* partial);
     static void merge(const Sequence&, antkv_rows output, const float* partials);
 };
