@@ -249,7 +249,7 @@ class Block {
             if (of_values)
                 decode_rows(layer_, sequence_.head, true, page.codes(true, first), kTile, coded);
             else
-                turned_keys(sequence_, first_ + first, kTile, coded);
+                rotated_keys(sequence_, first_ + first, kTile, coded);
             for (int offset = first; offset < first + kTile; ++offset) {
                 Vec squares = {};
                 for (int c = 0; c < size_; c += W) {

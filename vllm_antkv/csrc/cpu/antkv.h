@@ -44,7 +44,7 @@ struct antkv_layer {
     const float* jensen_weights;
     const float* sinks;  // (num_heads) learned logits that take part in every softmax; null without
     // Where tokens have three positions (M-RoPE), else null: those of the tokens of VQ page 0, (kBlockSize, 3), and by which
-    // of the three each pair of channels turns, (rotary_dim / 2).
+    // of the three each pair of channels rotates, (rotary_dim / 2).
     const int32_t *positions, *sections;
     int64_t position_stride;  // from page to page, in entries
     float scale;

@@ -45,7 +45,7 @@ void add_centroids(const float* bins, const uint16_t* centroids, int stride, int
 //
 // codes(block): the V codes of the block's tokens. weights: (blocks * 128, kLanes).
 template <int kLanes, typename Table, typename Codes>
-void add_by_code(const antkv_layer& layer, Table centroids, Codes codes, int num_tokens, const float* weights,
+void add_by_histogram(const antkv_layer& layer, Table centroids, Codes codes, int num_tokens, const float* weights,
                  int num_heads, float* out) {
     constexpr int kSize = Table::kChannels;
     const int num_sub_vectors = layer.head_size / kSize;

@@ -73,7 +73,7 @@ bool dot_right() {
 
 template <typename Tiles, int... kHeads>
 bool decode_right(std::integer_sequence<int, kHeads...>) {
-    if constexpr (Tiles::kCheap)
+    if constexpr (Tiles::kIsFast)
         if (!(dot_right<Tiles, kHeads>() && ...) || !dot_right<Tiles, 16>()) return false;
     return (weigh_right<Tiles, kHeads>() && ...);
 }

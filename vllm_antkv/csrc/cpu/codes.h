@@ -1,4 +1,4 @@
-// What codes stand for: rows decoded, turned by their positions, multiplied with queries.
+// What codes stand for: rows decoded, rotated by their positions, multiplied with queries.
 #pragma once
 
 #include "pages.h"
@@ -8,9 +8,9 @@
 namespace antkv {
 
 // The code of sub-vector `s` in a row of packed codes; 12-bit codes lie two in three bytes.
-template <bool kTwelveBits>
+template <bool kIs12Bit>
 inline unsigned code_at(const uint8_t* codes, unsigned s) {
-    if (!kTwelveBits) return codes[s];
+    if (!kIs12Bit) return codes[s];
     uint16_t bits;
     std::memcpy(&bits, codes + s / 2 * 3 + s % 2, sizeof bits);
     return s % 2 ? bits >> 4 : bits & 0xFFF;
@@ -20,16 +20,16 @@ inline unsigned code_at(const uint8_t* codes, unsigned s) {
 template <int kSize, bool kTwelveBits>
 struct Centroids {
     static constexpr int kChannels = kSize;
-    static constexpr bool kTwelve = kTwelveBits;
-    static constexpr int kTable = (kTwelveBits ? 4096 : 256) * kSize;  // entries of a sub-vector
+    static constexpr bool kIs12Bit = kTwelveBits;
+    static constexpr int kTable = (kIs12Bit ? 4096 : 256) * kSize;  // entries of a sub-vector
     const uint16_t* data;
 
     // Channels whose codes are whole bytes.
-    static constexpr int kTogether = kTwelveBits ? 2 * kSize : kSize;
-    // Centroids from the kTogether channels on that `c` is among, and the first byte of their codes. A loop that counts
+    static constexpr int kByteAligned = kIs12Bit ? 2 * kSize : kSize;
+    // Centroids from the kByteAligned channels on that `c` is among, and the first byte of their codes. A loop that counts
     // channels from there has its tables at fixed distances, and one register for all of them.
-    Centroids from(unsigned c) const { return {data + (size_t)(c / kTogether) * (kTogether / kSize) * kTable}; }
-    static unsigned byte_of(unsigned c) { return c / kTogether * (kTwelveBits ? 3 : 1); }
+    Centroids from(unsigned c) const { return {data + (size_t)(c / kByteAligned) * (kByteAligned / kSize) * kTable}; }
+    static unsigned byte_of(unsigned c) { return c / kByteAligned * (kIs12Bit ? 3 : 1); }
 
     // Channels c .. c + 16 of the row that the codes stand for. In registers: small stores before a wide load would stall it.
     __m256i sixteen(const uint8_t* codes, unsigned c) const {
@@ -60,7 +60,7 @@ struct Centroids {
 #endif
     }
     const uint16_t* at(const uint8_t* codes, unsigned s) const {
-        size_t row = code_at<kTwelveBits>(codes, s), size = kSize * sizeof *data;
+        size_t row = code_at<kIs12Bit>(codes, s), size = kSize * sizeof *data;
         // An address takes an index times 8. For 16 bytes, adding the code to itself does the rest on any port; shifting it by
         // 4, as compilers would, on two that vectors need.
         if constexpr (kSize == 8) {
@@ -203,7 +203,7 @@ inline void correct(VQPage page, int anchor, bool of_values, float* rows) {
     for (int c = 0; c < size; ++c) rows[(int64_t)offset * size + c] += correction[c];
 }
 
-// Turn a row by the angles whose cosines and sines are given; `sign` -1 turns back.
+// Rotate a row by the angles whose cosines and sines are given; `sign` -1 rotates back.
 inline void rotate(const antkv_layer& layer, float* __restrict row, const float* __restrict cos,
                    const float* __restrict sin, float sign) {
     const int half = layer.rotary_dim / 2;
@@ -232,7 +232,7 @@ struct Angles {
           sin(layer.sin + (int64_t)position * (layer.rotary_dim / 2)) {}
 };
 
-// Cosines and sines that turn K of one token.
+// Cosines and sines that rotate K of one token.
 class TokenAngles {
   public:
     TokenAngles(const Sequence& sequence, int position) {
@@ -261,8 +261,8 @@ class TokenAngles {
     float own_[2][kMaxHeadSize / 2];
 };
 
-// Turn a query back by the position of a tile's first token: what K rows turned by their offsets are multiplied with.
-inline void turn_back(const antkv_layer& layer, int position, float* query) {
+// Rotate a query back by the position of a tile's first token: what K rows rotated by their offsets are multiplied with.
+inline void rotate_back(const antkv_layer& layer, int position, float* query) {
     if (!layer.cos) return;
     const Angles base(layer, position);
     rotate(layer, query, base.cos, base.sin, -1);
@@ -270,7 +270,7 @@ inline void turn_back(const antkv_layer& layer, int position, float* query) {
     for (int c = 0; c < layer.rotary_dim; ++c) query[c] /= layer.rotary_magnitude;
 }
 
-// Decoded K rows of `count` tokens of a tile, turned by their offsets in the tile alone.
+// Decoded K rows of `count` tokens of a tile, rotated by their offsets in the tile alone.
 inline void offset_keys(const antkv_layer& layer, int head, const uint8_t* codes, int count, float* rows) {
     decode_rows(layer, head, false, codes, count, rows);
     if (!layer.cos) return;
@@ -280,8 +280,8 @@ inline void offset_keys(const antkv_layer& layer, int head, const uint8_t* codes
     }
 }
 
-// Decoded K rows of `count` tokens of a VQ page, from `position` on, as attention uses them, turned by their positions.
-inline void turned_keys(const Sequence& sequence, int position, int count, float* rows) {
+// Decoded K rows of `count` tokens of a VQ page, from `position` on, as attention uses them, rotated by their positions.
+inline void rotated_keys(const Sequence& sequence, int position, int count, float* rows) {
     const antkv_layer& layer = sequence.layer;
     const uint8_t* codes = sequence.vq_page(position / kBlockSize).codes(false, position % kBlockSize);
     if (layer.positions) {
@@ -303,20 +303,20 @@ inline void turned_keys(const Sequence& sequence, int position, int count, float
     }
 }
 
-// Whether `dot_turned` can do this layer: channel c turns with c + rotary_dim / 2, and vectors fill a half.
-inline bool turns_in_halves(const antkv_layer& layer) {
+// Whether `dot_rotated` can do this layer: channel c rotates with c + rotary_dim / 2, and vectors fill a half.
+inline bool rotates_in_halves(const antkv_layer& layer) {
     return layer.cos && layer.is_neox_style && layer.rotary_dim % (2 * W) == 0;
 }
 
-// Tokens that `dot_turned` multiplies at once: a query's channels are loaded once for all of them, and there are registers
+// Tokens that `dot_rotated` multiplies at once: a query's channels are loaded once for all of them, and there are registers
 // for a total of each with each head.
 template <int kHeads>
 constexpr int kTokensAtOnce = W == 16 ? (kHeads > 4 ? 2 : 4) : (kHeads > 2 ? 1 : 2);
 
 // out[h][t] = queries[h] . `offset_keys`[t], without storing the rows. `count` is rounded up to W in `out`. Where
-// kHeadSize is not 0, heads have that many channels and all of them turn: addresses are then known to the compiler.
+// kHeadSize is not 0, heads have that many channels and all of them rotate: addresses are then known to the compiler.
 template <int kHeads, unsigned kHeadSize, typename Table>
-void dot_turned(const antkv_layer& layer, Table centroids, const uint8_t* codes, int count, const float* queries,
+void dot_rotated(const antkv_layer& layer, Table centroids, const uint8_t* codes, int count, const float* queries,
                 float* out, int out_stride) {
     constexpr int kTokens = kTokensAtOnce<kHeads>;
     const unsigned size = kHeadSize ? kHeadSize : layer.head_size;
@@ -364,10 +364,10 @@ void dot_turned(const antkv_layer& layer, Table centroids, const uint8_t* codes,
     }
 }
 
-// out[h][t] = queries[h] . key[t] over the coded keys of a tile; the queries are turned back by the tile's position.
+// out[h][t] = queries[h] . key[t] over the coded keys of a tile; the queries are rotated back by the tile's position.
 inline void dot_codes(const antkv_layer& layer, int head, const uint8_t* codes, int count, int num_heads,
                       const float* queries, float* out, int out_stride, float* rows) {
-    if (!turns_in_halves(layer)) {
+    if (!rotates_in_halves(layer)) {
         offset_keys(layer, head, codes, count, rows);
         dot_rows(num_heads, queries, rows, layer.head_size, count, out, out_stride);
         return;
@@ -375,7 +375,7 @@ inline void dot_codes(const antkv_layer& layer, int head, const uint8_t* codes, 
     with_centroids(layer, head, layer.k_centroids, [&](auto centroids) {
         const auto dot = [&](auto head_size) {
             for_heads(num_heads, [&](auto heads, int h) {
-                dot_turned<heads, head_size>(layer, centroids, codes, count, queries + h * layer.head_size,
+                dot_rotated<heads, head_size>(layer, centroids, codes, count, queries + h * layer.head_size,
                                              out + h * out_stride, out_stride);
             });
         };

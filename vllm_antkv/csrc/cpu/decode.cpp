@@ -15,7 +15,7 @@ namespace antkv {
 namespace {
 
 constexpr int kTile = 32;     // rows decoded at a time: they stay in L1
-constexpr int kByCode = 256;  // tokens from which adding up weights per code is faster than decoding
+constexpr int kByHistogram = 256;  // tokens from which adding up weights per code is faster than decoding
 
 // One (request, KV head, split).
 class Split {
@@ -51,8 +51,8 @@ class Split {
         if (num_exact_) exact_values(output);
         anchor_values(output);
         if (values_by_tiles(output)) return;
-        if (by_code())
-            values_by_code(output);
+        if (by_histogram())
+            values_by_histogram(output);
         else
             for (int first = 0; first < count_; first += kTile) coded_values(first, output);
     }
@@ -114,7 +114,7 @@ class Split {
         std::fill(exact_values_ + num_exact_, exact_values_ + padded, kNothing);
     }
 
-    // Logits of all coded tokens, whose K turns by `position` and one more each; the queries are in the order of codes. False
+    // Logits of all coded tokens, whose K rotates by `position` and one more each; the queries are in the order of codes. False
     // where float32 is for this layer.
     bool logits_in_16_bits(const float* queries, int position) {
         if (fixed_logits_fit(layer_)) {
@@ -128,7 +128,7 @@ class Split {
         }
         return tile_logits_fit(layer_) && with_tiles(layer_, [&](auto tiles) {
             using Tiles = decltype(tiles);
-            if constexpr (Tiles::kCheap) {
+            if constexpr (Tiles::kIsFast) {
                 for_tile_heads<16>(group_, [&](auto heads, int h, int num_heads) {
                     with_centroids(layer_, sequence_.head, layer_.k_centroids, [&](auto centroids) {
                         TileLogits<Tiles, heads>(layer_, queries + h * size_, num_heads)
@@ -160,7 +160,7 @@ class Split {
             });
         });
     }
-    bool by_code() const { return layer_.num_centroids == 256 && count_ - num_exact_ >= kByCode; }
+    bool by_histogram() const { return layer_.num_centroids == 256 && count_ - num_exact_ >= kByHistogram; }
     // Codes of the tokens from one on, a multiple of kKeys.
     auto codes_of(bool of_values) const {
         return [this, of_values](int first) {
@@ -176,20 +176,20 @@ class Split {
     // Logits of the tokens of a block through their codes; the queries are in the order of codes.
     void coded_logits(const float* queries, int first) {
         prefetch(first);
-        alignas(64) float turned[kMaxGroup * kMaxHeadSize], rows[kTile * kMaxHeadSize];
+        alignas(64) float rotated[kMaxGroup * kMaxHeadSize], rows[kTile * kMaxHeadSize];
         const int end = std::min(first + kBlockSize, count_);
         for (int tile = first; tile < end; tile += kTile) {
             const int count = std::min(kTile, end - tile);
             if (!any_coded(tile, count)) continue;
             const int position = sequence_.first_of_run(begin_ + tile, count);
             if (position < 0) {
-                turned_keys(sequence_, begin_ + tile, count, rows);
+                rotated_keys(sequence_, begin_ + tile, count, rows);
                 dot_rows(group_, queries, rows, size_, count, logits_ + tile, kSplit);
                 continue;
             }
-            std::copy_n(queries, group_ * size_, turned);
-            for (int h = 0; h < group_; ++h) turn_back(layer_, position, turned + h * size_);
-            dot_codes(layer_, sequence_.head, page_of(first).codes(false, tile - first), count, group_, turned,
+            std::copy_n(queries, group_ * size_, rotated);
+            for (int h = 0; h < group_; ++h) rotate_back(layer_, position, rotated + h * size_);
+            dot_codes(layer_, sequence_.head, page_of(first).codes(false, tile - first), count, group_, rotated,
                       logits_ + tile, kSplit, rows);
         }
     }
@@ -345,19 +345,19 @@ class Split {
         add_rows(group_, logits_ + first, kSplit, rows, size_, count, output);
     }
 
-    void values_by_code(float* output) {
+    void values_by_histogram(float* output) {
         for (int h = 0; h < group_;) {
             const int left = group_ - h;
-            if (left > 8) h += values_by_code<16>(h, output);
-            else if (left > 4) h += values_by_code<8>(h, output);
-            else if (left > 2) h += values_by_code<4>(h, output);
-            else if (left > 1) h += values_by_code<2>(h, output);
-            else h += values_by_code<1>(h, output);
+            if (left > 8) h += values_by_histogram<16>(h, output);
+            else if (left > 4) h += values_by_histogram<8>(h, output);
+            else if (left > 2) h += values_by_histogram<4>(h, output);
+            else if (left > 1) h += values_by_histogram<2>(h, output);
+            else h += values_by_histogram<1>(h, output);
         }
     }
     // For up to kLanes heads from `h` on; returns how many.
     template <int kLanes>
-    int values_by_code(int h, float* output) {
+    int values_by_histogram(int h, float* output) {
         static_assert(kLanes <= Decode::kWeightRows);
         const int heads = std::min(kLanes, group_ - h);
         for (int t = 0; t < count_; t += W) {
@@ -368,8 +368,8 @@ class Split {
         }
         const auto codes = [&](int block) { return page_of(block * kBlockSize).codes(true, 0); };
         with_centroids(layer_, sequence_.head, layer_.v_centroids, [&](auto centroids) {
-            if constexpr (!centroids.kTwelve)
-                add_by_code<kLanes>(layer_, centroids, codes, count_, weights_, heads, output + h * size_);
+            if constexpr (!centroids.kIs12Bit)
+                add_by_histogram<kLanes>(layer_, centroids, codes, count_, weights_, heads, output + h * size_);
         });
         return heads;
     }

@@ -265,7 +265,7 @@ void encode_store(const antkv_layer& layer, const antkv_step& step, const antkv_
     if (layer.dtype == ANTKV_BFLOAT16 && num_tokens >= kFewTokens) {
         with_tiles(layer, [&](auto tiles) {
             using Tiles = decltype(tiles);
-            if constexpr (Tiles::kCheap) {
+            if constexpr (Tiles::kIsFast) {
                 if (!(coded = NearestTiles<Tiles>::fits(layer))) return;
 #pragma omp parallel
                 {

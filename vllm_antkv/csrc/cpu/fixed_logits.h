@@ -7,36 +7,36 @@
 
 namespace antkv {
 
-// Whether `FixedLogits` can do a layer: its codebook has fixed numbers, and channels that turn together fill vectors.
+// Whether `FixedLogits` can do a layer: its codebook has fixed numbers, and channels that rotate together fill vectors.
 inline bool fixed_logits_fit(const antkv_layer& layer) {
-    const int turning = layer.cos ? layer.rotary_dim : 0;
-    return layer.k_fixed && turning % (layer.is_neox_style ? 2 * kFixed : kFixed) == 0 && layer.head_size % kFixed == 0;
+    const int rotating = layer.cos ? layer.rotary_dim : 0;
+    return layer.k_fixed && rotating % (layer.is_neox_style ? 2 * kFixed : kFixed) == 0 && layer.head_size % kFixed == 0;
 }
 
 // Logits of up to 4 kSets queries to the coded keys of a split.
 //
-// Centroids are shares of the largest that a pair of channels that turn together has (vllm_antkv/ops/fixed_point.py): to
-// 2^-15 of it, where bfloat16 keeps 2^-9 of the number itself. Keys are turned by their offset in a run of 64 tokens, two
-// products of 16 bits for what takes four in float32 and a rounding. Queries, turned back by the run's position, take as
+// Centroids are shares of the largest that a pair of channels that rotate together has (vllm_antkv/ops/fixed_point.py): to
+// 2^-15 of it, where bfloat16 keeps 2^-9 of the number itself. Keys are rotated by their offset in a run of 64 tokens, two
+// products of 16 bits for what takes four in float32 and a rounding. Queries, rotated back by the run's position, take as
 // much of 16 bits as leaves the sum room in 32.
 //
-// Where kHeadSize is not 0, heads have that many channels, halves of which turn together: vectors then stay in registers.
+// Where kHeadSize is not 0, heads have that many channels, halves of which rotate together: vectors then stay in registers.
 template <int kSets, int kHeadSize>
 class FixedLogits {
   public:
     // queries: (num_heads, head_size) in the order of codes.
     FixedLogits(const antkv_layer& layer, int head, const float* queries, int num_heads)
         : layer_(layer), size_(layer.head_size), num_heads_(num_heads) {
-        std::copy_n(queries, num_heads * size_, turned_);
+        std::copy_n(queries, num_heads * size_, rotated_);
         for (int h = 0; h < num_heads; ++h) scale(layer.k_units + (int64_t)head * size_, h);
     }
 
-    // logits[h][t] = product of query h and token t, whose K turns by position + t. codes(t): the codes of kTokens tokens from
+    // logits[h][t] = product of query h and token t, whose K rotates by position + t. codes(t): codes of kTokens tokens from
     // t on; is_coded(t): whether any of them is asked for.
     template <typename Table, typename Codes, typename IsCoded>
     void run(Table centroids, int position, int count, Codes codes, IsCoded is_coded, float* logits, int stride) {
         for (int first = 0; first < count; first += kTokens) {
-            if (first % kRun == 0) turn_queries(first == 0 ? position : kRun);
+            if (first % kRun == 0) rotate_queries(first == 0 ? position : kRun);
             if (!is_coded(first)) continue;
             const uint8_t* from = codes(first);
             for (int t = 0; t < kTokens; t += kLanes)
@@ -49,14 +49,14 @@ class FixedLogits {
     static constexpr int kTogether = W / 4;  // tokens whose products fill a vector
     static constexpr int kVectors = (kHeadSize ? kHeadSize : kMaxHeadSize) / kFixed;
 
-    int turning() const { return kHeadSize ? kHeadSize : layer_.cos ? layer_.rotary_dim : 0; }
+    int rotating() const { return kHeadSize ? kHeadSize : layer_.cos ? layer_.rotary_dim : 0; }
     int num_vectors() const { return kHeadSize ? kVectors : size_ / kFixed; }
 
-    // A query in units of centroids, as large as may be: turning back makes numbers larger by 2^1/2 at most, and with keys of
+    // A query in units of centroids, as large as may be: rotating back makes numbers larger by 2^1/2 at most, and with keys of
     // 32,001 sums stay below 2^31.
     void scale(const float* units, int h) {
         constexpr float kLargest = 23000, kSum = 47000;
-        float* query = turned_ + h * size_;
+        float* query = rotated_ + h * size_;
         Vec tops = {}, totals = {};
         for (int c = 0; c < size_; c += W) {
             const Vec scaled = load(query + c) * load(units + c), sizes = maximum(scaled, -scaled);
@@ -70,27 +70,27 @@ class FixedLogits {
     }
 
     // Turns queries back by so many positions more, and rounds them.
-    void turn_queries(int positions) {
+    void rotate_queries(int positions) {
         if (kHeadSize) {
-            turn_whole_heads(Angles(layer_, positions));
+            rotate_whole_heads(Angles(layer_, positions));
         } else {
-            for (int h = 0; h < num_heads_; ++h) turn_back(layer_, positions, turned_ + h * size_);
+            for (int h = 0; h < num_heads_; ++h) rotate_back(layer_, positions, rotated_ + h * size_);
         }
         const int size = kHeadSize ? kHeadSize : size_;
         for (int h = 0; h < num_heads_; ++h) {
             for (int c = 0; c < size; c += W) {
-                const HalfVec whole = __builtin_convertvector(to_whole(load(turned_ + h * size + c)), HalfVec);
+                const HalfVec whole = __builtin_convertvector(to_whole(load(rotated_ + h * size + c)), HalfVec);
                 std::memcpy(&queries_[h][c], &whole, sizeof whole);
             }
         }
     }
-    // As `turn_back`, but all queries by angles that are read once.
-    void turn_whole_heads(Angles angles) {
+    // As `rotate_back`, but all queries by angles that are read once.
+    void rotate_whole_heads(Angles angles) {
         const float scale = 1 / layer_.rotary_magnitude;
         for (int c = 0; c < kHeadSize / 2; c += W) {
             const Vec cos = load(angles.cos + c) * scale, sin = load(angles.sin + c) * scale;
             for (int h = 0; h < num_heads_; ++h) {
-                float* query = turned_ + h * kHeadSize + c;
+                float* query = rotated_ + h * kHeadSize + c;
                 const Vec a = load(query), b = load(query + kHeadSize / 2);
                 store(query, a * cos + b * sin);
                 store(query + kHeadSize / 2, b * cos - a * sin);
@@ -109,7 +109,7 @@ class FixedLogits {
             Fixed parts[kSets][kTogether];
             for (int i = 0; i < kTogether; ++i) {
                 Fixed key[kVectors];
-                turned_key(centroids, codes + (int64_t)(first + i) * layer_.code_bytes, offset + first + i, key);
+                rotated_key(centroids, codes + (int64_t)(first + i) * layer_.code_bytes, offset + first + i, key);
                 for (int set = 0; set < kSets; ++set) {
                     Fixed totals[4] = {};
                     for (int h = 0; h < 4; ++h)
@@ -131,8 +131,8 @@ class FixedLogits {
 
     // The vectors of a key in the order of channels.
     template <typename Table>
-    void turned_key(Table centroids, const uint8_t* codes, int offset, Fixed* key) const {
-        const int size = turning();
+    void rotated_key(Table centroids, const uint8_t* codes, int offset, Fixed* key) const {
+        const int size = rotating();
         const bool in_halves = kHeadSize || layer_.is_neox_style;
         const int16_t* cos = layer_.fixed_angles + (int64_t)offset * (in_halves ? size : 2 * size);
         const int16_t* sin = cos + (in_halves ? size / 2 : size);
@@ -165,7 +165,7 @@ class FixedLogits {
     const antkv_layer& layer_;
     const int size_, num_heads_;
     float factor_[kHeads];  // of a product of whole numbers
-    alignas(64) float turned_[kHeads * kMaxHeadSize];
+    alignas(64) float rotated_[kHeads * kMaxHeadSize];
     alignas(64) int16_t queries_[kHeads][kMaxHeadSize] = {};
 };
 

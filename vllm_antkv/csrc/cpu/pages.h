@@ -83,7 +83,7 @@ struct Sequence {
         const int64_t id = step.vq_block_table[request * step.vq_table_stride + position / kBlockSize];
         return layer.positions + id * layer.position_stride + position % kBlockSize * 3;
     }
-    // By which position K of a token turns, if K of the `count` tokens from it on turns by one more each; else -1. It is where
+    // By which position K of a token rotates, if K of `count` tokens from it on rotates by one more each; else -1. It is where
     // the token stands in the sequence; where tokens have three positions, those of a text are three times the same.
     int first_of_run(int position, int count) const {
         if (!layer.positions) return position;

@@ -60,7 +60,7 @@ void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
         }
         if (!any) continue;
         const VQPage page = sequence.vq_page(block);
-        turned_keys(sequence, first, count, keys_.get());
+        rotated_keys(sequence, first, count, keys_.get());
         decode_rows(layer_, sequence.head, true, page.codes(true, 0), count, values_.get());
         std::vector<int> anchors;
         for (int row = 0; block < own && row < layer_.anchor_rows; ++row) {

@@ -27,7 +27,7 @@ void add_in_tiles(const antkv_layer& layer, Table centroids, int num_tokens, Cod
             if (!is_coded(first)) continue;
             const uint8_t* from = codes(first) + Table::byte_of(c);
             Values::pack(weights + first, stride, num_heads, packed);
-            if constexpr (!Tiles::kCheap) {
+            if constexpr (!Tiles::kIsFast) {
                 if (size % kTileDepth == 0) {
                     const auto row = [&](int t, int half) {
                         const int at = half * kTileDepth;

@@ -127,36 +127,36 @@ class TokenTiles {
     void decode_keys(const Sequence& sequence, int first, int count) const {
         const uint8_t* codes = sequence.vq_page(first / kBlockSize).codes(false, 0);
         if (layer_.positions || !layer_.cos || !layer_.is_neox_style || layer_.rotary_dim % (2 * kLanes)) {
-            turned_keys(sequence, first, count, decoded_.get());
+            rotated_keys(sequence, first, count, decoded_.get());
             narrow(layer_, decoded_.get(), count * size_, key(0));
             return;
         }
         with_centroids(layer_, sequence.head, layer_.k_centroids, [&](auto centroids) {
             const int half = layer_.rotary_dim / 2;
-            for (int c = 0; c < half; c += kLanes) turn_channels(centroids, codes, first, count, c, c + half);
+            for (int c = 0; c < half; c += kLanes) rotate_channels(centroids, codes, first, count, c, c + half);
             for (int c = 2 * half; c < size_; c += kLanes)
                 for (int t = 0; t < count; ++t)
                     store_sixteen(key(t) + c, sixteen_channels(centroids, codes + t * layer_.code_bytes, c));
         });
     }
-    // 16 channels, and those that turn with them: by a token's place in the block, and by that of the block.
+    // 16 channels, and those that rotate with them: by a token's place in the block, and by that of the block.
     template <typename Table>
-    void turn_channels(Table centroids, const uint8_t* codes, int first, int count, unsigned c, unsigned with) const {
+    void rotate_channels(Table centroids, const uint8_t* codes, int first, int count, unsigned c, unsigned partner) const {
         const Angles base(layer_, first);
         const Lanes scale = to_all_lanes(1 / layer_.rotary_magnitude);
         const Lanes base_cos = load_lanes(base.cos + c) * scale, base_sin = load_lanes(base.sin + c) * scale;
-        const Table from_c = centroids.from(c), from_with = centroids.from(with);
-        const uint8_t *a_codes = codes + Table::byte_of(c), *b_codes = codes + Table::byte_of(with);
+        const Table from_c = centroids.from(c), from_partner = centroids.from(partner);
+        const uint8_t *a_codes = codes + Table::byte_of(c), *b_codes = codes + Table::byte_of(partner);
         const int64_t code_bytes = layer_.code_bytes, num_angles = layer_.rotary_dim / 2, size = size_;
         const float *cos = layer_.cos + c, *sin = layer_.sin + c;
-        BFloat *to = key(0) + c, *to_with = key(0) + with;
+        BFloat *to = key(0) + c, *to_partner = key(0) + partner;
         for (int t = 0; t < count; ++t) {
-            const Lanes a = sixteen_channels(from_c, a_codes + t * code_bytes, c % Table::kTogether);
-            const Lanes b = sixteen_channels(from_with, b_codes + t * code_bytes, with % Table::kTogether);
+            const Lanes a = sixteen_channels(from_c, a_codes + t * code_bytes, c % Table::kByteAligned);
+            const Lanes b = sixteen_channels(from_partner, b_codes + t * code_bytes, partner % Table::kByteAligned);
             const Lanes cosine = load_lanes(cos + t * num_angles), sine = load_lanes(sin + t * num_angles);
             const Lanes x = a * cosine - b * sine, y = b * cosine + a * sine;
             store_sixteen(to + t * size, x * base_cos - y * base_sin);
-            store_sixteen(to_with + t * size, y * base_cos + x * base_sin);
+            store_sixteen(to_partner + t * size, y * base_cos + x * base_sin);
         }
     }
     void decode_values(int head, VQPage page, int count) const {
@@ -168,7 +168,7 @@ class TokenTiles {
                 const uint8_t* codes = page.codes(true, 0) + Table::byte_of(c);
                 BFloat* to = value(0) + c;
                 for (int t = 0; t < count; ++t)
-                    _mm256_storeu_si256((__m256i*)(to + t * size), from.sixteen(codes + t * code_bytes, c % Table::kTogether));
+                    _mm256_storeu_si256((__m256i*)(to + t * size), from.sixteen(codes + t * code_bytes, c % Table::kByteAligned));
             }
         });
     }
@@ -179,7 +179,7 @@ class TokenTiles {
         if (offset < 0) return;
         float* row = &decoded_[t * size_];
         if (of_values) decode_rows(layer_, sequence.head, true, page.codes(true, t), 1, row);
-        else turned_keys(sequence, first + t, 1, row);
+        else rotated_keys(sequence, first + t, 1, row);
         correct(page, anchor, of_values, decoded_.get());
         narrow(layer_, row, size_, of_values ? value(t) : key(t));
     }

@@ -21,7 +21,7 @@ struct TileShapes {
 // Registers: see `AmxRegisters`.
 template <typename Registers>
 struct RegisterTiles {
-    static constexpr bool kCheap = true;
+    static constexpr bool kIsFast = true;
 
     // Tile registers for this thread's use as long as this lives. Whoever configured them before finds them configured
     // again, though not with what was in them.

@@ -8,7 +8,7 @@
 // A tile is 16 rows of 32 bfloat16 numbers. Of a left factor A it holds 16 rows and 32 columns, as they are. Of a right
 // factor B it holds 32 rows and 16 columns, pairs of rows side by side: row k is B[2 k][0], B[2 k + 1][0], B[2 k][1], ...
 //
-//   kCheap        whether a product costs so much less than one in float32 that taking three for one pays.
+//   kIsFast       whether a product costs so much less than one in float32 that taking three for one pays.
 //   Scope         a thread holds one while it multiplies; configures what there is to configure, and puts it back.
 //   product<kAdd>(a, b, depth, sums, stride, meanwhile)
 //                 sums[m][n] (+)= sum over k < 32 depth of A[m][k] B[k][n] for 32 rows and columns, `stride` floats from row

@@ -9,7 +9,7 @@ namespace antkv {
 
 // VDPBF16PS on the layouts of tiles. Sums stay in registers over the whole inner dimension.
 struct VectorTiles {
-    static constexpr bool kCheap = false;
+    static constexpr bool kIsFast = false;
     struct Scope {};
 
     template <bool kAdd, typename Meanwhile>
