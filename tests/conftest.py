@@ -103,6 +103,7 @@ LONG_FILES = (
     "serving/test_kill.py",
     "kernels/test_triton_compile.py",
     "serving/test_lora.py",
+    "serving/test_surface.py",
     "serving/test_one_flag.py",
     "serving/test_real_model.py",
     "serving/test_images.py",

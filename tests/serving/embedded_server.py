@@ -1,10 +1,12 @@
 """A real server of the embedded model with the centroids that are shipped; tests that ask it alike share one."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import httpx
 
@@ -60,15 +62,17 @@ def _authorisation(key: str | None) -> dict[str, str]:
 
 
 @contextmanager
-def embedded_server(folder: Path, kv_cache_dtype: str) -> Iterator[Server]:
-    """A server that runs while this is open, with its codebook and log in `folder`."""
+def embedded_server(
+    folder: Path, kv_cache_dtype: str, settings: Mapping[str, Any] = MappingProxyType({}), *more: str
+) -> Iterator[Server]:
+    """A server that runs while this is open, with its codebook and log in `folder`; `more` of its arguments."""
     path = codebook_path(folder / "codebooks", PRESET)
     codebook = shipped_codebook()
     rule = SinkRule(layer=0, channels=(0,), threshold=1e-30)
     Codebook(codebook.header.model_copy(update={"sinks": rule}), codebook.k, codebook.v).save(path)
-    settings = {"--additional-config": json.dumps({"antkv": {"codebooks": str(path.parent)}})}
-    options = _OPTIONS | (settings if kv_cache_dtype == PRESET else {})
-    arguments = ["--enforce-eager", *(part for pair in options.items() for part in pair)]
+    ours = json.dumps({"antkv": {"codebooks": str(path.parent), **settings}})
+    options = _OPTIONS | ({"--additional-config": ours} if kv_cache_dtype == PRESET else {})
+    arguments = ["--enforce-eager", *more, *(part for pair in options.items() for part in pair)]
     log = folder / "server.log"
     with running_server(str(EMBEDDED), kv_cache_dtype, log, arguments, _ENVIRONMENT) as running:
         yield Server(running.url, running.pid, path)

@@ -1,0 +1,69 @@
+"""Every question of `surface.py` to real servers: answers of an exact cache are those of `auto`, and with default
+settings they do not depend on what else runs."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.serving.embedded_server import API_KEY, PRESET, embedded_server
+from tests.serving.surface import QUESTIONS, complete
+
+pytestmark = pytest.mark.serving
+
+EXACT = {"anchor_share": 1.0, "anchor_dtype": "model"}
+OPTIONS = (
+    "--enable-prompt-tokens-details",
+    "--enable-prompt-embeds",
+    "--scheduling-policy=priority",
+)
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[OpenAI]]:
+    """Of `auto`, of an exact cache and of default settings; the servers start side by side."""
+    kinds = (("auto", {}), (PRESET, EXACT), (PRESET, {}))
+    servers = [embedded_server(tmp_path_factory.mktemp("server"), *kind, *OPTIONS) for kind in kinds]
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as held, ThreadPoolExecutor(len(servers)) as pool:
+        # Routes that put an engine to sleep.
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        running = pool.map(held.enter_context, servers)
+        yield [OpenAI(base_url=f"{each.url}/v1", api_key=API_KEY, max_retries=0) for each in running]
+
+
+def assert_close(mine: Any, theirs: Any) -> None:
+    """The same but for log-probabilities, which differ by little."""
+    if isinstance(mine, list | tuple):
+        assert len(mine) == len(theirs)
+        for pair in zip(mine, theirs, strict=True):
+            assert_close(*pair)
+    else:
+        assert mine == (pytest.approx(theirs, abs=1e-3) if isinstance(mine, float) else theirs)
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_an_exact_cache_answers_as_auto(clients: list[OpenAI], name: str) -> None:
+    auto, exact, _ = clients
+    assert_close(QUESTIONS[name](exact), QUESTIONS[name](auto))
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_no_answer_depends_on_neighbours(clients: list[OpenAI], name: str) -> None:
+    client = clients[2]
+    alone = QUESTIONS[name](client)
+    with ThreadPoolExecutor(4) as pool:
+        others = ([0, *range(first, first + 200)] for first in range(4))
+        beside = [pool.submit(complete, client, other, max_tokens=60) for other in others]
+        assert_close(QUESTIONS[name](client), alone)
+        for each in beside:
+            each.result()
+
+
+def test_codes_are_read(clients: list[OpenAI]) -> None:
+    """The comparisons can fail."""
+    auto, _, default = (QUESTIONS["prompt_logprobs"](client) for client in clients)
+    with pytest.raises(AssertionError):
+        assert_close(default, auto)
