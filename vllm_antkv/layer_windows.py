@@ -1,10 +1,29 @@
-"""Sliding windows of a model's layers, as its Hugging Face config tells them. Pure Python."""
+"""Which decoder layers attend, and how far they see, as a Hugging Face config tells. Pure Python."""
 
 from typing import Any
 
+#: Kinds of decoder layers that keep no K and V.
+_NO_ATTENTION = {"linear_attention", "mamba", "conv", "moe", "mlp"}
+
+
+def attention_layers(config: Any) -> tuple[int, ...] | None:
+    """Indices of the decoder layers that attend, beside others that keep a state or nothing; None: all attend.
+
+    Args:
+        config: of the text model.
+    """
+    kinds = layer_kinds(config)
+    found = tuple(index for index, kind in enumerate(kinds) if kind not in _NO_ATTENTION)
+    return None if len(found) == len(kinds) else found
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """The kind of each decoder layer, in the words of the config; empty where it does not tell."""
+    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Tokens that a query sees in each layer, itself included; None where it sees all before it.
+    """Tokens that a query sees in each layer that attends, itself included; None where it sees all before it.
 
     Where the config does not tell kinds of layers apart, all of them have its window, if it has one, as in vLLM.
 
@@ -12,5 +31,5 @@ def layer_windows(config: Any) -> list[int | None]:
         config: of the text model.
     """
     window = getattr(config, "sliding_window", None) or None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    kinds = layer_kinds(config) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds if kind not in _NO_ATTENTION]

@@ -59,6 +59,16 @@ GEMMA_3N = {
     "activation_sparsity_pattern": [0.0] * 4,
     "tie_word_embeddings": True,
 }
+#: Convolutions first, between and last. vLLM ties embeddings.
+LFM2 = {
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
+    "conv_L_cache": 3,
+    "conv_dim": 128,
+    "block_dim": 128,
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": True,
+}
 #: Some of it is in the configs of published models alone, which vLLM asks for.
 AFMOE = {
     **EXPERTS,

@@ -97,6 +97,11 @@ def prepare(settings: CalibrationSettings) -> Job:
     why = why_vllm(config)
     if why is not None:
         _refuse_training(settings, why)
+    if settings.train_prefix and identity.attention_layers is not None:
+        raise UnsupportedModelError(
+            f"--train-prefix trains K and V of a prompt's first tokens, but some layers of {model} keep a state in "
+            "their place: leave it out."
+        )
     for preset in presets:
         preset.num_sub_vectors(identity.head_size)
     # Of a prompt, vLLM wants to predict one token more.

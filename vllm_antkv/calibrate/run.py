@@ -69,7 +69,7 @@ def _take(job: Job, held: ExitStack) -> tuple[Workspace, Captured]:
     weights = " ".join(revision_of(str(each)) for each in (settings.model, settings.lora) if each is not None)
     work = held.enter_context(open_workspace(settings.out, _identity_of_work(job, weights)))
     with _opened(job, work) as source:
-        found = _find_sink_channels(source, job.windows)
+        found = _find_sink_channels(source, job)
         files = _capture(job, source, work, found)
         return work, _captured(job, files, found, source.rotary_tables(1))
 
@@ -103,14 +103,15 @@ def _identity_of_work(job: Job, weights: str) -> dict[str, Any]:
     }
 
 
-def _find_sink_channels(source: Source, windows: torch.Tensor) -> SinkChannels | None:
-    probed = windows[:PROBE_WINDOWS, :PROBE_TOKENS]
+def _find_sink_channels(source: Source, job: Job) -> SinkChannels | None:
+    probed = job.windows[:PROBE_WINDOWS, :PROBE_TOKENS]
     ratios = []
     with progress_bar("Looking for sinks", len(probed)) as progress:
         for window in probed:
             ratios.append(source.peak_ratios(window))
             progress.update()
-    return find_channels(np.stack(ratios))
+    # Behind the last layer that attends, nobody minds them.
+    return find_channels(np.stack(ratios)[:, : job.identity.decoder_indices[-1] + 1])
 
 
 def _capture(job: Job, source: Source, work: Workspace, found: SinkChannels | None) -> CaptureFiles:

@@ -81,7 +81,7 @@ class CodebookHeader(BaseModel):
         """Which layers have which preset, in words."""
         layers: dict[str, list[str]] = {}
         for index, preset in enumerate(self.layer_presets):
-            layers.setdefault(preset.name, []).append(str(index))
+            layers.setdefault(preset.name, []).append(str(self.model.decoder_indices[index]))
         return "; ".join(f"{name} in layers {', '.join(layers[name])}" for name in PRESETS if name in layers)
 
     def rope(self, layer: int) -> RopeLayout | None:
@@ -138,7 +138,10 @@ def check_header(header: CodebookHeader, path: Path) -> None:
         raise CodebookError(
             f"{path} is damaged: its prefix has the token {max(header.prefix)}, beyond its {model.vocab_size} tokens."
         )
-    if sinks is not None and (sinks.layer >= model.num_layers or max(sinks.channels) >= model.hidden_size):
+    indices = list(model.decoder_indices)
+    if indices != sorted(set(indices)) or len(indices) != model.num_layers:
+        raise CodebookError(f"{path} is damaged: its attention_layers are not {model.num_layers} in ascending order.")
+    if sinks is not None and (sinks.layer > indices[-1] or max(sinks.channels) >= model.hidden_size):
         raise CodebookError(f"{path} is damaged: its sink layer or channel lies outside the model.")
 
 

@@ -5,9 +5,10 @@ import json
 import reprlib
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.layer_windows import attention_layers
 
 #: Far more than any model has.
 MAX_LAYERS = 4096
@@ -16,7 +17,11 @@ Size = Annotated[int, Field(gt=0, lt=1 << 31)]
 
 
 class ModelIdentity(BaseModel):
-    """What the model of a codebook and the served model must have in common."""
+    """What the model of a codebook and the served model must have in common.
+
+    num_layers: those that attend, which are all that have K and V.
+    attention_layers: their indices among the decoder layers, where others do not attend; None, and left out: all do.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,6 +32,16 @@ class ModelIdentity(BaseModel):
     head_size: Size
     hidden_size: Size
     vocab_size: Size
+    attention_layers: tuple[Annotated[int, Field(ge=0, lt=MAX_LAYERS)], ...] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialise(self).items() if value is not None}
+
+    @property
+    def decoder_indices(self) -> tuple[int, ...]:
+        """Of every layer that attends, its index among the decoder layers."""
+        return tuple(range(self.num_layers)) if self.attention_layers is None else self.attention_layers
 
     @classmethod
     def from_hf_config(cls, hf_config: Any) -> Self:
@@ -38,15 +53,17 @@ class ModelIdentity(BaseModel):
         heads = getattr(text, "num_attention_heads", None)
         kv_heads = getattr(text, "num_key_value_heads", None)
         hidden_size = getattr(text, "hidden_size", None)
+        attending = attention_layers(text)
         try:
             return cls(
                 architecture=(getattr(hf_config, "architectures", None) or [text.model_type])[0],
-                num_layers=getattr(text, "num_hidden_layers", None),
+                num_layers=getattr(text, "num_hidden_layers", None) if attending is None else len(attending),
                 num_attention_heads=heads,
                 num_kv_heads=heads if kv_heads is None else kv_heads,
                 head_size=getattr(text, "head_dim", None) or (hidden_size // heads if hidden_size and heads else None),
                 hidden_size=hidden_size,
                 vocab_size=getattr(text, "vocab_size", None),
+                attention_layers=attending,
             )
         except ValidationError as error:
             first = error.errors()[0]

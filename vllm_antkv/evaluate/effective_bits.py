@@ -53,7 +53,7 @@ def _as_stored(method: Method, identity: ModelIdentity, context: int) -> float:
     for until, bits in zip(method.retention.tables(context), coded, strict=True):
         exact = float((until >= context).sum())
         if method.sinks is not None:
-            layers = identity.num_layers - 1 - method.sinks.layer
+            layers = sum(index > method.sinks.layer for index in identity.decoder_indices)
             exact += min(method.num_sinks, context - exact) * layers / identity.num_layers
         total += exact * FULL_BITS + (context - exact) * bits
     return total / (2 * context)

@@ -28,14 +28,14 @@ from transformers import PreTrainedModel
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.offline.capture_attention import replaced
+from vllm_antkv.offline.capture_attention import layer_of, replaced
 from vllm_antkv.offline.hidden import handed_on
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.retained import attend_retained
 from vllm_antkv.offline.sinks import strongest_so_far
-from vllm_antkv.offline.traits import layer_traits, rotary_tables
+from vllm_antkv.offline.traits import LayerTraits, layer_traits, rotary_tables
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import (
     SeenRows,
@@ -78,8 +78,7 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
 @contextmanager
 def watched_run(model: PreTrainedModel, method: Method, num_tokens: int) -> Iterator["Run"]:
     """While open, the run sees the tokens and the sinks of every window that `model` is called on."""
-    sources = {layer: traits.source for layer, traits in enumerate(layer_traits(model)) if traits.source is not None}
-    run = Run(method, rotary_tables(model, num_tokens), sources)
+    run = Run(method, rotary_tables(model, num_tokens), layer_traits(model))
     hooks = _watch(model, run)
     try:
         yield run
@@ -97,10 +96,11 @@ class Run:
     sources: of each layer that attends to the K and V of another, that one.
     """
 
-    def __init__(self, method: Method, rotaries: list[RotaryTable], sources: dict[int, int]) -> None:
+    def __init__(self, method: Method, rotaries: list[RotaryTable], traits: list[LayerTraits]) -> None:
         self.method = method
         self.rotaries = rotaries
-        self.sources = sources
+        self.traits = traits
+        self.sources = {layer: each.source for layer, each in enumerate(traits) if each.source is not None}
         # Of the windows in hand, those of layers that others attend to.
         self._read: dict[int, LayerWindow] = {}
         self.is_sink: torch.Tensor | None = None
@@ -126,7 +126,7 @@ class Run:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]
     ) -> LayerWindow:
         """The rows of a layer, from what transformers hands to its attention."""
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = layer_of(module)
         # In bfloat16 the model hands over rows of the served precision; what is computed with them is float32.
         dtype = torch.promote_types(query.dtype, torch.float32)
         prefix = self.method.trained_prefix
@@ -146,7 +146,7 @@ class Run:
     def sinks_seen(self, window: LayerWindow) -> torch.Tensor | None:
         """(num_windows, num_tokens) bool, or None in layers before the one where sinks show."""
         rule = self.method.sinks
-        return self.is_sink if rule is not None and window.owner.layer > rule.layer else None
+        return self.is_sink if rule is not None and self.traits[window.owner.layer].index > rule.layer else None
 
     def _put_in(self, rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
         """K or V rows, (num_windows, num_kv_heads, num_tokens, head_size), with trained ones for the first tokens.

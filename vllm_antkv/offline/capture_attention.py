@@ -11,7 +11,10 @@ from torch import nn
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-#: Receives the index of a layer, and K after RoPE and norms and V, both (1, num_kv_heads, num_tokens, head_size).
+from vllm_antkv.layer_windows import attention_layers
+
+#: Receives the index of a layer among those that attend, and K after RoPE and norms and V, both
+#: (1, num_kv_heads, num_tokens, head_size).
 OnKV = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
@@ -37,7 +40,7 @@ def attention_captured(model: PreTrainedModel, on_kv: OnKV) -> Iterator[None]:
     """While open, `on_kv` is called with the K and V of every attention of `model`."""
 
     def watch(attended: Attended) -> None:
-        on_kv(int(attended.module.layer_idx), attended.key, attended.value)  # type: ignore[arg-type]
+        on_kv(layer_of(attended.module), attended.key, attended.value)
 
     with attention_watched(model, watch):
         yield
@@ -78,6 +81,12 @@ def replaced(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[str
     finally:
         model.set_attn_implementation(before)
         del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
+
+
+def layer_of(module: nn.Module) -> int:
+    """The index of an attention module's layer among those that attend."""
+    index, attending = int(module.layer_idx), attention_layers(module.config.get_text_config())  # type: ignore[arg-type, operator, union-attr]
+    return index if attending is None else attending.index(index)
 
 
 def _own(module: nn.Module, implementation: str) -> Callable[..., Any]:

@@ -12,20 +12,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.offline.capture_attention import replaced
-from vllm_antkv.offline.models import decoder_layers
+from vllm_antkv.offline.capture_attention import layer_of, replaced
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.rope_detection import detect_rope, transformers_tables
 
-#: Tokens of the probe.
-_PROBE_TOKENS = 64
+#: Tokens of the probe that are looked at, and those before, by which the states of other layers become the same.
+_PROBE_TOKENS, _WARM_UP = 64, 192
 
 
 @dataclass(frozen=True)
 class LayerTraits:
     """One attention layer.
 
+    index: among all decoder layers.
     turn: which of the model's ways of turning is its own (`_candidates`); -1 where none is.
     window: tokens that a query sees, itself included; None: all before it.
     soft_cap: of the logits, or None.
@@ -33,6 +34,7 @@ class LayerTraits:
     source: the layer whose K and V it attends to; None: its own.
     """
 
+    index: int
     turn: int
     window: int | None
     soft_cap: float | None
@@ -76,19 +78,21 @@ def rotary_tables(model: PreTrainedModel, num_positions: int) -> list[RotaryTabl
 
 
 def _probe(model: PreTrainedModel) -> list[LayerTraits]:
-    num_layers = len(decoder_layers(model))
+    identity = ModelIdentity.from_hf_config(model.config)
+    num_layers, first = identity.num_layers, 0 if identity.attention_layers is None else _WARM_UP
     found: dict[int, LayerTraits] = {}
     keys: dict[int, torch.Tensor] = {}
     # Without a rotary module, positions are embedded, or there are none.
     turns = any("rotary" in type(module).__name__.lower() for module in model.modules())
-    tables = list(_candidates(model, _PROBE_TOKENS)) if turns else []
+    tables = list(_candidates(model, first + _PROBE_TOKENS)) if turns else []
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = layer_of(module)
         found[layer] = LayerTraits(
-            _detect_rope(model, layer, key[0].transpose(0, 1).float(), tables) if turns else -1,
+            identity.decoder_indices[layer],
+            _detect_rope(model, layer, key[0, :, first:].transpose(0, 1).float(), tables) if turns else -1,
             options.get("sliding_window"),
             options.get("softcap") or None,
             options.get("s_aux") is not None,
@@ -100,11 +104,12 @@ def _probe(model: PreTrainedModel) -> list[LayerTraits]:
     # Neither BOS nor padding, whose embedding may be zero.
     token = model.config.get_text_config().vocab_size // 2
     with torch.no_grad(), replaced(model, attend):
-        model(torch.full((1, _PROBE_TOKENS), token, device=model.device), use_cache=False)
+        model(torch.full((1, first + _PROBE_TOKENS), token, device=model.device), use_cache=False)
     if sorted(found) != list(range(num_layers)):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {num_layers} layers, of which {len(found)} hand K and V to transformers' "
-            "attention interface, where they are taken: it cannot be evaluated offline, but by `antkv eval served`."
+            f"{type(model).__name__} has {num_layers} layers with attention, of which {len(found)} hand K and V to "
+            "transformers' attention interface, where they are taken: it cannot be evaluated offline, but by "
+            "`antkv eval served`."
         )
     return [found[layer] for layer in range(num_layers)]
 
@@ -115,7 +120,8 @@ def _detect_rope(model: PreTrainedModel, layer: int, keys: torch.Tensor, tables:
         raise UnsupportedModelError(
             f"K of layer {layer} is not a number: the model's weights are damaged, or too large for their dtype."
         )
-    turn = detect_rope(keys, torch.arange(len(keys), device=keys.device), tables, model.dtype)
+    positions = torch.arange(len(tables[0].cos), device=keys.device)[-len(keys) :]
+    turn = detect_rope(keys, positions, tables, model.dtype)
     if turn is None:
         raise UnsupportedModelError(
             f"The RoPE of layer {layer} of {type(model).__name__} is not a table of cosines and sines over positions "

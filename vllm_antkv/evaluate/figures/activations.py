@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from vllm_antkv.offline.capture_attention import replaced
+from vllm_antkv.offline.capture_attention import layer_of, replaced
 from vllm_antkv.offline.hidden import captured_hidden
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.ops.logits import LogitRules
@@ -116,7 +116,7 @@ def visit_layers(model: PreTrainedModel, window: torch.Tensor, visit: Callable[[
     ) -> tuple[torch.Tensor, None]:
         q, k, v = (rows[0].transpose(0, 1).float() for rows in (query, key, value))
         rules = LogitRules(scaling, kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
-        rows = LayerRows(int(module.layer_idx), q, k, v, rules)  # type: ignore[arg-type]
+        rows = LayerRows(layer_of(module), q, k, v, rules)
         visit(rows)
         if not rules.are_plain:
             return rows.outputs()[None].to(query.dtype), None

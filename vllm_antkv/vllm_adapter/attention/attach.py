@@ -27,7 +27,7 @@ from vllm_antkv.vllm_adapter.attention.exact_layers import has_window, leave_exa
 from vllm_antkv.vllm_adapter.attention.flash_attention import flash_attention
 from vllm_antkv.vllm_adapter.attention.impl import AntKVImpl, Attachment
 from vllm_antkv.vllm_adapter.attention.layer import RecencyLayer, recency_layer_name
-from vllm_antkv.vllm_adapter.attention.model_layers import ModelLayers, attention_layers, decoder_layer, set_spec
+from vllm_antkv.vllm_adapter.attention.model_layers import ModelLayers, attention_layers, decoder_layers, set_spec
 from vllm_antkv.vllm_adapter.attention.positions import PositionLayer, position_layer_name
 from vllm_antkv.vllm_adapter.attention.probe import probe
 from vllm_antkv.vllm_adapter.attention.sinks import SinkFlags, watch
@@ -56,8 +56,8 @@ def attach(
     if codebook.identity != resolved.identity:
         raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
     found = attention_layers(model, codebook.header.model, resolved.exact)
-    decoder_layers = {index: decoder_layer(model, layer) for index, layer in found.every.items()}
-    probed = probe(model, found.every, decoder_layers[max(decoder_layers)], vllm_config, device)
+    around = decoder_layers(model, found.every[0])
+    probed = probe(model, found.every, around[-1], vllm_config, device)
     rotaries = in_code_order(probed.rotaries, codebook)
     _leave_exact(found, vllm_config)
     rules = {
@@ -78,11 +78,11 @@ def attach(
     logger.info("antkv kernels: %s", kernels.title)
     counters = Counters(device, kernels.name)
     rule, max_num_tokens = codebook.header.sinks, vllm_config.scheduler_config.max_num_batched_tokens
-    last_layer = max(found.coded)
+    last_layer, indices = max(found.coded), codebook.header.model.decoder_indices
     sinks = None
-    if rule is not None and settings.sinks and last_layer > rule.layer:
+    if rule is not None and settings.sinks and indices[last_layer] > rule.layer:
         sinks = SinkFlags(rule, max_num_tokens, device)
-        watch(decoder_layers[rule.layer], probed.adds_residual, found.every[last_layer].layer_name)
+        watch(around[rule.layer], probed.adds_residual, found.every[last_layer].layer_name)
     prefix_tokens = None
     if codebook.prefix is not None:
         layer, window = _keeps_first_page(found, rules)
@@ -203,11 +203,12 @@ def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:
         varlen=flash_attention(layer.head_size, dtype, scheduler_config.max_num_batched_tokens) if on_gpu else None,
     )
     rule, prefix, tokens = codebook.header.sinks, codebook.prefix, shared.prefix_tokens
+    indices = codebook.header.model.decoder_indices
     _impl(layer).attachment = Attachment(
         setup=setup,
         layout=layout,
         source=None,
-        sinks=shared.sinks if rule is not None and index > rule.layer else None,
+        sinks=shared.sinks if rule is not None and indices[index] > rule.layer else None,
         prefix=None if tokens is None or prefix is None else LayerPrefix.of(tokens, prefix, index, heads, dtype),
         recency_name=name,
         recency=companion,

@@ -9,7 +9,7 @@ from vllm_antkv.cache.pages import PageLayout, page_layouts
 from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.features import num_sharing_layers
-from vllm_antkv.layer_windows import layer_windows
+from vllm_antkv.layer_windows import attention_layers, layer_windows
 from vllm_antkv.presets import Preset, nominal_bits
 
 
@@ -19,14 +19,16 @@ def served_footprint(
     """Layouts of the layers' pages, and the cost of 8192 tokens, or of the longest length if that is shorter.
 
     presets: of the layers that have codes.
-    exact: indices of the layers that stay exact.
+    exact: indices of the decoder layers that stay exact.
     """
     model_config = vllm_config.model_config
     text_config = model_config.hf_text_config
     windows = layer_windows(text_config)
+    indices = attention_layers(text_config) or range(len(windows))
     # The last ones may have no pages of their own.
     windows = windows[: len(windows) - num_sharing_layers(text_config)]
-    coded, of_exact = ([w for index, w in enumerate(windows) if (index in exact) is kind] for kind in (False, True))
+    kinds = [(index in exact, window) for index, window in zip(indices, windows, strict=False)]
+    coded, of_exact = ([window for is_exact, window in kinds if is_exact is kind] for kind in (False, True))
     layouts = page_layouts(
         settings,
         presets,

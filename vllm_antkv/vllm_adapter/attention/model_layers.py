@@ -18,7 +18,7 @@ from vllm_antkv.vllm_adapter.attention.impl import AntKVImpl
 class ModelLayers:
     """The attention layers of a decoder.
 
-    every: all of them by their indices, in order.
+    every: all of them by their indices, in order. An index counts the layers that attend, as in a codebook.
     coded: indices of those with codes of their own.
     exact: indices of those that vLLM's own attention serves (`--kv-cache-dtype-skip-layers`).
     sources: of each layer without a cache of its own, the one whose cache it reads.
@@ -44,7 +44,7 @@ def attention_layers(model: nn.Module, identity: ModelIdentity, skipped: Collect
 
     Args:
         identity: of the model that the codebook was learned from.
-        skipped: indices of the layers that stay exact.
+        skipped: indices of the decoder layers that stay exact.
 
     Raises:
         UnsupportedModelError: they are not those that the codebook was learned for, or not all can be served.
@@ -52,16 +52,17 @@ def attention_layers(model: nn.Module, identity: ModelIdentity, skipped: Collect
     modules = [module for module in model.modules() if isinstance(module, Attention)]
     found = dict(sorted({extract_layer_index(module.layer_name): module for module in modules}.items()))
     layers = _sorted_out(found)
-    for index in layers.exact:
-        if layers.source(index) not in skipped:
+    for index, layer in layers.every.items():
+        if index in layers.exact and list(found)[layers.source(index)] not in skipped:
             raise UnsupportedModelError(
-                f"{found[index].layer_name} takes no --kv-cache-dtype: serve this model with --kv-cache-dtype auto."
+                f"{layer.layer_name} takes no --kv-cache-dtype: serve this model with --kv-cache-dtype auto."
             )
     # An encoder of sounds may have a cache too.
-    if list(found) != list(range(identity.num_layers)) or len(modules) != len(found):
+    if tuple(found) != identity.decoder_indices or len(modules) != len(found):
         raise UnsupportedModelError(
-            f"The model has {identity.num_layers} layers and {len(modules)} times attention with a KV cache, and an "
-            "antkv cache needs it once in each: serve this model with --kv-cache-dtype auto."
+            f"The model has {identity.num_layers} layers with attention by its config and {len(modules)} times "
+            "attention with a KV cache, and an antkv cache needs it once in each: serve this model with "
+            "--kv-cache-dtype auto."
         )
     num_kv_heads = max(1, identity.num_kv_heads // get_tensor_model_parallel_world_size())
     for layer in found.values():
@@ -83,29 +84,30 @@ def set_spec(layer: Attention, spec: KVCacheSpec) -> None:
 
 
 def _sorted_out(found: dict[int, Attention]) -> ModelLayers:
-    exact = tuple(index for index, layer in found.items() if not isinstance(layer.impl, AntKVImpl))
+    every = dict(enumerate(found.values()))
+    exact = tuple(index for index, layer in every.items() if not isinstance(layer.impl, AntKVImpl))
     sources = {
-        index: extract_layer_index(layer.kv_sharing_target_layer_name)
-        for index, layer in found.items()
+        index: list(found).index(extract_layer_index(layer.kv_sharing_target_layer_name))
+        for index, layer in every.items()
         if layer.kv_sharing_target_layer_name is not None
     }
     for index, source in sources.items():
         if (index in exact) != (source in exact):
             raise UnsupportedModelError(
-                f"Layer {index} of this model reads the KV cache of layer {source}: name both in "
-                "--kv-cache-dtype-skip-layers, or neither."
+                f"Layer {list(found)[index]} of this model reads the KV cache of layer {list(found)[source]}: name "
+                "both in --kv-cache-dtype-skip-layers, or neither."
             )
     return ModelLayers(
-        every=found,
-        coded=tuple(index for index in found if index not in exact and index not in sources),
+        every=every,
+        coded=tuple(index for index in every if index not in exact and index not in sources),
         exact=exact,
         sources=sources,
     )
 
 
-def decoder_layer(model: nn.Module, layer: Attention) -> nn.Module:
-    """The decoder layer that an attention layer is part of."""
+def decoder_layers(model: nn.Module, layer: Attention) -> list[nn.Module]:
+    """All decoder layers, of one of which this attention layer is part."""
     name = next(name for name, module in model.named_modules() if module is layer)
     index = str(extract_layer_index(layer.layer_name))
     parts = name.split(".")
-    return model.get_submodule(".".join(parts[: parts.index(index) + 1]))
+    return list(model.get_submodule(".".join(parts[: parts.index(index)])).children())

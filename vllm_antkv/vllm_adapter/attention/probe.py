@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.rope import RotaryTable
@@ -65,6 +65,7 @@ def probe(
         torch.inference_mode(),
         set_forward_context(None, vllm_config, num_tokens=num_tokens, skip_compiled=True),
         _passing_values_on(layers, keys),
+        _Zeroed(),
         trail.followed(),
     ):
         hidden = model(input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None)
@@ -111,6 +112,7 @@ def _passing_values_on(layers: Mapping[int, Attention], keys: dict[int, torch.Te
     A layer that reads the cache of another has the K and V of that.
     """
     values: dict[int, torch.Tensor] = {}
+    places = {layer.layer_name: index for index, layer in layers.items()}
 
     def forward_of(index: int, target: str | None) -> Any:
         def forward(
@@ -119,7 +121,7 @@ def _passing_values_on(layers: Mapping[int, Attention], keys: dict[int, torch.Te
             if target is None:
                 keys[index], values[index] = key.float(), value
             else:
-                source = extract_layer_index(target)
+                source = places[target]
                 keys[index], values[index] = keys[source], values[source]
             output: torch.Tensor = options["output"]
             return output.copy_(values[index].repeat_interleave(query.shape[1] // values[index].shape[1], dim=1))
@@ -133,6 +135,14 @@ def _passing_values_on(layers: Mapping[int, Attention], keys: dict[int, torch.Te
     finally:
         for layer in layers.values():
             del layer.impl.forward
+
+
+class _Zeroed(TorchFunctionMode):
+    """Zeros in new tensors: layers with a state that have no metadata leave their output as it was made."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        return made.zero_() if func in (torch.empty, torch.empty_like, torch.Tensor.new_empty) else made
 
 
 class _Trail:

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_antkv.ops.logits import LogitRules
-from vllm_antkv.vllm_adapter.attention.model_layers import decoder_layer
+from vllm_antkv.vllm_adapter.attention.model_layers import decoder_layers
 from vllm_antkv.vllm_adapter.attention.probe import Probed, probe
 
 
@@ -46,12 +46,13 @@ def watched(
 
     Args:
         adds_residual: as in `Probed`.
-        on_rows: receives the index of each attention layer, and its rows.
+        on_rows: receives the index of each layer that attends, counted among those, and its rows.
         on_hidden: receives the index of each decoder layer, and the hidden states after it, (num_tokens, hidden_size).
     """
 
     layers = _layers(model)
-    sources = {attention.kv_sharing_target_layer_name for attention, _ in layers.values()}
+    sources = {attention.kv_sharing_target_layer_name for attention in layers}
+    places = {attention.layer_name: index for index, attention in enumerate(layers)}
     read: dict[str, tuple[torch.Tensor, ...]] = {}
 
     def before_attention(layer: Attention, args: tuple[torch.Tensor, ...]) -> None:
@@ -61,7 +62,7 @@ def watched(
         if layer.layer_name in sources:
             read[layer.layer_name] = rows[1:]
         query, key, value = (each.unflatten(-1, (-1, layer.head_size)) for each in rows)
-        on_rows(extract_layer_index(layer.layer_name), HandedRows(query, key, value, _rules(layer)))
+        on_rows(places[layer.layer_name], HandedRows(query, key, value, _rules(layer)))
 
     def after_decoder(index: int) -> Callable[..., None]:
         def hand_over(module: nn.Module, args: Any, output: Any) -> None:
@@ -71,8 +72,9 @@ def watched(
         return hand_over
 
     with ExitStack() as stack:
-        for index, (attention, decoder) in layers.items():
+        for attention in layers:
             stack.callback(attention.register_forward_pre_hook(before_attention).remove)
+        for index, decoder in enumerate(decoder_layers(model, layers[0])):
             stack.callback(decoder.register_forward_hook(after_decoder(index)).remove)
         yield
 
@@ -84,8 +86,8 @@ def probed(model: nn.Module, vllm_config: VllmConfig) -> Probed:
         UnsupportedModelError: that cannot be told.
     """
     layers = _layers(model)
-    attention = {index: layer for index, (layer, _) in layers.items()}
-    return probe(model, attention, layers[max(layers)][1], vllm_config, next(model.parameters()).device)
+    last = decoder_layers(model, layers[0])[-1]
+    return probe(model, dict(enumerate(layers)), last, vllm_config, next(model.parameters()).device)
 
 
 def _rules(layer: Any) -> LogitRules:
@@ -99,8 +101,7 @@ def _rules(layer: Any) -> LogitRules:
     )
 
 
-def _layers(model: nn.Module) -> dict[int, tuple[Attention, nn.Module]]:
-    """Every attention layer with the decoder layer it is in, by its index."""
+def _layers(model: nn.Module) -> list[Attention]:
+    """Every attention layer, in the order of the model."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    found = {extract_layer_index(layer.layer_name): (layer, decoder_layer(model, layer)) for layer in layers}
-    return dict(sorted(found.items()))
+    return sorted(layers, key=lambda layer: extract_layer_index(layer.layer_name))

@@ -76,7 +76,7 @@ def complete(vllm_config: VllmConfig) -> None:
         logger.warning("The model is in %s. %s", slow, REMEDY)
     identity = ModelIdentity.from_hf_config(model_config.hf_config)
     get_preset(cache_config.cache_dtype).num_sub_vectors(identity.head_size)
-    exact, settings = read_skipped(cache_config.kv_cache_dtype_skip_layers, identity.num_layers, settings)
+    exact, settings = read_skipped(cache_config.kv_cache_dtype_skip_layers, identity.decoder_indices, settings)
     cache_config.kv_cache_dtype_skip_layers = list(map(str, exact))
     request = CodebookRequest(model_config.model, model_config.revision, identity, cache_config.cache_dtype)
     path = find_or_make(request, settings)
@@ -85,14 +85,15 @@ def complete(vllm_config: VllmConfig) -> None:
     # Layers that read the cache of another have no pages.
     with_pages = range(identity.num_layers - num_sharing_layers(model_config.hf_text_config))
     windows = layer_windows(model_config.hf_text_config)
-    layers = tuple(codebook.header.layer_presets[index].name for index in with_pages if index not in exact)
+    is_exact = [index in exact for index in identity.decoder_indices]
+    layers = tuple(codebook.header.layer_presets[index].name for index in with_pages if not is_exact[index])
     resolved = ResolvedCodebook(
         path=str(Path(path).resolve()),
         identity=codebook.identity,
         num_bytes=codebook.num_bytes,
         layers=layers,
         exact=exact,
-        num_beside=sum(index in exact and windows[index] is None for index in with_pages),
+        num_beside=sum(is_exact[index] and windows[index] is None for index in with_pages),
         prefix=prefix,
     )
     settings = codebook.settings(settings)

@@ -14,6 +14,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.ops.counters import Report
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.block_pool.requests import LastRequests
@@ -45,7 +46,7 @@ def _engine_status(self: EngineCore) -> dict[str, Any]:
         "pool_pages": manager.block_pool.num_gpu_blocks - 1,
         "pages_in_use": pages_in_use(manager),
         "tokens_in_use": tokens_in_use(self.scheduler),
-        "num_layers": self.vllm_config.model_config.get_total_num_hidden_layers() - len(exact),
+        "num_layers": _num_layers(self) - len(exact),
         "workers": _reports(self),
     }
 
@@ -92,10 +93,14 @@ def _engine_anchors(self: EngineCore, prompt: int | None, first_block: int) -> d
 
 def _window(core: EngineCore, settings: AntKVConfig) -> int:
     """VQ blocks in one answer."""
-    model_config = core.vllm_config.model_config
-    heads = model_config.get_total_num_hidden_layers() * model_config.get_total_num_kv_heads()
+    heads = _num_layers(core) * core.vllm_config.model_config.get_total_num_kv_heads()
     rows_per_block = 2 * heads * max(settings.anchor_rows, 1)
     return max(1, min(_MAX_BLOCKS, _MAX_ROWS // rows_per_block))
+
+
+def _num_layers(core: EngineCore) -> int:
+    """Of the model, those that attend."""
+    return len(layer_windows(core.vllm_config.model_config.hf_text_config))
 
 
 def _remembering(add_request: Any) -> Any:
