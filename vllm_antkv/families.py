@@ -136,6 +136,12 @@ FAMILIES: dict[str, Family] = {
             special="M-RoPE: three positions per token",
         ),
         Family(
+            "lfm2",
+            "Lfm2ForCausalLM",
+            "LFM2",
+            special="most layers are convolutions with a small state; K is normalised, then coded",
+        ),
+        Family(
             "gpt_oss", "GptOssForCausalLM", "gpt-oss", special="experts, learned sinks, windows in every second layer"
         ),
     )

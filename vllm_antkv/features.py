@@ -5,7 +5,10 @@ Servers refuse it before weights are read; `antkv doctor` and `antkv plan` say i
 
 from typing import Any
 
-from vllm_antkv.layer_windows import layer_windows
+from vllm_antkv.layer_windows import layer_kinds, layer_windows
+
+#: Kinds of layers whose states are larger than a block of codes, most of which they would waste.
+_LARGE_STATES = {"linear_attention", "mamba", "hybrid"}
 
 
 def unserved_feature(config: Any) -> str | None:
@@ -20,7 +23,7 @@ def unserved_feature(config: Any) -> str | None:
 def _features(config: Any) -> dict[str, bool]:
     """What names a model best stands first."""
     ropes = _rope_parameters(config)
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(layer_kinds(config))
     return {
         "multi-head latent attention (MLA)": bool(getattr(config, "kv_lora_rank", None)),
         "encoder-decoder models": bool(getattr(config, "is_encoder_decoder", False)),
@@ -30,7 +33,7 @@ def _features(config: Any) -> dict[str, bool]:
         "ALiBi": _has_alibi(config),
         "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
         "attention that is not causal": not getattr(config, "is_causal", True),
-        "state-space or linear-attention layers": bool(kinds & {"linear_attention", "mamba", "conv"}),
+        "state-space or linear-attention layers": bool(kinds & _LARGE_STATES),
         "chunked attention": "chunked_attention" in kinds and bool(getattr(config, "attention_chunk_size", None)),
         "Fourier position embeddings (FoPE)": any(rope.get("use_fope") for rope in ropes),
     }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -19,6 +20,8 @@ from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -26,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from scripts.moved import kv_cache_planning
 from vllm_antkv import plugin
 from vllm_antkv.cache.pages import page_layouts
-from vllm_antkv.config import AntKVConfig
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
 
@@ -40,6 +43,7 @@ class Case:
 
     num_blocks: of the pool; small ones preempt.
     chunk: most tokens of a step: prompts are cut by it.
+    num_states: layers with a state, beside those with pages.
     """
 
     recency: str
@@ -48,6 +52,7 @@ class Case:
     chunk: int
     num_requests: int
     interval: int | None
+    num_states: int = 0
 
 
 CASES = (
@@ -56,6 +61,7 @@ CASES = (
     Case("log:42", 8, 200, 384, 8, 384),
     Case("none", 0, 120, 512, 8, None),
     Case("sliding:512", 16, 300, 512, 8, 256),
+    Case("sliding:32", 8, 90, 320, 12, 0, num_states=3),
 )
 
 
@@ -64,11 +70,14 @@ def trace(case: Case, seed: int, is_async: bool) -> list[Any]:
     scheduler, lines = _scheduler(case, is_async)
     requests = deque(_requests(case, seed, scheduler))
     in_flight: deque[Any] = deque()
+    tokens_of_states: dict[int, int] = {}
     for step in range(_MAX_STEPS):
         while requests and requests[0][0] <= step:
             scheduler.add_request(requests.popleft()[1])
         output = scheduler.schedule()
         lines.append([step, *_seen(scheduler, output)])
+        if case.num_states:
+            _check_states(scheduler, output, tokens_of_states)
         if output.total_num_scheduled_tokens:
             in_flight.append((output, _sampled(scheduler, output)))
         while in_flight and (len(in_flight) > is_async or not output.total_num_scheduled_tokens):
@@ -79,6 +88,22 @@ def trace(case: Case, seed: int, is_async: bool) -> list[Any]:
     assert not scheduler.has_unfinished_requests(), "no progress"
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "all but the null block are free in the end"
     return lines
+
+
+def _check_states(scheduler: Any, output: Any, tokens_of_states: dict[int, int]) -> None:
+    """What is published as the state of a block's last token is that.
+
+    tokens_of_states: by block, after how many tokens its state is; a step writes that after its last one.
+    """
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    for manager in (each for each in managers if isinstance(each, MambaManager)):
+        for request in output.num_scheduled_tokens:
+            blocks, computed = manager.req_to_blocks[request], scheduler.requests[request].num_computed_tokens
+            tokens_of_states[blocks[(computed - 1) // VQ_BLOCK_SIZE].block_id] = computed
+        for blocks in manager.req_to_blocks.values():
+            for index, block in enumerate(blocks):
+                if not block.is_null and block.block_hash is not None:
+                    assert tokens_of_states[block.block_id] == (index + 1) * VQ_BLOCK_SIZE, "a wrong state is shared"
 
 
 def _scheduler(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
@@ -102,6 +127,10 @@ def _scheduler(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
     for layer, layout in enumerate(layouts):
         specs[f"layers.{layer}"] = vq_spec(layout, 2)
         specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, 2, settings, config)
+    if case.num_states:
+        config.cache_config.mamba_cache_mode = "align"
+        state = MambaSpec(VQ_BLOCK_SIZE, shapes=((2, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+        specs |= {f"layers.{len(layouts) + index}.conv": state for index in range(case.num_states)}
     record_kv_cache_layout(config.cache_config, "BLHNC")
     planning = kv_cache_planning()
     groups = planning.get_kv_cache_groups(config, specs)

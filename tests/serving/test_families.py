@@ -24,6 +24,7 @@ from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES
 from vllm_antkv.codebook import RopeLayout
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.families import FAMILIES
+from vllm_antkv.layer_windows import layer_windows
 
 pytestmark = pytest.mark.serving
 
@@ -55,7 +56,7 @@ def given_back(model_type: str, changes: dict[str, Any]) -> Iterator[None]:
 def test_family(start_engine: Start, tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
     model = make_model(tmp_path / "model", model_type, changes)
     # Layers with and without windows have pages of their own.
-    of_two_kinds = len(set(getattr(config_of(model_type, changes), "layer_types", None) or ())) > 1
+    of_two_kinds = len(set(layer_windows(config_of(model_type, changes)))) > 1
     assert_served(start_engine, model, num_blocks=180 if of_two_kinds else 80)
 
 

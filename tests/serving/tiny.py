@@ -118,6 +118,7 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "gpt2": ("gpt2", {"num_key_value_heads": 4}),
     "opt": ("opt", {"num_key_value_heads": 4, "word_embed_proj_dim": 128}),
+    "lfm2": ("lfm2", LFM2),
 }
 
 #: Other head sizes, dtypes, presets and tables of RoPE: model type, config, dtype of the engine, preset.

@@ -14,6 +14,7 @@ from vllm_antkv.cache.positions import NUM_POSITIONS
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.families import SERVED_ARCHITECTURES
 from vllm_antkv.features import rope_types, unserved_feature
+from vllm_antkv.layer_windows import layer_kinds
 from vllm_antkv.vllm_adapter.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
 
 logger = logging.getLogger("vllm.antkv")
@@ -77,7 +78,7 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
         "pooling models": model_config.runner_type != "generate",
         "images whose tokens attend to each other, whatever their order": model_config.is_mm_prefix_lm,
         "models without attention": model_config.is_attention_free,
-        "state-space or linear-attention layers": model_config.is_hybrid,
+        "state-space or linear-attention layers": model_config.is_hybrid and "conv" not in layer_kinds(text_config),
         f"M-RoPE with {model_config.mrope_num_dims} positions per token": (
             model_config.uses_mrope and model_config.mrope_num_dims != NUM_POSITIONS
         ),

@@ -69,7 +69,10 @@ def complete(vllm_config: VllmConfig) -> None:
             f"{VQ_BLOCK_SIZE} tokens: leave it out."
         )
     cache_config.block_size = VQ_BLOCK_SIZE
-    if cache_config.prefix_cache_retention_interval == 0:
+    if cache_config.mamba_cache_mode == "align":
+        cache_config.mamba_block_size = VQ_BLOCK_SIZE
+    # Boundaries at which states can be had take a block of each group of states: with those, vLLM's default stays.
+    if cache_config.prefix_cache_retention_interval == 0 and not vllm_config.model_config.is_hybrid:
         cache_config.prefix_cache_retention_interval = DEFAULT_RETENTION_INTERVAL
     model_config = vllm_config.model_config
     if current_platform.is_cpu() and (slow := slow_bfloat16(model_config.dtype)):

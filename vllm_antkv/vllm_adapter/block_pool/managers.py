@@ -5,6 +5,7 @@ VQ cache. This manager allocates pages only for tokens that a later step, or a p
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
@@ -193,10 +194,13 @@ class RecencyManager(SingleTypeKVCacheManager):
 def pages_in_use(manager: KVCacheManager) -> dict[str, int]:
     """Pages by class that requests hold; pages that only the prefix cache refers to count as free."""
     managers = manager.coordinator.single_type_managers
-    recency = sum(each.pages_in_use() for each in managers if isinstance(each, RecencyManager))
+    of_class = {"recency": sum(each.pages_in_use() for each in managers if isinstance(each, RecencyManager))}
+    if of_states := [each for each in managers if isinstance(each, MambaManager)]:
+        held = chain.from_iterable(chain.from_iterable(each.req_to_blocks.values()) for each in of_states)
+        of_class["state"] = len({block.block_id for block in held if not block.is_null})
     pool = manager.block_pool
-    # Every block but the null block is held or free, and a held block is a recency page or a VQ page.
-    return {"vq": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - recency, "recency": recency}
+    # Every block but the null block is held or free, and a held block that is none of these is a VQ page.
+    return {"vq": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - sum(of_class.values()), **of_class}
 
 
 def _blocks_at(

@@ -10,7 +10,11 @@ import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    MambaManager,
+    SingleTypeKVCacheManager,
+)
 from vllm.v1.request import Request
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
@@ -89,7 +93,8 @@ def _vq_manager(manager: KVCacheManager) -> SingleTypeKVCacheManager:
 
 
 def _vq_managers(manager: KVCacheManager) -> list[SingleTypeKVCacheManager]:
-    return [m for m in manager.coordinator.single_type_managers if not isinstance(m, RecencyManager)]
+    others = (RecencyManager, MambaManager)
+    return [m for m in manager.coordinator.single_type_managers if not isinstance(m, others)]
 
 
 def _held(request: Request, manager: KVCacheManager, of_group: SingleTypeKVCacheManager) -> list[int]:

@@ -6,7 +6,9 @@ from vllm_antkv.vllm_adapter.hooks import (
     dtype,
     metrics,
     prefix_salt,
+    rope_cpu,
     specs,
+    states,
     status,
 )
 from vllm_antkv.vllm_adapter.hooks.base import Hook
@@ -16,6 +18,8 @@ HOOKS: tuple[Hook, ...] = (
     dtype.HOOK,
     backend.HOOK,
     specs.HOOK,
+    states.HOOK,
+    rope_cpu.HOOK,
     config.HOOK,
     prefix_salt.HOOK,
     status.HOOK,

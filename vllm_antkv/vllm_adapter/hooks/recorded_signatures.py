@@ -138,6 +138,27 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
             "preprocess_add_request": "(self, request)",
         },
     },
+    "states": {
+        "vllm.platforms.interface:Platform": {
+            "_align_hybrid_block_size": "(vllm_config, backend_cls)",
+        },
+        "vllm.v1.core.sched.scheduler:Scheduler": {
+            "_mamba_block_aligned_split": (
+                "(self, request, num_new_tokens, num_new_local_computed_tokens=0, num_external_computed_tokens=0)"
+            ),
+        },
+        "vllm.v1.kv_cache_interface": {
+            "iter_layer_specs": "(kv_cache_spec)",
+        },
+        "vllm.v1.core.kv_cache_coordinator": {
+            "partial_hash_hits_enabled": ("(kv_cache_groups, hash_block_size, dcp_world_size=1, manager_classes=None)"),
+        },
+    },
+    "rope_cpu": {
+        "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding": {
+            "forward_cpu": "(self, positions, query, key=None)",
+        },
+    },
     "status": {
         "vllm.v1.engine.core:EngineCore": {
             "add_request": "(self, request, request_wave=0)",

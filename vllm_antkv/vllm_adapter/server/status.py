@@ -15,7 +15,8 @@ from vllm_antkv.presets import nominal_bits
 from vllm_antkv.vllm_adapter.attention.footprint import position_bytes, served_footprint
 from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 
-PageClass = Literal["vq", "recency"]
+#: Pages of states are those of layers that do not attend.
+PageClass = Literal["vq", "recency", "state"]
 Part = Literal["codes", "anchors", "recency", "exact", "padding"]
 RowClass = Literal["recent", "anchors", "codes"]
 

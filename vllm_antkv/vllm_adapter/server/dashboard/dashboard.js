@@ -82,19 +82,20 @@ function heads(table, names) {
 }
 
 function showUse(status) {
-  const pages = (kind) => sum(status.engines.map((engine) => engine.pages_in_use[kind]));
+  const pages = (kind) => sum(status.engines.map((engine) => engine.pages_in_use[kind] ?? 0));
   const vq = pages("vq") * status.pool_page_bytes, recency = pages("recency") * status.pool_page_bytes;
+  const taken = vq + recency + pages("state") * status.pool_page_bytes;
   const tokens = sum(status.engines.map((engine) => engine.tokens_in_use));
   const bf16 = tokens * status.bf16_bytes_per_token;
-  $("bytes").textContent = size(vq + recency);
-  $("ratio").textContent = tokens ? `${percent((vq + recency) / bf16)} of the ${size(bf16)} that BF16 would take` : "no request is running";
-  const whole = Math.max(vq + recency, bf16);
+  $("bytes").textContent = size(taken);
+  $("ratio").textContent = tokens ? `${percent(taken / bf16)} of the ${size(bf16)} that BF16 would take` : "no request is running";
+  const whole = Math.max(taken, bf16);
   $("use-bars").replaceChildren(
     bar([["vq", "codes, anchors", vq, size(vq)], ["recency", "recent rows", recency, size(recency)]], whole),
     bar([["bf16", "BF16 would take", bf16, size(bf16)]], whole),
   );
   $("tokens").textContent = count(tokens);
-  $("pool").textContent = percent((pages("vq") + pages("recency")) / sum(status.engines.map((engine) => engine.pool_pages)));
+  $("pool").textContent = percent((pages("vq") + pages("recency") + pages("state")) / sum(status.engines.map((engine) => engine.pool_pages)));
 }
 
 function showRate(status) {

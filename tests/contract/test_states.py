@@ -1,0 +1,27 @@
+"""No wrong state of a layer without attention enters the prefix cache, under random schedules."""
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.contract.schedule_trace import CASES, trace
+from vllm_antkv import plugin
+
+pytestmark = pytest.mark.serving
+
+(CASE,) = (case for case in CASES if case.num_states)
+SEEDS = range(3)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_published_states_are_those_of_their_tokens(is_async: bool) -> None:
+    plugin.register()
+    steps = [line for seed in SEEDS for line in trace(CASE, seed, is_async) if line[0] != "pool"]
+    assert sum(hit for step in steps for _, hit in step[2]) > 500
+    assert any(step[3] for step in steps)
+
+
+def test_without_the_hook_wrong_states_would_be_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__.__wrapped__)  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="a wrong state is shared"):
+        [trace(CASE, seed, is_async=False) for seed in SEEDS]
