@@ -152,12 +152,12 @@ def angles_are_linear(table: RotaryTable) -> bool:
     True for all multiples of fixed frequencies. Kernels then rotate by a tile's position and by the offset in the tile,
     and read few rows of the table.
     """
-    rotates = torch.complex(table.cos, table.sin)
-    offsets = torch.tensor([1, 31, 127], device=rotates.device)
-    bases = torch.arange(0, max(len(rotates) - 127, 0), 128, device=rotates.device)
+    rotations = torch.complex(table.cos, table.sin)
+    offsets = torch.tensor([1, 31, 127], device=rotations.device)
+    bases = torch.arange(0, max(len(rotations) - 127, 0), 128, device=rotations.device)
     if len(bases) == 0:
         return True
-    error = rotates[bases, None] * rotates[offsets] / rotates[0].abs() - rotates[bases[:, None] + offsets]
+    error = rotations[bases, None] * rotations[offsets] / rotations[0].abs() - rotations[bases[:, None] + offsets]
     # Models compute angles in float32, so those of far positions are rounded to about that many radians.
     rounding = bases[:, None, None] * 2.0**-22
     return bool((error.abs() <= 1e-3 + rounding).all())

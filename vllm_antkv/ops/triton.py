@@ -121,7 +121,7 @@ class TritonOperations:
             prefill(_rows(rows), output, self._pages, self._tables, batch, self._shape, scale)
 
     def _write_dequantised_pages(self, rows: StepRows, pages: DequantisedPages, step: Step) -> None:
-        """See `ops.varlen.PlainPageWriter`."""
+        """See `ops.varlen.DequantisedPageWriter`."""
         requested = arguments.DequantisedPages(pages.page_requests, pages.key, pages.value)
         prefix = self._layer.config.prefix
         write_dequantised_pages(_rows(rows), requested, prefix, self._pages, self._tables, _batch(step), self._shape)

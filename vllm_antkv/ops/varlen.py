@@ -42,7 +42,7 @@ class DequantisedPages:
     value: torch.Tensor
 
 
-class PlainPageWriter(Protocol):
+class DequantisedPageWriter(Protocol):
     """Writes pages from the step's rows and the cache: see `ops.varlen_plan`."""
 
     def __call__(self, rows: StepRows, pages: DequantisedPages, step: Step) -> None:
@@ -81,7 +81,7 @@ def dequantised_size(layer: LayerState) -> int:
 class VarlenPrefill:
     """Attention of the requests with several new tokens; rows of the others are overwritten with anything."""
 
-    def __init__(self, layer: LayerState, write: PlainPageWriter, extend: Extend, merge: Merge) -> None:
+    def __init__(self, layer: LayerState, write: DequantisedPageWriter, extend: Extend, merge: Merge) -> None:
         assert layer.varlen is not None
         self._layer, self._varlen = layer, layer.varlen
         self._write, self._extend, self._merge = write, extend, merge

@@ -1,4 +1,4 @@
-"""How much each layer minds each preset: what `antkv calibrate --bits mixed` decides by (`calibrate.mix`)."""
+"""How much each layer minds each preset: what `antkv calibrate` decides by (`calibrate.mix`)."""
 
 from typing import Any
 

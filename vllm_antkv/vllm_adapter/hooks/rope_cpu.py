@@ -1,6 +1,6 @@
-"""Lets vLLM's kernel for CPUs turn rows that have a dimension for heads (LFM2), with any cache dtype.
+"""Lets vLLM's kernel for CPUs rotate rows that have a dimension for heads (LFM2), with any cache dtype.
 
-The kernel takes the stride of heads for that of tokens, and turns them by other tokens' positions, without an error.
+The kernel takes the stride of heads for that of tokens, and rotates them by other tokens' positions, without an error.
 """
 
 from functools import wraps
@@ -22,8 +22,8 @@ def _install(patches: Patches) -> None:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if query.dim() < positions.dim() + 2 or key is None:
             return original(self, positions, query, key)
-        turned = original(self, positions, query.flatten(-2), key.flatten(-2))
-        return turned[0].view_as(query), turned[1].view_as(key)
+        rotated = original(self, positions, query.flatten(-2), key.flatten(-2))
+        return rotated[0].view_as(query), rotated[1].view_as(key)
 
     patches.set(RotaryEmbedding, "forward_cpu", forward_cpu)
 
@@ -43,7 +43,7 @@ def _kernel_is_right() -> bool:
 
 HOOK = Hook(
     name="rope_cpu",
-    why="vLLM's kernel for CPUs turns rows with a dimension for heads by other tokens' positions",
+    why="vLLM's kernel for CPUs rotates rows with a dimension for heads by other tokens' positions",
     upstream="https://github.com/vllm-project/vllm/pull/12777",
     install=_install,
     superseded=_kernel_is_right,
