@@ -34,7 +34,8 @@ WINDOW = "1h"
 
 def ask(url: str, query: str) -> list[dict]:
     """The samples that answer a query now."""
-    answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=PATIENCE).json()
+    response = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=PATIENCE)
+    answer = response.raise_for_status().json()
     assert answer["status"] == "success", answer
     return answer["data"]["result"]
 
@@ -81,7 +82,8 @@ def _wait_for_rates(url: str, server: Server, log: Path) -> None:
             try:
                 if any(float(each["value"][1]) > 0 for each in ask(url, _SLOWEST)):
                     return
-            except httpx.TransportError:
+            except httpx.HTTPError:
+                # It does not listen yet, or listens and says 503 until its storage is open.
                 pass
             time.sleep(0.5)
         pytest.fail(f"Prometheus saw nothing grow:\n{log.read_text()[-2000:]}")
