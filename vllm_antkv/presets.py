@@ -50,6 +50,9 @@ class Preset:
         return (self.num_sub_vectors(head_size) * self.code_bits + 7) // 8
 
 
+#: A layer gets at most so many times the bits asked for: more gains little, and takes long to learn.
+_MOST_TIMES = 3
+
 PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
@@ -66,6 +69,26 @@ PRESETS: dict[str, Preset] = {
 def nominal_bits(layers: Sequence[Preset]) -> float:
     """Bits per K or V element of a model whose layers have these presets, codes alone."""
     return sum(preset.nominal_bits for preset in layers) / len(layers)
+
+
+def parts_of_mix(preset: Preset, head_size: int) -> list[Preset]:
+    """The presets that layers may have in place of `preset`; empty where there is no cheaper or no dearer one.
+
+    Tables of 4,096 centroids, which decode slowly and need much text, stay out of mixes.
+
+    Args:
+        preset: what is asked for.
+        head_size: sub-vectors must divide it.
+    """
+    parts = [
+        part
+        for part in PRESETS.values()
+        if part.num_centroids == 256
+        and head_size % part.sub_vector_size == 0
+        and part.nominal_bits <= _MOST_TIMES * preset.nominal_bits
+    ]
+    bits = [part.nominal_bits for part in parts]
+    return parts if bits and min(bits) < preset.nominal_bits < max(bits) else []
 
 
 def get_preset(name: str) -> Preset:

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.presets import PRESETS, get_preset
+from vllm_antkv.presets import PRESETS, get_preset, parts_of_mix
 
 HEAD_SIZES = (32, 64, 80, 96, 128, 256)
 
@@ -46,6 +46,23 @@ def test_an_unknown_preset_is_answered_with_the_known_ones(name, reads_well):
         get_preset(name)
     text = reads_well(caught.value)
     assert all(known in text for known in PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("preset", "head_size", "parts"),
+    [
+        ("antkv-4bit", 128, []),
+        ("antkv-2bit", 128, ["4", "2", "1", "0.5"]),
+        ("antkv-1bit", 128, ["2", "1", "0.5"]),
+        ("antkv-0.75bit", 80, ["2", "1", "0.5"]),
+        ("antkv-1bit", 72, []),
+        ("antkv-0.5bit", 128, []),
+        ("antkv-0.375bit", 128, []),
+    ],
+)
+def test_a_mix_needs_cheaper_and_dearer_presets(preset: str, head_size: int, parts: list[str]) -> None:
+    found = parts_of_mix(get_preset(preset), head_size)
+    assert [part.name for part in found] == [f"antkv-{bits}bit" for bits in parts]
 
 
 def test_presets_and_errors_load_without_torch_and_vllm():

@@ -19,7 +19,7 @@ from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import codebook_path
 from vllm_antkv.errors import AntKVError, CalibrationError, reason
-from vllm_antkv.presets import get_preset
+from vllm_antkv.presets import get_preset, parts_of_mix
 
 #: On a CPU and on a GPU: a server waits for them, and a CPU takes many seconds for every window
 #: (`docs/calibration.md`).
@@ -94,8 +94,6 @@ def _held(out: Path, preset: str) -> AbstractContextManager[object]:
 
 def num_samples(context: int, preset: str, head_size: int, device: str) -> int:
     """Windows of a model with this context and head size that a server takes on a device, `cpu` or `cuda`."""
-    from vllm_antkv.calibrate.mix import parts_of_mix
-
     asked = get_preset(preset)
     learned = parts_of_mix(asked, head_size) or [asked]
     tokens = TOKENS_PER_CENTROID[device] * max(each.num_centroids for each in learned)

@@ -11,7 +11,6 @@ import torch
 
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.forward_backend import WhyVllm, why_vllm
-from vllm_antkv.calibrate.mix import parts_of_mix
 from vllm_antkv.calibrate.models import Streaming, compute_dtype, load_model
 from vllm_antkv.calibrate.progress import say
 from vllm_antkv.calibrate.resources import needs_checkpointing, pick_device, places_for_weights
@@ -24,7 +23,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
 from vllm_antkv.offline.adapters import read_adapter
 from vllm_antkv.offline.pretrained import check_token_ids, read_config, read_tokenizer
-from vllm_antkv.presets import Preset
+from vllm_antkv.presets import Preset, parts_of_mix
 
 logger = logging.getLogger(__name__)
 

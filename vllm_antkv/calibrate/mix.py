@@ -2,7 +2,7 @@
 
 Coarse codes hardly harm some layers and ruin others, and which ones depends on the model
 (`docs/research/ablations.md`). The presets that make the sum of the layers' divergences least are chosen
-(`offline.divergences`). Tables of 4,096 centroids, which decode slowly and need much text, stay out of it.
+(`offline.divergences`).
 """
 
 from collections.abc import Sequence
@@ -13,28 +13,7 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from vllm_antkv.codebook import Codebook
-from vllm_antkv.presets import PRESETS, Preset
-
-#: A layer gets at most so many times the bits asked for: more gains little, and takes long to learn.
-_MOST_TIMES = 3
-
-
-def parts_of_mix(preset: Preset, head_size: int) -> list[Preset]:
-    """The presets that layers may have in place of `preset`; empty where there is no cheaper or no dearer one.
-
-    Args:
-        preset: what is asked for.
-        head_size: sub-vectors must divide it.
-    """
-    parts = [
-        part
-        for part in PRESETS.values()
-        if part.num_centroids == 256
-        and head_size % part.sub_vector_size == 0
-        and part.nominal_bits <= _MOST_TIMES * preset.nominal_bits
-    ]
-    bits = [part.nominal_bits for part in parts]
-    return parts if bits and min(bits) < preset.nominal_bits < max(bits) else []
+from vllm_antkv.presets import Preset
 
 
 def choose(divergences: np.ndarray, costs: Sequence[int], budget: int) -> list[int]:

@@ -16,7 +16,7 @@ from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.gpus import Gpu
 from vllm_antkv.layer_windows import layer_windows
-from vllm_antkv.presets import PRESETS, Preset
+from vllm_antkv.presets import PRESETS, parts_of_mix
 
 #: vLLM's default --gpu-memory-utilization.
 GPU_SHARE = 0.92
@@ -92,16 +92,13 @@ def sequence_bytes(shape: DecodeShape, kv_cache_dtype: str, context: int, settin
     return footprint(layouts, settings, context, shape.windows).total / len(layouts)
 
 
-def codebook_bytes(preset: Preset, head_size: int) -> int:
-    """Of one layer and KV head: K and V centroids in float16."""
-    return 2 * preset.num_centroids * head_size * 2
-
-
 def codebooks_of(shape: DecodeShape, kv_cache_dtype: str) -> int:
-    """Bytes of all centroids of a model; 0 for a cache that has none."""
+    """Bytes of the float16 centroids of K and V, as calibrated by default; 0 for a cache that has none."""
     if kv_cache_dtype not in PRESETS:
         return 0
-    return shape.heads * codebook_bytes(PRESETS[kv_cache_dtype], shape.head_size)
+    preset = PRESETS[kv_cache_dtype]
+    num_centroids = max(part.num_centroids for part in parts_of_mix(preset, shape.head_size) or [preset])
+    return shape.heads * 2 * num_centroids * shape.head_size * 2
 
 
 def pool_bytes(shape: DecodeShape, gpu: Gpu, kv_cache_dtype: str) -> float:

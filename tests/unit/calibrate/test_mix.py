@@ -55,23 +55,6 @@ def test_the_choice_is_the_best_within_the_budget(divergences: list[list[float]]
     assert found == pytest.approx(best, rel=1e-5, abs=1e-5 * max(map(max, divergences)))
 
 
-@pytest.mark.parametrize(
-    ("preset", "head_size", "parts"),
-    [
-        ("antkv-4bit", 128, []),
-        ("antkv-2bit", 128, ["4", "2", "1", "0.5"]),
-        ("antkv-1bit", 128, ["2", "1", "0.5"]),
-        ("antkv-0.75bit", 80, ["2", "1", "0.5"]),
-        ("antkv-1bit", 72, []),
-        ("antkv-0.5bit", 128, []),
-        ("antkv-0.375bit", 128, []),
-    ],
-)
-def test_a_mix_needs_cheaper_and_dearer_presets(preset: str, head_size: int, parts: list[str]) -> None:
-    found = mix.parts_of_mix(get_preset(preset), head_size)
-    assert [part.name for part in found] == [f"antkv-{bits}bit" for bits in parts]
-
-
 @pytest.fixture(scope="module")
 def long_llama(make_model) -> Path:
     """A model of which only the first layer counts: what the others attend to is scaled down."""
