@@ -11,11 +11,10 @@ import torch
 from tests.unit.evaluate.conftest import random_codebook, tiny_model
 from vllm_antkv import cli
 from vllm_antkv.codebook import ModelIdentity, codebook_path
-from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.figures import FIGURES
 from vllm_antkv.evaluate.figures.activations import LayerRows, hidden_states, visit_layers
-from vllm_antkv.evaluate.figures.anchor_choice import CHOICES, ORACLE, best_of_blocks, equation_5
 from vllm_antkv.evaluate.figures.coverage import kept_by_table, mass_on
+from vllm_antkv.evaluate.figures.equation_5 import equation_5
 from vllm_antkv.evaluate.figures.error_distribution import SHARES, worst_tokens
 from vllm_antkv.evaluate.figures.row_error import row_errors
 from vllm_antkv.evaluate.figures.scene import numbers_of
@@ -126,13 +125,6 @@ def test_anchor_score_by_its_equation(rows: LayerRows) -> None:
         torch.testing.assert_close(scores.value[head], of_value)
 
 
-def test_the_best_of_each_closed_block_beside_the_prefix() -> None:
-    scores = torch.zeros(1, 300)
-    scores[0, [2, 50, 130, 200, 290]] = torch.tensor([9.0, 5.0, 3.0, 4.0, 8.0])
-    kept = best_of_blocks(scores, AntKVConfig(anchor_share=0.01, sinks=False, prefix=8))
-    assert kept.nonzero()[:, 0].tolist() == [50, 200], "2 is in the prefix, and the block of 290 does not close"
-
-
 def test_an_oracle_of_its_own_error_covers_all_of_it() -> None:
     error = torch.rand(2, 100, generator=torch.Generator().manual_seed(0))
     assert covered(error, error, 0.1) == pytest.approx(1)
@@ -199,25 +191,13 @@ def test_a_model_with_windows_is_drawn_too(model_folder: Path, text_file: Path, 
     shutil.copytree(model_folder, folder)
     model.save_pretrained(folder)
     random_codebook(ModelIdentity.from_hf_config(model.config)).save(codebook_path(folder / "antkv", "antkv-1bit"))
-    names = ["anchor-choice", "coverage", "eviction-error", "methods"]
+    names = ["coverage", "eviction-error", "methods"]
     paths = ["--text", str(text_file), "--out", str(tmp_path)]
     figures = ["--context", "264", "--max-windows", "1", "--figures", ",".join(names)]
     assert cli.run(["inspect", str(folder), *paths, *figures]) == 0
     numbers = {name: json.loads((tmp_path / f"{name}.json").read_text())["numbers"] for name in names}
     assert not any(name.startswith(("h2o", "streamingllm")) for name in numbers["methods"]["methods"])
     assert "antkv-1bit" in numbers["methods"]["methods"]
-
-
-def test_choices_are_compared_at_equal_counts(drawn: Path) -> None:
-    numbers = json.loads((drawn / "anchor-choice.json").read_text())["numbers"]
-    assert numbers["rows_per_block"] == [1, 3, 6, 13]
-    for lost, without, shares in (
-        ("perplexity", "no_anchors", "share_of_oracle_gain"),
-        ("divergence", "no_anchors_divergence", "share_of_oracle_gain_in_divergence"),
-    ):
-        assert numbers[lost].keys() == CHOICES.keys()
-        gain = [numbers[without] - value for value in numbers[lost][ORACLE]]
-        assert numbers[shares][ORACLE] == [1.0 if value > 0 else None for value in gain]
 
 
 def test_the_bits_of_the_tiny_model_cover_the_registry(drawn: Path) -> None:

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure as Canvas
 
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.figures import (
-    anchor_choice,
     anchor_share,
     coverage,
     error_distribution,
@@ -58,7 +57,6 @@ FIGURES: dict[str, Figure] = {
         "coverage": coverage,
         "sink-tokens": sink_tokens,
         "layer-divergence": layer_divergence,
-        "anchor-choice": anchor_choice,
         "methods": methods_compared,
         "anchor-share": anchor_share,
     }.items()

@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure as Canvas
 
 from vllm_antkv.evaluate.figures.activations import LayerRows
-from vllm_antkv.evaluate.figures.anchor_choice import equation_5
+from vllm_antkv.evaluate.figures.equation_5 import equation_5
 from vllm_antkv.evaluate.figures.row_error import RowScores, row_errors
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of
 from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label

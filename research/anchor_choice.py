@@ -1,12 +1,17 @@
 """What anchors gain that are chosen in different ways, at the same count, against an oracle.
 
+    python -m research.anchor_choice MODEL --text FILE --codebooks DIR --out DIR
+
+takes the arguments of `antkv inspect` and writes its figure, `anchor-choice`.
+
 The oracle knows what no server can: by how much each row's code will change the attention outputs of the queries that
 see it (`row_error`). Choices are made from a full-precision run of the same window, so that they all see the same rows.
 Anchors then serve every query that would see the code; with a recency these are the queries past the block's end, as
 in the engine.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -14,16 +19,18 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure as Canvas
 
+from vllm_antkv import cli
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.evaluate.figures import FIGURES, Figure
 from vllm_antkv.evaluate.figures.activations import LayerRows
+from vllm_antkv.evaluate.figures.equation_5 import equation_5
 from vllm_antkv.evaluate.figures.row_error import RowScores, row_errors
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import canvas, label, legend_beside, lines
 from vllm_antkv.evaluate.report import perplexity_of
 from vllm_antkv.offline.method import Method, Quantiser
 from vllm_antkv.offline.score import Scores, score
-from vllm_antkv.ops.logits import LogitRules
-from vllm_antkv.ops.reference import anchor_score, anchor_votes, causal_lse
+from vllm_antkv.ops.reference import anchor_score, causal_lse
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.anchors import VOTE_POWER, block_anchors, code_errors, top_rows, vote_weights
 from vllm_antkv.select.recency import last_query_table
@@ -51,16 +58,6 @@ class Candidates:
 Chosen = tuple[torch.Tensor, torch.Tensor]
 
 
-def equation_5(rows: LayerRows) -> RowScores:
-    """The paper's Anchor Score of every row: votes of all queries of the window, summed (AnTKV, equation 5)."""
-    votes = rows.visible
-    scores = []
-    for query, key, lse, rules in _heads(rows, votes):
-        scores.append(torch.cat([(vote * votes).sum((1, 2)) for vote in anchor_votes(query, key, lse, rules)]))
-    of_key, of_value = torch.stack(scores, dim=1)
-    return RowScores(of_key, of_value)
-
-
 def served_scores(rows: LayerRows, config: AntKVConfig, scope: str) -> RowScores:
     """The engine's Anchor Score of every row, from full-precision attention.
 
@@ -77,19 +74,12 @@ def served_scores(rows: LayerRows, config: AntKVConfig, scope: str) -> RowScores
         votes = votes & (positions // VQ_BLOCK_SIZE == positions[:, None] // VQ_BLOCK_SIZE)
     weight = vote_weights(positions[:, None], positions, last_query, scope, rows.rules.window) * votes
     scores = []
-    for query, key, lse, rules in _heads(rows, votes):
+    for head in range(rows.key.shape[1]):
+        query, key, rules = rows.group(head)
+        lse = causal_lse(query, key, votes[None], rules)
         scores.append(torch.cat(anchor_score(query, key, lse, weight[None], rules, VOTE_POWER[scope])))
     of_key, of_value = torch.cat(scores, dim=1)
     return RowScores(of_key, of_value)
-
-
-def _heads(
-    rows: LayerRows, votes: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, LogitRules]]:
-    """For each KV head as `LayerRows.group`, and third the log-sum-exp over the keys that each query votes on."""
-    for head in range(rows.key.shape[1]):
-        query, key, rules = rows.group(head)
-        yield query, key, causal_lse(query, key, votes[None], rules), rules
 
 
 def seen_through_code(config: AntKVConfig, rows: LayerRows) -> torch.Tensor:
@@ -282,3 +272,8 @@ def draw(numbers: dict[str, Any]) -> Canvas:
     label(divergence, "0: as in full precision", "anchors (% of tokens)", "KL divergence (nats)", legend=False)
     legend_beside(figure, perplexity, 14)
     return figure
+
+
+if __name__ == "__main__":
+    FIGURES["anchor-choice"] = Figure.of("anchor-choice", sys.modules[__name__])
+    sys.exit(cli.run(["inspect", *sys.argv[1:], "--figures", "anchor-choice"]))
