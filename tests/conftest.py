@@ -25,6 +25,8 @@ SLOW = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
     "antkv", deadline=None, derandomize=True, max_examples=50, suppress_health_check=SLOW
 )
+#: For minutes of fuzzing: `pytest tests/fuzz --hypothesis-profile fuzz`.
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=20_000, suppress_health_check=SLOW)
 hypothesis.settings.load_profile("antkv")
 
 
@@ -86,24 +88,24 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logger.removeFilter(listen)
 
 
-#: Slow files, the slowest first: started last, one of them would run alone at the end. Files that share a server are
-#: together, and the soak test, which stops that server, is the last of them.
+#: Slow files, the slowest first: started last, one of them would run alone at the end. Files that share servers are
+#: together, and the tests that end them are the last of these.
 LONG_FILES = (
-    "kernels/test_cuda.py",
-    "serving/test_exactness.py",
-    "serving/test_families.py",
-    "kernels/test_triton.py",
     "serving/test_bad_requests.py",
     "serving/test_dashboard.py",
     "serving/test_prometheus.py",
     "serving/test_status.py",
     "serving/test_tasks.py",
+    "serving/test_surface.py",
     "serving/test_side_by_side.py",
     "serving/test_soak.py",
     "serving/test_kill.py",
+    "serving/test_families.py",
+    "kernels/test_cuda.py",
+    "serving/test_exactness.py",
+    "kernels/test_triton.py",
     "kernels/test_triton_compile.py",
     "serving/test_lora.py",
-    "serving/test_surface.py",
     "serving/test_one_flag.py",
     "serving/test_real_model.py",
     "serving/test_images.py",
