@@ -4,15 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.gpu.records import Record
-from benchmarks.gpu.tables import (
-    capacity_table,
-    decode_table,
-    encode_store_table,
-    end_to_end_table,
-    first_line,
-    prefill_table,
-    table,
-)
+from benchmarks.gpu.tables import decode_table, encode_store_table, end_to_end_table, first_line, prefill_table, table
 
 #: Titles and tables of the benchmarks, by the first word of a step's name.
 _TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
@@ -21,7 +13,6 @@ _TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "prefill": ("Prefill of a layer", prefill_table),
     "encode-store": ("Writing to the cache", encode_store_table),
     "end-to-end": ("Output tokens per second", end_to_end_table),
-    "capacity": ("KV tokens beside a Llama-3-8B on 80 GB", capacity_table),
 }
 
 

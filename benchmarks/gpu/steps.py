@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.gpu_capacity import SIDES as CAPACITY_SIDES
 from benchmarks.gpu_decode import CONTEXTS
 from benchmarks.gpu_end_to_end import SIDES as END_TO_END_SIDES
 
@@ -60,12 +59,11 @@ STEPS = (
     Step("exactness", _tests("test_exactness_gpu", 240), 90, 360),
     Step("compiled", _tests("test_compiled_gpu", 240), 120, 420),
     Step("llama", _tests("test_llama_gpu", 240), 90, 360),
-    Step("serve", ("scripts/demo.py", "--once"), 60, 240),
+    Step("serve", ("-m", "scripts.demo", "--once"), 60, 240),
     # A context in each: where a kernel breaks one process, the other contexts are still measured.
     *(Step(f"decode {context}", _benchmark("gpu_decode", "--contexts", str(context)), 40, 240) for context in CONTEXTS),
     Step("prefill", _benchmark("gpu_prefill"), 30, 240),
     Step("encode-store", _benchmark("gpu_encode_store"), 20, 180),
-    *(Step(f"capacity {side}", _benchmark("gpu_capacity", "--sides", side), 45, 240) for side in CAPACITY_SIDES),
     *(Step(f"end-to-end {side}", _benchmark("gpu_end_to_end", "--sides", side), 100, 420) for side in END_TO_END_SIDES),
     # Everything above runs on what vLLM takes by itself, which is model runner V2.
     Step("compiled-v1", _tests("test_compiled_gpu", 240), 120, 420, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),

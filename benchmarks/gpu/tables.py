@@ -80,15 +80,6 @@ def end_to_end_table(report: Row) -> str:
     return f"{caption}\n\n{table(header, lines)}"
 
 
-def capacity_table(report: Row) -> str:
-    """Of gpu_capacity.py."""
-    auto = next((row["tokens"] for row in report["rows"] if row["side"] == "auto"), None)
-    lines = [
-        [row["side"], f"{row['tokens']:,}", f"{row['tokens'] / auto:.2f}" if auto else ""] for row in report["rows"]
-    ]
-    return table(["cache", "KV tokens", "over auto"], lines)
-
-
 def first_line(text: str) -> str:
     """The first line of an error, fit for a cell."""
     lines = text.strip().splitlines() or [""]
