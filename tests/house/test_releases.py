@@ -50,7 +50,7 @@ def test_the_newest_release_in_the_changelog_is_this_one_and_names_its_vllm():
     ("name", "words"),
     [
         ("docs/compatibility.md", f"| {__version__} | {supported_releases()} |"),
-        ("docs/compatibility.md", supported_releases()),
+        ("docs/deployment.md", f"vllm-antkv:{__version__} MODEL"),
         ("docs/troubleshooting.md", supported_releases("or")),
         ("README.md", f"vLLM {' or '.join(SUPPORTED)}"),
     ],
