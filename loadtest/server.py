@@ -1,6 +1,7 @@
 """Context manager of a real `vllm serve` on the loopback interface."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -45,7 +46,7 @@ def running_server(
     options: further arguments of `vllm serve`.
     environment: variables that are set unless the caller's environment has them.
     """
-    port = _free_port()
+    port = free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--kv-cache-dtype", kv_cache_dtype, *options]
     defaults = {"VLLM_NO_USAGE_STATS": "1", **environment}
@@ -81,7 +82,13 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def free_port() -> int:
+    """A free port of the loopback interface, below those from which the system takes one for each connection it makes.
+
+    One of these might be taken before the server is so far, which takes seconds.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), k=100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise ServerError("No port is free.")

@@ -8,7 +8,6 @@ import ctypes
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from loadtest.server import free_port
 from scripts.real_models import MODELS, FetchError, fetch
 
 ROOT = Path(__file__).parent.parent
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace, logs: Path) -> int:
 @contextmanager
 def _serving(model: str, kv_cache_dtype: str, port: int, logs: Path) -> Iterator[Server]:
     """A server that starts now and ends with this block. port: 0 for a free one."""
-    port = port or _free_port()
+    port = port or free_port()
     command = [
         str(Path(sys.executable).with_name("vllm")),
         *("serve", model, "--kv-cache-dtype", kv_cache_dtype),
@@ -260,12 +260,6 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def _tail(log: Path, lines: int = 25) -> str:

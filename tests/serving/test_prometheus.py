@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -14,6 +13,7 @@ import httpx
 import pytest
 import yaml
 
+from loadtest.server import free_port
 from tests.house.test_dashboard import DASHBOARD, documented_queries, queries
 from tests.patience import PATIENCE
 from tests.serving.conftest import ROOT
@@ -48,9 +48,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     settings["global"].update(scrape_interval=f"{SCRAPE_SECONDS}s", scrape_timeout=f"{SCRAPE_SECONDS}s")
     settings["scrape_configs"][0]["static_configs"] = [{"targets": [server.url.removeprefix("http://")]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         str(PROMETHEUS),
         f"--config.file={folder / 'prometheus.yml'}",
