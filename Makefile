@@ -18,10 +18,9 @@ BIN := .venv/bin
 # What serving needs, and all that development needs.
 SERVE := .venv/.serve
 VENV := .venv/.stamp
-# Names of all tests, from when their files last changed.
-TESTS := .pytest_cache/tests.txt
 # Three on two cores, since tests wait for servers; in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 3 -p tests.scheduling --no-loadscope-reorder
+LINTERS := lint-types lint-docs lint-imports lint-style
 # The environment that is active (docs/gpu-check.md), else .venv.
 PYTHON := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)/bin/python
 # Nothing here needs the network once .venv stands; vLLM must not phone home from a test.
@@ -31,7 +30,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Containers set it. Every process would then compile all modules of vLLM again, which takes longer than importing them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo real-models test test-quick vllm-contract wheel audit gpu-check bench-cpu lint lint-types lint-docs lint-imports lint-style lint-tests format docs lock clean
+.PHONY: help venv demo real-models test test-all test-quick vllm-contract wheel audit gpu-check bench-cpu lint $(LINTERS) format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -53,7 +52,11 @@ demo: $(SERVE)
 real-models: $(SERVE)
 	$(BIN)/python -m scripts.real_models $(ARGS)
 
-test: lint
+# Side by side: linters one after the other beside the tests.
+test: $(VENV)
+	$(MAKE) --no-print-directory --jobs=2 test-all $(LINTERS)
+
+test-all: $(VENV)
 	$(PYTEST) $(ARGS)
 
 test-quick: $(VENV)
@@ -79,9 +82,9 @@ bench-cpu: $(VENV)
 
 # Side by side, the longest first.
 lint: $(VENV)
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-types lint-tests lint-docs lint-imports lint-style
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(LINTERS)
 
-lint-types lint-docs lint-imports lint-style lint-tests: $(VENV)
+$(LINTERS): $(VENV)
 
 lint-types:
 	$(BIN)/mypy
@@ -91,14 +94,6 @@ lint-docs:
 
 lint-imports:
 	$(BIN)/lint-imports
-
-# All files of tests can be imported. What compiles them once here, beside mypy, need not be done in each process of `make test`.
-lint-tests: $(TESTS)
-
-$(TESTS): $(VENV) $(shell find tests -name '*.py')
-	@mkdir -p $(@D)
-	@$(BIN)/python -m pytest --collect-only -qq > $@.new || { cat $@.new; exit 1; }
-	@mv $@.new $@
 
 lint-style:
 	$(BIN)/ruff check .
