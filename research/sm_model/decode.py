@@ -81,6 +81,8 @@ def run(preset: str, work: Work, config: AntKVConfig, constants: Constants) -> R
     backend, state = ModelledBackend(constants, NUM_KV_HEADS if clustered else 0), requests.state
     others = ReferenceOperations(state)
     operations = CudaOperations(state, backend=backend, triton=others, split=work.split)
+    # The model runs decode.cu alone.
+    operations.encode_store = others.encode_store
     storage = state.vq.k_codes.untyped_storage()
     backend.streamed.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
     tokens = Tokens.random(requests.step.num_reqs, device="cpu")
