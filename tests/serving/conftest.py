@@ -209,8 +209,8 @@ def server(shared_server: Any) -> Any:
 def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> str:
     """The embedded model's 1-bit codebook with a sink rule that really finds sinks: about one token in fifty.
 
-    Its sub-vectors are taken from interleaved channels, whatever the shipped centroids were learned for: nobody judges
-    what is written here, only whether it is always the same.
+    Its sub-vectors are taken from interleaved channels, and K is scaled, whatever the shipped centroids are for:
+    nobody judges what is written here, only whether it is always the same.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -229,5 +229,7 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
     pairs = torch.zeros(1, identity.head_size // 2)
     order = tuple(interleaved(RotaryTable(pairs, pairs), identity.head_size, codebook.preset.sub_vector_size))
     header = codebook.header.model_copy(update={"sinks": rule, "k_orders": {"antkv-1bit": order}})
-    Codebook(header, codebook.k, codebook.v).save(codebook_path(folder, "antkv-1bit"))
+    exponents = torch.arange(identity.num_layers * identity.num_kv_heads * identity.head_size // 2) % 7 - 3
+    k_scale = exponents.float().exp2().view(identity.num_layers, identity.num_kv_heads, -1).repeat(1, 1, 2)
+    Codebook(header, codebook.k, codebook.v, k_scale=k_scale).save(codebook_path(folder, "antkv-1bit"))
     return str(folder)

@@ -171,4 +171,7 @@ def make_codebook(folder: Path, model: Path, preset: str, sinks: SinkRule | None
         calibration={"text": "random"},
         **more,
     )
-    Codebook(header, tuple(k), tuple(v)).save(codebook_path(folder, preset))
+    # Every head its own, and all channels alike: whatever RoPE the model has.
+    exponents = torch.randint(-2, 3, (*shape[:2], 1), generator=generator)
+    k_scale = exponents.float().exp2().repeat(1, 1, identity.head_size)
+    Codebook(header, tuple(k), tuple(v), k_scale=k_scale).save(codebook_path(folder, preset))

@@ -161,6 +161,24 @@ def test_errors_of_keys_that_cannot_be_are_refused(tmp_path, reads_well, name, c
     assert said in refusal(tmp_path / "c", reads_well)
 
 
+def test_scales_of_keys_are_loaded(tmp_path):
+    scale = torch.randint(-7, 8, (MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)).float().exp2()
+    replace(make(), k_scale=scale).save(tmp_path / "c")
+    assert torch.equal(Codebook.load(tmp_path / "c").k_scale, scale)
+    make().save(tmp_path / "without")
+    assert Codebook.load(tmp_path / "without").k_scale is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"), [(-1, "below 0"), (0, "powers of two"), (1.5, "powers of two"), (256, "powers of two")]
+)
+def test_scales_of_keys_that_would_change_logits_are_refused(tmp_path, reads_well, factor, said):
+    scale = torch.ones(MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)
+    scale[0, 0, 0] *= factor
+    rewrite(tmp_path / "c", tensors={"k_scale": scale})
+    assert said in refusal(tmp_path / "c", reads_well)
+
+
 def test_a_file_from_before_there_were_prefixes_is_loaded(tmp_path):
     path = tmp_path / "c"
     make().save(path)

@@ -2,8 +2,8 @@
 
 Where attention is handed K and V, they are taken on the way forward, and dL/dK, dL/dV on the way back, where L is the
 language-model loss of a window. K is turned back by the layer's own table: rows are coded before RoPE (section 4.1),
-and after a key norm where the model has one. Of a gradient only its norm per token and head is kept. Everything is
-written straight to one memory-mapped file a layer, so memory holds one window at a time.
+and after a key norm where the model has one. Of a gradient only its norm per token and head is kept, of queries their
+mean squares. Everything is written straight to memory-mapped files, so memory holds one window at a time.
 """
 
 import math
@@ -21,8 +21,9 @@ from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import PreTrainedModel
 
+from vllm_antkv.calibrate.key_scales import query_energy
 from vllm_antkv.errors import CalibrationError
-from vllm_antkv.offline.capture_attention import attention_captured
+from vllm_antkv.offline.capture_attention import Attended, attention_watched, layer_of
 from vllm_antkv.offline.hidden import captured_hidden, loss_of
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.sinks import SinkChannels
@@ -30,6 +31,8 @@ from vllm_antkv.ops.rope import RotaryTable, rotated_gradient, unrotate
 
 #: Receives the index of a layer, 0 for K or 1 for V, and the rows or norms.
 Receiver = Callable[[int, int, torch.Tensor], None]
+#: Receives the index of a layer and its `query_energy`.
+OnQueries = Callable[[int, torch.Tensor], None]
 #: Captures a window, (seq_len,) int64 on the CPU, as the one of this index.
 CaptureWindow = Callable[[torch.Tensor, int], None]
 
@@ -47,10 +50,11 @@ class CaptureShape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk: K and V in float16, one float32 norm per token and head of each, the sink channels."""
+        """Bytes on disk: K and V in float16, one float32 norm per token and head of each, sink channels, queries."""
         tokens = self.num_windows * self.seq_len
-        per_token = self.num_layers * self.num_kv_heads * 2 * (2 * self.head_size + 4)
-        return tokens * (per_token + 4 * self.num_sink_channels)
+        heads = self.num_layers * self.num_kv_heads
+        per_token = heads * 2 * (2 * self.head_size + 4) + 4 * self.num_sink_channels
+        return tokens * per_token + self.num_windows * heads * self.head_size * 4
 
 
 class CaptureFiles:
@@ -80,6 +84,11 @@ class CaptureFiles:
         shape = self.shape
         return self._open("sinks", np.float32, (shape.num_windows, shape.seq_len, shape.num_sink_channels))
 
+    def queries(self) -> np.memmap:
+        """As `key_scales.query_energy`: (num_windows, num_layers, num_kv_heads, head_size) float32."""
+        shape = self.shape
+        return self._open("queries", np.float32, (shape.num_windows, shape.num_layers, *self._per_head))
+
     def num_bytes_taken(self) -> int:
         """Bytes of disk that an earlier run has taken already."""
         return sum(512 * path.stat().st_blocks for path in self._folder.glob("*.bin"))
@@ -88,6 +97,10 @@ class CaptureFiles:
         """Write everything captured so far to disk."""
         for array in self._maps.values():
             array.flush()
+
+    @property
+    def _per_head(self) -> tuple[int, int]:
+        return self.shape.num_kv_heads, self.shape.head_size
 
     @property
     def _per_layer(self) -> tuple[int, ...]:
@@ -105,7 +118,11 @@ class CaptureFiles:
 
 @contextmanager
 def captured(
-    model: PreTrainedModel, rotaries: Sequence[RotaryTable], on_rows: Receiver, on_norms: Receiver
+    model: PreTrainedModel,
+    rotaries: Sequence[RotaryTable],
+    on_rows: Receiver,
+    on_norms: Receiver,
+    on_queries: OnQueries,
 ) -> Iterator[None]:
     """While active, every forward hands its K and V to `on_rows` and every backward the gradients' norms to `on_norms`.
 
@@ -113,9 +130,11 @@ def captured(
         rotaries: what turns the K of each layer.
         on_rows: receives rows (seq_len, num_kv_heads, head_size) float32, K before RoPE.
         on_norms: receives norms (seq_len, num_kv_heads) float32: ||dL/dK_j|| or ||dL/dV_j|| per head.
+        on_queries: receives the index of a layer and its `query_energy`.
     """
 
-    def on_kv(layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    def watch(attended: Attended) -> None:
+        layer, key, value = layer_of(attended.module), attended.key, attended.value
         positions = torch.arange(key.shape[2], device=key.device)
         rotary = rotaries[layer]
 
@@ -127,11 +146,12 @@ def captured(
 
         on_rows(layer, 0, unrotate(plain(key), positions, rotary))
         on_rows(layer, 1, plain(value))
+        on_queries(layer, query_energy(plain(attended.query), key.shape[1], rotary))
         if key.requires_grad:
             key.register_hook(on_key_gradient)
             value.register_hook(lambda gradient: on_norms(layer, 1, plain(gradient).norm(dim=-1)))
 
-    with attention_captured(model, on_kv):
+    with attention_watched(model, watch):
         yield
 
 
@@ -191,6 +211,10 @@ class Capture:
         _check_finite(norms, layer, "its gradient is not finite")
         self.files.norms(layer)[kind, index] = norms.cpu().numpy()
 
+    def write_queries(self, index: int, layer: int, energy: torch.Tensor) -> None:
+        """The `query_energy` of a layer in window `index`."""
+        self.files.queries()[index, layer] = energy.cpu().numpy()
+
     def write_sinks(self, index: int, hidden: torch.Tensor) -> None:
         """The channels that show sinks, of hidden states (seq_len, hidden_size) after the layer where they do."""
         assert self.sinks is not None
@@ -209,7 +233,13 @@ def capture_window(model: PreTrainedModel, window: torch.Tensor, index: int, cap
     """
     sink_layers = [decoder_layers(model)[capture.sinks.layer]] if capture.sinks else []
     with (
-        captured(model, capture.rotaries, partial(capture.write_rows, index), partial(capture.write_norms, index)),
+        captured(
+            model,
+            capture.rotaries,
+            partial(capture.write_rows, index),
+            partial(capture.write_norms, index),
+            partial(capture.write_queries, index),
+        ),
         captured_hidden(sink_layers, partial(capture.write_sinks, index)),
         torch.set_grad_enabled(capture.weighted),
     ):

@@ -18,6 +18,7 @@ import torch
 
 from vllm_antkv.calibrate.capture import Capture, CaptureWindow
 from vllm_antkv.calibrate.job import Job
+from vllm_antkv.calibrate.key_scales import query_energy
 from vllm_antkv.calibrate.progress import say
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
@@ -123,6 +124,7 @@ def _write(capture: Capture, index: int, layer: int, rows: "HandedRows") -> None
     query, key, value = rows.query.float(), rows.key.float(), rows.value.float()
     capture.write_rows(index, layer, 0, unrotate(key, torch.arange(len(key), device=key.device), rotary))
     capture.write_rows(index, layer, 1, value)
+    capture.write_queries(index, layer, query_energy(query, key.shape[1], rotary))
     if capture.weighted:
         window = LayerWindow(layer, query[None], key[None], value[None], rows.rules, rotary)
         scores = prompt_scores(window, last_query_table(AntKVConfig(), len(key), rows.rules.window).to(key.device))

@@ -26,6 +26,7 @@ class Clustering:
     """How layers are clustered.
 
     k_order: channels of K in the order in which sub-vectors take them; None: as the model has them.
+    k_scale: (num_layers, num_kv_heads, head_size), by which K is scaled; None: every channel counts alike.
     weighted: by gradients, or every token alike.
     seed: of all layers.
     device: where k-means runs.
@@ -33,6 +34,7 @@ class Clustering:
 
     preset: Preset
     k_order: list[int] | None
+    k_scale: torch.Tensor | None
     weighted: bool
     seed: int
     device: torch.device
@@ -56,6 +58,8 @@ def learn_layer(
     learned = []
     for kind, order in enumerate((how.k_order, None)):
         rows = torch.from_numpy(files.rows(layer)[kind, kept]).to(how.device, torch.float32)
+        if kind == 0 and how.k_scale is not None:
+            rows *= how.k_scale[layer].to(rows)
         if order is not None:
             rows = rows[..., order]
         norms = files.norms(layer)[kind, kept] if how.weighted else np.ones(rows.shape[:2], np.float32)
@@ -71,21 +75,22 @@ def learn_layer(
 
 
 def key_errors(
-    files: CaptureFiles, layer: int, kept: np.ndarray, centroids: np.ndarray, of: tuple[list[int] | None, RotaryTable]
+    files: CaptureFiles, layer: int, kept: np.ndarray, centroids: np.ndarray, how: Clustering, rotary: RotaryTable
 ) -> torch.Tensor:
     """What the codes of a layer lose of K, see `codebook.KeyErrors`: means over the tokens that are clustered.
 
     Args:
         centroids: as from `learn_layer`.
-        of: `Clustering.k_order`, and what turns the layer's K.
+        how: as in `learn_layer`. rotary: what turns the layer's K.
 
     Returns:
         (num_kv_heads, head_size) float32.
     """
-    k_order, rotary = of
     rows = files.rows(layer)[0, kept]
     rows = torch.from_numpy(rows[:: max(len(rows) // _TOKENS_OF_ERRORS, 1)].astype(np.float32))
-    order = list(range(rows.shape[-1])) if k_order is None else k_order
+    if how.k_scale is not None:
+        rows *= how.k_scale[layer]
+    order = list(range(rows.shape[-1])) if how.k_order is None else how.k_order
     table = served(torch.from_numpy(centroids[0])).float()
     ordered = rows[..., order]
     squares = torch.empty(rows.shape[1:])

@@ -7,6 +7,7 @@ import torch
 
 from vllm_antkv.calibrate.capture import CaptureFiles
 from vllm_antkv.calibrate.job import Job
+from vllm_antkv.calibrate.key_scales import key_scales
 from vllm_antkv.calibrate.layers import Clustering, key_errors, learn_layer
 from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.workspace import Workspace
@@ -29,13 +30,19 @@ class Captured:
     sinks: SinkRule | None
     rotaries: list[RotaryTable]
 
+    @property
+    def k_scale(self) -> torch.Tensor:
+        """See `Codebook`: from the queries of all windows."""
+        return key_scales(torch.from_numpy(self.files.queries().mean(0)))
+
 
 def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace) -> Codebook:
     """Learn what is not learned yet of one preset."""
     shape, settings = captured.files.shape, job.settings
     interleaves = settings.channels == "interleaved"
     k_order = _interleaved(captured.rotaries, shape.head_size, preset.sub_vector_size) if interleaves else None
-    how = Clustering(preset, k_order, job.weighted, settings.seed, job.device)
+    k_scale = captured.k_scale if job.weighted else None
+    how = Clustering(preset, k_order, k_scale, job.weighted, settings.seed, job.device)
     per_layer = 2 * shape.num_kv_heads * preset.num_sub_vectors(shape.head_size)
     layers = []
     with progress_bar(f"Clustering for {preset.name}", per_layer * shape.num_layers) as progress:
@@ -61,10 +68,10 @@ def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace) 
         calibration={**job.record, "tokens": int(captured.kept.sum())},
     )
     errors = [
-        key_errors(captured.files, layer, captured.kept, layers[layer], (k_order, captured.rotaries[layer]))
+        key_errors(captured.files, layer, captured.kept, layers[layer], how, captured.rotaries[layer])
         for layer in range(shape.num_layers)
     ]
-    return Codebook(header, tuple(k), tuple(v), k_errors=torch.stack(errors))
+    return Codebook(header, tuple(k), tuple(v), k_errors=torch.stack(errors), k_scale=k_scale)
 
 
 def _interleaved(rotaries: list[RotaryTable], head_size: int, sub_vector_size: int) -> list[int]:

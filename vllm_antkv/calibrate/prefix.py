@@ -45,7 +45,14 @@ def train_prefix(
     k, v = (nn.Parameter(rows) for rows in _own_rows(model, token_ids))
     config = TRAINING.model_copy(update={"prefix": max(TRAINING.prefix, len(token_ids))})
     preset, prefix = codebook.preset, TrainedPrefix(token_ids, k, v)
-    method = Method(preset.name, preset.nominal_bits, config, VectorQuantiser(codebook), trained_prefix=prefix)
+    method = Method(
+        preset.name,
+        preset.nominal_bits,
+        config,
+        VectorQuantiser(codebook),
+        trained_prefix=prefix,
+        k_scale=codebook.k_scale,
+    )
 
     def with_loss(batch: torch.Tensor, use: Callable[[torch.Tensor], _Result]) -> _Result:
         with torch.no_grad():

@@ -82,7 +82,14 @@ def _centroids(layers: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 def _through_codes(codebook: Codebook) -> Method:
     preset = codebook.preset
-    return Method(preset.name, preset.nominal_bits, TRAINING, VectorQuantiser(codebook), key_errors=codebook.key_errors)
+    return Method(
+        preset.name,
+        preset.nominal_bits,
+        TRAINING,
+        VectorQuantiser(codebook),
+        key_errors=codebook.key_errors,
+        k_scale=codebook.k_scale,
+    )
 
 
 def _rate(step: int, steps: int) -> float:

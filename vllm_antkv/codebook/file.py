@@ -21,7 +21,16 @@ from vllm_antkv.codebook.header import CodebookHeader, check_header, parse_heade
 from vllm_antkv.codebook.identity import ModelIdentity, differences
 from vllm_antkv.codebook.key_errors import KeyErrors
 from vllm_antkv.codebook.prefix import TrainedPrefix
-from vllm_antkv.codebook.tensors import Form, by_layer, check_forms, check_values, checksum_of, form_of, stacks
+from vllm_antkv.codebook.tensors import (
+    OPTIONAL,
+    Form,
+    by_layer,
+    check_forms,
+    check_values,
+    checksum_of,
+    form_of,
+    stacks,
+)
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import Preset, get_preset
@@ -33,7 +42,7 @@ _MAX_HEADER_BYTES = 1 << 20
 _MAX_FILE_BYTES = 32 << 30
 _MAX_REASON = 200
 #: Tensors beside the centroids.
-_BESIDE = ("prefix_k", "prefix_v", "k_errors", "k_bias_gain")
+_BESIDE = ("prefix_k", "prefix_v", *OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,8 @@ class Codebook:
     k, v: for every layer (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16, as its preset has it.
     prefix_k, prefix_v: rows of the trained prefix, as in `TrainedPrefix`, where the header has one.
     k_errors, k_bias_gain: `errors` and `gain` of `KeyErrors`, where known; without gains they are 1.
+    k_scale: (num_layers, num_kv_heads, head_size) float32 powers of two, by which K is scaled (`codebook.key_scales`);
+        None: it is not.
     """
 
     header: CodebookHeader
@@ -52,6 +63,7 @@ class Codebook:
     prefix_v: torch.Tensor | None = None
     k_errors: torch.Tensor | None = None
     k_bias_gain: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
 
     @property
     def preset(self) -> Preset:

@@ -15,8 +15,10 @@ from vllm_antkv.errors import CodebookError
 
 #: safetensors' names of dtypes.
 _DTYPE_NAMES = {torch.float16: "F16", torch.float32: "F32"}
-#: As in `KeyErrors`: errors and gains. A file without them serves uncorrected logits.
-OPTIONAL = ("k_errors", "k_bias_gain")
+#: As in `Codebook`. A file without them serves uncorrected logits, and K unscaled.
+OPTIONAL = ("k_errors", "k_bias_gain", "k_scale")
+#: Of `k_scale`, as float32 has it: one more than the power.
+_MOST_EXPONENT = 8
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ def _wanted_forms(header: CodebookHeader) -> dict[str, Form]:
 
 def _optional_forms(header: CodebookHeader) -> dict[str, Form]:
     model = header.model
-    shapes = (model.num_kv_heads, model.head_size), (model.num_attention_heads,)
-    return {name: Form("F32", (model.num_layers, *shape)) for name, shape in zip(OPTIONAL, shapes, strict=True)}
+    of_channels, of_heads = (model.num_kv_heads, model.head_size), (model.num_attention_heads,)
+    shapes = zip(OPTIONAL, (of_channels, of_heads, of_channels), strict=True)
+    return {name: Form("F32", (model.num_layers, *shape)) for name, shape in shapes}
 
 
 def stacks(header: CodebookHeader) -> dict[str, list[int]]:
@@ -93,6 +96,14 @@ def check_values(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
             raise CodebookError(f"{path} is damaged: {name} holds values below 0.")
         if not all(layer.isfinite().all() for layer in tensor):
             raise CodebookError(f"{path} is damaged: {name} holds values that are not finite.")
+        if name == "k_scale" and not _is_power_of_two(tensor).all():
+            raise CodebookError(f"{path} is damaged: {name} holds values that are no powers of two.")
+
+
+def _is_power_of_two(scales: torch.Tensor) -> torch.Tensor:
+    """Logits would change by any other, and K of float16 would overflow by large ones."""
+    mantissa, exponent = scales.frexp()
+    return (mantissa == 0.5) & (exponent.abs() <= _MOST_EXPONENT)
 
 
 def checksum_of(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:

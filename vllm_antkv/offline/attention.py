@@ -9,7 +9,8 @@ With the scope `prompt` anchors are those of the paper: chosen from full-precisi
 window, serving all later blocks. There the future reaches the past, and the engine differs: it sees a prompt in steps,
 and blocks that close in a step serve nothing within it. The figures of that scope are the paper's, not the server's.
 
-The logits of coded rows are corrected by what a codebook knows of its errors (`ops.reference.jensen_bias`).
+The logits of coded rows are corrected by what a codebook knows of its errors (`ops.reference.jensen_bias`). K and
+queries are scaled as a codebook says (`codebook.key_scales`).
 
 In windows that start with the method's trained prefix, K and V of those tokens are the trained rows, in every layer.
 
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from vllm_antkv.codebook.key_scales import query_scales
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.offline.capture_attention import layer_of, replaced
@@ -134,6 +136,9 @@ class Run:
         if prefix is not None and layer not in self.sources:
             key, value = (self._put_in(rows, trained[layer]) for rows, trained in ((key, prefix.k), (value, prefix.v)))
         q, k, v = (rows.transpose(1, 2).to(dtype) for rows in (query, key, value))
+        if self.method.k_scale is not None:
+            k_scale = self.method.k_scale[self.sources.get(layer, layer)].to(k)
+            q, k = q * query_scales(k_scale, q.shape[2]), k * k_scale
         rules = LogitRules(options["scaling"], *map(options.get, ("sliding_window", "softcap", "s_aux")))
         if layer in self.sources:
             source = self._read[self.sources[layer]]

@@ -13,10 +13,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vllm_antkv.layer_windows import attention_layers
 
-#: Receives the index of a layer among those that attend, and K after RoPE and norms and V, both
-#: (1, num_kv_heads, num_tokens, head_size).
-OnKV = Callable[[int, torch.Tensor, torch.Tensor], None]
-
 
 @dataclass(frozen=True)
 class Attended:
@@ -33,17 +29,6 @@ class Attended:
     value: torch.Tensor
     options: Mapping[str, Any]
     output: torch.Tensor
-
-
-@contextmanager
-def attention_captured(model: PreTrainedModel, on_kv: OnKV) -> Iterator[None]:
-    """While open, `on_kv` is called with the K and V of every attention of `model`."""
-
-    def watch(attended: Attended) -> None:
-        on_kv(layer_of(attended.module), attended.key, attended.value)
-
-    with attention_watched(model, watch):
-        yield
 
 
 @contextmanager

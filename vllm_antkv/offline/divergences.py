@@ -32,7 +32,7 @@ def layer_divergences(
 
     Args:
         model: frozen, in evaluation mode.
-        books: of one preset each.
+        books: of one preset each, all with the same `k_scale`.
         windows: (num_windows, seq_len) int64.
         advance: called after every window.
 
@@ -73,4 +73,12 @@ def _measured(model: PreTrainedModel, books: Sequence[Codebook], num_tokens: int
 
 def _method(book: Codebook) -> Method:
     name, bits, sinks = book.preset.name, book.preset.nominal_bits, book.header.sinks
-    return Method(name, bits, _SERVED, VectorQuantiser(book), sinks=sinks, key_errors=book.key_errors)
+    return Method(
+        name,
+        bits,
+        _SERVED,
+        VectorQuantiser(book),
+        sinks=sinks,
+        key_errors=book.key_errors,
+        k_scale=book.k_scale,
+    )

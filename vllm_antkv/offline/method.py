@@ -74,6 +74,7 @@ class Method:
     num_sinks: with a `retention`, how many sinks are kept: the strongest so far by `sinks`, whatever its threshold.
     eviction: rows are dropped instead of quantised.
     key_errors: what coded keys lose, for the correction of their logits; None: they are not corrected.
+    k_scale: as in `Codebook`: K that the quantiser sees is scaled, and queries the other way round.
     anchor_scope: queries that vote for anchors: those of the row's own VQ block, as the server has it, or all of the
         window, as the paper has it.
     trained_prefix: rows in place of the model's own in windows that start with its token ids.
@@ -90,6 +91,7 @@ class Method:
     num_sinks: int = 0
     eviction: Eviction | None = None
     key_errors: KeyErrors | None = None
+    k_scale: torch.Tensor | None = None
     anchor_scope: AnchorScope = "block"
     trained_prefix: TrainedPrefix | None = None
 

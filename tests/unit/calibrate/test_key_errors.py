@@ -3,8 +3,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from vllm_antkv.calibrate.layers import key_errors
+from vllm_antkv.calibrate.layers import Clustering, key_errors
 from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.presets import get_preset
 
 
 def test_errors_are_mean_squares_over_kept_tokens_and_over_pairs_of_channels():
@@ -14,7 +15,8 @@ def test_errors_are_mean_squares_over_kept_tokens_and_over_pairs_of_channels():
     kept = random.random((2, 20)) < 0.7
     order = [2, 0, 6, 4, 1, 3, 5, 7]  # channels 0 and 2, 1 and 3 turn together
     rotary = RotaryTable(torch.ones(1, 2), torch.zeros(1, 2))
-    found = key_errors(SimpleNamespace(rows=lambda layer: rows), 0, kept, centroids, (order, rotary))
+    how = Clustering(get_preset("antkv-4bit"), order, None, weighted=True, seed=0, device=torch.device("cpu"))
+    found = key_errors(SimpleNamespace(rows=lambda layer: rows), 0, kept, centroids, how, rotary)
     for head in range(2):
         squares = np.zeros(8)
         for row in rows[0, kept, head].astype(float):

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -241,6 +242,22 @@ def test_where_recency_or_prefix_covers_everything_nothing_is_lost(
     torch.testing.assert_close(
         logits_of(model, windows, vq_method(codebook, **changes)), logits_of(model, windows), rtol=1e-3, atol=1e-3
     )
+
+
+def test_scales_of_keys_leave_exact_rows_as_they_are(model: PreTrainedModel, codebook: Codebook) -> None:
+    windows, method = random_windows(1, 200), vq_method(codebook, prefix=150)
+    exponents = torch.randint(-3, 4, (LAYERS, 2, HEAD_SIZE // 2), generator=torch.Generator().manual_seed(0))
+    scaled = replace(method, k_scale=exponents.float().exp2().repeat(1, 1, 2))
+    found, expected = (logits_of(model, windows, each)[0] for each in (scaled, method))
+    assert torch.equal(found[:150], expected[:150])
+    assert not torch.equal(found[150:], expected[150:])
+
+
+def test_scaled_keys_find_centroids_that_are_scaled_alike(model: PreTrainedModel, codebook: Codebook) -> None:
+    windows = random_windows(1, 300)
+    twice = replace(codebook, k=tuple(2 * layer for layer in codebook.k))
+    scaled = replace(vq_method(twice), k_scale=torch.full((LAYERS, 2, HEAD_SIZE), 2.0))
+    assert torch.equal(logits_of(model, windows, scaled), logits_of(model, windows, vq_method(codebook)))
 
 
 def test_without_full_precision_rows_something_is_lost(model: PreTrainedModel, codebook: Codebook) -> None:

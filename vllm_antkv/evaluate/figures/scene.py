@@ -107,8 +107,10 @@ class Scene:
     def coded(self, method: Method, rows: LayerRows) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer's K (after RoPE) and V come back as, each (num_tokens, num_kv_heads, head_size)."""
         assert method.quantiser is not None
-        key, value = method.quantiser.read_back(rows.layer, rows.key[None], rows.value[None], self.rotaries[rows.layer])
-        return key[0], value[0]
+        scale = torch.ones(()) if method.k_scale is None else method.k_scale[rows.layer].to(rows.key)
+        rotary = self.rotaries[rows.layer]
+        key, value = method.quantiser.read_back(rows.layer, (rows.key * scale)[None], rows.value[None], rotary)
+        return key[0] / scale, value[0]
 
 
 def track(items: Iterable[T], what: str) -> Iterator[T]:

@@ -26,6 +26,7 @@ from vllm_antkv.vllm_adapter.attention.code_order import in_code_order
 from vllm_antkv.vllm_adapter.attention.exact_layers import has_window, leave_exact
 from vllm_antkv.vllm_adapter.attention.flash_attention import flash_attention
 from vllm_antkv.vllm_adapter.attention.impl import AntKVImpl, Attachment
+from vllm_antkv.vllm_adapter.attention.key_scales import LayerScales
 from vllm_antkv.vllm_adapter.attention.layer import RecencyLayer, recency_layer_name
 from vllm_antkv.vllm_adapter.attention.model_layers import ModelLayers, attention_layers, decoder_layers, set_spec
 from vllm_antkv.vllm_adapter.attention.positions import PositionLayer, position_layer_name
@@ -210,6 +211,7 @@ def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:
         source=None,
         sinks=shared.sinks if rule is not None and indices[index] > rule.layer else None,
         prefix=None if tokens is None or prefix is None else LayerPrefix.of(tokens, prefix, index, heads, dtype),
+        scales=_scales(index, shared),
         recency_name=name,
         recency=companion,
         positions=shared.positions,
@@ -245,8 +247,18 @@ def _attach_reader(index: int, shared: _Shared) -> None:
     weights = _jensen_weights(index, shared)
     setup = replace(attachment.setup, rules=shared.rules[index], counts_rows=False, jensen_weights=weights)
     _impl(shared.found.every[index]).attachment = replace(
-        attachment, setup=setup, source=source, stores_positions=False
+        attachment, setup=setup, source=source, scales=_scales(index, shared), stores_positions=False
     )
+
+
+def _scales(index: int, shared: _Shared) -> LayerScales | None:
+    """For the queries of a layer and the K that they read."""
+    layer, k_scale = shared.found.every[index], shared.codebook.k_scale
+    if k_scale is None:
+        return None
+    heads = _heads_of_rank(shared.codebook.header.model.num_kv_heads, layer.num_kv_heads)
+    scale = k_scale[shared.found.source(index), heads]
+    return LayerScales.of(scale, layer.num_heads, shared.device, shared.vllm_config.model_config.dtype)
 
 
 def _jensen_weights(index: int, shared: _Shared) -> torch.Tensor:

@@ -14,6 +14,7 @@ from vllm_antkv.ops.layer import LayerOperations, LayerSetup, LayerState, StepRo
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.step import Step
 from vllm_antkv.ops.warm_up import warm_up
+from vllm_antkv.vllm_adapter.attention.key_scales import LayerScales
 from vllm_antkv.vllm_adapter.attention.metadata import VQMetadata
 from vllm_antkv.vllm_adapter.attention.sinks import SinkFlags
 from vllm_antkv.vllm_adapter.attention.trained_prefix import LayerPrefix
@@ -28,6 +29,7 @@ class Attachment:
     source: the layer whose cache this one reads, its rows of the step included; None: it has its own.
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
     prefix: rows of the codebook's trained prefix, if it has one.
+    scales: what queries and K are multiplied by, where the codebook says so.
     recency_name: name of the companion layer, for its metadata.
     recency: the companion layer.
     positions: the companion of all layers of a model with M-RoPE; None for others.
@@ -40,6 +42,7 @@ class Attachment:
     source: "AntKVImpl | None"
     sinks: SinkFlags | None
     prefix: LayerPrefix | None
+    scales: LayerScales | None
     recency_name: str
     recency: Any
     positions: Any
@@ -124,6 +127,9 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         if self.attachment.stores_positions:
             self.attachment.positions.store(attn_metadata.slot_mapping)
         step = attn_metadata.step(get_forward_context().attn_metadata[self.attachment.recency_name])
+        scales = self.attachment.scales
+        if scales is not None:
+            query = query * scales.query
         if self.attachment.source is not None:
             self._read(self.attachment.source, query[:num_tokens], output[:num_tokens], step)
             return output
@@ -133,6 +139,8 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
             self._layer.counters.count_sinks(is_sink, attn_metadata.query_start_loc[-1])
         if self.attachment.prefix is not None:
             key, value = self.attachment.prefix.put_in(key, value)
+        if scales is not None:
+            key = key * scales.key
         rows, written = StepRows(query, key, value, is_sink), output
         if len(query) != num_tokens:
             # Graphs are padded.

@@ -84,7 +84,10 @@ class Inspector:
         assert impl._layer is not None
         step = metadata.step(get_forward_context().attn_metadata[impl.attachment.recency_name])
         last = metadata.num_tokens - 1
-        shares = attention_shares(impl._layer, query[last], key[last], step, kv_head)
+        query, key = query[last], key[last]
+        if impl.attachment.scales is not None:
+            query, key = query * impl.attachment.scales.query, key * impl.attachment.scales.key
+        shares = attention_shares(impl._layer, query, key, step, kv_head)
         self._counters.count_attention(shares)
 
 
