@@ -95,7 +95,7 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None"
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
     from scripts.moved import kv_cache_planning
-    from vllm_antkv.cache.pages import page_layouts
+    from vllm_antkv.cache.pages import BlockPlan, page_layouts
     from vllm_antkv.config import AntKVConfig
     from vllm_antkv.vllm_adapter.block_pool.specs import exact_spec, recency_spec, vq_spec
 
@@ -111,7 +111,8 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None"
     else:
         coded = [preset for preset in presets if preset is not None]
         num_exact = sum(preset is None and window is None for preset, window in zip(presets, windows, strict=True))
-        layouts = iter(page_layouts(settings, coded, head_size, model_config.dtype, None not in windows, num_exact))
+        plan = BlockPlan(num_exact=num_exact)
+        layouts = iter(page_layouts(settings, coded, head_size, model_config.dtype, None not in windows, plan))
         for layer, (preset, window) in enumerate(zip(presets, windows, strict=True)):
             if preset is None:
                 specs[f"layers.{layer}"] = exact_spec(num_kv_heads, head_size, model_config.dtype, window)

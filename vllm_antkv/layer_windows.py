@@ -4,6 +4,8 @@ from typing import Any
 
 #: Kinds of decoder layers that keep no K and V.
 _NO_ATTENTION = {"linear_attention", "mamba", "conv", "moe", "mlp"}
+#: Kinds that keep a state; "hybrid" attends too.
+_WITH_STATE = {"linear_attention", "mamba", "conv", "hybrid"}
 
 
 def attention_layers(config: Any) -> tuple[int, ...] | None:
@@ -20,6 +22,11 @@ def attention_layers(config: Any) -> tuple[int, ...] | None:
 def layer_kinds(config: Any) -> list[str]:
     """The kind of each decoder layer, in the words of the config; empty where it does not tell."""
     return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+
+
+def num_state_layers(config: Any) -> int:
+    """Decoder layers that keep a state. config: of the text model."""
+    return sum(kind in _WITH_STATE for kind in layer_kinds(config))
 
 
 def layer_windows(config: Any) -> list[int | None]:

@@ -28,8 +28,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from scripts.moved import kv_cache_planning
 from vllm_antkv import plugin
-from vllm_antkv.cache.pages import page_layouts
-from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.cache.pages import BlockPlan, page_layouts
+from vllm_antkv.config import AntKVConfig
 from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
 
@@ -44,6 +44,7 @@ class Case:
     num_blocks: of the pool; small ones preempt.
     chunk: most tokens of a step: prompts are cut by it.
     num_states: layers with a state, beside those with pages.
+    num_pages: VQ pages of each layer in a block.
     """
 
     recency: str
@@ -53,6 +54,12 @@ class Case:
     num_requests: int
     interval: int | None
     num_states: int = 0
+    num_pages: int = 1
+
+    @property
+    def plan(self) -> BlockPlan:
+        """Its blocks hold a state of 256 bytes for each KV head."""
+        return BlockPlan(self.num_pages, 256 if self.num_states else 0)
 
 
 CASES = (
@@ -62,6 +69,7 @@ CASES = (
     Case("none", 0, 120, 512, 8, None),
     Case("sliding:512", 16, 300, 512, 8, 256),
     Case("sliding:32", 8, 90, 320, 12, 0, num_states=3),
+    Case("sliding:32", 8, 60, 320, 12, 0, num_states=3, num_pages=2),
 )
 
 
@@ -77,7 +85,7 @@ def trace(case: Case, seed: int, is_async: bool) -> list[Any]:
         output = scheduler.schedule()
         lines.append([step, *_seen(scheduler, output)])
         if case.num_states:
-            _check_states(scheduler, output, tokens_of_states)
+            _check_states(scheduler, output, tokens_of_states, case.plan.num_tokens)
         if output.total_num_scheduled_tokens:
             in_flight.append((output, _sampled(scheduler, output)))
         while in_flight and (len(in_flight) > is_async or not output.total_num_scheduled_tokens):
@@ -90,7 +98,7 @@ def trace(case: Case, seed: int, is_async: bool) -> list[Any]:
     return lines
 
 
-def _check_states(scheduler: Any, output: Any, tokens_of_states: dict[int, int]) -> None:
+def _check_states(scheduler: Any, output: Any, tokens_of_states: dict[int, int], block_size: int) -> None:
     """What is published as the state of a block's last token is that.
 
     tokens_of_states: by block, after how many tokens its state is; a step writes that after its last one.
@@ -99,11 +107,11 @@ def _check_states(scheduler: Any, output: Any, tokens_of_states: dict[int, int])
     for manager in (each for each in managers if isinstance(each, MambaManager)):
         for request in output.num_scheduled_tokens:
             blocks, computed = manager.req_to_blocks[request], scheduler.requests[request].num_computed_tokens
-            tokens_of_states[blocks[(computed - 1) // VQ_BLOCK_SIZE].block_id] = computed
+            tokens_of_states[blocks[(computed - 1) // block_size].block_id] = computed
         for blocks in manager.req_to_blocks.values():
             for index, block in enumerate(blocks):
                 if not block.is_null and block.block_hash is not None:
-                    assert tokens_of_states[block.block_id] == (index + 1) * VQ_BLOCK_SIZE, "a wrong state is shared"
+                    assert tokens_of_states[block.block_id] == (index + 1) * block_size, "a wrong state is shared"
 
 
 def _scheduler(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
@@ -122,14 +130,15 @@ def _scheduler(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
     ).create_engine_config()
     settings = AntKVConfig.from_additional_config(config.additional_config)
     model = config.model_config
-    layouts = page_layouts(settings, resolved_codebook(config).presets, model.get_head_size(), model.dtype)
+    presets = resolved_codebook(config).presets
+    layouts = page_layouts(settings, presets, model.get_head_size(), model.dtype, plan=case.plan)
     specs: dict[str, Any] = {}
     for layer, layout in enumerate(layouts):
         specs[f"layers.{layer}"] = vq_spec(layout, 2)
         specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, 2, settings, config)
     if case.num_states:
         config.cache_config.mamba_cache_mode = "align"
-        state = MambaSpec(VQ_BLOCK_SIZE, shapes=((2, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+        state = MambaSpec(case.plan.num_tokens, shapes=((4, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
         specs |= {f"layers.{len(layouts) + index}.conv": state for index in range(case.num_states)}
     record_kv_cache_layout(config.cache_config, "BLHNC")
     planning = kv_cache_planning()

@@ -3,19 +3,20 @@
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.contract.schedule_trace import CASES, trace
+from tests.contract.schedule_trace import CASES, Case, trace
 from vllm_antkv import plugin
 
 pytestmark = pytest.mark.serving
 
-(CASE,) = (case for case in CASES if case.num_states)
+WITH_STATES = [case for case in CASES if case.num_states]
 SEEDS = range(3)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_published_states_are_those_of_their_tokens(is_async: bool) -> None:
+@pytest.mark.parametrize("case", WITH_STATES, ids=lambda case: f"{case.num_pages} pages")
+def test_published_states_are_those_of_their_tokens(case: Case, is_async: bool) -> None:
     plugin.register()
-    steps = [line for seed in SEEDS for line in trace(CASE, seed, is_async) if line[0] != "pool"]
+    steps = [line for seed in SEEDS for line in trace(case, seed, is_async) if line[0] != "pool"]
     assert sum(hit for step in steps for _, hit in step[2]) > 500
     assert any(step[3] for step in steps)
 
@@ -24,4 +25,4 @@ def test_without_the_hook_wrong_states_would_be_published(monkeypatch: pytest.Mo
     plugin.register()
     monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__.__wrapped__)  # type: ignore[attr-defined]
     with pytest.raises(AssertionError, match="a wrong state is shared"):
-        [trace(CASE, seed, is_async=False) for seed in SEEDS]
+        [trace(WITH_STATES[0], seed, is_async=False) for seed in SEEDS]

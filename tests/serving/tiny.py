@@ -119,6 +119,8 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"num_key_value_heads": 4}),
     "opt": ("opt", {"num_key_value_heads": 4, "word_embed_proj_dim": 128}),
     "lfm2": ("lfm2", LFM2),
+    # A state is larger than the pages of 128 tokens: a block has those of 256.
+    "lfm2 with large states": ("lfm2", LFM2 | {"conv_L_cache": 17}),
 }
 
 #: Other head sizes, dtypes, presets and tables of RoPE: model type, config, dtype of the engine, preset.

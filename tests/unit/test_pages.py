@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_antkv.cache.footprint import footprint
-from vllm_antkv.cache.pages import ALIGNMENT, PageLayout, RecencyPages, VQPages, page_layouts, pool_block_bytes
+from vllm_antkv.cache.pages import (
+    ALIGNMENT,
+    BlockPlan,
+    PageLayout,
+    RecencyPages,
+    VQPages,
+    page_layouts,
+    pool_block_bytes,
+)
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.presets import PRESETS, get_preset, nominal_bits
@@ -72,6 +80,30 @@ def test_views_share_no_byte_and_leave_the_padding(config, preset, head_size, dt
         assert raw.max() <= 1, "no byte is in two views"
         taken = sum(view.nbytes for view in views)
         assert int(raw.sum()) == taken
+
+
+@given(
+    config=configs,
+    layers=st.lists(presets, min_size=1, max_size=6),
+    num_pages=st.integers(2, 6),
+    state_bytes=st.integers(1, 300_000),
+)
+def test_pages_of_a_block_share_no_byte_and_leave_other_blocks(config, layers, num_pages, state_bytes) -> None:
+    """Where vLLM lays the bytes of a layer side by side, whatever the order of layers."""
+    layouts = page_layouts(config, layers, 64, torch.bfloat16, plan=BlockPlan(num_pages, state_bytes))
+    num_bytes = [num_pages * layout.vq_page_bytes for layout in layouts]
+    block = 2 * sum(num_bytes)
+    assert block == 2 * pool_block_bytes(layouts) >= 2 * state_bytes
+    pool, start, taken = torch.zeros(3 * block, dtype=torch.uint8), 0, 0
+    for layout, size in zip(layouts, num_bytes, strict=True):
+        raw = pool.as_strided((3, 2, 1, size), (block, size, size, 1), start)
+        start += 2 * size
+        for view in vars(VQPages.view(raw, layout)).values():
+            assert len(view) == 3 * num_pages
+            view[num_pages : 2 * num_pages].view(torch.uint8).add_(1)
+            taken += view[:num_pages].nbytes
+    assert pool.max() <= 1, "no byte is in two views"
+    assert int(pool[block : 2 * block].sum()) == int(pool.sum()) == taken
 
 
 @given(config=configs, head_size=head_sizes, dtype=dtypes)

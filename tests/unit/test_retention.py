@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.config import AntKVConfig
 from vllm_antkv.select.recency import last_use_table
 from vllm_antkv.select.retention import PageRetention, page_retention
 
@@ -17,10 +17,14 @@ CONFIGS = st.builds(
     recency=st.sampled_from(["none", "sliding:1", "sliding:32", "sliding:500", "log:4", "log:42"]),
 )
 RETENTIONS = st.builds(
-    lambda config, block_size, interval: (config, page_retention(config, MAX_LEN, block_size, interval)),
+    lambda config, block_size, interval, vq_block_size: (
+        config,
+        page_retention(config, MAX_LEN, block_size, interval, vq_block_size=vq_block_size),
+    ),
     CONFIGS,
-    st.sampled_from([1, 4, 8, 32]),
-    st.sampled_from([0, 128, 512]),
+    st.sampled_from([1, 4, 8, 32, 128]),
+    st.sampled_from([0, 256, 512]),
+    st.sampled_from([128, 256]),
 )
 
 
@@ -54,11 +58,11 @@ def test_every_row_that_is_still_read_has_a_page(pair, chunks):
 
 
 @settings(deadline=None)
-@given(RETENTIONS, st.integers(1, MAX_LEN // VQ_BLOCK_SIZE), st.integers(0, 300))
+@given(RETENTIONS, st.integers(1, MAX_LEN // 256), st.integers(0, 300))
 def test_a_hit_at_the_last_boundary_of_a_step_finds_its_pages(pair, block, beyond):
     _, retention = pair
-    boundary = block * VQ_BLOCK_SIZE
-    end = min(boundary + beyond % VQ_BLOCK_SIZE, MAX_LEN)
+    boundary = block * retention.vq_block_size
+    end = min(boundary + beyond % retention.vq_block_size, MAX_LEN)
     stored = set(np.flatnonzero(retention.tails_of_step(0, end)).tolist())
     assert set(retention.pages_at(boundary).tolist()) <= stored
     pages = retention.pages_at(boundary)

@@ -77,12 +77,13 @@ def _of_layers(
     first = (*layouts, *exact)[0]
     seen = length if window is None else min(length, window)
     # A block is freed once the next query sees none of its tokens.
-    freed = 0 if window is None else max(length - window + 1, 0) // VQ_BLOCK_SIZE
-    blocks = -(-length // VQ_BLOCK_SIZE) - freed
+    block_size = first.num_pages * VQ_BLOCK_SIZE
+    freed = 0 if window is None else max(length - window + 1, 0) // block_size
+    blocks = -(-length // block_size) - freed
     retention = page_retention(settings, max(length, 1), first.recency_block_size, 0, window)
     pages = len(retention.pages_at(length))
     code_bytes = sum(2 * layout.preset.code_bytes(layout.head_size) for layout in layouts) * seen
-    anchor_bytes = len(layouts) * blocks * 2 * first.anchor_rows * (first.anchor_row_bytes + 2)
+    anchor_bytes = len(layouts) * blocks * first.num_pages * 2 * first.anchor_rows * (first.anchor_row_bytes + 2)
     row_bytes = 2 * first.row_bytes + 2 * 4
     recency_bytes = len(layouts) * pages * first.recency_block_size * row_bytes
     exact_bytes = len(exact) * 2 * first.row_bytes * seen

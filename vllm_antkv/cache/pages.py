@@ -31,13 +31,34 @@ from vllm_antkv.presets import Preset
 ALIGNMENT = 16
 #: Offset of an unused anchor row.
 NO_ANCHOR = -1
-_RECENCY_BLOCK_SIZES = (32, 16, 8, 4, 2, 1)
+_RECENCY_BLOCK_SIZES = (128, 64, 32, 16, 8, 4, 2, 1)
+#: Most tokens of a recency page in a block with one VQ page of each layer.
+_MAX_BESIDE_ONE_PAGE = 32
 #: VQ pages may grow by this share if that makes room for larger recency pages in the same pool block.
 _MAX_GROWTH = 0.02
 
 
 def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What a block of vLLM's pool has to hold.
+
+    num_pages: VQ pages of each layer.
+    state_bytes: of a layer that keeps a state, per KV head of the layers that attend; 0: there are none.
+    num_exact: unquantised layers, whose pages lie beside the VQ pages.
+    """
+
+    num_pages: int = 1
+    state_bytes: int = 0
+    num_exact: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Whose codes it has."""
+        return self.num_pages * VQ_BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -51,6 +72,7 @@ class PageLayout:
     recency_block_size: tokens per recency page, the same for all layers.
     padding: bytes at the end of a VQ page.
     tail: bytes at the end of both classes of pages.
+    num_pages: VQ pages of the layer in a block of the pool.
     """
 
     preset: Preset
@@ -60,6 +82,7 @@ class PageLayout:
     recency_block_size: int
     padding: int
     tail: int = 0
+    num_pages: int = 1
 
     @classmethod
     def of(cls, config: AntKVConfig, preset: Preset, head_size: int, dtype: torch.dtype) -> "PageLayout":
@@ -114,11 +137,11 @@ def page_layouts(
     head_size: int,
     dtype: torch.dtype,
     all_slide: bool = False,
-    num_exact: int = 0,
+    plan: BlockPlan = BlockPlan(),
 ) -> list[PageLayout]:
     """The layouts of a model's layers. Pages of one class of all layers share a block of vLLM's pool.
 
-    Recency pages have as many tokens as fit into the block that the VQ pages of all layers need.
+    VQ pages grow until a block of them holds a state. Recency pages have as many tokens as fit into that block.
 
     Args:
         config: how many anchors there are.
@@ -126,36 +149,43 @@ def page_layouts(
         head_size: channels.
         dtype: of the model.
         all_slide: every layer has a sliding window.
-        num_exact: number of unquantised layers, whose pages lie beside the VQ pages.
+        plan: what a block has to hold.
 
     Raises:
         SettingsError: a preset does not divide the head size.
     """
     for preset in presets:
         preset.num_sub_vectors(head_size)
-    layers = [PageLayout(preset, head_size, dtype.itemsize, config.anchor_rows, 1, 0) for preset in presets]
-    content = sum(layer.vq_page_bytes for layer in layers) + num_exact * layers[0].exact_page_bytes
-    limit = int(content * (1 + _MAX_GROWTH))
+    sizes = (head_size, dtype.itemsize, config.anchor_rows)
+    layers = [PageLayout(preset, *sizes, 1, 0, num_pages=plan.num_pages) for preset in presets]
+    content = sum(layer.vq_page_bytes for layer in layers) + plan.num_exact * layers[0].exact_page_bytes
+    # Of all layers' pages of the same tokens, as what follows.
+    of_states = -(-plan.state_bytes // plan.num_pages)
+    limit = max(int(content * (1 + _MAX_GROWTH)), of_states)
 
     def needed(block_size: int) -> int:
         # Slightly more than the recency pages take: vLLM distinguishes pages by size, and must see two sizes.
-        return sum(replace(layer, recency_block_size=block_size).recency_page_bytes + ALIGNMENT for layer in layers)
+        pages = (replace(layer, recency_block_size=block_size).recency_page_bytes + ALIGNMENT for layer in layers)
+        return -(-sum(pages) // plan.num_pages)
 
-    block_size = next((size for size in _RECENCY_BLOCK_SIZES if needed(size) <= limit), _RECENCY_BLOCK_SIZES[-1])
-    missing = needed(block_size) - content
+    most = _MAX_BESIDE_ONE_PAGE if plan.num_pages == 1 else VQ_BLOCK_SIZE
+    fitting = (size for size in _RECENCY_BLOCK_SIZES if size <= most and needed(size) <= limit)
+    block_size = next(fitting, _RECENCY_BLOCK_SIZES[-1])
+    missing = max(needed(block_size), of_states) - content
     padding = _align(-(-missing // len(layers))) if 0 < missing <= limit - content else 0
     layers = [replace(layer, recency_block_size=block_size, padding=padding) for layer in layers]
-    return _patterned(layers) if all_slide else _unbalanced(layers, num_exact)
+    return _patterned(layers) if all_slide else _unbalanced(layers, plan.num_exact)
 
 
 def pool_block_bytes(layers: Sequence[PageLayout], num_exact: int = 0, position_bytes: int = 0) -> int:
     """Bytes of a block of vLLM's pool, per KV head, all layers together: it fits the pages of either class.
 
-    num_exact: as in `page_layouts`.
+    num_exact: as in `BlockPlan`.
     position_bytes: a KV head's share of a page of positions, where there are such pages (`cache.positions`).
     """
     beside = num_exact * layers[0].exact_page_bytes + position_bytes
-    return max(sum(layer.vq_page_bytes for layer in layers) + beside, sum(layer.recency_page_bytes for layer in layers))
+    of_vq = layers[0].num_pages * (sum(layer.vq_page_bytes for layer in layers) + beside)
+    return max(of_vq, sum(layer.recency_page_bytes for layer in layers))
 
 
 def _unbalanced(layers: list[PageLayout], num_exact: int) -> list[PageLayout]:
@@ -189,14 +219,38 @@ def _patterned(layers: list[PageLayout]) -> list[PageLayout]:
     return [replace(layer, tail=index % num_sizes * ALIGNMENT) for index, layer in enumerate(layers)]
 
 
+def one_by_one(raw: torch.Tensor, num_pages: int) -> torch.Tensor:
+    """Pages of 128 tokens of a layer, of its raw blocks.
+
+    vLLM lays the bytes of a layer side by side in a block. Here the pages of all layers for the same tokens lie side
+    by side instead: page `j` of block `b` is page `b * num_pages + j` in a pool of smaller blocks, for every layer,
+    whatever its page's size. All layers of a block must be viewed so.
+
+    Args:
+        raw: (num_blocks, heads, 1, num_pages * page_bytes), whose first block is the first one of its storage.
+        num_pages: of the layer, in a block.
+
+    Returns:
+        (num_blocks * num_pages, heads, 1, page_bytes), a view of other bytes where a block has several pages.
+    """
+    if num_pages == 1:
+        return raw
+    num_blocks, heads, _, num_bytes = raw.shape
+    page, stride = num_bytes // num_pages, raw.stride(0) // num_pages
+    # A page lies behind those of the layers before its own, which are as many bytes for all blocks of them.
+    return raw.as_strided(
+        (num_blocks * num_pages, heads, 1, page), (stride, page, page, 1), raw.storage_offset() // num_pages
+    )
+
+
 @dataclass(frozen=True)
 class VQPages:
     """Typed views of a layer's VQ pages; writing to them writes the cache.
 
-    k_codes, v_codes: (num_blocks, num_kv_heads, VQ_BLOCK_SIZE, code_bytes) uint8.
-    k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, anchor_row_bytes) uint8: e4m3 in the first head_size
+    k_codes, v_codes: (num_pages, num_kv_heads, VQ_BLOCK_SIZE, code_bytes) uint8.
+    k_anchors, v_anchors: (num_pages, num_kv_heads, anchor_rows, anchor_row_bytes) uint8: e4m3 in the first head_size
         bytes (`ops.reference.correction`), or half of an unquantised vector.
-    anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V; NO_ANCHOR where a slot is unused or the
+    anchor_offsets: (num_pages, num_kv_heads, 2, anchor_rows) int16, K then V; NO_ANCHOR where a slot is unused or the
         second of two; EXACT_ANCHOR is added for unquantised vectors.
     """
 
@@ -208,8 +262,8 @@ class VQPages:
 
     @classmethod
     def view(cls, raw: torch.Tensor, layout: PageLayout) -> "VQPages":
-        """View raw pages, (num_blocks, num_kv_heads, 1, vq_page_bytes) uint8 or int8."""
-        sections = _Sections(raw)
+        """View raw blocks, as in `one_by_one`, with pages of `vq_page_bytes`, uint8 or int8."""
+        sections = _Sections(one_by_one(raw, layout.num_pages))
         code_bytes = layout.preset.code_bytes(layout.head_size)
         codes = (VQ_BLOCK_SIZE, code_bytes)
         rows = (layout.anchor_rows, layout.anchor_row_bytes)
@@ -225,7 +279,7 @@ class VQPages:
     def as_exact_rows(anchors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`k_anchors` or `v_anchors` as rows of the model's `dtype`.
 
-        Returns (num_blocks, num_kv_heads, anchor_rows // 2, head_size), a view.
+        Returns (num_pages, num_kv_heads, anchor_rows // 2, head_size), a view.
         """
         num_pairs = anchors.shape[2] // 2
         return anchors[:, :, : 2 * num_pairs].unflatten(2, (num_pairs, 2)).flatten(3).view(dtype)

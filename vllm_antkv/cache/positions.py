@@ -7,6 +7,7 @@ includes them. 96 bits per token are 0.003 bits per element in the shape of Qwen
 
 import torch
 
+from vllm_antkv.cache.pages import one_by_one
 from vllm_antkv.config import VQ_BLOCK_SIZE
 
 #: Positions of a token.
@@ -15,9 +16,10 @@ NUM_POSITIONS = 3
 POSITION_PAGE_BYTES = VQ_BLOCK_SIZE * NUM_POSITIONS * 4
 
 
-def view_positions(raw: torch.Tensor) -> torch.Tensor:
-    """View raw pages, (num_blocks, 1, 1, POSITION_PAGE_BYTES) uint8, as (num_blocks, VQ_BLOCK_SIZE, 3) int32."""
-    return raw[:, 0, 0].view(torch.uint8).view(torch.int32).unflatten(-1, (VQ_BLOCK_SIZE, NUM_POSITIONS))
+def view_positions(raw: torch.Tensor, num_pages: int = 1) -> torch.Tensor:
+    """View raw blocks of uint8, as in `one_by_one`, as (all their pages, VQ_BLOCK_SIZE, 3) int32."""
+    pages = one_by_one(raw, num_pages)[:, 0, 0].view(torch.uint8)
+    return pages.view(torch.int32).unflatten(-1, (VQ_BLOCK_SIZE, NUM_POSITIONS))
 
 
 def store_positions(pages: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
@@ -25,7 +27,7 @@ def store_positions(pages: torch.Tensor, slots: torch.Tensor, positions: torch.T
 
     Args:
         pages: as `view_positions` gives them.
-        slots: (num_tokens,) int64, block * VQ_BLOCK_SIZE + offset of each token; negative for padding, which goes to
+        slots: (num_tokens,) int64, page * VQ_BLOCK_SIZE + offset of each token; negative for padding, which goes to
             the null block.
         positions: (3, num_tokens) integer.
     """

@@ -23,8 +23,7 @@ def warm_up(build: Callable[[LayerState], LayerOperations], layer: LayerState) -
 
     The pages must be nobody's yet, and are left dirty.
     """
-    num_pages = len(layer.vq.k_codes) - 1
-    if num_pages < 1:
+    if len(layer.recency.k) < 2:
         return
     device = layer.last_query.device
     length = min(_PROMPT, len(layer.last_query) - 1)
@@ -34,14 +33,14 @@ def warm_up(build: Callable[[LayerState], LayerOperations], layer: LayerState) -
     operations = build(replace(layer, counters=Counters(device, "warm-up")))
     # Attending must meet no anchor beyond a block.
     layer.vq.anchor_offsets.fill_(NO_ANCHOR)
-    decodes = _step(layer, num_pages, [1] * num_reqs, length + 1)
-    prompts = _step(layer, num_pages, [length] * num_prompts, length)
+    decodes = _step(layer, [1] * num_reqs, length + 1)
+    prompts = _step(layer, [length] * num_prompts, length)
     for step in (decodes, prompts):
         for with_sinks in (False, True):
             _run(operations, layer, step, with_sinks)
 
 
-def _step(layer: LayerState, num_pages: int, query_lens: list[int], seq_len: int) -> Step:
+def _step(layer: LayerState, query_lens: list[int], seq_len: int) -> Step:
     """Requests of `seq_len` tokens, which share their pages where the pool is small.
 
     Block tables are as wide as vLLM's, which have room for the longest request: Triton compiles anew for a width that
@@ -49,9 +48,11 @@ def _step(layer: LayerState, num_pages: int, query_lens: list[int], seq_len: int
     """
     device = layer.last_query.device
 
-    def table(page_size: int) -> torch.Tensor:
+    def table(pages: torch.Tensor, page_size: int) -> torch.Tensor:
         width = -(-len(layer.last_query) // page_size)
-        ids = 1 + torch.arange(width, dtype=torch.int32, device=device) % num_pages
+        # Those of the null block, which has a page of recent rows, stay as they are.
+        null = len(pages) // len(layer.recency.k)
+        ids = null + torch.arange(width, dtype=torch.int32, device=device) % (len(pages) - null)
         return ids.repeat(len(query_lens), 1)
 
     starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
@@ -60,8 +61,8 @@ def _step(layer: LayerState, num_pages: int, query_lens: list[int], seq_len: int
     return Step(
         query_start_loc=query_start_loc.to(device),
         seq_lens=seq_lens.to(device),
-        vq_block_table=table(VQ_BLOCK_SIZE),
-        recency_block_table=table(layer.recency.k.shape[2]),
+        vq_block_table=table(layer.vq.k_codes, VQ_BLOCK_SIZE),
+        recency_block_table=table(layer.recency.k, layer.recency.k.shape[2]),
         max_query_len=max(query_lens),
         max_seq_len=seq_len,
         query_start_loc_cpu=query_start_loc,

@@ -19,11 +19,13 @@ class PageRetention:
     block_size: tokens per recency page.
     interval: tokens between the boundaries at which prefix-cache hits may end; 0 keeps only the last one of a step.
     last_use: (num_pages,) int64, the last position whose step reads the page.
+    vq_block_size: tokens of a block of VQ pages, at whose edges hits end.
     """
 
     block_size: int
     interval: int
     last_use: np.ndarray
+    vq_block_size: int = VQ_BLOCK_SIZE
 
     def needed_after(self, pages: np.ndarray, num_tokens: int) -> np.ndarray:
         """Mask of the pages that a later step reads once `num_tokens` tokens are computed."""
@@ -64,7 +66,7 @@ class PageRetention:
         if self.interval:
             mask |= np.minimum(self.last_use[pages], num_tokens) // self.interval * self.interval > starts
         for boundary in boundaries:
-            aligned = boundary // VQ_BLOCK_SIZE * VQ_BLOCK_SIZE
+            aligned = boundary // self.vq_block_size * self.vq_block_size
             mask |= self.needed_after(pages, aligned) & (starts < aligned)
         return mask
 
@@ -93,9 +95,14 @@ class PageRetention:
 
 @cache
 def page_retention(
-    config: AntKVConfig, max_len: int, block_size: int, interval: int, window: int | None = None
+    config: AntKVConfig,
+    max_len: int,
+    block_size: int,
+    interval: int,
+    window: int | None = None,
+    vq_block_size: int = VQ_BLOCK_SIZE,
 ) -> PageRetention:
     """Retention of recency pages for these settings, sequences of at most `max_len` tokens and layers with `window`."""
     num_pages = -(-max_len // block_size)
     table = last_use_table(config, num_pages * block_size, window).numpy().astype(np.int64)
-    return PageRetention(block_size, interval, table.reshape(num_pages, block_size).max(axis=1))
+    return PageRetention(block_size, interval, table.reshape(num_pages, block_size).max(axis=1), vq_block_size)

@@ -38,7 +38,7 @@ struct Layer {
     i32 recency_block_size, anchor_rows;
     i32 split;                                  // tokens of a split, whatever the batch
     i32 staged_bytes;                           // of a page that decoding brings at once: its codes, or all of it
-    i32 num_blocks;                             // pages that there are, of either kind
+    i32 num_blocks;                             // pages of codes; of recent rows there are no more
 };
 
 // What a step computes; see vllm_antkv/ops/step.py. Table strides are in entries.

@@ -22,6 +22,7 @@ from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import jensen_weights
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.recency import last_query_table
+from vllm_antkv.vllm_adapter.attention.blocks import block_plan
 from vllm_antkv.vllm_adapter.attention.code_order import in_code_order
 from vllm_antkv.vllm_adapter.attention.exact_layers import has_window, leave_exact
 from vllm_antkv.vllm_adapter.attention.flash_attention import flash_attention
@@ -167,7 +168,8 @@ def _layouts(shared: _Shared) -> list[PageLayout]:
     num_beside = sum(not has_window(layer, model_config.max_model_len) for layer in exact)
     all_slide = not num_beside and all(shared.rules[index].window is not None for index in found.coded)
     presets = [header.layer_presets[index] for index in found.coded]
-    return page_layouts(shared.settings, presets, header.model.head_size, model_config.dtype, all_slide, num_beside)
+    plan = replace(block_plan(shared.vllm_config), num_exact=num_beside)
+    return page_layouts(shared.settings, presets, header.model.head_size, model_config.dtype, all_slide, plan)
 
 
 def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:
@@ -232,7 +234,7 @@ def _position_layer(
                 f"{found.every[index].layer_name} has a sliding window, which an antkv cache does not support beside "
                 "M-RoPE: serve this model with --kv-cache-dtype auto."
             )
-    companion = PositionLayer(of_step)
+    companion = PositionLayer(of_step, block_plan(vllm_config).num_pages)
     name = position_layer_name(found.every[min(found.coded)].layer_name)
     vllm_config.compilation_config.static_forward_context[name] = companion
     return companion

@@ -41,8 +41,8 @@ class AntKVBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        """VQ pages are never split."""
-        return [VQ_BLOCK_SIZE]
+        """Blocks are never split: the metadata has the pages in them."""
+        return [MultipleOf(VQ_BLOCK_SIZE)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:

@@ -1,16 +1,34 @@
 """What the engine says of its own footprint at start-up and in its status."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vllm.config import VllmConfig
 
 from vllm_antkv.cache.footprint import Footprint, footprint
-from vllm_antkv.cache.pages import PageLayout, page_layouts
+from vllm_antkv.cache.pages import BlockPlan, PageLayout, page_layouts
 from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.features import num_sharing_layers
 from vllm_antkv.layer_windows import attention_layers, layer_windows
 from vllm_antkv.presets import Preset, nominal_bits
+from vllm_antkv.vllm_adapter.attention.blocks import block_plan
+
+
+def served_layouts(
+    vllm_config: VllmConfig, settings: AntKVConfig, presets: Sequence[Preset], exact: Sequence[int], plan: BlockPlan
+) -> list[PageLayout]:
+    """Layouts of the pages of the layers with codes, in blocks of this plan; others as in `served_footprint`."""
+    coded, of_exact = _windows(vllm_config, exact)
+    model_config = vllm_config.model_config
+    return page_layouts(
+        settings,
+        presets,
+        model_config.get_head_size(),
+        model_config.dtype,
+        all_slide=None not in (*coded, *of_exact),
+        plan=replace(plan, num_exact=of_exact.count(None)),
+    )
 
 
 def served_footprint(
@@ -21,24 +39,21 @@ def served_footprint(
     presets: of the layers that have codes.
     exact: indices of the decoder layers that stay exact.
     """
-    model_config = vllm_config.model_config
-    text_config = model_config.hf_text_config
+    layouts = served_layouts(vllm_config, settings, presets, exact, block_plan(vllm_config))
+    length = min(8192, vllm_config.model_config.max_model_len)
+    return layouts, footprint(layouts, settings, length, *_windows(vllm_config, exact), position_bytes(vllm_config))
+
+
+def _windows(vllm_config: VllmConfig, exact: Sequence[int]) -> tuple[list[int | None], list[int | None]]:
+    """Of the layers with codes, and of those that stay exact."""
+    text_config = vllm_config.model_config.hf_text_config
     windows = layer_windows(text_config)
     indices = attention_layers(text_config) or range(len(windows))
     # The last ones may have no pages of their own.
     windows = windows[: len(windows) - num_sharing_layers(text_config)]
     kinds = [(index in exact, window) for index, window in zip(indices, windows, strict=False)]
     coded, of_exact = ([window for is_exact, window in kinds if is_exact is kind] for kind in (False, True))
-    layouts = page_layouts(
-        settings,
-        presets,
-        model_config.get_head_size(),
-        model_config.dtype,
-        all_slide=None not in windows,
-        num_exact=of_exact.count(None),
-    )
-    length = min(8192, model_config.max_model_len)
-    return layouts, footprint(layouts, settings, length, coded, of_exact, position_bytes(vllm_config))
+    return coded, of_exact
 
 
 def position_bytes(vllm_config: VllmConfig) -> int:

@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.step import Step
 
 
@@ -32,7 +33,8 @@ class VQMetadata(AttentionMetadata):
 
     num_tokens: new tokens of the step.
     block_table: (num_reqs, max_blocks) int32 of the VQ pages.
-    slot_mapping: (num_tokens,) int64, where in the VQ pages they are (`cache.positions.store_positions`).
+    slot_mapping: (num_tokens,) int64, where in the VQ pages they are (`cache.positions.store_positions`): pages follow
+        each other, so that vLLM's slots in blocks are those in pages.
     Others as in `ops.step.Step`.
     """
 
@@ -96,6 +98,9 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         self._counters = next((each.setup.counters for each in ours if each.setup.counts_rows), None)
         prefix_tokens = ours[0].prefix.tokens if ours[0].prefix else None
         self._prefix_tokens = prefix_tokens if prefix_tokens and prefix_tokens.layer_name in layer_names else None
+        self._pages = torch.arange(kv_cache_spec.block_size // VQ_BLOCK_SIZE, dtype=torch.int32, device=device)
+        self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self._block_table: torch.Tensor | None = None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
@@ -130,7 +135,7 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
             num_tokens=common_attn_metadata.num_actual_tokens,
             query_start_loc=common_attn_metadata.query_start_loc[: num_reqs + 1],
             seq_lens=common_attn_metadata.seq_lens[:num_reqs],
-            block_table=common_attn_metadata.block_table_tensor[:num_reqs],
+            block_table=self._of_pages(common_attn_metadata.block_table_tensor[:num_reqs]),
             slot_mapping=common_attn_metadata.slot_mapping[: common_attn_metadata.num_actual_tokens],
             max_query_len=common_attn_metadata.max_query_len,
             max_seq_len=common_attn_metadata.max_seq_len,
@@ -138,6 +143,16 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
             query_start_loc_cpu=common_attn_metadata.query_start_loc_cpu[: num_reqs + 1],
             seq_lens_cpu=None if seq_lens_cpu is None else seq_lens_cpu[:num_reqs],
         )
+
+    def _of_pages(self, block_table: torch.Tensor) -> torch.Tensor:
+        """The pages in a table's blocks (`cache.pages.one_by_one`), always at the same place: CUDA graphs read it."""
+        num_reqs, num_pages = len(block_table), len(self._pages)
+        if num_pages == 1:
+            return block_table
+        if self._block_table is None:
+            self._block_table = block_table.new_zeros(self._max_num_reqs, block_table.shape[1], num_pages)
+        torch.add(self._pages, block_table[:, :, None], alpha=num_pages, out=self._block_table[:num_reqs])
+        return self._block_table[:num_reqs].flatten(1)
 
 
 class RecencyMetadataBuilder(AttentionMetadataBuilder[RecencyMetadata]):

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from vllm_antkv.features import num_sharing_layers
 from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.presets import Preset, get_preset
 from vllm_antkv.slow_bfloat16 import REMEDY, slow_bfloat16
+from vllm_antkv.vllm_adapter.attention.blocks import block_plan, make_plan
 from vllm_antkv.vllm_adapter.attention.exact_layers import read_skipped
-from vllm_antkv.vllm_adapter.attention.footprint import describe
+from vllm_antkv.vllm_adapter.attention.footprint import describe, served_layouts
 from vllm_antkv.vllm_adapter.attention.refusals import refuse_unsupported
 
 logger = logging.getLogger("vllm.antkv")
@@ -68,9 +70,6 @@ def complete(vllm_config: VllmConfig) -> None:
             f"--block-size {cache_config.block_size} cannot be used with {cache_config.cache_dtype}, whose blocks have "
             f"{VQ_BLOCK_SIZE} tokens: leave it out."
         )
-    cache_config.block_size = VQ_BLOCK_SIZE
-    if cache_config.mamba_cache_mode == "align":
-        cache_config.mamba_block_size = VQ_BLOCK_SIZE
     # Boundaries at which states can be had take a block of each group of states: with those, vLLM's default stays.
     if cache_config.prefix_cache_retention_interval == 0 and not vllm_config.model_config.is_hybrid:
         cache_config.prefix_cache_retention_interval = DEFAULT_RETENTION_INTERVAL
@@ -105,6 +104,13 @@ def complete(vllm_config: VllmConfig) -> None:
         _SETTINGS_KEY: settings.model_dump(),
         _RESOLVED_KEY: asdict(resolved),
     }
+    make_plan(vllm_config, settings, partial(served_layouts, vllm_config, settings, resolved.presets, exact))
+    num_pages = block_plan(vllm_config).num_pages
+    if exact and num_pages > 1:
+        raise SettingsError(
+            "--kv-cache-dtype-skip-layers is not supported in a model with states as large as those of "
+            f"{identity.architecture}: leave it out, or use --kv-cache-dtype auto."
+        )
     if _brings_cache_scales(model_config.hf_config):
         logger.info("Scales for an FP8 KV cache in the checkpoint are not used: codes need none.")
     if prefix:

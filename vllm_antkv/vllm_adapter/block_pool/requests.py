@@ -4,11 +4,12 @@ A block that no request holds can still be read as long as the prefix cache has 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
@@ -26,11 +27,11 @@ _MAX_REQUESTS = 8
 
 @dataclass(frozen=True)
 class ClosedBlocks:
-    """A request's full blocks, whose anchors are chosen.
+    """A request's full VQ pages, whose anchors are chosen.
 
     number: of the request, counted from 1 by this engine.
-    block_ids: by name of the attention layer, equally many for all, from the beginning of the sequence to the last
-        readable block; 0, the null block, where a layer with a window has freed its own.
+    block_ids: of these pages, as kernels read them, by name of the attention layer, equally many for all, from the
+        beginning of the sequence to the last readable one; 0 where a layer with a window has freed its own.
     running: the request is not finished.
     """
 
@@ -63,8 +64,7 @@ class LastRequests:
         for number, request in reversed(self._requests):
             running = request.request_id in _vq_manager(manager).req_to_blocks
             block_ids = _held if running else _remembered
-            null = manager.block_pool.null_block.block_id
-            readable = np.flatnonzero(np.array(block_ids(request, manager, _vq_manager(manager))) != null)
+            readable = np.flatnonzero(block_ids(request, manager, _vq_manager(manager)))
             num_blocks = int(readable.max(initial=-1)) + 1
             if num_blocks:
                 ids = {
@@ -83,7 +83,7 @@ def tokens_in_use(scheduler: Scheduler) -> int:
     num_distinct = len({block.block_id for held in blocks.values() for block in held if not block.is_null})
     computed = sum(scheduler.requests[request_id].num_computed_tokens for request_id, held in blocks.items() if held)
     # Only full blocks are shared; blocks before a window are null.
-    return computed - VQ_BLOCK_SIZE * (num_held - num_distinct)
+    return computed - _vq_manager(scheduler.kv_cache_manager).block_size * (num_held - num_distinct)
 
 
 def _vq_manager(manager: KVCacheManager) -> SingleTypeKVCacheManager:
@@ -98,14 +98,21 @@ def _vq_managers(manager: KVCacheManager) -> list[SingleTypeKVCacheManager]:
 
 
 def _held(request: Request, manager: KVCacheManager, of_group: SingleTypeKVCacheManager) -> list[int]:
-    """Blocks of the group that a running request holds; blocks before the window are null."""
-    blocks = of_group.req_to_blocks[request.request_id]
-    return [block.block_id for block in blocks[: request.num_computed_tokens // VQ_BLOCK_SIZE]]
+    """Full pages of the group that a running request holds; 0 before the window."""
+    ids = _pages(of_group.req_to_blocks[request.request_id], of_group)
+    return ids[: request.num_computed_tokens // VQ_BLOCK_SIZE]
 
 
 def _remembered(request: Request, manager: KVCacheManager, of_group: SingleTypeKVCacheManager) -> list[int]:
-    """Blocks of a finished request that the prefix cache still has; null for the others."""
+    """Pages of a finished request that the prefix cache still has; 0 for the others."""
     pool, group = manager.block_pool, of_group.kv_cache_group_id
-    hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, VQ_BLOCK_SIZE)
+    hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, of_group.block_size)
     cached = [pool.get_cached_block(block_hash, [group]) for block_hash in hashes]
-    return [pool.null_block.block_id if blocks is None else blocks[0].block_id for blocks in cached]
+    return _pages([pool.null_block if blocks is None else blocks[0] for blocks in cached], of_group)
+
+
+def _pages(blocks: Sequence[KVCacheBlock], of_group: SingleTypeKVCacheManager) -> list[int]:
+    """Ids of the pages in some blocks (`cache.pages.one_by_one`); 0 in the null block."""
+    num_pages = of_group.block_size // VQ_BLOCK_SIZE
+    ids = [0 if block.is_null else block.block_id for block in blocks]
+    return [block_id and block_id * num_pages + page for block_id in ids for page in range(num_pages)]

@@ -29,6 +29,7 @@ class RecencySpec(SlidingWindowSpec):
     max_len: longest sequence served.
     interval: tokens between prefix-cache boundaries that stay reachable.
     max_steps: engine steps in flight at once, 2 with async scheduling.
+    vq_block_size: tokens of a block of VQ pages.
     """
 
     settings: AntKVConfig
@@ -36,6 +37,7 @@ class RecencySpec(SlidingWindowSpec):
     interval: int
     max_steps: int
     window: int | None = None
+    vq_block_size: int = VQ_BLOCK_SIZE
 
     sliding_window: int = field(init=False)
 
@@ -54,7 +56,8 @@ class RecencySpec(SlidingWindowSpec):
     @property
     def retention(self) -> PageRetention:
         """When pages live and die."""
-        return page_retention(self.settings, self.max_len, self.block_size, self.interval, self.window)
+        sizes = (self.max_len, self.block_size, self.interval, self.window, self.vq_block_size)
+        return page_retention(self.settings, *sizes)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """The most pages a request holds at once; vLLM admits requests and sizes the pool by it."""
@@ -67,32 +70,33 @@ class RecencySpec(SlidingWindowSpec):
 
 
 def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) -> FullAttentionSpec | SlidingWindowSpec:
-    """The spec of VQ pages: one opaque state of `vq_page_bytes` per block and KV head.
+    """The spec of VQ pages: one opaque state per block and KV head, of all its pages.
 
     vLLM frees those of layers with a window as its own: once no later query sees a token of the block.
 
     uint8 with `state_content_bytes`, so that vLLM does not zero new blocks; kernels reset what needs it.
     """
+    block_size = layout.num_pages * VQ_BLOCK_SIZE
     page = {
-        "block_size": VQ_BLOCK_SIZE,
+        "block_size": block_size,
         "num_kv_heads": num_kv_heads,
         "head_size": layout.head_size,
         "dtype": torch.uint8,
-        "state_content_bytes": layout.vq_page_bytes,
-        "tokens_per_state": VQ_BLOCK_SIZE,
+        "state_content_bytes": layout.num_pages * layout.vq_page_bytes,
+        "tokens_per_state": block_size,
     }
     return FullAttentionSpec(**page) if window is None else SlidingWindowSpec(**page, sliding_window=window)
 
 
-def position_spec() -> FullAttentionSpec:
-    """The spec of position pages, which lie beside the VQ pages of all layers, on every rank."""
+def position_spec(num_pages: int = 1) -> FullAttentionSpec:
+    """The spec of position pages, which lie beside the VQ pages of all layers, on every rank; as many in a block."""
     return FullAttentionSpec(
-        block_size=VQ_BLOCK_SIZE,
+        block_size=num_pages * VQ_BLOCK_SIZE,
         num_kv_heads=1,
         head_size=POSITION_PAGE_BYTES,
         dtype=torch.uint8,
-        state_content_bytes=POSITION_PAGE_BYTES,
-        tokens_per_state=VQ_BLOCK_SIZE,
+        state_content_bytes=num_pages * POSITION_PAGE_BYTES,
+        tokens_per_state=num_pages * VQ_BLOCK_SIZE,
     )
 
 
@@ -130,7 +134,8 @@ def recency_spec(
         settings=settings,
         max_len=vllm_config.model_config.max_model_len,
         # None is vLLM's dense retention: every boundary at which a hit can end.
-        interval=VQ_BLOCK_SIZE if interval is None else interval,
+        interval=layout.num_pages * VQ_BLOCK_SIZE if interval is None else interval,
         window=window,
+        vq_block_size=layout.num_pages * VQ_BLOCK_SIZE,
         max_steps=max(vllm_config.max_in_flight_tokens // vllm_config.scheduler_config.max_num_batched_tokens, 1),
     )

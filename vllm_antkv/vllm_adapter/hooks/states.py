@@ -1,7 +1,7 @@
 """Lets layers with a state lie beside ours, and cuts prompts where their states belong.
 
-vLLM makes blocks larger until a page of one layer holds a state. Pages of ours lie side by side in a block, which holds
-one already.
+vLLM makes blocks larger until a page of one layer holds a state. Pages of ours lie side by side in a block, which
+`attention.blocks` has planned.
 
 Between two parts of a prompt the state enters the prefix cache, as that of all tokens of its block. vLLM ends parts at
 multiples of the smallest block of all layers, which is that of our recent rows: states would be taken for those of
@@ -24,6 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec, iter_layer_specs
 
 from vllm_antkv.presets import PRESETS
+from vllm_antkv.vllm_adapter.attention.blocks import set_block_size
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 from vllm_antkv.vllm_adapter.hooks.base import Hook
 from vllm_antkv.vllm_adapter.hooks.patches import Patches
@@ -38,8 +39,10 @@ def _install(patches: Patches) -> None:
     ends_within = kv_cache_utils.partial_hash_hits_enabled
 
     def align_hybrid_block_size(cls: type, vllm_config: VllmConfig, backend_cls: Any) -> None:
-        # `startup.complete` has set the sizes.
-        if vllm_config.cache_config.cache_dtype not in PRESETS:
+        if vllm_config.cache_config.cache_dtype in PRESETS:
+            # Until the model was loaded, vLLM's own choice may have taken their place.
+            set_block_size(vllm_config)
+        else:
             align(cls, vllm_config, backend_cls)
 
     @wraps(initialise)

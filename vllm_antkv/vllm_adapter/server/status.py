@@ -9,9 +9,10 @@ from vllm.config import VllmConfig
 
 from vllm_antkv import __version__
 from vllm_antkv.cache.pages import pool_block_bytes
-from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.counters import ROW_CLASSES, Report
 from vllm_antkv.presets import nominal_bits
+from vllm_antkv.vllm_adapter.attention.blocks import block_plan
 from vllm_antkv.vllm_adapter.attention.footprint import position_bytes, served_footprint
 from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 
@@ -83,7 +84,7 @@ class Setup(BaseModel):
         settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
         codebook = resolved_codebook(vllm_config)
         layouts, cost = served_footprint(vllm_config, settings, codebook.presets, codebook.exact)
-        model_config = vllm_config.model_config
+        model_config, plan = vllm_config.model_config, block_plan(vllm_config)
         parts: dict[Part, int] = {
             "codes": cost.codes,
             "anchors": cost.anchors,
@@ -106,7 +107,10 @@ class Setup(BaseModel):
             settings=settings,
             codebook=CodebookInfo(identity=codebook.identity, path=codebook.path, bytes=codebook.num_bytes),
             pages={
-                "vq": Page(block_size=VQ_BLOCK_SIZE, bytes=sum(layout.vq_page_bytes for layout in layouts)),
+                "vq": Page(
+                    block_size=plan.num_tokens,
+                    bytes=plan.num_pages * sum(layout.vq_page_bytes for layout in layouts),
+                ),
                 "recency": Page(
                     block_size=layouts[0].recency_block_size, bytes=sum(layout.recency_page_bytes for layout in layouts)
                 ),

@@ -1,0 +1,60 @@
+"""What lies in a block of the pool: planned when the server starts, known to all its processes by the configuration."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.model_executor.models import ModelRegistry
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from vllm_antkv.cache.blocks import States, plan_blocks
+from vllm_antkv.cache.pages import BlockPlan, PageLayout
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.layer_windows import num_state_layers
+
+_KEY = "antkv_blocks"
+
+
+def block_plan(vllm_config: VllmConfig) -> BlockPlan:
+    """The one that was made."""
+    return BlockPlan(**vllm_config.additional_config.get(_KEY, {}))
+
+
+def make_plan(
+    vllm_config: VllmConfig, settings: AntKVConfig, layouts_of: Callable[[BlockPlan], Sequence[PageLayout]]
+) -> None:
+    """Plan the blocks of a model, and give vLLM their size; arguments as in `cache.blocks.plan_blocks`."""
+    length = vllm_config.model_config.max_model_len
+    plan = plan_blocks(layouts_of, settings, states_of(vllm_config), length)
+    if plan != BlockPlan():
+        made: dict[str, Any] = {_KEY: asdict(plan)}
+        vllm_config.additional_config = vllm_config.additional_config | made
+    set_block_size(vllm_config)
+
+
+def set_block_size(vllm_config: VllmConfig) -> None:
+    """Tell vLLM how many tokens a block has, of codes and, where prefixes are cached, of states."""
+    cache_config = vllm_config.cache_config
+    cache_config.block_size = block_plan(vllm_config).num_tokens
+    if cache_config.mamba_cache_mode == "align":
+        cache_config.mamba_block_size = cache_config.block_size
+
+
+def states_of(vllm_config: VllmConfig) -> States | None:
+    """The states that a worker of the model keeps; None: all layers attend, and no more."""
+    model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
+    if not model_config.is_hybrid:
+        return None
+    model_class, _ = ModelRegistry.resolve_model_cls(model_config.architecture, model_config=model_config)
+    spec = MambaSpec(
+        shapes=model_class.get_mamba_state_shape_from_config(vllm_config),
+        dtypes=model_class.get_mamba_state_dtype_from_config(vllm_config),
+        block_size=-1,
+    )
+    return States(
+        num_layers=num_state_layers(model_config.hf_text_config),
+        num_bytes=-(-spec.page_size_bytes // model_config.get_num_kv_heads(parallel_config)),
+        # That before the step, and that behind it, where the former may serve a prefix-cache hit.
+        per_request=2 if vllm_config.cache_config.mamba_cache_mode == "align" else 1,
+    )
