@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.presets import PRESETS, Preset, get_preset
 
-#: How a token counts in k-means, by the norm of its gradient (AnTKV, equation 2), and a channel of K, by the queries; or
+#: How a token counts in k-means: by the norm of its gradient (AnTKV, equation 2), and a channel of K by its queries. Or
 #: all alike.
 Weights = Literal["grad", "none"]
 #: How sub-vectors take the channels of K (`ops.rope.interleaved`); V's are taken as they come.

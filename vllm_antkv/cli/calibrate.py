@@ -16,9 +16,9 @@ class LearningOptions:
 
     samples: Annotated[int, typer.Option(min=1, help="Windows of text, at most.")] = CalibrationSettings.samples
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = CalibrationSettings.seq_len
-    weights: Annotated[
-        Weights, typer.Option(help="none: tokens, and channels of K, count alike, not by gradients and queries.")
-    ] = CalibrationSettings.weights
+    weights: Annotated[Weights, typer.Option(help="Weigh tokens by gradients and K by queries, or all alike.")] = (
+        CalibrationSettings.weights
+    )
     channels: Annotated[
         Channels,
         typer.Option(help="Channels of K in a sub-vector: spread over the RoPE frequencies, or consecutive (CQ)."),
