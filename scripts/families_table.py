@@ -13,8 +13,8 @@ def render(page: str) -> str:
     """The page with the list of these families in its place."""
     before, rest = page.split(_BEGIN)
     after = rest.split(_END)[1]
-    names = (f"- {family.title} (`{family.architecture}`)\n" for family in FAMILIES.values() if family.served)
-    return before + _BEGIN + "".join(names) + _END + after
+    names = (f"{family.title} (`{family.architecture}`)" for family in FAMILIES.values() if family.served)
+    return before + _BEGIN + ",\n".join(names) + ".\n" + _END + after
 
 
 if __name__ == "__main__":

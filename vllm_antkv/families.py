@@ -142,6 +142,27 @@ FAMILIES: dict[str, Family] = {
             special="most layers are convolutions with a small state; K is normalised, then coded",
         ),
         Family(
+            "granitemoehybrid",
+            "GraniteMoeHybridForCausalLM",
+            "Granite-4-H",
+            special="most layers are Mamba-2, with a large state; experts",
+        ),
+        Family("falcon_h1", "FalconH1ForCausalLM", "Falcon-H1", special="every layer attends and is Mamba-2"),
+        Family("nemotron_h", "NemotronHForCausalLM", "Nemotron-H", special="most layers are Mamba-2 or have no cache"),
+        Family(
+            "qwen3_5",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3.5",
+            served="run: with images",
+            special="three of four layers are linear attention with a large state; M-RoPE; output gates",
+        ),
+        Family(
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            "Qwen3-Next",
+            special="experts; three of four layers are linear attention with a large state; output gates",
+        ),
+        Family(
             "gpt_oss", "GptOssForCausalLM", "gpt-oss", special="experts, learned sinks, windows in every second layer"
         ),
     )

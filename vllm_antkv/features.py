@@ -7,9 +7,6 @@ from typing import Any
 
 from vllm_antkv.layer_windows import layer_kinds, layer_windows
 
-#: Kinds of layers whose states are larger than a block of codes, most of which they would waste.
-_LARGE_STATES = {"linear_attention", "mamba", "hybrid"}
-
 
 def unserved_feature(config: Any) -> str | None:
     """The first feature that an antkv cache cannot serve, as a refusal names it; None: nothing is against the model.
@@ -33,7 +30,6 @@ def _features(config: Any) -> dict[str, bool]:
         "ALiBi": _has_alibi(config),
         "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
         "attention that is not causal": not getattr(config, "is_causal", True),
-        "state-space or linear-attention layers": bool(kinds & _LARGE_STATES),
         "chunked attention": "chunked_attention" in kinds and bool(getattr(config, "attention_chunk_size", None)),
         "Fourier position embeddings (FoPE)": any(rope.get("use_fope") for rope in ropes),
     }

@@ -29,6 +29,19 @@ def num_state_layers(config: Any) -> int:
     return sum(kind in _WITH_STATE for kind in layer_kinds(config))
 
 
+def states_per_request(config: Any) -> int:
+    """States of a layer that a request holds at most while prefixes are cached: before its step and behind it.
+
+    Mamba-2 has one more, from within the prompt. config: of the text model.
+    """
+    return 3 if has_mamba2(config) else 2
+
+
+def has_mamba2(config: Any) -> bool:
+    """Whether the layers with a state are state spaces with heads. config: of the text model."""
+    return any(hasattr(config, name) for name in ("mamba_n_heads", "mamba_num_heads"))
+
+
 def layer_windows(config: Any) -> list[int | None]:
     """Tokens that a query sees in each layer that attends, itself included; None where it sees all before it.
 

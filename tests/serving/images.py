@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.serving.conftest import Engine, assert_all_same
-from tests.serving.served_family import OPTIONS, PRESET, assert_served, learn
+from tests.serving.conftest import Engine
+from tests.serving.served_family import OPTIONS, PRESET, assert_alike, assert_served, learn
 from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, SeesImages, make_for_text
 from tests.serving.turning import Turning
 from vllm_antkv.config import AntKVConfig
@@ -121,10 +121,11 @@ def test_with_images(start_engine: Start, tmp_path: Path, model_type: str, kind:
     model = tmp_path / "model"
     requests = make_requests(kind.make(model, model_type))
     random = learn(model)
-    with start_engine(model, PRESET, {"codebooks": str(random)}, **OPTIONS) as engine:
+    options = {**OPTIONS, "dtype": kind.dtype}
+    with start_engine(model, PRESET, {"codebooks": str(random)}, **options) as engine:
         batched = ask(engine, requests)
         alone = ask(engine, requests, together=False)
-        assert_all_same(completions(batched), completions(alone))
+        assert_alike(completions(batched), completions(alone), kind.dtype)
         assert any(answer.completion.num_cached_tokens for answer in alone)
         engine.assert_all_blocks_free()
     assert [len(answer.ids) for answer in batched] == [
@@ -132,14 +133,15 @@ def test_with_images(start_engine: Start, tmp_path: Path, model_type: str, kind:
     ]
     for answer, logprobs in zip(batched, evaluated(model, random, requests, batched), strict=True):
         for token, logprob in answer.completion.top_logprobs[0].items():
-            assert logprob == pytest.approx(float(logprobs[token]), abs=TOLERANCE["float32"])
-    with start_engine(model, "auto", **OPTIONS) as engine:
+            assert logprob == pytest.approx(float(logprobs[token]), abs=TOLERANCE[kind.dtype])
+    with start_engine(model, "auto", **options) as engine:
         auto = ask(engine, requests)
-    with start_engine(model, PRESET, EXACT, **OPTIONS) as engine:
-        assert_all_same(completions(ask(engine, requests)), completions(auto))
+    with start_engine(model, PRESET, EXACT, **options) as engine:
+        assert_alike(completions(ask(engine, requests)), completions(auto), kind.dtype)
     assert len({answer.completion.tokens for answer in auto}) > 1, "images and prompts make a difference"
 
 
 @pytest.mark.parametrize("model_type", TEXT_ALONE)
 def test_text_alone(start_engine: Start, tmp_path: Path, model_type: str) -> None:
-    assert_served(start_engine, make_for_text(tmp_path / "model", model_type), language_model_only=True)
+    model, dtype = make_for_text(tmp_path / "model", model_type), WITH_IMAGES[model_type].dtype
+    assert_served(start_engine, model, dtype=dtype, language_model_only=True)

@@ -24,7 +24,7 @@ from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES
 from vllm_antkv.codebook import RopeLayout
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.families import FAMILIES
-from vllm_antkv.layer_windows import layer_windows
+from vllm_antkv.layer_windows import has_mamba2, layer_windows
 
 pytestmark = pytest.mark.serving
 
@@ -57,7 +57,9 @@ def test_family(start_engine: Start, tmp_path: Path, model_type: str, changes: d
     model = make_model(tmp_path / "model", model_type, changes)
     # Layers with and without windows have pages of their own.
     of_two_kinds = len(set(layer_windows(config_of(model_type, changes)))) > 1
-    assert_served(start_engine, model, num_blocks=180 if of_two_kinds else 80)
+    dtype = "bfloat16" if "linear_key_head_dim" in changes else "float32"
+    options = {"enable_prefix_caching": False} if has_mamba2(config_of(model_type, changes)) else {}
+    assert_served(start_engine, model, num_blocks=180 if of_two_kinds else 80, dtype=dtype, **options)
 
 
 @pytest.mark.parametrize(("model_type", "changes", "dtype", "preset"), KIND.values(), ids=KIND.keys())

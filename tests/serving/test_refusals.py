@@ -94,7 +94,12 @@ MODELS = {
     "not causal": ("llama", "LlamaForCausalLM", {"head_dim": 64, "is_causal": False}, "not causal"),
     "head size": ("llama", "LlamaForCausalLM", {"head_dim": 48}, "head size 48"),
     "state space": ("mamba", "MambaForCausalLM", {}, "models without attention"),
-    "hybrid": ("bamba", "BambaForCausalLM", {"attn_layer_indices": [1]}, "state-space or linear-attention layers"),
+    "hybrid that vLLM does not have": (
+        "bamba",
+        "BambaForCausalLM",
+        {"attn_layer_indices": [1]},
+        "state-space or linear-attention layers of the kind bamba",
+    ),
     "chunked attention": (
         "llama4_text",
         "Llama4ForCausalLM",
@@ -167,6 +172,13 @@ def test_an_option_is_refused(
     assert isinstance(error, UnsupportedModelError)
     assert words in reads_well(error)
     assert "--kv-cache-dtype auto" in str(error)
+
+
+def test_prefix_caching_beside_mamba2_is_refused_on_cpus(
+    tmp_path: Path, reads_well: Callable[[BaseException], str]
+) -> None:
+    model = make_config(tmp_path, "falcon_h1", "FalconH1ForCausalLM", {"head_dim": 32})
+    assert "--no-enable-prefix-caching" in reads_well(refusal(model))
 
 
 def test_a_setting_is_refused(tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:

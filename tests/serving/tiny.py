@@ -69,6 +69,30 @@ LFM2 = {
     "block_auto_adjust_ff_dim": False,
     "tie_word_embeddings": True,
 }
+#: Linear attention, which vLLM has for bfloat16 alone; a state is larger than the pages of 128 tokens.
+GDN = {
+    "num_hidden_layers": 4,
+    "layer_types": 2 * ["linear_attention", "full_attention"],
+    "head_dim": 64,
+    "partial_rotary_factor": 0.5,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+#: Mamba-2, as two families name its sizes.
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4}
+NEMOTRON_H = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["mamba", "attention", "mamba", "attention", "mlp"],
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "n_groups": 1,
+    "conv_kernel": 4,
+    "chunk_size": 64,
+}
 #: Some of it is in the configs of published models alone, which vLLM asks for.
 AFMOE = {
     **EXPERTS,
@@ -121,6 +145,21 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", LFM2),
     # A state is larger than the pages of 128 tokens: a block has those of 256.
     "lfm2 with large states": ("lfm2", LFM2 | {"conv_L_cache": 17}),
+    "granite hybrid": (
+        "granitemoehybrid",
+        {
+            **MAMBA2,
+            "num_hidden_layers": 4,
+            "layer_types": 2 * ["mamba", "attention"],
+            "shared_intermediate_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "falcon h1": ("falcon_h1", {**MAMBA2, "mamba_d_ssm": 256, "head_dim": 32}),
+    "nemotron h": ("nemotron_h", NEMOTRON_H),
+    "qwen3 next": ("qwen3_next", {**GDN, **EXPERTS, "shared_expert_intermediate_size": 64}),
 }
 
 #: Other head sizes, dtypes, presets and tables of RoPE: model type, config, dtype of the engine, preset.

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, ProcessorMixin
 
 from tests.serving.conftest import EMBEDDED
-from tests.serving.tiny import SIZES
+from tests.serving.tiny import GDN, SIZES
 
 #: Special tokens of all of them, behind the vocabulary of the embedded model.
 _TOKENS = [
@@ -41,6 +41,7 @@ _EDGE = {"longest_edge": 64}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 #: Channels that are turned by the position in time, height and width.
 MROPE = {**_ROPE, "mrope_section": [4, 6, 6]}
+_MROPE_OF_HALF = {**MROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class SeesImages:
     num_tokens: that an image of 64 x 64 has.
     tower: what the names of the weights that look at images begin with in published models, where transformers writes
         `vision_tower.`
+    dtype: that vLLM has it for.
     """
 
     text: dict[str, Any]
@@ -64,6 +66,7 @@ class SeesImages:
     image_token: str
     num_tokens: int
     tower: str = "vision_tower."
+    dtype: str = "float32"
 
     def make(self, folder: Path, model_type: str) -> int:
         """Write it to `folder`; the id of the token that stands for an image."""
@@ -191,11 +194,23 @@ WITH_IMAGES: dict[str, SeesImages] = {
         image_token="<|image_pad|>",
         num_tokens=4 * 4,
     ),
+    "qwen3_5": SeesImages(
+        text={**GDN, "rope_parameters": _MROPE_OF_HALF},
+        vision={"depth": 2, "num_heads": 2, "out_hidden_size": 128, "num_position_embeddings": 64},
+        config={},
+        processor=_qwen3,
+        image_token="<|image_pad|>",
+        num_tokens=4 * 4,
+        dtype="bfloat16",
+    ),
 }
 
 #: Served for text alone, `--language-model-only`: model type, and what its text config has beside SIZES.
-TEXT_ALONE: dict[str, dict[str, Any]] = {"qwen2_vl": {"rope_parameters": MROPE}}
-_CLOSED_EYES = {"depth": 1, "embed_dim": 64, "hidden_size": 128, "num_heads": 2}
+TEXT_ALONE: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"rope_parameters": MROPE},
+    "qwen3_5": {**GDN, "rope_parameters": _MROPE_OF_HALF},
+}
+_CLOSED_EYES = {"depth": 1, "embed_dim": 64, "hidden_size": 128, "out_hidden_size": 128, "num_heads": 2}
 
 
 def make_for_text(folder: Path, model_type: str) -> Path:

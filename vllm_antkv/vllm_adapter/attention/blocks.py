@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_antkv.cache.blocks import States, plan_blocks
 from vllm_antkv.cache.pages import BlockPlan, PageLayout
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.layer_windows import num_state_layers
+from vllm_antkv.layer_windows import num_state_layers, states_per_request
 
 _KEY = "antkv_blocks"
 
@@ -46,6 +46,7 @@ def states_of(vllm_config: VllmConfig) -> States | None:
     model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
     if not model_config.is_hybrid:
         return None
+    text_config = model_config.hf_text_config
     model_class, _ = ModelRegistry.resolve_model_cls(model_config.architecture, model_config=model_config)
     spec = MambaSpec(
         shapes=model_class.get_mamba_state_shape_from_config(vllm_config),
@@ -53,8 +54,7 @@ def states_of(vllm_config: VllmConfig) -> States | None:
         block_size=-1,
     )
     return States(
-        num_layers=num_state_layers(model_config.hf_text_config),
+        num_layers=num_state_layers(text_config),
         num_bytes=-(-spec.page_size_bytes // model_config.get_num_kv_heads(parallel_config)),
-        # That before the step, and that behind it, where the former may serve a prefix-cache hit.
-        per_request=2 if vllm_config.cache_config.mamba_cache_mode == "align" else 1,
+        per_request=states_per_request(text_config) if vllm_config.cache_config.mamba_cache_mode == "align" else 1,
     )

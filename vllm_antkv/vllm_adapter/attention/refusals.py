@@ -14,7 +14,7 @@ from vllm_antkv.cache.positions import NUM_POSITIONS
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.families import SERVED_ARCHITECTURES
 from vllm_antkv.features import rope_types, unserved_feature
-from vllm_antkv.layer_windows import layer_kinds
+from vllm_antkv.layer_windows import has_mamba2, num_state_layers
 from vllm_antkv.vllm_adapter.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
 
 logger = logging.getLogger("vllm.antkv")
@@ -78,7 +78,10 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
         "pooling models": model_config.runner_type != "generate",
         "images whose tokens attend to each other, whatever their order": model_config.is_mm_prefix_lm,
         "models without attention": model_config.is_attention_free,
-        "state-space or linear-attention layers": model_config.is_hybrid and "conv" not in layer_kinds(text_config),
+        # VLLM itself has the sizes of states, and the config says which layers keep them.
+        f"state-space or linear-attention layers of the kind {text_config.model_type}": (
+            model_config.is_hybrid != bool(num_state_layers(text_config))
+        ),
         f"M-RoPE with {model_config.mrope_num_dims} positions per token": (
             model_config.uses_mrope and model_config.mrope_num_dims != NUM_POSITIONS
         ),
@@ -100,7 +103,12 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
     """Options of the server that are refused, and whether they are set."""
     cache_config = vllm_config.cache_config
     backend = vllm_config.attention_config.backend
+    text_config = vllm_config.model_config.hf_text_config
     return {
+        # Its scan returns no states from within a prompt, with any cache dtype.
+        "prefix caching beside Mamba-2 on CPUs (on by default: --no-enable-prefix-caching)": (
+            current_platform.is_cpu() and bool(cache_config.enable_prefix_caching) and has_mamba2(text_config)
+        ),
         "speculative decoding": vllm_config.speculative_config is not None,
         # vLLM offloads through a connector: the option that was given is to be named.
         "KV offloading": cache_config.kv_offloading_size is not None,

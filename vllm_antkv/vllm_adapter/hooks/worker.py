@@ -5,6 +5,7 @@ vLLM's worker for CPUs derives from that for GPUs, and either has both model run
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from vllm_antkv.ops.counters import Report
 from vllm_antkv.vllm_adapter.attention.attach import attach
@@ -37,6 +38,13 @@ def noting(tokens: PrefixTokens, execute_model: Callable[..., Any]) -> Callable[
     return note_and_execute
 
 
+def _of_one_size(group: KVCacheGroupSpec) -> KVCacheGroupSpec:
+    """A group of states as vLLM has it where they are all that there is; any other group as it is."""
+    spec = group.kv_cache_spec
+    is_of_states = isinstance(spec, UniformTypeKVCacheSpecs) and isinstance(spec.first_spec, MambaSpec)
+    return replace(group, kv_cache_spec=spec.first_spec) if is_of_states else group
+
+
 class AntKVWorker(Worker):
     """A worker whose attention layers have codes."""
 
@@ -59,10 +67,14 @@ class AntKVWorker(Worker):
 
         vLLM puts a layer that reads the cache of another into the group of that one. In a group of pages of several
         sizes, as ours always are, it then looks for the page of the layer itself: here it is told which one that is.
+
+        And it looks for states, to know which kernels of Mamba it needs, in groups of pages of one size alone.
         """
+        groups = [_of_one_size(group) for group in kv_cache_config.kv_cache_groups]
+        kv_cache_config = replace(kv_cache_config, kv_cache_groups=groups)
         for name, layer in self.compilation_config.static_forward_context.items():
             target = layer.kv_sharing_target_layer_name if isinstance(layer, Attention) else None
-            for group in kv_cache_config.kv_cache_groups:
+            for group in groups:
                 spec = group.kv_cache_spec
                 if isinstance(spec, UniformTypeKVCacheSpecs) and target in spec.kv_cache_specs:
                     spec.kv_cache_specs[name] = spec.kv_cache_specs[target]
