@@ -9,11 +9,15 @@ import torch
 from transformers import AutoConfig
 
 from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_config, capacity, engine_config
+from scripts.hybrid_pool import MODELS, measure
 from tests.serving.conftest import EMBEDDED
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
+from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.capacity import DecodeShape, sequence_bytes
+from vllm_antkv.evaluate.state_bytes import state_bytes
+from vllm_antkv.layer_windows import num_state_layers, states_per_request
 from vllm_antkv.presets import PRESETS
 
 MAX_MODEL_LEN = 32768
@@ -105,6 +109,21 @@ def test_what_antkv_plan_computes_with_windows_is_what_vllm_holds_and_a_little_m
     planned = longest * MEMORY / (shape.heads * sequence_bytes(shape, cache, longest))
     held = capacity(str(tmp_path), None if cache == "auto" else cache, longest)
     assert held <= planned <= 1.3 * held
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_states_waste_less_than_a_tenth_of_what_a_request_takes(tmp_path: Path, name: str) -> None:
+    """And `antkv plan` computes what vLLM has, without pages for a step in flight."""
+    shape = MODELS[name]
+    pool = measure(shape, "antkv-1bit", MAX_MODEL_LEN)
+    assert pool.wasted < 0.1
+    assert pool.num_groups <= 40
+    config = AutoConfig.for_model(**{key: value for key, value in shape.items() if key != "architectures"})
+    identity = ModelIdentity.from_hf_config(config)
+    states = num_state_layers(config), state_bytes(config), states_per_request(config)
+    planned = DecodeShape(identity.num_layers, identity.num_kv_heads, identity.head_size, 0, 0, (), *states)
+    total = planned.heads * sequence_bytes(planned, "antkv-1bit", MAX_MODEL_LEN)
+    assert 0.85 * pool.total <= total <= 1.01 * pool.total
 
 
 @pytest.mark.parametrize("window", [300, 1024])

@@ -33,6 +33,11 @@ class States:
     num_bytes: int
     per_request: int
 
+    @property
+    def all_bytes(self) -> int:
+        """Of the states of a request themselves, per KV head."""
+        return self.per_request * self.num_layers * self.num_bytes
+
     def num_groups(self, block_bytes: int) -> int:
         """Block tables that vLLM gives them, in blocks of so many bytes per KV head."""
         return -(-self.num_layers // max(block_bytes // self.num_bytes, 1))

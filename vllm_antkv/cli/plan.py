@@ -74,6 +74,12 @@ def _show(plan: "Plan") -> None:
         "for all that is neither weights nor cache. Times are bounds; sampling, launches"
         f"{talk} and the scheduler come on top."
     )
+    if plan.state_bytes:
+        print()
+        paragraph(
+            f"Layers that keep a state take {plan.state_bytes / 1e6:,.1f} MB of a request in every cache. Codes make "
+            "the rest smaller: the longer the requests, the more a preset gains."
+        )
     if plan.seen < plan.context:
         print()
         paragraph(

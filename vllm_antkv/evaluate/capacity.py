@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from vllm_antkv.cache.blocks import States, plan_blocks
 from vllm_antkv.cache.footprint import footprint
-from vllm_antkv.cache.pages import PageLayout
+from vllm_antkv.cache.pages import BlockPlan, PageLayout, page_layouts, pool_block_bytes
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.gpus import Gpu
-from vllm_antkv.layer_windows import layer_windows
+from vllm_antkv.evaluate.state_bytes import state_bytes
+from vllm_antkv.layer_windows import layer_windows, num_state_layers, states_per_request
 from vllm_antkv.presets import PRESETS, parts_of_mix
 
 #: vLLM's default --gpu-memory-utilization.
@@ -33,6 +35,9 @@ class DecodeShape:
     matrix_weights: numbers in its matrices, the output layer included; embeddings are looked up.
     weights: all numbers.
     windows: of every layer, None for one without; empty: none has one.
+    num_states: layers that keep a state, whether they are among `num_layers`, which attend, or not.
+    state_bytes: of one of them.
+    states_per_request: of each of them, while prefixes are cached.
     """
 
     num_layers: int
@@ -41,6 +46,9 @@ class DecodeShape:
     matrix_weights: int
     weights: int
     windows: tuple[int | None, ...] = ()
+    num_states: int = 0
+    state_bytes: int = 0
+    states_per_request: int = 0
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "DecodeShape":
@@ -52,7 +60,9 @@ class DecodeShape:
         total = sum(parameter.numel() for parameter in model.parameters())
         windows = tuple(layer_windows(config.get_text_config()))
         sizes = (identity.num_layers, identity.num_kv_heads, identity.head_size)
-        return cls(*sizes, matrices, total, windows if any(windows) else ())
+        text = config.get_text_config()
+        states = num_state_layers(text), state_bytes(text), states_per_request(text)
+        return cls(*sizes, matrices, total, windows if any(windows) else (), *states)
 
     def of_rank(self, tensor_parallel_size: int) -> "DecodeShape":
         """What one of so many GPUs has of it, as vLLM cuts it: with more GPUs than KV heads, several hold the same."""
@@ -61,7 +71,14 @@ class DecodeShape:
             num_kv_heads=max(1, self.num_kv_heads // tensor_parallel_size),
             matrix_weights=-(-self.matrix_weights // tensor_parallel_size),
             weights=-(-self.weights // tensor_parallel_size),
+            state_bytes=-(-self.state_bytes // tensor_parallel_size),
         )
+
+    @property
+    def states(self) -> States | None:
+        """Those of one of these GPUs; None where all layers attend."""
+        per_head = -(-self.state_bytes // self.num_kv_heads)
+        return States(self.num_states, per_head, self.states_per_request) if per_head else None
 
     @property
     def heads(self) -> int:
@@ -84,12 +101,19 @@ def sequence_bytes(shape: DecodeShape, kv_cache_dtype: str, context: int, settin
 
     kv_cache_dtype: `auto`, `fp8` or a preset. settings: the server's defaults unless given.
     """
+    states = shape.states
     if kv_cache_dtype in _ELEMENT_BYTES:
-        return 2 * shape.seen(context) * shape.head_size * _ELEMENT_BYTES[kv_cache_dtype]
+        of_states = states.all_bytes / shape.num_layers if states else 0
+        return 2 * shape.seen(context) * shape.head_size * _ELEMENT_BYTES[kv_cache_dtype] + of_states
     settings = settings or AntKVConfig()
-    layout = PageLayout.of(settings, PRESETS[kv_cache_dtype], shape.head_size, torch.bfloat16)
-    layouts = [layout] * (len(shape.windows) or 1)
-    return footprint(layouts, settings, context, shape.windows).total / len(layouts)
+
+    def layouts_of(plan: BlockPlan) -> list[PageLayout]:
+        presets = [PRESETS[kv_cache_dtype]] * (shape.num_layers if states else len(shape.windows) or 1)
+        return page_layouts(settings, presets, shape.head_size, torch.bfloat16, plan=plan)
+
+    layouts = layouts_of(plan_blocks(layouts_of, settings, states, context))
+    of_states = states.request_bytes(pool_block_bytes(layouts)) if states else 0
+    return (footprint(layouts, settings, context, shape.windows).total + of_states) / len(layouts)
 
 
 def codebooks_of(shape: DecodeShape, kv_cache_dtype: str) -> int:

@@ -52,6 +52,7 @@ class Plan(BaseModel):
     tensor_parallel_size: int
     weight_bytes: int = Field(description="Of one GPU.")
     settings: AntKVConfig
+    state_bytes: int = Field(description="Of a request, on one GPU, in layers that keep a state; in every cache.")
     seen: float = Field(description="Tokens of a sequence that its next token sees, the mean of all layers.")
     caches: list[CachePlan] = Field(description="By bits, the most first.")
     recommended: str | None = Field(description="A `kv_cache_dtype`, or null where the model does not fit.")
@@ -100,6 +101,7 @@ def make_plan(
         tensor_parallel_size=tensor_parallel_size,
         weight_bytes=2 * shape.weights,
         settings=settings,
+        state_bytes=shape.num_states * shape.state_bytes * shape.states_per_request,
         seen=shape.seen(context),
         caches=caches,
         recommended=recommended,

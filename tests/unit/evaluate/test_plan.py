@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import BloomConfig, Gemma2Config, LlamaConfig
+from transformers import BloomConfig, Gemma2Config, LlamaConfig, Qwen3NextConfig
 
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
@@ -45,6 +45,20 @@ def test_what_is_recommended(llama: str, gpu: str, context: int, batch: int, rec
     assert plan.recommended == recommended
     assert plan.reason.startswith(f"Use {recommended}: ")
     assert words in plan.reason
+
+
+def test_states_take_their_share_of_every_cache(tmp_path: Path) -> None:
+    """So that codes gain more in longer requests."""
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 8, "num_experts": 4}
+    Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"], **sizes).save_pretrained(tmp_path)
+    gains = []
+    for context in (8192, 131072):
+        plan = make_plan(str(tmp_path), "h100-80", context, 64, AntKVConfig())
+        tokens = {cache.kv_cache_dtype: cache.tokens for cache in plan.caches}
+        gains.append(tokens["antkv-1bit"] / tokens["auto"])
+    # Six layers, before and behind a step: inputs of a convolution, and 32 heads of 128 x 128.
+    assert plan.state_bytes == 6 * 2 * 2 * (3 * (2 * 16 + 32) * 128 + 32 * 128 * 128)
+    assert 1 < 2 * gains[0] < gains[1] < 14
 
 
 def test_the_figures_of_a_cache_belong_together(llama: str) -> None:

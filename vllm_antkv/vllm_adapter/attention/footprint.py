@@ -6,13 +6,16 @@ from dataclasses import replace
 from vllm.config import VllmConfig
 
 from vllm_antkv.cache.footprint import Footprint, footprint
-from vllm_antkv.cache.pages import BlockPlan, PageLayout, page_layouts
+from vllm_antkv.cache.pages import BlockPlan, PageLayout, page_layouts, pool_block_bytes
 from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.features import num_sharing_layers
 from vllm_antkv.layer_windows import attention_layers, layer_windows
 from vllm_antkv.presets import Preset, nominal_bits
-from vllm_antkv.vllm_adapter.attention.blocks import block_plan
+from vllm_antkv.vllm_adapter.attention.blocks import block_plan, states_of
+
+#: Where codes make a request smaller by less, a cache of more bits hardly makes it larger.
+_WORTH_CODES = 1.5
 
 
 def served_layouts(
@@ -67,13 +70,29 @@ def position_bytes(vllm_config: VllmConfig) -> int:
 def describe(
     vllm_config: VllmConfig, settings: AntKVConfig, presets: Sequence[Preset], exact: Sequence[int]
 ) -> list[str]:
-    """Lines for the log: nominal and effective bits, with their parts; arguments as in `served_footprint`."""
-    _, cost = served_footprint(vllm_config, settings, presets, exact)
+    """Lines for the log: nominal and effective bits, with their parts, and what states add to a request.
+
+    Arguments as in `served_footprint`.
+    """
+    layouts, cost = served_footprint(vllm_config, settings, presets, exact)
     of_exact = f" + exact layers {cost.bits(cost.exact):.3f}" if cost.exact else ""
     name, model_config = vllm_config.cache_config.cache_dtype, vllm_config.model_config
-    return [
+    lines = [
         f"{name}: {nominal_bits(presets):.4g} nominal bits per element, {cost.bits(cost.total):.3f} effective at "
         f"{cost.length} tokens = codes {cost.bits(cost.codes):.3f} + anchors {cost.bits(cost.anchors):.3f} + recent "
         f"and prefix rows {cost.bits(cost.recency):.3f}{of_exact} + padding {cost.bits(cost.padding):.3f} "
         f"({8 * model_config.dtype.itemsize} bits with auto)"
     ]
+    states = states_of(vllm_config)
+    if states is not None:
+        of_states = states.request_bytes(pool_block_bytes(layouts))
+        of_auto = cost.elements * model_config.dtype.itemsize + states.all_bytes
+        gain = of_auto / (cost.total + of_states)
+        lines.append(
+            f"Layers with a state take {of_states / (cost.total + of_states):.0%} of a request of {cost.length} tokens "
+            f"and are not coded: it takes {gain:.1f} times less than with auto, in blocks of "
+            f"{block_plan(vllm_config).num_tokens} tokens."
+        )
+        if gain < _WORTH_CODES:
+            lines.append("For requests this short, take a preset of more bits, or fp8: they take hardly more.")
+    return lines

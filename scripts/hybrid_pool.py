@@ -1,0 +1,270 @@
+"""What a request takes of the pool in models of which some layers keep a state, as vLLM itself plans it.
+
+`python -m scripts.hybrid_pool` prints the table of docs/compatibility.md. No weights and no GPU are needed.
+"""
+
+import json
+import os
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+
+LENGTHS = (8192, 32768, 131072)
+PRESETS_SHOWN = ("antkv-1bit", "antkv-2bit", "antkv-4bit")
+_COMMON = {"vocab_size": 128256, "max_position_embeddings": 131072, "dtype": "bfloat16"}
+_POOL = 1 << 42
+_GDN = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+_GRANITE = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"}
+_NEMOTRON = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "conv_kernel": 4, "n_groups": 8}
+#: Layers of Nemotron-H: M keeps a state, * attends.
+_KINDS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+
+
+def _kinds(pattern: str) -> list[str]:
+    return [_KINDS[letter] for letter in pattern]
+
+
+#: The shapes of published models. Qwen3.5, whose own class needs torchvision, has layers as Qwen3-Next.
+MODELS: dict[str, dict[str, Any]] = {
+    "LFM2-350M": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "conv_dim": 1024,
+        "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+    },
+    "Qwen3.5-27B": _GDN
+    | {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+        "mamba_ssm_dtype": "float32",
+    },
+    "Qwen3.5-35B-A3B": _GDN
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "mamba_ssm_dtype": "float32",
+    },
+    "Qwen3-Next-80B-A3B": _GDN
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+    },
+    "Granite-4.0-H-Small": _GRANITE
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+        "mamba_n_heads": 128,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    "Falcon-H1-34B": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "hidden_size": 5120,
+        "num_hidden_layers": 72,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "mamba_d_ssm": 4096,
+        "mamba_n_heads": 32,
+        "mamba_d_head": 128,
+        "mamba_d_state": 256,
+        "mamba_n_groups": 2,
+        "mamba_d_conv": 4,
+    },
+    "Nemotron-3-Nano-30B-A3B": _NEMOTRON
+    | {
+        "hidden_size": 2688,
+        "layers_block_type": _kinds("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "mamba_ssm_dtype": "float32",
+    },
+    "Nemotron-Nano-9B-v2": _NEMOTRON
+    | {
+        "hidden_size": 4480,
+        "layers_block_type": _kinds("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"),
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 80,
+        "ssm_state_size": 128,
+        "mamba_ssm_dtype": "float32",
+    },
+    "Jamba-v0.1": {
+        "architectures": ["JambaForCausalLM"],
+        "model_type": "jamba",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+}
+#: Their states have a block more for a prompt that is being read.
+_MAMBA2 = {"GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM"}
+
+
+class Pool(NamedTuple):
+    """What one request takes.
+
+    block_size: tokens of a block of codes.
+    num_groups: of layers, each with a block table.
+    total: bytes of all its blocks.
+    wasted: share of them that holds no page.
+    """
+
+    block_size: int
+    num_groups: int
+    total: int
+    wasted: float
+
+
+def measure(shape: dict[str, Any], preset: str | None, length: int) -> Pool:
+    """Of a server for requests of so many tokens, with an antkv cache, or with `auto` for None."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.utils import record_kv_cache_layout
+
+    from scripts.moved import kv_cache_planning
+    from vllm_antkv.layer_windows import layer_windows, num_state_layers
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_COMMON | shape))
+        config = EngineArgs(
+            model=folder, skip_tokenizer_init=True, max_model_len=length, enable_prefix_caching=True
+        ).create_engine_config()
+    # As the model has them. On CPUs, vLLM keeps some twice as large.
+    config.cache_config.mamba_ssm_cache_dtype = shape.get("mamba_ssm_dtype", "auto")
+    specs, state, padding = _of_auto(config) if preset is None else _coded(config, preset)
+    text_config = config.model_config.hf_text_config
+    layers: dict[str, KVCacheSpec] = {f"layers.{layer}.state": state for layer in range(num_state_layers(text_config))}
+    for name, spec in specs.items():
+        layers |= {f"layers.{layer}.{name}": spec for layer in range(len(layer_windows(text_config)))}
+    record_kv_cache_layout(config.cache_config, "LBHNC" if preset is None else "BLHNC")
+    planning = kv_cache_planning()
+    groups = planning.get_kv_cache_groups(config, layers)
+    block = _POOL // planning.get_kv_cache_config_from_groups(config, groups, _POOL).num_blocks
+    total = held = 0
+    for group in groups:
+        spec = group.kv_cache_spec
+        num_blocks = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
+        total += num_blocks * block
+        held += num_blocks * sum(layers[name].real_page_size_bytes for name in group.layer_names)
+        held -= num_blocks * padding * sum(name.endswith(".attention") for name in group.layer_names)
+    return Pool(specs["attention"].block_size, len(groups), total, 1 - held / total)
+
+
+def _of_auto(config: "VllmConfig") -> "tuple[dict[str, KVCacheSpec], MambaSpec, int]":
+    """Pages of an attention layer and of a state, and bytes of the former that hold nothing.
+
+    VLLM makes blocks so long that one is as large as the other.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    current_platform._align_hybrid_block_size(config, CPUAttentionBackend)
+    model_config = config.model_config
+    spec = FullAttentionSpec(
+        block_size=config.cache_config.block_size,
+        num_kv_heads=model_config.get_num_kv_heads(config.parallel_config),
+        head_size=model_config.get_head_size(),
+        dtype=model_config.dtype,
+    )
+    return {"attention": spec}, replace(_state(config), page_size_padded=spec.page_size_bytes), 0
+
+
+def _coded(config: "VllmConfig", preset: str) -> "tuple[dict[str, KVCacheSpec], MambaSpec, int]":
+    """Pages of an attention layer with codes and of a state, and bytes of the former that hold nothing."""
+    from vllm_antkv.config import AntKVConfig
+    from vllm_antkv.layer_windows import layer_windows
+    from vllm_antkv.presets import PRESETS
+    from vllm_antkv.vllm_adapter.attention.blocks import block_plan, make_plan
+    from vllm_antkv.vllm_adapter.attention.footprint import served_layouts
+    from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
+
+    settings, model_config = AntKVConfig(), config.model_config
+    presets = [PRESETS[preset]] * len(layer_windows(model_config.hf_text_config))
+    layouts_of = partial(served_layouts, config, settings, presets, ())
+    make_plan(config, settings, layouts_of)
+    layout = layouts_of(block_plan(config))[0]
+    num_kv_heads = model_config.get_num_kv_heads(config.parallel_config)
+    recent = recency_spec(layout, num_kv_heads, settings, config)
+    padding = num_kv_heads * layout.num_pages * layout.padding
+    return {"attention": vq_spec(layout, num_kv_heads), "antkv_recent": recent}, _state(config), padding
+
+
+def _state(config: "VllmConfig") -> "MambaSpec":
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    architecture = config.model_config.architecture
+    model_class, _ = ModelRegistry.resolve_model_cls(architecture, model_config=config.model_config)
+    return MambaSpec(
+        shapes=model_class.get_mamba_state_shape_from_config(config),
+        dtypes=model_class.get_mamba_state_dtype_from_config(config),
+        block_size=config.cache_config.mamba_block_size,
+        mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=int(architecture in _MAMBA2),
+    )
+
+
+def main() -> None:
+    """The command."""
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    print("|at 1 bit|tokens of a block|wasted|1 bit|2 bits|4 bits|\n|---|---|---|---|---|---|")
+    for name, shape in MODELS.items():
+        auto = [measure(shape, None, length).total for length in LENGTHS]
+        found = {preset: [measure(shape, preset, length) for length in LENGTHS] for preset in PRESETS_SHOWN}
+        ratios = (
+            "/".join(f"{of_auto / pool.total:.1f}" for of_auto, pool in zip(auto, pools, strict=True))
+            for pools in found.values()
+        )
+        served = found[PRESETS_SHOWN[0]][1]
+        print(f"|{name}|{served.block_size:,}|{served.wasted:.1%}|{'|'.join(ratios)}|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
