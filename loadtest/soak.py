@@ -1,8 +1,8 @@
-"""Minutes of mixed load with aborts, disconnects and oversize prompts: `python -m loadtest.soak --minutes 20`.
+"""Minutes of mixed load with aborts and disconnects: `python -m loadtest.soak --minutes 20`.
 
 Starts a server (unknown arguments go to `vllm serve`), writes a JSON report, and exits with 1 unless
 
-- every request gets a correct answer, and every oversize prompt an HTTP 400;
+- every request gets a correct answer;
 - a fixed probe prompt gets the same greedy answer throughout;
 - memory stays flat;
 - at the end no request is left and all KV blocks are free.
@@ -26,7 +26,7 @@ from loadtest.stream import StreamError, StreamReader
 from loadtest.watch import memory, slope, wait_until_idle
 
 _USERS = 4
-_ACTIONS = {"complete": 5, "chat": 3, "abort": 3, "disconnect": 2, "oversize": 1}
+_ACTIONS = {"complete": 5, "chat": 3, "abort": 3, "disconnect": 2}
 _PROMPT_TOKENS = (8, 500)
 _OUTPUT_TOKENS = (4, 80)
 _PROBE_TOKENS = (180, 40)
@@ -73,8 +73,8 @@ class Report(BaseModel):
 class _Load:
     """Users, a probe, and what was observed."""
 
-    def __init__(self, server: Server, seconds: float, max_model_len: int) -> None:
-        self.server, self.max_model_len = server, max_model_len
+    def __init__(self, server: Server, seconds: float) -> None:
+        self.server = server
         self.model = served_model(server.url)
         self.prose = prose_for(server.url, self.model)
         # Half of the prompts share a beginning, for the prefix cache.
@@ -112,22 +112,14 @@ class _Load:
         request = completion(self.model, text, max_tokens)
         if action == "chat":
             request = chat(self.model, [{"role": "user", "content": text}], max_tokens)
-        if action == "oversize":
-            # Far over the limit: the estimate of tokens per word does not matter.
-            request = completion(self.model, self.prose.write(2 * self.max_model_len, rng), 16)
         # A disconnect usually comes while the prompt waits or is being computed.
         patience = rng.uniform(0, 0.3) if action == "disconnect" else None
         lines_wanted = rng.randint(1, max_tokens) if action == "abort" else None
-        status = httpx.codes.BAD_REQUEST if action == "oversize" else httpx.codes.OK
         reader = StreamReader(time.perf_counter())
         with suppress(TimeoutError):
             async with asyncio.timeout(patience), client.stream("POST", request.path, json=request.body) as response:
-                if response.status_code != status:
-                    raise StreamError(f"HTTP {response.status_code} instead of {status}: {await response.aread()!r}.")
-                if action == "oversize":
-                    return
                 number = 0
-                async for line in response.aiter_lines():
+                async for line in response.raise_for_status().aiter_lines():
                     reader.feed(line, time.perf_counter())
                     number += bool(line)
                     if number == lines_wanted:
@@ -153,9 +145,9 @@ class _Load:
             await asyncio.sleep(1)
 
 
-def soak(server: Server, minutes: float, max_model_len: int) -> Report:
+def soak(server: Server, minutes: float) -> Report:
     """Load a running server and report on it."""
-    load = _Load(server, 60 * minutes, max_model_len)
+    load = _Load(server, 60 * minutes)
     asyncio.run(load.run())
     warm = load.memory[int(_WARM_UP * len(load.memory)) :]
     return Report(
@@ -173,16 +165,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20, help="how long the load lasts (default: 20)")
     parser.add_argument("--model", default=str(EMBEDDED), help="model to serve (default: the embedded one)")
     parser.add_argument("--kv-cache-dtype", default="antkv-1bit", help="auto or a preset (default: antkv-1bit)")
-    parser.add_argument("--max-model-len", type=int, default=1024, help="768 or more (default: 1024)")
     parser.add_argument("--max-slope", type=float, default=2.0, help="MiB per minute that still count as flat")
     parser.add_argument("--out", type=Path, default=Path("loadtest-results/soak.json"), help="the report")
     ours, vllm = parser.parse_known_args()
     log = ours.out.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    options = ["--max-model-len", str(ours.max_model_len), *vllm]
     try:
-        with running_server(ours.model, ours.kv_cache_dtype, log, options, ENVIRONMENT) as server:
-            report = soak(server, ours.minutes, ours.max_model_len)
+        with running_server(ours.model, ours.kv_cache_dtype, log, vllm, ENVIRONMENT) as server:
+            report = soak(server, ours.minutes)
     except ServerError as error:
         sys.exit(str(error))
     ours.out.write_text(report.model_dump_json(indent=2) + "\n")
