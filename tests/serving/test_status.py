@@ -1,6 +1,5 @@
 """A real server shows its antkv cache under /antkv/ and at /metrics, and refuses what it cannot serve."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.cli.main import main as vllm_command
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.patience import PATIENCE
@@ -197,22 +195,6 @@ def test_metrics_show_what_status_says(server: Server) -> None:
 def test_the_routes_are_in_the_servers_api_description(server: Server) -> None:
     paths = httpx.get(server.url + "/openapi.json", timeout=PATIENCE).json()["paths"]
     assert all("get" in paths[route] for route in ROUTES)
-
-
-def test_a_typo_in_the_cache_dtype_is_refused_with_the_values_that_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plugin.register()
-    # The command sets it where nobody has.
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    monkeypatch.setattr(sys, "argv", ["vllm", "serve", str(EMBEDDED), "--kv-cache-dtype", "antkv-1bits"])
-    with pytest.raises(SystemExit) as ended:
-        vllm_command()
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert "invalid choice: 'antkv-1bits'" in said
-    for preset in PRESETS:
-        assert f"'{preset}'" in said
 
 
 def test_help_lists_the_presets() -> None:

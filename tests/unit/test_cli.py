@@ -187,59 +187,7 @@ def test_help_answers_before_heavy_imports() -> None:
     assert result.returncode == 0, result.stderr
 
 
-# --- bad arguments: exit code 2 --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"--method": "antkv-3bit"}, "Unknown method"),
-        ({"--text": "missing.txt"}, "missing.txt"),
-        ({"--recency": "sliding:x"}, "recency"),
-        ({"--recency": "log:3"}, "recency"),
-        ({"--anchors": 1.5}, "--anchors"),
-        ({"--anchors": "many"}, "--anchors"),
-        ({"--sinks": -1}, "--sinks"),
-        ({"--prefix": 5000}, "--prefix"),
-        ({"--anchor-scope": "page"}, "page"),
-        ({"--context": 513}, "512"),
-        ({"--context": 1}, "--context"),
-        ({"--max-windows": 0}, "--max-windows"),
-        ({"--json": "/nowhere/at/all.json"}, "/nowhere/at"),
-        ({"--unknown": 1}, "--unknown"),
-    ],
-)
-def test_bad_arguments(fails, model_folder, perplexity_args, change, words) -> None:
-    code, line = fails("eval", "perplexity", *flat(model_folder, {**perplexity_args, **change}))
-    assert code == 2
-    assert words in line
-
-
-def test_a_model_that_is_none(fails, tmp_path, perplexity_args) -> None:
-    code, line = fails("eval", "perplexity", *flat(tmp_path / "nothing", perplexity_args))
-    assert code == 2
-    assert "nothing" in line
-
-
-@pytest.mark.parametrize("args", [[], ["eval"], ["evaluate"], ["eval", "perplexity"], ["calibrate", "M"]])
-def test_incomplete_command_lines(fails, args) -> None:
-    assert fails(*args)[0] == 2
-
-
-# --- failures: exit code 1 -------------------------------------------------------------------------------------------
-
-
-def test_a_missing_codebook_is_a_failure_that_says_how_to_make_one(
-    fails, model_folder, perplexity_args, tmp_path
-) -> None:
-    code, line = fails("eval", "perplexity", *flat(model_folder, {**perplexity_args, "--codebooks": tmp_path}))
-    assert code == 1
-    assert "antkv calibrate" in line
-
-
-def test_a_damaged_codebook_is_a_failure(fails, model_folder, perplexity_args, tmp_path) -> None:
-    (tmp_path / "antkv-1bit.safetensors").write_bytes(b"not a codebook")
-    assert fails("eval", "perplexity", *flat(model_folder, {**perplexity_args, "--codebooks": tmp_path}))[0] == 1
+# --- what fails; bad command lines: test_bad_arguments.py -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -137,28 +137,6 @@ def test_no_text(
     assert (code, str(text) in sentence) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [
-        ("preset", "antkv-3bit", "Unknown preset 'antkv-3bit'"),
-        ("preset", "", "Unknown preset"),
-        ("samples", 0, "--samples"),
-        ("samples", "many", "--samples"),
-        ("seq-len", 1, "--seq-len"),
-        ("seed", -1, "--seed"),
-        ("weights", "hessian", "--weights"),
-        ("device", "abacus", "abacus"),
-    ],
-)
-def test_options_of_calibrate(
-    fails: Fails, model_folder: Path, text_file: Path, tmp_path: Path, option: str, value: object, words: str
-) -> None:
-    code, sentence = fails(*calibration(model_folder, text_file, tmp_path / "out", **{option: value}))
-    assert code in (1, 2)
-    assert words in sentence
-    assert not (tmp_path / "out").exists()
-
-
 def test_folders_that_cannot_be_written(
     fails: Fails, model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
 import json
 import os
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,16 +72,12 @@ def good_bytes(tmp_path_factory):
     return path.read_bytes()
 
 
-def rewrite(path, *, header=None, tensors=None, metadata=None):
+def rewrite(path, *, header=None, tensors=None):
     """A file with parts of a good one replaced, and everything else (checksum included) as it was."""
     make().save(path)
     with safe_open(path, framework="pt") as file:
         old_header = json.loads(file.metadata()["antkv"])
-    new_tensors = load_file(path) | (tensors or {})
-    new_header = old_header | (header or {})
-    save_file(
-        {n: t for n, t in new_tensors.items() if t is not None}, path, metadata or {"antkv": json.dumps(new_header)}
-    )
+    save_file(load_file(path) | (tensors or {}), path, {"antkv": json.dumps(old_header | (header or {}))})
 
 
 def refusal(path, reads_well, **want):
@@ -235,55 +230,6 @@ def test_layers_that_do_not_fit_are_refused(tmp_path, reads_well, layers, said):
     assert said in refusal(tmp_path / "c", reads_well)
 
 
-@given(data=st.data())
-@same_file
-def test_a_truncated_file_is_refused(tmp_path, good_bytes, reads_well, data):
-    path = tmp_path / "truncated.safetensors"
-    path.write_bytes(good_bytes[: data.draw(st.integers(0, len(good_bytes) - 1))])
-    refusal(path, reads_well)
-
-
-@given(data=st.data())
-@same_file
-def test_a_flipped_bit_is_refused_or_harmless(tmp_path, good_bytes, reads_well, data):
-    damaged = bytearray(good_bytes)
-    # Half of the draws hit the header, which is a small part of the file.
-    end = data.draw(st.sampled_from([1500, len(damaged)]))
-    damaged[data.draw(st.integers(0, end - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    path = tmp_path / "flipped.safetensors"
-    path.write_bytes(damaged)
-    try:
-        loaded = Codebook.load(path, "antkv-4bit", MODEL)
-    except CodebookError as error:
-        reads_well(error)
-    else:
-        # 1e-05 and 1E-05 are one bit apart and the same number.
-        good = make(sinks=SINKS)
-        assert all(map(torch.equal, (*loaded.k, *loaded.v), (*good.k, *good.v)))
-        assert loaded.header.model_copy(update={"checksum": ""}) == good.header
-
-
-@given(content=st.binary(max_size=200))
-@same_file
-def test_any_other_file_is_refused(tmp_path, reads_well, content):
-    path = tmp_path / "other.safetensors"
-    path.write_bytes(content)
-    refusal(path, reads_well)
-
-
-def test_a_flipped_bit_in_the_tensors_is_always_refused(tmp_path, good_bytes, reads_well):
-    path = tmp_path / "flipped.safetensors"
-    path.write_bytes(good_bytes[:-2] + bytes([good_bytes[-2] ^ 1]) + good_bytes[-1:])
-    assert "checksum" in refusal(path, reads_well)
-
-
-def test_the_wrong_preset_is_refused(tmp_path, reads_well):
-    make("antkv-4bit").save(tmp_path / "c")
-    text = refusal(tmp_path / "c", reads_well, preset="antkv-1bit")
-    assert "antkv-4bit" in text
-    assert "antkv-1bit" in text
-
-
 @pytest.mark.parametrize("field", ModelIdentity.model_fields)
 def test_the_wrong_model_is_refused_and_the_difference_named(tmp_path, reads_well, field):
     make().save(tmp_path / "c")
@@ -291,77 +237,6 @@ def test_the_wrong_model_is_refused_and_the_difference_named(tmp_path, reads_wel
     text = refusal(tmp_path / "c", reads_well, model=other)
     assert field in text
     assert other.key != MODEL.key
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["k", "v"])
-def test_values_that_are_not_finite_are_refused(tmp_path, reads_well, bad, name):
-    tensor = torch.stack(getattr(make(), name))
-    tensor[1, 1, 3, 5, 0] = bad
-    rewrite(tmp_path / "c", tensors={name: tensor})
-    assert "finite" in refusal(tmp_path / "c", reads_well)
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {"k": torch.zeros(1)},
-        {"k": torch.stack(make().k).float()},
-        {"v": torch.stack(make().v[:1])},
-        {"v": None},
-        {"extra": torch.zeros(1)},
-    ],
-    ids=["shape", "dtype", "layers", "missing", "extra"],
-)
-def test_tensors_that_do_not_fit_the_header_are_refused(tmp_path, reads_well, tensors):
-    rewrite(tmp_path / "c", tensors=tensors)
-    refusal(tmp_path / "c", reads_well)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"format_version": 2},
-        {"format_version": None},
-        {"preset": "antkv-3bit"},
-        {"preset": "antkv-0.375bit"},
-        {"sinks": {"layer": 2, "channels": [1], "threshold": 1.0}},
-        {"sinks": {"layer": 0, "channels": [64], "threshold": 1.0}},
-        {"sinks": {"layer": 0, "channels": [-1], "threshold": 1.0}},
-        {"sinks": {"layer": 0, "channels": [], "threshold": 1.0}},
-        {"sinks": {"layer": 0, "channels": [1], "threshold": 0}},
-        {"model": {}},
-        {"model": MODEL.model_dump() | {"head_size": 33}},
-        {"model": MODEL.model_dump() | {"num_layers": 10**12}},
-        {"unknown": 1},
-        {"checksum": ""},
-    ],
-    ids=str,
-)
-def test_a_header_that_cannot_be_is_refused(tmp_path, reads_well, header):
-    rewrite(tmp_path / "c", header=header)
-    refusal(tmp_path / "c", reads_well)
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [None, "", "[", "[]", "null", '"' + "x" * (1 << 21), "[" * 100_000],
-    ids=["none", "empty", "not-json", "list", "null", "huge", "deep"],
-)
-def test_metadata_that_is_no_header_is_refused(tmp_path, reads_well, metadata):
-    rewrite(tmp_path / "c", metadata={"format": "pt"} if metadata is None else {"antkv": metadata})
-    refusal(tmp_path / "c", reads_well)
-
-
-def test_a_safetensors_header_beyond_all_bounds_is_refused(tmp_path, reads_well):
-    path = tmp_path / "huge"
-    path.write_bytes(struct.pack("<Q", 2**63) + b"{}")
-    refusal(path, reads_well)
-
-
-def test_a_missing_file_or_a_folder_is_refused(tmp_path, reads_well):
-    refusal(tmp_path / "missing", reads_well)
-    refusal(tmp_path, reads_well)
 
 
 def test_a_file_that_may_not_be_read_is_refused(tmp_path, reads_well):

@@ -51,30 +51,6 @@ def test_an_unreadable_recency_is_refused_with_its_value(text, reads_well):
     assert repr(text)[1:-1] in message
 
 
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"anchors": 0.01}, "anchors"),
-        ({"anchor_share": 1.5}, "anchor_share"),
-        ({"anchor_share": -0.1}, "anchor_share"),
-        ({"anchor_share": float("nan")}, "anchor_share"),
-        ({"anchor_dtype": "fp16"}, "anchor_dtype"),
-        ({"anchor_scope": "prompt"}, "anchor_scope"),
-        ({"prefix": -1}, "prefix"),
-        ({"prefix": 1e9}, "prefix"),
-        ({"sinks": "perhaps"}, "sinks"),
-        ({"codebooks": ""}, "codebooks"),
-        ({"codebooks": 7}, "codebooks"),
-        ("antkv-1bit", "antkv"),
-        ([1], "antkv"),
-    ],
-)
-def test_what_cannot_be_used_is_named(values, key, reads_well):
-    with pytest.raises(SettingsError) as caught:
-        AntKVConfig.from_additional_config({"antkv": values})
-    assert f"'{key}'" in reads_well(caught.value)
-
-
 def test_settings_do_not_change_after_they_are_made():
     with pytest.raises(ValidationError):
         AntKVConfig().prefix = 3

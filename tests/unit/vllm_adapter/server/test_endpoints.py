@@ -136,11 +136,6 @@ def test_the_page_itself_needs_no_key_and_may_load_nothing_from_elsewhere(path: 
     assert "http" not in response.text.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_page_is_small() -> None:
-    server = client(None)
-    assert sum(len(server.get(path).content) for path in FILES) < 30_000
-
-
 @pytest.mark.parametrize("name", ["..%2froutes.py", "../routes.py", "index.html", "dashboard.js/"])
 def test_nothing_else_of_the_folder_is_served(name: str) -> None:
     assert client(None).get(f"{PREFIX}/{name}", follow_redirects=False).status_code in (307, 404)
@@ -149,11 +144,6 @@ def test_nothing_else_of_the_folder_is_served(name: str) -> None:
 @pytest.mark.parametrize("query", ["prompt=0", "prompt=x", "engine=-1", "block=-1", "block=9999999999"])
 def test_anchors_of_nothing_that_can_be_are_refused(query: str) -> None:
     assert get(client(None), path=f"{PREFIX}/anchors?{query}") == 422
-
-
-@pytest.mark.parametrize("key", ["one", "two"])
-def test_any_of_the_api_keys_opens(key: str) -> None:
-    assert get(client(["one", "two"]), f"Bearer {key}") == 200
 
 
 def test_the_api_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
