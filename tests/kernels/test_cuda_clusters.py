@@ -117,7 +117,7 @@ def test_ctas_without_a_split_have_tables_for_the_others():
         # More KV heads than clusters.
         (replace(SHAPES[1], num_heads=6, num_kv_heads=2), Recording(), PROMPTS),
         # Centroids that are whole sectors of L2, and those that a CTA has all of.
-        (LAYERS[7][0], Recording(), [200, 250, 250, 250]),
+        (LAYERS[6][0], Recording(), [200, 250, 250, 250]),
         (LAYERS[1][0], Recording(), [200, 250, 250, 250]),
         # A GPU that has no clusters.
         (SHAPES[0], Recording(shared_bytes=166912), PROMPTS),

@@ -21,13 +21,8 @@ DEFAULTS = {
 }
 #: Bytes that a default build spills after all: a look-up in L2 that waits in registers.
 SPILLED = {("antkv-0.75bit", 80): {"decode": 8}}
-OTHERS = (
-    Build(128, 16, 8, 256, bfloat16=True, bulk=True),
-    Build(64, 4, 8, 256, bfloat16=False, bulk=True),
-    Build(64, 7, 4, 256, bfloat16=True, bulk=True),
-    Build(128, 16, 16, 4096, bfloat16=True, bulk=True),
-    Build(64, 7, 32, 4096, bfloat16=False, bulk=True),
-)
+#: Groups that fill no mma, and a head size that halves the lanes' work.
+OTHER = Build(64, 7, 32, 4096, bfloat16=False, bulk=True)
 
 
 def kernels(build: Build, architecture: int) -> dict[str, int]:
@@ -53,6 +48,5 @@ def test_default_builds_fit_and_spill_nothing(preset: str, architecture: int) ->
     assert {kernel: n for kernel, n in found.items() if n > allowed.get(kernel, 0)} == {}
 
 
-@pytest.mark.parametrize("build", OTHERS, ids=str)
-def test_other_builds_fit(build: Build) -> None:
-    assert kernels(build, 90)
+def test_another_build_fits() -> None:
+    assert kernels(OTHER, 90)

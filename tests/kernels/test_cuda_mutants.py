@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="the emulation needs g++ and an x86-64 processor with F16C",
 )
 #: Tables in shared memory, and in L2.
-SHAPES = [LAYERS[0][0], LAYERS[5][0]]
+SHAPES = [LAYERS[0][0], LAYERS[4][0]]
 #: More spans of 256 tokens together than the ring has room for.
 PROMPTS = [300, 1, 380, 300]
 
@@ -109,7 +109,7 @@ def test_decoding_needs_all_that_orders_its_threads(shape: Shape):
 @pytest.mark.parametrize("of", ["cluster", "cached_tables"])
 def test_clusters_need_all_that_orders_their_ctas(of):
     """Four requests, one for each CTA of a cluster, of which one has more to do than the others."""
-    shape = LAYERS[5][0]
+    shape = LAYERS[4][0]
     engine = Engine(AntKVConfig(), shape, decoding(EmulatedBackend(clusters=1)))
     check = decoded_as_expected(engine)
     build = Build.of(engine.state.kind, 232448, (9, 0)).in_clusters(232448)

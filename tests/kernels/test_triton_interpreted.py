@@ -86,7 +86,7 @@ def test_settings(config):
     assert_offline(engine, serve(engine, [(130, 5), (1, 1), (1, 128)]))
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     config=st.builds(
         AntKVConfig,
@@ -218,7 +218,7 @@ def test_blocks_that_single_tokens_fill_are_closed_by_the_scores_in_their_pages(
 
 @pytest.mark.parametrize(
     ("num_splits", "share", "anchor_dtype", "error"),
-    [(1, 0.015, "fp8", 0), (4, 0.015, "fp8", 1.0), (4, 0.0, "fp8", 0), (1, 0.2, "fp8", 0), (4, 0.03, "model", 1.0)],
+    [(1, 0.015, "fp8", 0), (4, 0.0, "fp8", 0), (4, 0.2, "model", 1.0)],
 )
 def test_a_long_past(monkeypatch, share, anchor_dtype, num_splits, error):
     """Anchors of several chunks of blocks, of which the last is not full, and no anchor rows, and many."""

@@ -13,11 +13,9 @@ LAYERS = [
     (Shape("antkv-2bit", 64, 3, 1, FLOAT16), 232448),
     (Shape("antkv-1bit", 64, 2, 2, FLOAT16, rotary_dim=0), 166912),
     (Shape("antkv-2bit", 128, 9, 1, FLOAT16, magnitude=1.3, reorders=True, error=0.5), 232448),
-    (Shape("antkv-2bit", 128, 4, 1, BFLOAT16), 166912),
     (Shape("antkv-0.75bit", 64, 3, 1, FLOAT16, error=0.5), 232448),
     (Shape("antkv-0.75bit", 128, 4, 1, BFLOAT16, magnitude=1.3, reorders=True), 101376),
     (Shape("antkv-0.5bit", 128, 4, 1, BFLOAT16, reorders=True), 232448),
-    (Shape("antkv-0.375bit", 64, 9, 1, BFLOAT16), 166912),
     (Shape("antkv-0.375bit", 128, 2, 1, FLOAT16, rotary_dim=0, reorders=True), 232448),
 ]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_antkv.codebook import Codebook, codebook_path
 
-KILLS = 6
+KILLS = 4
 
 #: Calibrates in forked children: one that is left alone, some that are killed after a random part of the work it took,
 #: one that is left to go on. After every kill each file under its final name must be a whole one.
