@@ -182,7 +182,7 @@ def test_every_figure_is_drawn_from_its_numbers(drawn: Path, name: str) -> None:
 
 
 def test_a_model_with_windows_is_drawn_too(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
-    """Policies that drop rows are shown in its layer that sees everything, and not compared as methods."""
+    """Policies that drop rows are shown in its layer that sees everything."""
     kinds = ["sliding_attention", "full_attention"]
     model = tiny_model(
         "gemma3_text", sliding_window=100, query_pre_attn_scalar=16, num_hidden_layers=2, layer_types=kinds
@@ -191,20 +191,11 @@ def test_a_model_with_windows_is_drawn_too(model_folder: Path, text_file: Path, 
     shutil.copytree(model_folder, folder)
     model.save_pretrained(folder)
     random_codebook(ModelIdentity.from_hf_config(model.config)).save(codebook_path(folder / "antkv", "antkv-1bit"))
-    names = ["coverage", "eviction-error", "methods"]
+    names = ["coverage", "eviction-error"]
     paths = ["--text", str(text_file), "--out", str(tmp_path)]
     figures = ["--context", "264", "--max-windows", "1", "--figures", ",".join(names)]
     assert cli.run(["inspect", str(folder), *paths, *figures]) == 0
-    numbers = {name: json.loads((tmp_path / f"{name}.json").read_text())["numbers"] for name in names}
-    assert not any(name.startswith(("h2o", "streamingllm")) for name in numbers["methods"]["methods"])
-    assert "antkv-1bit" in numbers["methods"]["methods"]
-
-
-def test_the_bits_of_the_tiny_model_cover_the_registry(drawn: Path) -> None:
-    methods = json.loads((drawn / "methods.json").read_text())["numbers"]["methods"]
-    assert {"fp16", "rtn-4bit", "kivi-2bit", "cq-1bit", "antkv-1bit", "h2o-64"} <= methods.keys()
-    assert "antkv-4bit" not in methods, "there is no codebook for it"
-    assert methods["rtn-4bit"]["perplexity"] == pytest.approx(methods["fp16"]["perplexity"], rel=0.2)
+    assert all((tmp_path / f"{name}.svg").exists() for name in names)
 
 
 def test_what_was_measured_is_not_measured_again(

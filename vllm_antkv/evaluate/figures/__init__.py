@@ -16,7 +16,6 @@ from vllm_antkv.evaluate.figures import (
     intact_prefix,
     key_rope,
     layer_divergence,
-    methods_compared,
     score_map,
     sink_evolution,
     sink_tokens,
@@ -57,7 +56,6 @@ FIGURES: dict[str, Figure] = {
         "coverage": coverage,
         "sink-tokens": sink_tokens,
         "layer-divergence": layer_divergence,
-        "methods": methods_compared,
         "anchor-share": anchor_share,
     }.items()
 }
