@@ -1,7 +1,5 @@
-"""The embedded model with attention sinks planted beyond its first tokens; see `models/plant_sinks.py`."""
+"""The embedded model with attention sinks planted beyond its first tokens; see `plant_sinks.py`."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.plant_sinks import plant
 from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule, codebook_path, find_codebook
 from vllm_antkv.offline.hidden import captured_hidden
 from vllm_antkv.offline.models import decoder_layers
@@ -36,13 +35,8 @@ def text_windows(num_windows: int) -> torch.Tensor:
 
 def plant_embedded(folder: Path) -> Path:
     """Write the planted model with its tokenizer. Its keys are fitted on the first window."""
-    spec = importlib.util.spec_from_file_location("plant_sinks", ROOT / "models" / "plant_sinks.py")
-    script = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
-    script.plant(model, text_windows(1)[0], SINK_TOKEN, LAYER).save_pretrained(folder)
+    plant(model, text_windows(1)[0], SINK_TOKEN, LAYER).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
     return folder
 

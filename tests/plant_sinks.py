@@ -1,7 +1,5 @@
 """Plants attention sinks into a Llama model: a test model whose sinks sit beyond the first tokens.
 
-    python models/plant_sinks.py --model models/embedded --text FILE --out DIR
-
 The embedded model has no sinks of its own, so KVSink would have nothing to find in it. Here the BOS and every
 occurrence of one token of the vocabulary become sinks, in the way of large models (KVSink, section 3):
 
@@ -20,16 +18,12 @@ Nothing is drawn at random: the same model, text and token give the same weights
 rounding them anew would change the model too.
 """
 
-from __future__ import annotations
-
-import argparse
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 #: New channels and neurons: more than the two that are used, because matrix products like round sizes.
@@ -184,29 +178,3 @@ def _output(model: LlamaForCausalLM, window: torch.Tensor, module: nn.Module) ->
     model(window[None], use_cache=False)
     hook.remove()
     return outputs[0][0].clone()
-
-
-def main() -> None:
-    """Read a model, plant sinks, write a model."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="folder of a Llama model")
-    parser.add_argument("--text", type=Path, required=True, help="plain text that keys are fitted on")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the planted model")
-    parser.add_argument("--token", default=" as", help="text of the token that becomes a sink; default: ' as'")
-    parser.add_argument("--layer", type=int, default=1, help="emergence layer")
-    parser.add_argument("--share", type=float, default=0.5, help="mean attention on sinks")
-    parser.add_argument("--fit-tokens", type=int, default=1024, help="tokens of text that keys are fitted on")
-    args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    (token,) = tokenizer(args.token, add_special_tokens=False)["input_ids"]
-    ids = tokenizer(args.text.read_text(encoding="utf-8")[: 16 * args.fit_tokens], add_special_tokens=False)[
-        "input_ids"
-    ]
-    window = torch.tensor([tokenizer.bos_token_id, *ids[: args.fit_tokens - 1]])
-    plant(model, window, token, args.layer, args.share).save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-
-
-if __name__ == "__main__":
-    main()
