@@ -54,6 +54,11 @@ class Engine:
         """Every block but the null block is free."""
         assert self.block_pool.get_num_free_blocks() == self.block_pool.num_gpu_blocks - 1
 
+    def start_anew(self, max_num_batched_tokens: int) -> None:
+        """As if just started: nothing is cached, and steps take no more tokens than this."""
+        self.core.scheduler.max_num_scheduled_tokens = max_num_batched_tokens
+        assert self.llm.reset_prefix_cache()
+
     def kv_tensors(self) -> list[torch.Tensor]:
         """The raw pages of every layer and companion."""
         runner = self.core.model_executor.driver_worker.worker.model_runner
@@ -61,7 +66,7 @@ class Engine:
         return [layer.kv_cache for layer in context.values() if hasattr(layer, "kv_cache")]
 
     def complete(
-        self, prompts: list[list[int]], max_tokens: int = 12, together: bool = True, loras: Any = None
+        self, prompts: list[list[int]], max_tokens: int = 8, together: bool = True, loras: Any = None
     ) -> list[Completion]:
         """Greedy completions, each with its adapter, in one batch or one after the other."""
         return complete(self.llm, prompts, max_tokens, together, loras)
@@ -181,12 +186,12 @@ def eager(quick_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
-    """Token ids of sixteen English prompts whose lengths surround the edges of VQ blocks."""
+    """Token ids of ten English prompts whose lengths surround the edges of VQ blocks."""
     from transformers import AutoTokenizer
 
     text = (ROOT / "LICENSE").read_text()
     ids = AutoTokenizer.from_pretrained(EMBEDDED)(text, add_special_tokens=False)["input_ids"]
-    lengths = [4, 39, 126, 127, 128, 199, 254, 255, 256, 299, 382, 383, 384, 450, 511, 600]
+    lengths = [4, 39, 127, 128, 199, 255, 256, 383, 450, 600]
     return [[0, *ids[20 * i : 20 * i + length]] for i, length in enumerate(lengths)]
 
 

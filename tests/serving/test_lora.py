@@ -52,7 +52,7 @@ def loras(adapters: list[Path]) -> list[LoRARequest | None]:
 @pytest.fixture(scope="module")
 def requests(prompts: list[list[int]], loras: list[LoRARequest | None]) -> dict[str, Any]:
     """Each of some prompts with each of them."""
-    some = prompts[3::4]
+    some = prompts[3::3]
     return {"prompts": [prompt for prompt in some for _ in loras], "loras": loras * len(some)}
 
 

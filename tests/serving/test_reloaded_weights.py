@@ -23,7 +23,7 @@ def test_new_weights_are_served_as_auto_serves_them(
     for parameter in model.parameters():
         parameter.data *= 1 + 0.1 * torch.rand_like(parameter)
     model.save_pretrained(tmp_path)
-    some = prompts[3::4]
+    some = prompts[3::3]
 
     def before_and_after(kv_cache_dtype: str, settings: dict[str, Any] | None) -> list[list[Completion]]:
         with start_engine(EMBEDDED, kv_cache_dtype, settings) as engine:

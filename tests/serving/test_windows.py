@@ -98,21 +98,10 @@ def test_equals_auto_where_every_token_is_of_the_prefix(
         assert_all_same(engine.complete(texts), auto)
 
 
-def test_a_layer_whose_windows_are_exact_equals_auto(
-    start: Start, model: Path, texts: list[list[int]], auto: list[Completion]
-) -> None:
-    """Where other layers are coded, they make the difference."""
-    with start(settings={"windows": "exact"}, max_num_batched_tokens=300) as engine:
-        served = engine.complete(texts)
-    if AutoConfig.from_pretrained(model).model_type == "mistral":
-        assert_all_same(served, auto)
-    else:
-        with pytest.raises(AssertionError):
-            assert_all_same(served, auto)
-
-
 @pytest.mark.parametrize("windows", ["coded", "exact"])
-def test_serves_what_the_evaluator_computes(start: Start, model: Path, texts: list[list[int]], windows: str) -> None:
+def test_serves_what_the_evaluator_computes(
+    start: Start, model: Path, texts: list[list[int]], auto: list[Completion], windows: str
+) -> None:
     identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
     config = AntKVConfig(windows=windows)
     method = build_method(PRESET, MethodRequest(str(model), identity, None, config))
@@ -120,10 +109,17 @@ def test_serves_what_the_evaluator_computes(start: Start, model: Path, texts: li
     with torch.inference_mode(), quantised_past(evaluated, method, MAX_LEN):
         expected = [evaluated(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1) for ids in texts]
     with start(settings={"windows": windows}, max_num_batched_tokens=256) as engine:
-        for completion, logprobs in zip(engine.complete(texts, max_tokens=2), expected, strict=True):
-            for token, logprob in completion.top_logprobs[0].items():
-                assert logprob == pytest.approx(float(logprobs[token]), abs=1e-3)
+        served = engine.complete(texts)
         engine.assert_all_blocks_free()
+    for completion, logprobs in zip(served, expected, strict=True):
+        for token, logprob in completion.top_logprobs[0].items():
+            assert logprob == pytest.approx(float(logprobs[token]), abs=1e-3)
+    if windows == "exact" and identity.architecture.startswith("Mistral"):
+        assert_all_same(served, auto)
+    else:
+        # Layers that are coded make the difference.
+        with pytest.raises(AssertionError):
+            assert_all_same(served, auto)
 
 
 def test_same_however_a_prompt_is_chunked_batched_or_cached(start: Start, texts: list[list[int]]) -> None:
@@ -137,13 +133,13 @@ def test_same_however_a_prompt_is_chunked_batched_or_cached(start: Start, texts:
         hits = engine.complete(shared)
         assert all(completion.num_cached_tokens == 256 for completion in hits)
         engine.assert_all_blocks_free()
-    for chunk in (130, 200):
-        with start(max_num_batched_tokens=chunk, enable_prefix_caching=False) as engine:
+        for chunk in (130, 200):
+            engine.start_anew(chunk)
             # Whoever reads what is no longer there reads NaN.
             for pages in engine.kv_tensors():
                 pages.view(torch.uint8).fill_(0xFF)
-            assert_all_same(engine.complete(texts), alone)
             assert_all_same(engine.complete(shared), hits)
+            assert_all_same(engine.complete(texts), alone)
 
 
 def blocks_of_windows(engine: Engine) -> int:
@@ -167,7 +163,7 @@ def planned(case: Case, window: int, length: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["windows alone", "windows in every second layer, soft caps"])
-def test_blocks_in_use_stay_bounded_while_eight_windows_are_generated(
+def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(
     start_engine: Start, tmp_path: Path, name: str
 ) -> None:
     from vllm import SamplingParams
@@ -175,18 +171,18 @@ def test_blocks_in_use_stay_bounded_while_eight_windows_are_generated(
     from vllm_antkv.vllm_adapter.block_pool.requests import tokens_in_use
 
     case, window = CASES[name], 128
-    length = 9 * window + 100
+    length = 7 * window + 100
     make_model(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
     make_codebook(tmp_path / "antkv", tmp_path, PRESET)
     with start_engine(tmp_path, PRESET, max_model_len=length) as engine:
-        params = SamplingParams(temperature=0, max_tokens=8 * window, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=6 * window, ignore_eos=True)
         engine.llm.llm_engine.add_request("0", {"prompt_token_ids": [0, *range(3, 3 + window)]}, params)
         held, tokens = [], []
         while engine.llm.llm_engine.has_unfinished_requests():
             engine.llm.llm_engine.step()
             held.append(blocks_of_windows(engine))
             tokens.append(tokens_in_use(engine.core.scheduler))
-        assert len(held) >= 8 * window
+        assert len(held) >= 6 * window
         assert 0 < max(held[4 * window :]) <= max(held[: 4 * window])
         # What is planned with is what is held; what dies in a step is freed before the next.
         for step in range(4 * window, len(held) - 1, 37):
@@ -195,5 +191,5 @@ def test_blocks_in_use_stay_bounded_while_eight_windows_are_generated(
         if name == "windows alone":
             assert max(tokens) <= window + 2 * VQ_BLOCK_SIZE
         else:
-            assert max(tokens) >= 8 * window, "the layers without a window hold all"
+            assert max(tokens) >= 6 * window, "the layers without a window hold all"
         engine.assert_all_blocks_free()
