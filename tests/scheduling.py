@@ -4,7 +4,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-#: Files that use the same server: one process starts it once for all of them.
+#: Files that use the same servers: one process starts each once for all of them.
 SERVER_FILES = (
     "tests/serving/test_bad_requests.py",
     "tests/serving/test_dashboard.py",
@@ -12,12 +12,13 @@ SERVER_FILES = (
     "tests/serving/test_side_by_side.py",
     "tests/serving/test_soak.py",
     "tests/serving/test_status.py",
+    "tests/serving/test_surface.py",
     "tests/serving/test_tasks.py",
 )
 
 
 class FileScheduling(LoadFileScheduling):
-    """Runs a file in one process, and all files that share a server."""
+    """Runs a file in one process, and all files that share servers."""
 
     def _split_scope(self, nodeid: str) -> str:
         scope = super()._split_scope(nodeid)

@@ -196,18 +196,18 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One real server of the embedded model; see `tests.serving.embedded_server`."""
-    from tests.serving.embedded_server import SharedServer
+def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Real servers of the embedded model; see `tests.serving.embedded_server`."""
+    from tests.serving.embedded_server import SharedServers
 
     with ExitStack() as held:
-        yield SharedServer(held, lambda: tmp_path_factory.mktemp("embedded"))
+        yield SharedServers(held, lambda: tmp_path_factory.mktemp("embedded"))
 
 
 @pytest.fixture(scope="module")
-def server(shared_server: Any) -> Any:
-    """It, for a file of tests that leave it as it is."""
-    return shared_server.running()
+def server(shared_servers: Any) -> Any:
+    """The one with default settings, for a file of tests that leave it as it is."""
+    return shared_servers.running()
 
 
 @pytest.fixture(scope="session")

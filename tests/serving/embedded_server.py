@@ -1,11 +1,10 @@
-"""A real server of the embedded model with the centroids that are shipped; tests that ask it alike share one."""
+"""Real servers of the embedded model with the centroids that are shipped; tests that ask them alike share them."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -28,11 +27,20 @@ _OPTIONS = {
     "--kv-cache-memory-bytes": str(1 << 24),
     "--served-model-name": MODEL_NAME,
     "--shutdown-timeout": str(PATIENCE),
+    "--scheduling-policy": "priority",
+}
+#: The servers: `--kv-cache-dtype`, settings. Of the exact one, every row of the past is an anchor of full precision.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": (PRESET, {}),
+    "exact": (PRESET, {"anchor_share": 1.0, "anchor_dtype": "model"}),
+    "auto": ("auto", {}),
 }
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_PLUGINS": "antkv",
+    # Routes that put an engine to sleep.
+    "VLLM_SERVER_DEV_MODE": "1",
     **ENVIRONMENT,
 }
 
@@ -62,37 +70,37 @@ def _authorisation(key: str | None) -> dict[str, str]:
 
 
 @contextmanager
-def embedded_server(
-    folder: Path, kv_cache_dtype: str, settings: Mapping[str, Any] = MappingProxyType({}), *more: str
-) -> Iterator[Server]:
-    """A server that runs while this is open, with its codebook and log in `folder`; `more` of its arguments."""
+def embedded_server(folder: Path, kind: str) -> Iterator[Server]:
+    """A server that runs while this is open, with its codebook and log in `folder`."""
+    kv_cache_dtype, settings = KINDS[kind]
     path = codebook_path(folder / "codebooks", PRESET)
     codebook = shipped_codebook()
     rule = SinkRule(layer=0, channels=(0,), threshold=1e-30)
     Codebook(codebook.header.model_copy(update={"sinks": rule}), codebook.k, codebook.v).save(path)
     ours = json.dumps({"antkv": {"codebooks": str(path.parent), **settings}})
     options = _OPTIONS | ({"--additional-config": ours} if kv_cache_dtype == PRESET else {})
-    arguments = ["--enforce-eager", *more, *(part for pair in options.items() for part in pair)]
+    arguments = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-prompt-embeds"]
+    arguments += [part for pair in options.items() for part in pair]
     log = folder / "server.log"
     with running_server(str(EMBEDDED), kv_cache_dtype, log, arguments, _ENVIRONMENT) as running:
         yield Server(running.url, running.pid, path)
 
 
-class SharedServer:
-    """One at 1 bit, started when it is first asked for."""
+class SharedServers:
+    """One of each kind, started when it is first asked for."""
 
     def __init__(self, held: ExitStack, make_folder: Callable[[], Path]) -> None:
         """held: ends what was started."""
         self._held, self._make_folder = held, make_folder
-        self._running: Server | None = None
+        self._running: dict[str, Server] = {}
 
-    def running(self) -> Server:
-        """The server, for a test that leaves it as it is."""
-        if self._running is None:
-            self._running = self._held.enter_context(embedded_server(self._make_folder(), PRESET))
-        return self._running
+    def running(self, kind: str = "default") -> Server:
+        """A server, for a test that leaves it as it is."""
+        if kind not in self._running:
+            self._running[kind] = self._held.enter_context(embedded_server(self._make_folder(), kind))
+        return self._running[kind]
 
-    def to_be_ended(self) -> Server:
-        """The server, for a test that ends it: whoever asks afterwards gets another, so that no order is needed."""
-        server, self._running = self.running(), None
-        return server
+    def to_be_ended(self, kind: str = "default") -> Server:
+        """A server, for a test that ends it: whoever asks afterwards gets another, so that no order is needed."""
+        self.running(kind)
+        return self._running.pop(kind)

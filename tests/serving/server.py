@@ -2,20 +2,17 @@
 
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from loadtest.server import running_server
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
 
@@ -23,7 +20,6 @@ PRESET = "antkv-1bit"
 MODEL_NAME = "tiny"
 _VLLM = Path(sys.executable).with_name("vllm")
 _CACHE = "VLLM_CACHE_ROOT"
-_STOP_SECONDS = 60
 
 
 def make_odd_model(folder: Path, context: int) -> Path:
@@ -77,54 +73,11 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
 @contextmanager
 def serving(model: Path, log: Path, **options: str) -> Iterator[str]:
     """A server of a model with these options; yields its URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = {
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--kv-cache-dtype": PRESET,
-        "--served-model-name": MODEL_NAME,
-        "--dtype": "float32",
-        "--max-model-len": "1024",
-        **options,
-    }
-    command = [str(_VLLM), "serve", str(model), "--enforce-eager", *(part for pair in options.items() for part in pair)]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=vllm_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(url, process, log)
-            yield url
-        finally:
-            _stop(process)
-
-
-def answer(url: str) -> str:
-    """What a server completes."""
-    body = {"model": MODEL_NAME, "prompt": "The river", "max_tokens": 8, "ignore_eos": True}
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
-    return str(response.raise_for_status().json()["choices"][0]["finish_reason"])
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(url + "/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    pytest.fail(f"vllm serve did not become healthy:\n{log.read_text()[-4000:]}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    options = {"--served-model-name": MODEL_NAME, "--dtype": "float32", "--max-model-len": "1024", **options}
+    arguments = ["--enforce-eager", *(part for pair in options.items() for part in pair)]
+    environment = vllm_environment()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ.keys() - environment.keys():
+            patch.delenv(name)
+        with running_server(str(model), PRESET, log, arguments, environment) as running:
+            yield running.url

@@ -1,13 +1,12 @@
 """`antkv diff` between real servers of one model: antkv-1bit against `auto`, and against itself."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from loadtest.server import EMBEDDED, Server
-from tests.serving.embedded_server import API_KEY, embedded_server
+from tests.serving.embedded_server import API_KEY, SharedServers
 from vllm_antkv import cli
 from vllm_antkv.evaluate.side_by_side import first_difference
 
@@ -19,10 +18,9 @@ TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def auto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def auto(shared_servers: SharedServers) -> Server:
     """The same model with vLLM's own cache."""
-    with embedded_server(tmp_path_factory.mktemp("auto"), "auto") as running:
-        yield running
+    return shared_servers.running("auto")
 
 
 def run(this: Server, other: Server, *more: str, key: str = API_KEY) -> int:

@@ -22,7 +22,7 @@ from loadtest.soak import soak
 from loadtest.stream import StreamReader
 from loadtest.watch import metrics
 from tests.patience import PATIENCE
-from tests.serving.embedded_server import API_KEY, MODEL_NAME, SharedServer
+from tests.serving.embedded_server import API_KEY, MODEL_NAME, SharedServers
 
 pytestmark = pytest.mark.serving
 
@@ -40,8 +40,8 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server(shared_server: SharedServer) -> Server:
-    return shared_server.running()
+def server(shared_servers: SharedServers) -> Server:
+    return shared_servers.running()
 
 
 def test_a_soak_leaves_the_server_as_it_was(server):
@@ -70,9 +70,9 @@ def test_everything_that_the_dashboard_shows_is_published(server):
     assert set(re.findall(r"vllm:\w+", DASHBOARD.read_text())) <= metrics(server.url).keys()
 
 
-def test_a_server_that_is_asked_to_stop_ends_its_answers(shared_server):
+def test_a_server_that_is_asked_to_stop_ends_its_answers(shared_servers):
     """As a pod of the Helm chart is."""
-    server = shared_server.to_be_ended()
+    server = shared_servers.to_be_ended("exact")
     request = completion(MODEL_NAME, "Once upon a time", 400)
     reader = StreamReader(time.perf_counter())
     url = server.url + request.path

@@ -1,37 +1,24 @@
 """Every question of `surface.py` to real servers: answers of an exact cache are those of `auto`, and with default
 settings they do not depend on what else runs."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.serving.embedded_server import API_KEY, PRESET, embedded_server
+from tests.serving.embedded_server import API_KEY, SharedServers
 from tests.serving.surface import QUESTIONS, complete
 
 pytestmark = pytest.mark.serving
 
-EXACT = {"anchor_share": 1.0, "anchor_dtype": "model"}
-OPTIONS = (
-    "--enable-prompt-tokens-details",
-    "--enable-prompt-embeds",
-    "--scheduling-policy=priority",
-)
-
 
 @pytest.fixture(scope="module")
-def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[OpenAI]]:
+def clients(shared_servers: SharedServers) -> list[OpenAI]:
     """Of `auto`, of an exact cache and of default settings; the servers start side by side."""
-    kinds = (("auto", {}), (PRESET, EXACT), (PRESET, {}))
-    servers = [embedded_server(tmp_path_factory.mktemp("server"), *kind, *OPTIONS) for kind in kinds]
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as held, ThreadPoolExecutor(len(servers)) as pool:
-        # Routes that put an engine to sleep.
-        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        running = pool.map(held.enter_context, servers)
-        yield [OpenAI(base_url=f"{each.url}/v1", api_key=API_KEY, max_retries=0) for each in running]
+    with ThreadPoolExecutor() as pool:
+        running = list(pool.map(shared_servers.running, ("auto", "exact", "default")))
+    return [OpenAI(base_url=f"{each.url}/v1", api_key=API_KEY, max_retries=0) for each in running]
 
 
 def assert_close(mine: Any, theirs: Any) -> None:
