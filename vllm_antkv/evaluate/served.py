@@ -22,6 +22,7 @@ from vllm_antkv.evaluate.retrieval import RetrievalReport, report_retrieval
 from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt, is_right
 from vllm_antkv.evaluate.windows import TextWindows
 from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.layer_windows import has_mamba2
 from vllm_antkv.offline.adapters import Adapter, read_adapter
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
@@ -196,6 +197,8 @@ def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, co
     identity = card.identity
     token_bytes = 2 * identity.num_layers * identity.num_kv_heads * identity.head_size * card.dtype.itemsize
     settings = config.model_dump(exclude_defaults=True)
+    # With Mamba-2 vLLM's CPU build fails otherwise, whatever the cache dtype.
+    without_prefix_caching = has_mamba2(card.config.get_text_config()) and not torch.cuda.is_available()
     return {
         "model": card.name,
         # vLLM would serve a float32 checkpoint in half precision, and that difference is not ours to measure.
@@ -206,6 +209,7 @@ def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, co
         # What is read here is text.
         "language_model_only": True,
         "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, _CACHE_SLACK * _SEQUENCES_PER_CALL * context * token_bytes),
+        **({"enable_prefix_caching": False} if without_prefix_caching else {}),
         **_lora_options(card.adapter),
     }
 
