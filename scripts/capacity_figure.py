@@ -95,7 +95,8 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None"
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
     from scripts.moved import kv_cache_planning
-    from vllm_antkv.cache.pages import BlockPlan, page_layouts
+    from vllm_antkv.cache.pages import page_layouts
+    from vllm_antkv.cache.pool_blocks import BlockPlan
     from vllm_antkv.config import AntKVConfig
     from vllm_antkv.vllm_adapter.block_pool.specs import exact_spec, recency_spec, vq_spec
 

@@ -28,7 +28,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from scripts.moved import kv_cache_planning
 from vllm_antkv import plugin
-from vllm_antkv.cache.pages import BlockPlan, page_layouts
+from vllm_antkv.cache.pages import page_layouts
+from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec

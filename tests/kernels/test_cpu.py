@@ -84,7 +84,7 @@ def run_schedule(engine: Engine, sequences, chunks) -> None:
             engine.finish(sequence)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     config=CONFIGS,
     shape=st.sampled_from(SHAPES),

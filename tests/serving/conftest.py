@@ -234,7 +234,7 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
     pairs = torch.zeros(1, identity.head_size // 2)
     order = tuple(interleaved(RotaryTable(pairs, pairs), identity.head_size, codebook.preset.sub_vector_size))
     header = codebook.header.model_copy(update={"sinks": rule, "k_orders": {"antkv-1bit": order}})
-    exponents = torch.arange(identity.num_layers * identity.num_kv_heads * identity.head_size // 2) % 7 - 3
+    exponents = torch.arange(identity.num_layers * identity.num_kv_heads * identity.head_size // 2) % 3 - 1
     k_scale = exponents.float().exp2().view(identity.num_layers, identity.num_kv_heads, -1).repeat(1, 1, 2)
     Codebook(header, codebook.k, codebook.v, k_scale=k_scale).save(codebook_path(folder, "antkv-1bit"))
     return str(folder)

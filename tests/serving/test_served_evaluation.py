@@ -53,7 +53,7 @@ def codebooks(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Path
     pairs = RotaryTable(*2 * [torch.zeros(1, head_size // 2)])
     orders = {name: tuple(interleaved(pairs, head_size, get_preset(name).sub_vector_size)) for name in LAYERS}
     header = codebook.header.model_copy(update={"k_orders": orders})
-    exponents = torch.arange(len(LAYERS) * card.identity.num_kv_heads * head_size // 2) % 5 - 2
+    exponents = torch.arange(len(LAYERS) * card.identity.num_kv_heads * head_size // 2) % 3 - 1
     k_scale = exponents.float().exp2().view(len(LAYERS), card.identity.num_kv_heads, -1).repeat(1, 1, 2)
     replace(codebook, header=header, k_scale=k_scale).save(codebook_path(folder, "antkv-1bit"))
     return folder

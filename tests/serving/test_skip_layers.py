@@ -14,6 +14,7 @@ from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_confi
 from tests.serving.conftest import assert_all_same
 from tests.serving.tiny import GEMMA, GEMMA_3N, make_codebook, make_model
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
+from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.codebook import ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
@@ -118,7 +119,7 @@ def test_pages_of_exact_layers_lie_beside_the_others_without_waste(tmp_path: Pat
     presets = [None] * half + [PRESETS[PRESET]] * (32 - num_exact) + [None] * half
     found = cache_config(engine_config(str(tmp_path), 8192), presets)
     assert [len(group.layer_names) for group in found.kv_cache_groups] == [32, 32 - num_exact]
-    layouts = page_layouts(AntKVConfig(), presets[half:-half], 128, torch.bfloat16, num_exact=num_exact)
+    layouts = page_layouts(AntKVConfig(), presets[half:-half], 128, torch.bfloat16, plan=BlockPlan(num_exact=num_exact))
     assert found.num_blocks == MEMORY // (8 * pool_block_bytes(layouts, num_exact))
     content = sum(layout.vq_page_bytes - layout.padding for layout in layouts) + num_exact * layouts[0].exact_page_bytes
     assert pool_block_bytes(layouts, num_exact) <= content * (1 + most)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_antkv.cache.footprint import footprint
-from vllm_antkv.cache.pages import BlockPlan, PageLayout, pool_block_bytes
+from vllm_antkv.cache.pages import PageLayout, pool_block_bytes
+from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.config import AntKVConfig
 
 #: Prefix-cache hits end at the edges of blocks: more pages must save so much of a request.

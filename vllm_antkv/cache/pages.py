@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_antkv.cache.pool_blocks import ONE_PAGE, BlockPlan, one_by_one
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.presets import Preset
 
@@ -40,25 +41,6 @@ _MAX_GROWTH = 0.02
 
 def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """What a block of vLLM's pool has to hold.
-
-    num_pages: VQ pages of each layer.
-    state_bytes: of a layer that keeps a state, per KV head of the layers that attend; 0: there are none.
-    num_exact: unquantised layers, whose pages lie beside the VQ pages.
-    """
-
-    num_pages: int = 1
-    state_bytes: int = 0
-    num_exact: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Whose codes it has."""
-        return self.num_pages * VQ_BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -137,7 +119,7 @@ def page_layouts(
     head_size: int,
     dtype: torch.dtype,
     all_slide: bool = False,
-    plan: BlockPlan = BlockPlan(),
+    plan: BlockPlan = ONE_PAGE,
 ) -> list[PageLayout]:
     """The layouts of a model's layers. Pages of one class of all layers share a block of vLLM's pool.
 
@@ -217,30 +199,6 @@ def _patterned(layers: list[PageLayout]) -> list[PageLayout]:
         return layers
     num_sizes = next(size for size in range(2, len(layers) + 1) if len(layers) % size == 0)
     return [replace(layer, tail=index % num_sizes * ALIGNMENT) for index, layer in enumerate(layers)]
-
-
-def one_by_one(raw: torch.Tensor, num_pages: int) -> torch.Tensor:
-    """Pages of 128 tokens of a layer, of its raw blocks.
-
-    vLLM lays the bytes of a layer side by side in a block. Here the pages of all layers for the same tokens lie side
-    by side instead: page `j` of block `b` is page `b * num_pages + j` in a pool of smaller blocks, for every layer,
-    whatever its page's size. All layers of a block must be viewed so.
-
-    Args:
-        raw: (num_blocks, heads, 1, num_pages * page_bytes), whose first block is the first one of its storage.
-        num_pages: of the layer, in a block.
-
-    Returns:
-        (num_blocks * num_pages, heads, 1, page_bytes), a view of other bytes where a block has several pages.
-    """
-    if num_pages == 1:
-        return raw
-    num_blocks, heads, _, num_bytes = raw.shape
-    page, stride = num_bytes // num_pages, raw.stride(0) // num_pages
-    # A page lies behind those of the layers before its own, which are as many bytes for all blocks of them.
-    return raw.as_strided(
-        (num_blocks * num_pages, heads, 1, page), (stride, page, page, 1), raw.storage_offset() // num_pages
-    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ includes them. 96 bits per token are 0.003 bits per element in the shape of Qwen
 
 import torch
 
-from vllm_antkv.cache.pages import one_by_one
+from vllm_antkv.cache.pool_blocks import one_by_one
 from vllm_antkv.config import VQ_BLOCK_SIZE
 
 #: Positions of a token.

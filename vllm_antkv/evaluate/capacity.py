@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from vllm_antkv.cache.blocks import States, plan_blocks
 from vllm_antkv.cache.footprint import footprint
-from vllm_antkv.cache.pages import BlockPlan, PageLayout, page_layouts, pool_block_bytes
+from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
+from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.gpus import Gpu
@@ -61,7 +62,8 @@ class DecodeShape:
         windows = tuple(layer_windows(config.get_text_config()))
         sizes = (identity.num_layers, identity.num_kv_heads, identity.head_size)
         text = config.get_text_config()
-        states = num_state_layers(text), state_bytes(text), states_per_request(text)
+        num_states = num_state_layers(text)
+        states = num_states, state_bytes(text), states_per_request(text) if num_states else 0
         return cls(*sizes, matrices, total, windows if any(windows) else (), *states)
 
     def of_rank(self, tensor_parallel_size: int) -> "DecodeShape":

@@ -8,15 +8,10 @@ cache keeps that. Blocks are taken in order, because the anchors of one decide w
 With the scope `prompt` anchors are those of the paper: chosen from full-precision attention of all queries of the
 window, serving all later blocks. There the future reaches the past, and the engine differs: it sees a prompt in steps,
 and blocks that close in a step serve nothing within it. The figures of that scope are the paper's, not the server's.
-
 The logits of coded rows are corrected by what a codebook knows of its errors (`ops.reference.jensen_bias`). K and
 queries are scaled as a codebook says (`codebook.key_scales`).
-
 In windows that start with the method's trained prefix, K and V of those tokens are the trained rows, in every layer.
-
 A layer's sliding window, soft cap and learned sink logits are what the model hands over with its rows (`LogitRules`).
-
-This file knows methods only by their interface, and nothing of perplexity or of files.
 """
 
 from collections.abc import Iterator, Mapping

@@ -9,7 +9,8 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_antkv.cache.blocks import States, plan_blocks
-from vllm_antkv.cache.pages import BlockPlan, PageLayout
+from vllm_antkv.cache.pages import PageLayout
+from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.layer_windows import num_state_layers, states_per_request
 

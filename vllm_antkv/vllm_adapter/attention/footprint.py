@@ -6,7 +6,8 @@ from dataclasses import replace
 from vllm.config import VllmConfig
 
 from vllm_antkv.cache.footprint import Footprint, footprint
-from vllm_antkv.cache.pages import BlockPlan, PageLayout, page_layouts, pool_block_bytes
+from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
+from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.features import num_sharing_layers

@@ -145,7 +145,7 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         )
 
     def _of_pages(self, block_table: torch.Tensor) -> torch.Tensor:
-        """The pages in a table's blocks (`cache.pages.one_by_one`), always at the same place: CUDA graphs read it."""
+        """The pages in a table's blocks (`cache.pool_blocks.one_by_one`), where CUDA graphs read them."""
         num_reqs, num_pages = len(block_table), len(self._pages)
         if num_pages == 1:
             return block_table

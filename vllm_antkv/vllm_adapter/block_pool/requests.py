@@ -112,7 +112,7 @@ def _remembered(request: Request, manager: KVCacheManager, of_group: SingleTypeK
 
 
 def _pages(blocks: Sequence[KVCacheBlock], of_group: SingleTypeKVCacheManager) -> list[int]:
-    """Ids of the pages in some blocks (`cache.pages.one_by_one`); 0 in the null block."""
+    """Ids of the pages in some blocks (`cache.pool_blocks.one_by_one`); 0 in the null block."""
     num_pages = of_group.block_size // VQ_BLOCK_SIZE
     ids = [0 if block.is_null else block.block_id for block in blocks]
     return [block_id and block_id * num_pages + page for block_id in ids for page in range(num_pages)]
