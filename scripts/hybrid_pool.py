@@ -143,8 +143,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_expand": 2,
     },
 }
-#: Their states have a block more for a prompt that is being read.
-_MAMBA2 = {"GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM"}
 
 
 class Pool(NamedTuple):
@@ -240,6 +238,8 @@ def _state(config: "VllmConfig") -> "MambaSpec":
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.kv_cache_interface import MambaSpec
 
+    from vllm_antkv.layer_windows import has_mamba2
+
     architecture = config.model_config.architecture
     model_class, _ = ModelRegistry.resolve_model_cls(architecture, model_config=config.model_config)
     return MambaSpec(
@@ -247,7 +247,8 @@ def _state(config: "VllmConfig") -> "MambaSpec":
         dtypes=model_class.get_mamba_state_dtype_from_config(config),
         block_size=config.cache_config.mamba_block_size,
         mamba_cache_mode="align",
-        num_prefill_checkpoint_blocks=int(architecture in _MAMBA2),
+        # Mamba-2 has a block more for a prompt that is being read.
+        num_prefill_checkpoint_blocks=int(has_mamba2(config.model_config.hf_text_config)),
     )
 
 

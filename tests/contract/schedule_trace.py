@@ -211,11 +211,12 @@ def _sampled(scheduler: Any, output: Any) -> ModelRunnerOutput:
 
 
 def main() -> None:
-    """Write the traces of all cases, by turns with the scheduler and with the one that runs a step ahead."""
+    """Write the traces of all cases, with the scheduler and with the one that runs a step ahead."""
     plugin.register()
     with Path(sys.argv[1]).open("w") as file:
-        for seed, case in enumerate(CASES):
-            file.writelines(json.dumps(line) + "\n" for line in trace(case, seed, is_async=bool(seed % 2)))
+        for is_async in (False, True):
+            for seed, case in enumerate(CASES):
+                file.writelines(json.dumps(line) + "\n" for line in trace(case, seed, is_async))
 
 
 if __name__ == "__main__":
