@@ -75,7 +75,8 @@ audit: $(VENV)
 	$(BIN)/python scripts/audit.py $(ARGS)
 
 gpu-check:
-	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
+	@$(PYTHON) -m benchmarks.gpu.device
+	$(MAKE) --no-print-directory --keep-going --file benchmarks/gpu.mk PYTHON=$(PYTHON) $(ARGS)
 
 bench-cpu: $(VENV)
 	$(BIN)/python -m benchmarks.cpu_decode $(ARGS)

@@ -2,7 +2,7 @@
 
 FlashAttention 3 on bfloat16 and FP8 caches, TurboQuant's 3-bit and 4-bit kernels, our Triton and CUDA kernels. Every
 side is captured in a CUDA graph, since vLLM decodes so, and timed with a cold L2 cache. Writing the new token to the
-cache is part of no side; ours is timed by gpu_encode_store.py.
+cache is part of no side; ours is timed by gpu_prefill.py.
 
     python -m benchmarks.gpu_decode                     # about two minutes
     python -m benchmarks.gpu_decode --contexts 32768 --batches 8
@@ -22,7 +22,6 @@ from vllm_antkv.config import AntKVConfig
 #: What the others are measured against.
 BASELINE = "FlashAttention 3, bfloat16"
 PRESET = "antkv-1bit"
-CONTEXTS = (1024, 8192, 32768, 131072)
 #: A bfloat16 cache beyond this is not built: it takes longer to fill than to measure, and shows nothing new.
 MAX_CACHE_BYTES = 20 << 30
 #: Fills a side's cache; returns what runs one step, and the bytes of the cache that it reads.
@@ -32,12 +31,12 @@ Prepare = Callable[[], tuple[Callable[[], Any], int]]
 def main() -> int:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--anchor-share", type=float, help="of antkv's cache; 0: no sinks either (default: ours)")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     arguments = parser.parse_args()
-    from benchmarks.gpu.device import require_gpu, write_report
+    from benchmarks.gpu.device import described, require_gpu, write_report
     from benchmarks.gpu.timing import failed, memory_bandwidth
 
     require_gpu()
@@ -47,7 +46,7 @@ def main() -> int:
     for context, batch in settings(arguments.contexts, arguments.batches):
         rows.append(row(context, batch, bandwidth, config_of(arguments.anchor_share)))
         write_report(arguments.json, report)
-    print(decode_table(report))
+    print(described(), decode_table(report), sep="\n\n")
     # A side that could not run is in the table; the exit status says so too.
     return int(any(failed(row["sides"]) for row in rows))
 

@@ -44,7 +44,7 @@ def main() -> int:
             json.dumps(work(arguments.model, arguments.sides[0], arguments.kv_gib, arguments.context))
         )
         return 0
-    from benchmarks.gpu.device import require_gpu, write_report
+    from benchmarks.gpu.device import described, require_gpu, write_report
     from benchmarks.gpu.llama import make_model
 
     require_gpu()
@@ -60,7 +60,7 @@ def main() -> int:
     rows = [summary(side, results, bound) for side, results in rounds.items()]
     prompt = arguments.context - OUTPUT
     report = {"kv_gib": arguments.kv_gib, "prompt": prompt, "output": OUTPUT, "rows": rows}
-    print(end_to_end_table(report))
+    print(described(), end_to_end_table(report), sep="\n\n")
     write_report(arguments.json, report)
     return 0
 

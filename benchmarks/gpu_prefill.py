@@ -1,8 +1,8 @@
 """Prefill of one prompt in one layer of a Llama-3-8B on this GPU: ours, by operation, against FlashAttention 3.
 
-FlashAttention 3 computes attention alone, on rows in bfloat16. Ours stores the prompt's codes (encode_store), chooses
-the anchors of its blocks (anchor_score) and attends to what later steps will see: through FlashAttention on plain rows
-(attend), as served, and by the Triton kernel alone (attend, Triton).
+FlashAttention 3 computes attention alone, on rows in bfloat16. Ours stores the prompt's codes (encode_store, and the
+CUDA kernel for it), chooses the anchors of its blocks (anchor_score) and attends to what later steps will see: through
+FlashAttention on plain rows (attend), as served, and by the Triton kernel alone (attend, Triton).
 
     python -m benchmarks.gpu_prefill                    # about half a minute
 """
@@ -28,10 +28,10 @@ BASELINE = "FlashAttention 3, bfloat16"
 def main() -> int:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 8192, 32768])
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     arguments = parser.parse_args()
-    from benchmarks.gpu.device import require_gpu, write_report
+    from benchmarks.gpu.device import described, require_gpu, write_report
     from benchmarks.gpu.timing import failed
 
     require_gpu()
@@ -40,7 +40,7 @@ def main() -> int:
     for tokens in arguments.tokens:
         rows.append(row(tokens))
         write_report(arguments.json, report)
-    print(prefill_table(report))
+    print(described(), prefill_table(report), sep="\n\n")
     return int(any(failed(row["timings"]) for row in rows))
 
 
@@ -49,16 +49,18 @@ def row(num_tokens: int) -> dict[str, Any]:
     from benchmarks.gpu import flash_attention as rows_of_bfloat16
     from benchmarks.gpu.antkv_layer import Requests, Tokens
     from benchmarks.gpu.timing import attempt
+    from vllm_antkv.ops.cuda import CudaOperations
     from vllm_antkv.ops.triton import TritonOperations
     from vllm_antkv.vllm_adapter.attention.flash_attention import flash_attention
 
     requests, tokens = Requests(PRESET, 1, num_tokens, new=num_tokens), Tokens.random(num_tokens)
-    triton = TritonOperations(requests.state)
+    triton, cuda = TritonOperations(requests.state), CudaOperations(requests.state)
     varlen = flash_attention(HEAD_SIZE, tokens.rows.query.dtype, num_tokens)
     operations = TritonOperations(replace(requests.state, varlen=varlen))
     rows, output, step = tokens.rows, tokens.output, requests.step
     sides = {
         BASELINE: rows_of_bfloat16.prefill(rows.query, rows.key, rows.value),
+        "encode_store, CUDA": lambda: cuda.encode_store(rows, step),
         "encode_store": lambda: operations.encode_store(rows, step),
         "anchor_score": lambda: operations.anchor_score(rows, step),
         "attend": lambda: operations.attend(rows, output, step),

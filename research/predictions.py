@@ -2,7 +2,7 @@
 
     python -m research.sm_model --preset antkv-1bit --anchor-share 0 --json predicted.json
     python -m research.predictions --predicted predicted.json
-    python -m research.predictions --predicted predicted.json --measured gpu-results/results.json
+    python -m research.predictions --predicted predicted.json --measured gpu-results
 
 What was not measured yet is left empty. Predictions are for an H100.
 """
@@ -23,7 +23,7 @@ PRESET = "antkv-1bit"
 PROMPTS = (1024, 8192, 32768)
 _GPU, _GROUP = "H100", 4
 
-#: A record's result by the step's name: what gpu-results/results.json has.
+#: What a step of `make gpu-check` measured, by the name of its file.
 Results = dict[str, dict[str, Any]]
 
 
@@ -31,10 +31,11 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predicted", type=Path, metavar="FILE", help="written by research.sm_model")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="written by make gpu-check")
+    parser.add_argument("--measured", type=Path, metavar="FOLDER", help="of make gpu-check")
     arguments = parser.parse_args()
-    predicted, records = ({} if path is None else json.loads(path.read_text()) for path in vars(arguments).values())
-    print(render(predicted, {name: record["result"] or {} for name, record in records.items()}))
+    predicted = {} if arguments.predicted is None else json.loads(arguments.predicted.read_text())
+    measured = [] if arguments.measured is None else arguments.measured.glob("*.json")
+    print(render(predicted, {path.stem: json.loads(path.read_text()) for path in measured}))
 
 
 def render(predicted: dict[str, Any], results: Results) -> str:
@@ -44,8 +45,8 @@ def render(predicted: dict[str, Any], results: Results) -> str:
 
 def _decode(predicted: dict[str, Any], results: Results) -> Iterator[list[str]]:
     for title, table_, step in (
-        ("anchors as by default", predicted.get("decode", {}), "first-decode default"),
-        ("no anchors", predicted.get("decode_by_anchor_share", {}).get("0.0", {}), "first-decode no-anchors"),
+        ("anchors as by default", predicted.get("decode", {}), "first-decode-default"),
+        ("no anchors", predicted.get("decode_by_anchor_share", {}).get("0.0", {}), "first-decode-no-anchors"),
     ):
         what = f"decode, {PRESET}, {CONTEXT:,} tokens, batch {BATCH}, {title}: times faster than FlashAttention 3"
         model = table_.get(PRESET)

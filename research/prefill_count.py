@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from benchmarks.gpu.llama import HEAD_SIZE, NUM_HEADS
 from research.sm_model.times import GPUS, Gpu
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.ops.varlen import PIECE
+from vllm_antkv.ops.varlen import PREFILL_CHUNK_BLOCKS
 from vllm_antkv.ops.varlen_plan import Limits, Round, plan
 
 #: Rows and keys of a tile, and FlashAttention 3's rate on them in FLOP/s: about what its authors report for causal
@@ -63,7 +63,11 @@ def count(num_tokens: int, group: int, gpu: Gpu) -> Count:
     """Of a whole prompt."""
     num_kv_heads = NUM_HEADS // group
     window = AntKVConfig().recency_policy.window
-    rounds = plan([num_tokens], [num_tokens], Limits(window, PIECE, PIECE + num_tokens // VQ_BLOCK_SIZE + 3))
+    rounds = plan(
+        [num_tokens],
+        [num_tokens],
+        Limits(window, PREFILL_CHUNK_BLOCKS, PREFILL_CHUNK_BLOCKS + num_tokens // VQ_BLOCK_SIZE + 3),
+    )
     calls = [_tiles(current, index, group) for current in rounds for index in range(len(current.calls))]
     seconds = 4 * TILE * TILE * HEAD_SIZE * gpu.multiprocessors / FLOPS
     # FlashAttention 3 takes the heads of a prompt one by one.

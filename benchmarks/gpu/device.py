@@ -32,6 +32,13 @@ def machine() -> dict[str, Any]:
     }
 
 
+def described() -> str:
+    """The machine and the commit in a line."""
+    found = machine()
+    packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{found['gpu']}, {found['memory_gib']} GiB, driver {found['driver']}; {packages}; commit {commit()}."
+
+
 def write_report(path: Path | None, report: dict[str, Any]) -> None:
     """Write what was measured, and on what, where a file was asked for."""
     if path is not None:
@@ -49,3 +56,8 @@ def _said(command: list[str]) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
     except (FileNotFoundError, subprocess.CalledProcessError, IndexError):
         return None
+
+
+if __name__ == "__main__":
+    require_gpu()
+    print(described())

@@ -29,7 +29,7 @@ def decode_table(report: Row) -> str:
 
 def prefill_table(report: Row) -> str:
     """Of gpu_prefill.py: a line per prompt, with the sum of our operations."""
-    operations = ("encode_store", "anchor_score", "attend", "attend, Triton")
+    operations = ("encode_store, CUDA", "encode_store", "anchor_score", "attend", "attend, Triton")
     lines = []
     for row in report["rows"]:
         timings, baseline = row["timings"], row["timings"][report["baseline"]]
@@ -38,16 +38,6 @@ def prefill_table(report: Row) -> str:
         lines.append([f"{row['tokens']:,}", *cells, *ratios])
     header = ["prompt", "FA3 bfloat16, ms", *operations, "anchor_score + attend over FA3", "encode_store over FA3"]
     return table(header, lines)
-
-
-def encode_store_table(report: Row) -> str:
-    """Of gpu_encode_store.py: a line per number of tokens."""
-    lines = []
-    for row in report["rows"]:
-        sides = row["sides"].values()
-        shares = ("" if "error" in side else f"{side['roofline']:.0%}" for side in sides)
-        lines.append([f"{row['tokens']:,}", *map(_time, sides), *shares])
-    return table(["tokens", "Triton, ms", "CUDA, ms", "Triton, of bandwidth", "CUDA, of bandwidth"], lines)
 
 
 def end_to_end_table(report: Row) -> str:

@@ -20,7 +20,7 @@ def test_measurements_stand_beside_predictions():
     sides = {"FA3": flash, "antkv, CUDA": {"median_ms": 1.5}}
     decode = {"baseline": "FA3", "rows": [{"context": 32768, "batch": 8, "sides": sides}]}
     prefill = {"baseline": "FA3", "rows": [{"tokens": 8192, "timings": {"FA3": flash, "attend": {"median_ms": 3.6}}}]}
-    results = {"first-decode default": decode, "prefill": prefill}
+    results = {"first-decode-default": decode, "prefill": prefill}
     found = cells(render({"decode": {"antkv-1bit": MODEL}}, results))
     assert next(row for what, row in found.items() if "by default" in what)[1] == "2.0"
     assert next(row for what, row in found.items() if "8,192" in what)[1] == "1.20"
@@ -29,5 +29,5 @@ def test_measurements_stand_beside_predictions():
 def test_a_side_that_could_not_run_is_not_measured():
     sides = {"FA3": {"median_ms": 3.0}, "antkv, CUDA": {"error": "why"}}
     decode = {"baseline": "FA3", "rows": [{"context": 32768, "batch": 8, "sides": sides}]}
-    found = cells(render({}, {"first-decode default": decode}))
+    found = cells(render({}, {"first-decode-default": decode}))
     assert {row[1] for row in found.values()} == {""}

@@ -202,7 +202,7 @@ def check_make(arguments: list[str]) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise WrongCommand(f"{' '.join(command)}: {done.stderr.strip()}")
-    for line in done.stdout.splitlines():
+    for line in done.stdout.replace("\\\n", "").splitlines():
         words = shlex.split(line)
         if words and Path(words[0]).name == "python" and words[1:3] != ["-m", "pytest"]:
             check_python(words[1:])

@@ -1,148 +1,84 @@
 """The GPU check without a GPU: what is run, what is left after a cut, and what the tables say."""
 
 import ast
-import importlib
 import importlib.util
-import os
-import signal
+import re
 import subprocess
-import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_decode, gpu_end_to_end
-from benchmarks.gpu import records, tables
-from benchmarks.gpu.report import markdown
-from benchmarks.gpu.steps import RESULT, STEPS, Step, chosen
+from benchmarks import gpu_end_to_end
+from benchmarks.gpu import tables
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-MACHINE = {"gpu": "NVIDIA Y", "memory_gib": 80.0, "driver": "1.2", "versions": {"torch": "2.11"}}
-OK = Step("one", ("-c", "print('fine')"), 1, PATIENCE)
-BROKEN = Step("two", ("-c", "raise SystemExit('this is why')"), 1, PATIENCE)
-#: Python begins in a hundredth of a second where it looks for nothing: within the limit on any machine.
-SLOW = Step("three", ("-ISc", "import time; print('begun', flush=True); time.sleep(3600)"), 1, 10)
-REPORT = {"machine": MACHINE, "rows": []}
-WRITE = f"import json; print(json.dumps({REPORT}), file=open('{RESULT}', 'w'))"
-WRITES = Step("four words", ("-c", WRITE), 1, PATIENCE)
+MAKE = ("make", "--keep-going", "--file", "benchmarks/gpu.mk")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_stops_with_one_sentence():
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 1
+    run = subprocess.run(["make", "gpu-check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode
     assert run.stderr.startswith("No CUDA device was found")
-    assert len(run.stderr.splitlines()) == 1
+    assert not run.stdout
 
 
-def test_every_step_names_something_that_exists():
-    for step in STEPS:
-        for word in step.command:
-            if word.startswith(("benchmarks.", "scripts.")):
-                importlib.import_module(word)
-            elif word.endswith(".py"):
-                assert (ROOT / word).is_file()
-        assert step.expected_s < step.limit_s < 9.5 * 60
-    assert len({step.name for step in STEPS}) == len(STEPS)
-
-
-def test_every_test_for_gpus_is_in_a_step():
-    files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    assert files == {word for step in STEPS for word in step.command if word.startswith("tests/gpu/")}
-
-
-def test_steps_are_chosen_by_name_or_first_word():
-    assert [step.name for step in chosen(["end-to-end auto", "decode 1024"])] == ["decode 1024", "end-to-end auto"]
-    assert [step.name for step in chosen(["decode"])] == [f"decode {context}" for context in gpu_decode.CONTEXTS]
-    with pytest.raises(ValueError, match="environment"):
-        chosen(["nonsense"])
+def test_every_step_runs_something_that_exists_and_every_test_for_gpus_is_in_one(tmp_path):
+    commands = subprocess.check_output([*MAKE, "--dry-run", f"OUT={tmp_path}"], cwd=ROOT, text=True)
+    for module in re.findall(r"-m ((?:benchmarks|scripts)\.\w+)", commands):
+        assert importlib.util.find_spec(module)
+    tests = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert set(re.findall(r"tests/gpu/\S+\.py", commands)) == tests
+    assert len(re.findall(r"timeout \S+ \d+ python -[cm] ", commands)) == commands.count("== ")
 
 
 @pytest.fixture
-def check(monkeypatch, tmp_path):
-    """Runs the check on steps of this file, as if there were a GPU; returns its exit status and its records."""
+def check(tmp_path):
+    """Starts two steps, `graphs` and `serve`, with a program in Python's place that does what a line of bash says."""
 
-    def run(*steps, arguments=()):
-        monkeypatch.setattr(gpu_check, "chosen", lambda only: steps)
-        monkeypatch.setattr(gpu_check, "require_gpu", lambda: None)
-        monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path), *arguments])
-        status = gpu_check.main()
-        return status, {record.step: record for record in records.Records(tmp_path / "results.json")}
+    def start(line):
+        program = tmp_path / "python"
+        program.write_text(f"#!/bin/bash\necho $0\n{line}\n")
+        program.chmod(0o755)
+        options = [f"PYTHON={program}", f"OUT={tmp_path}", "graphs", "serve"]
+        return subprocess.Popen([*MAKE, *options], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
-    return run
-
-
-def test_a_step_that_fails_is_recorded_and_the_next_one_runs(check):
-    status, found = check(BROKEN, SLOW, WRITES, OK)
-    assert status == 1
-    assert {name: record.status for name, record in found.items()} == {
-        "two": "failed",
-        "three": "timeout",
-        "four words": "passed",
-        "one": "passed",
-    }
-    assert "this is why" in found["two"].output
-    assert found["three"].output.strip() == "begun"
-    assert found["four words"].result == REPORT
+    return start
 
 
-def test_a_second_run_goes_on_where_the_first_one_was_cut_off(check):
-    _, before = check(OK)
-    status, after = check(OK, WRITES)
-    assert status == 0
-    assert after["one"] == before["one"]
-    assert after["four words"].status == "passed"
+def test_a_step_that_fails_is_recorded_and_the_next_one_runs(check, tmp_path):
+    run = check('[[ "$*" = *scripts.demo* ]] || { echo this is why; exit 1; }')
+    assert "this is why" in run.communicate()[0]
+    assert run.returncode
+    assert "this is why" in (tmp_path / "graphs.failed.txt").read_text()
+    assert (tmp_path / "serve.txt").exists()
 
 
-def test_finished_steps_run_again_when_asked_or_when_the_sources_have_changed(check, monkeypatch):
-    stamp = Step("stamp", ("-c", "import time; print(time.time_ns())"), 1, PATIENCE)
-    stamps = [check(stamp)[1]["stamp"].output, check(stamp, arguments=["--again"])[1]["stamp"].output]
-    monkeypatch.setattr(gpu_check, "source_digest", lambda: "changed")
-    stamps.append(check(stamp)[1]["stamp"].output)
-    assert len(set(stamps)) == 3
+def test_a_second_run_goes_on_where_the_first_one_was_cut_off(check, tmp_path):
+    check('[[ "$*" = *scripts.demo* ]]').wait()
+    before = (tmp_path / "serve.txt").stat().st_mtime_ns
+    run = check("")
+    assert "== serve" not in run.communicate()[0]
+    assert run.returncode == 0
+    assert (tmp_path / "serve.txt").stat().st_mtime_ns == before
+    assert {path.name for path in tmp_path.iterdir()} == {"python", "graphs.txt", "serve.txt"}
 
 
-def test_what_does_not_fit_into_the_minutes_is_left_for_what_does(check, capsys):
-    long = Step("long", ("-c", "print('never')"), 120, 200)
-    status, found = check(long, OK, arguments=["--minutes", "1"])
-    assert status == gpu_check.UNFINISHED
-    assert list(found) == ["one"]
-    assert "Still to be run: long." in capsys.readouterr().out
-
-
-def test_a_step_that_the_end_of_the_minutes_cut_off_has_no_result(check):
-    slow = Step("slow", SLOW.command, 1, PATIENCE)
-    status, found = check(slow, OK, arguments=["--minutes", "0.05"])
-    assert status == gpu_check.UNFINISHED
-    assert not found
-
-
-def test_cutting_the_check_off_ends_the_step_that_runs(tmp_path):
+def test_cutting_the_check_off_ends_the_step_that_runs(check, tmp_path):
     """It would hold the GPU."""
-    code = f"""
-import runpy, sys
-from benchmarks.gpu import device, steps
-device.require_gpu = lambda: None
-code = "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"
-steps.STEPS = (steps.Step("slow", ("-c", code), 1, 3600),)
-sys.argv = ["gpu_check", "--out", {str(tmp_path)!r}]
-runpy.run_module("benchmarks.gpu_check", run_name="__main__")
-"""
-    check = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    log, deadline = tmp_path / "log.txt", time.monotonic() + PATIENCE
-    while not (log.exists() and len(lines := log.read_text().split("\n")) > 2):
+    run = check("echo $$; sleep 3600")
+    log, deadline = tmp_path / "graphs.failed.txt", time.monotonic() + PATIENCE
+    while not (log.exists() and log.read_text().count("\n") == 2):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    check.terminate()
-    assert check.wait(PATIENCE) == 128 + signal.SIGTERM
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(lines[1]), 0)
+    run.terminate()
+    run.wait(PATIENCE)
+    while Path(f"/proc/{log.read_text().split()[1]}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 #: Functions of vLLM that cannot be imported without a GPU, and where they are.
@@ -185,35 +121,20 @@ def test_speed_is_that_of_decoding_alone():
     assert line == "| auto | 20,480 | 20 | 254 ± 190 | 1.00 | 80% | 2.0 | 30 |"
 
 
-def record(step, row, **more):
-    result = {"machine": MACHINE, "baseline": "FA3", "bandwidth": 3e12, "rows": [row], **more}
-    fields = {"seconds": 1.0, "started": "now", "commit": "abc", "source": "f00", "output": "noise\nthe end"}
-    return records.Record(step=step, status="passed", result=result, **fields)
-
-
 def test_results_make_tables():
-    """What was measured of one step in several processes makes one; a kernel that could not run says why."""
+    """A kernel that could not run says why."""
 
     def side(median):
         return {"median_ms": median, "spread_ms": 0.002, "bytes": 2e6, "roofline": 0.5}
 
     broken = {"error": "RuntimeError: a | b\nmore"}
-    timings = {"FA3": side(2.0), "encode_store": side(0.1), "anchor_score": side(0.2), "attend": side(2.0)}
     sides = {"FA3": side(0.1), "ours": side(0.05), "theirs": broken}
-    kept = [
-        record("decode 1024", {"context": 1024, "batch": 8, "sides": sides}),
-        record("decode 8192", {"context": 8192, "batch": 1, "sides": sides}),
-        record("prefill", {"tokens": 8192, "timings": timings | {"attend, Triton": side(4.0)}}),
-        record("encode-store", {"tokens": 64, "sides": {"triton": side(0.5), "cuda": broken}}),
-    ]
-    text = markdown([*kept, replace(kept[0], step="kernels", status="failed", result=None)])
-    assert text.count("NVIDIA Y") == 1
-    for line in (
-        "| kernels | failed | 1 | abc | the end |",
-        "Memory copies at 3.00 TB/s.",
-        "| ours | 1,024 | 8 | 0.0500 ± 0.0010 | 2.00 | 2.0 | 50% |",
-        "| theirs | 8,192 | 1 | RuntimeError: a \\| b |  |  |  |",
-        " | 0.2000 ± 0.0010 | 2.0000 ± 0.0010 | 4.0000 ± 0.0010 | 1.10 | 0.05 |",
-        "| 64 | 0.5000 ± 0.0010 | RuntimeError: a \\| b | 50% |  |",
-    ):
-        assert f"{line}\n" in text
+    row = {"context": 1024, "batch": 8, "sides": sides}
+    text = tables.decode_table({"baseline": "FA3", "bandwidth": 3e12, "rows": [row]})
+    assert text.startswith("Memory copies at 3.00 TB/s.\n")
+    assert "| ours | 1,024 | 8 | 0.0500 ± 0.0010 | 2.00 | 2.0 | 50% |\n" in text
+    assert text.endswith("| theirs | 1,024 | 8 | RuntimeError: a \\| b |  |  |  |")
+    timings = {"FA3": side(2.0), "encode_store, CUDA": broken, "encode_store": side(0.1), "anchor_score": side(0.2)}
+    timings |= {"attend": side(2.0), "attend, Triton": side(4.0)}
+    text = tables.prefill_table({"baseline": "FA3", "rows": [{"tokens": 8192, "timings": timings}]})
+    assert text.endswith(" | 0.2000 ± 0.0010 | 2.0000 ± 0.0010 | 4.0000 ± 0.0010 | 1.10 | 0.05 |")

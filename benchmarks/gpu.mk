@@ -1,0 +1,58 @@
+# The steps of `make gpu-check`: first what everything else needs, last what takes longest. What a step printed is in
+# $(OUT)/STEP.txt, or, when it failed, in $(OUT)/STEP.failed.txt. One that passed is not run again until sources change.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+OUT := gpu-results
+PYTHON := python
+CONTEXTS := 1024 8192 32768 131072
+SIDES := auto antkv-1bit/triton antkv-1bit/cuda fp8 turboquant_4bit_nc turboquant_3bit_nc
+SOURCES := $(shell find vllm_antkv benchmarks tests/gpu tests/kernels -name '*.py' -o -name '*.cu' -o -name '*.cuh')
+# Only a thread can end a test that waits for a kernel that never ends.
+PYTEST := -m pytest -v -m gpu -p no:cacheprovider --timeout-method thread --timeout
+DECODE := $(CONTEXTS:%=decode-%)
+END_TO_END := $(subst /,-,$(SIDES:%=end-to-end-%))
+
+STEPS := doctor kernels-cuda first-decode-default first-decode-no-anchors checked-kernels-cuda kernels-triton prompts \
+	graphs exactness compiled llama serve $(DECODE) prefill $(END_TO_END) compiled-v1
+
+.PHONY: all $(STEPS)
+all: $(STEPS)
+$(STEPS): %: $(OUT)/%.txt
+
+# `timeout` ends all processes of a step, also when make is ended: they would hold the memory that the next step needs.
+$(OUT)/%.txt: $(SOURCES)
+	@mkdir -p $(OUT) && echo "== $*"
+	@trap 'kill %1 2>/dev/null || :' EXIT; \
+	timeout --kill-after=5 $(LIMIT) $(PYTHON) $(RUN) >$(OUT)/$*.failed.txt 2>&1 </dev/null & \
+	wait $$! && mv $(OUT)/$*.failed.txt $@ || { tail -n 15 $(OUT)/$*.failed.txt; exit 1; }
+
+$(STEPS:%=$(OUT)/%.txt): LIMIT = 240
+benchmark = -m benchmarks.$(1) --json $(OUT)/$*.json
+
+# What decides about designs, for a machine that may be gone in ten minutes: do the kernels run, are they right, how fast
+# is decoding with and without anchors.
+$(OUT)/doctor.txt: RUN = -c 'from vllm_antkv.cli import main; main()' doctor
+$(OUT)/kernels-cuda.txt: RUN = $(PYTEST) 120 -n 4 tests/gpu/test_cuda_gpu.py
+$(OUT)/first-decode-default.txt: RUN = $(call benchmark,gpu_decode) --contexts 32768 --batches 8
+$(OUT)/first-decode-no-anchors.txt: RUN = $(call benchmark,gpu_decode) --contexts 32768 --batches 8 --anchor-share 0
+# The same tests where an access outside of what a kernel was given names its line.
+$(OUT)/checked-kernels-cuda.txt: export ANTKV_CHECK = 1
+$(OUT)/checked-kernels-cuda.txt: RUN = $(PYTEST) 120 -n 4 tests/gpu/test_cuda_gpu.py
+# Kernels are compiled anew for every shape, in all configurations: processes side by side. A kernel that accesses what it
+# must not makes the other tests of its process fail too, and no others.
+$(OUT)/kernels-triton.txt: RUN = $(PYTEST) 240 -n 8 tests/gpu/test_triton_gpu.py
+$(OUT)/prompts.txt: RUN = $(PYTEST) 120 -n 4 tests/gpu/test_varlen_gpu.py
+$(OUT)/graphs.txt: RUN = $(PYTEST) 120 tests/gpu/test_graphs_gpu.py
+$(OUT)/exactness.txt: RUN = $(PYTEST) 240 tests/gpu/test_exactness_gpu.py
+$(OUT)/compiled.txt: RUN = $(PYTEST) 240 tests/gpu/test_compiled_gpu.py
+$(OUT)/llama.txt: RUN = $(PYTEST) 240 tests/gpu/test_llama_gpu.py
+$(OUT)/serve.txt: RUN = -m scripts.demo --once
+# A context in each: where a kernel breaks one process, the other contexts are still measured.
+$(DECODE:%=$(OUT)/%.txt): RUN = $(call benchmark,gpu_decode) --contexts $(*:decode-%=%)
+$(OUT)/prefill.txt: RUN = $(call benchmark,gpu_prefill)
+$(END_TO_END:%=$(OUT)/%.txt): RUN = $(call benchmark,gpu_end_to_end) --sides $(subst bit-,bit/,$(*:end-to-end-%=%))
+# Everything above runs on what vLLM takes by itself, which is model runner V2.
+$(OUT)/compiled-v1.txt: export VLLM_USE_V2_MODEL_RUNNER = 0
+$(OUT)/compiled-v1.txt: RUN = $(PYTEST) 240 tests/gpu/test_compiled_gpu.py
+$(addprefix $(OUT)/,$(addsuffix .txt,kernels-triton exactness compiled llama compiled-v1 $(END_TO_END))): LIMIT = 420
