@@ -72,7 +72,8 @@ wheel: $(VENV)
 	$(BIN)/python scripts/wheel.py
 
 audit: $(VENV)
-	$(BIN)/python scripts/audit.py $(ARGS)
+	$(BIN)/pip-licenses
+	$(BIN)/pip-audit --disable-pip --no-deps $(patsubst %,--requirement %,$(wildcard requirements/*.lock))
 
 gpu-check:
 	@$(PYTHON) -m benchmarks.gpu.device

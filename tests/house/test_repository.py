@@ -1,6 +1,8 @@
 """The locks fit each other and the machine they are for, and files stay small enough to be read at once."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,19 +14,22 @@ from vllm_antkv.releases import LOCKED
 ROOT = Path(__file__).parents[2]
 #: Of a file of the package.
 MAX_LINES = 300
+#: Their locks lie beside either engine's and move nothing in it.
+TOOLS = ("dev", "browser", "deploy", "loadtest", "tasks", "vision", "wheel")
 
 
-def pins(name):
-    lines = (ROOT / "requirements" / f"{name}.lock").read_text().splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+def normal(requirement):
+    """The name of what a line asks for, as package indexes write it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[<>=!; ]", requirement)[0]).lower()
 
 
-def normal(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
+def lines(file):
+    found = (ROOT / "requirements" / file).read_text().splitlines()
+    return [line for line in found if line and not line.startswith("#")]
 
 
-def names(name):
-    return {normal(pin) for pin in pins(name)}
+def pins(lock):
+    return {normal(line): line.split("==")[1] for line in lines(f"{lock}.lock")}
 
 
 def test_both_locks_hold_the_vllm_we_support():
@@ -33,25 +38,34 @@ def test_both_locks_hold_the_vllm_we_support():
 
 
 def test_the_cpu_lock_leaves_out_what_breaks_beside_a_cpu_torch():
-    assert not {"torch", "torchaudio", "torchcodec", "torchvision", "vllm"} & names("cpu")
-    assert not [name for name in names("cpu") if name.startswith("nvidia-")]
+    assert not {"torch", "torchaudio", "torchcodec", "torchvision", "vllm"} & pins("cpu").keys()
+    assert not [name for name in pins("cpu") if name.startswith("nvidia-")]
 
 
 def test_the_gpu_lock_holds_a_cuda_torch():
     assert "+" not in pins("gpu")["torch"]
-    assert "nvidia-cublas" in names("gpu")
+    assert "nvidia-cublas" in pins("gpu")
 
 
 @pytest.mark.parametrize("lock", ["cpu", "gpu"])
 def test_the_locks_hold_every_dependency_and_no_tool(lock):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    tools = (ROOT / "requirements" / "dev.in").read_text().splitlines()
-    wanted, unwanted = (
-        {normal(re.split(r"[<>=!; ]", line)[0]) for line in lines if line and line[0] != "#"}
-        for lines in (project, tools)
-    )
-    assert wanted - {"torch"} <= names(lock)
-    assert not unwanted & names(lock)
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert set(map(normal, wanted)) - {"torch"} <= pins(lock).keys()
+    assert not set(map(normal, lines("dev.in"))) & pins(lock).keys()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_lock_of_a_tool_holds_what_is_asked_for_and_moves_nothing(tool):
+    assert set(map(normal, lines(f"{tool}.in"))) <= pins(tool).keys()
+    for other in ("cpu", "gpu", "dev"):
+        assert pins(other) | pins(tool) == pins(tool) | pins(other)
+
+
+def test_every_installed_licence_is_allowed():
+    """Which are, and what was looked at: `tool.pip-licenses` in pyproject.toml."""
+    command = [Path(sys.executable).with_name("pip-licenses"), "--summary"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_shim_requires_the_vllm_we_support():
