@@ -6,6 +6,7 @@
 import json
 import os
 import tempfile
+import tomllib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,130 +20,13 @@ LENGTHS = (8192, 32768, 131072)
 PRESETS_SHOWN = ("antkv-1bit", "antkv-2bit", "antkv-4bit")
 _COMMON = {"vocab_size": 128256, "max_position_embeddings": 131072, "dtype": "bfloat16"}
 _POOL = 1 << 42
-_GDN = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "model_type": "qwen3_next",
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-}
-_GRANITE = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"}
-_NEMOTRON = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "conv_kernel": 4, "n_groups": 8}
-#: Layers of Nemotron-H: M keeps a state, * attends.
+#: Layers of Nemotron-H.
 _KINDS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
-
-
-def _kinds(pattern: str) -> list[str]:
-    return [_KINDS[letter] for letter in pattern]
-
-
-#: The shapes of published models. Qwen3.5, whose own class needs torchvision, has layers as Qwen3-Next.
-MODELS: dict[str, dict[str, Any]] = {
-    "LFM2-350M": {
-        "architectures": ["Lfm2ForCausalLM"],
-        "model_type": "lfm2",
-        "hidden_size": 1024,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "conv_L_cache": 3,
-        "conv_dim": 1024,
-        "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
-    },
-    "Qwen3.5-27B": _GDN
-    | {
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "linear_num_value_heads": 48,
-        "mamba_ssm_dtype": "float32",
-    },
-    "Qwen3.5-35B-A3B": _GDN
-    | {
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 32,
-        "mamba_ssm_dtype": "float32",
-    },
-    "Qwen3-Next-80B-A3B": _GDN
-    | {
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "linear_num_value_heads": 32,
-    },
-    "Granite-4.0-H-Small": _GRANITE
-    | {
-        "hidden_size": 4096,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
-        "mamba_n_heads": 128,
-        "mamba_d_head": 64,
-        "mamba_d_state": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-    },
-    "Falcon-H1-34B": {
-        "architectures": ["FalconH1ForCausalLM"],
-        "model_type": "falcon_h1",
-        "hidden_size": 5120,
-        "num_hidden_layers": 72,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "mamba_d_ssm": 4096,
-        "mamba_n_heads": 32,
-        "mamba_d_head": 128,
-        "mamba_d_state": 256,
-        "mamba_n_groups": 2,
-        "mamba_d_conv": 4,
-    },
-    "Nemotron-3-Nano-30B-A3B": _NEMOTRON
-    | {
-        "hidden_size": 2688,
-        "layers_block_type": _kinds("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "mamba_num_heads": 64,
-        "mamba_head_dim": 64,
-        "ssm_state_size": 128,
-        "mamba_ssm_dtype": "float32",
-    },
-    "Nemotron-Nano-9B-v2": _NEMOTRON
-    | {
-        "hidden_size": 4480,
-        "layers_block_type": _kinds("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"),
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 80,
-        "ssm_state_size": 128,
-        "mamba_ssm_dtype": "float32",
-    },
-    "Jamba-v0.1": {
-        "architectures": ["JambaForCausalLM"],
-        "model_type": "jamba",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-    },
-}
+#: The shapes of published models.
+MODELS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+for _shape in MODELS.values():
+    if "layers_block_type" in _shape:
+        _shape["layers_block_type"] = [_KINDS[letter] for letter in _shape["layers_block_type"]]
 
 
 class Pool(NamedTuple):
