@@ -1,7 +1,9 @@
-"""Context manager of a real `vllm serve` on the loopback interface."""
+"""Context managers of a real `vllm serve` on the loopback interface."""
 
+import ctypes
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +20,6 @@ import httpx
 EMBEDDED = Path(__file__).parents[1] / "models" / "embedded"
 _START_SECONDS = 1800
 _STOP_SECONDS = 60
-_LOG_TAIL = 4000
 
 
 class ServerError(Exception):
@@ -33,6 +34,48 @@ class Server:
     pid: int
 
 
+@dataclass(frozen=True)
+class Start:
+    """A server that was started, and may not listen yet."""
+
+    kv_cache_dtype: str
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+    deadline: float
+
+    def is_healthy(self) -> bool:
+        """Whether it answers; ServerError when it ended, or takes longer than any server."""
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK:
+                return True
+        if self.process.poll() is not None or time.monotonic() > self.deadline:
+            raise ServerError(f"vllm serve did not become healthy. The end of {self.log}:\n{tail(self.log)}")
+        return False
+
+
+@contextmanager
+def starting_server(
+    model: str,
+    kv_cache_dtype: str,
+    log: Path,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    port: int = 0,
+) -> Iterator[Start]:
+    """Serve a model as long as this is open; what the server prints goes to the file `log`.
+
+    options: further arguments of `vllm serve`.
+    environment: variables that are set unless the caller's environment has them.
+    port: 0 for a free one.
+    """
+    port = port or free_port()
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--kv-cache-dtype", kv_cache_dtype, *options]
+    with running(command, log, {"VLLM_NO_USAGE_STATS": "1", **environment} | os.environ) as process:
+        yield Start(kv_cache_dtype, f"http://127.0.0.1:{port}", log, process, time.monotonic() + _START_SECONDS)
+
+
 @contextmanager
 def running_server(
     model: str,
@@ -41,45 +84,53 @@ def running_server(
     options: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Server]:
-    """Serve a model; what the server prints goes to the file `log`.
+    """As `starting_server`, when it listens."""
+    with starting_server(model, kv_cache_dtype, log, options, environment) as start:
+        while not start.is_healthy():
+            time.sleep(0.5)
+        yield Server(start.url, start.process.pid)
 
-    options: further arguments of `vllm serve`.
-    environment: variables that are set unless the caller's environment has them.
-    """
-    port = free_port()
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", model, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--kv-cache-dtype", kv_cache_dtype, *options]
-    defaults = {"VLLM_NO_USAGE_STATS": "1", **environment}
-    with log.open("w") as output:
+
+@contextmanager
+def running(command: list[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a session of its own, which ends with this block, or with this process, whatever ends that."""
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=defaults | os.environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_healthy(url, process, log)
-            yield Server(url, process.pid)
-        finally:
-            _stop(process)
+    try:
+        yield process
+    finally:
+        _stop(process)
 
 
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
-                return
-        time.sleep(0.5)
-    raise ServerError(f"vllm serve did not become healthy. The end of {log}:\n{log.read_text()[-_LOG_TAIL:]}")
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the server, then kill what is left of its session."""
-    process.send_signal(signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
+    """Ask first; then end whatever is left of the session, engine and workers included."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         process.wait(_STOP_SECONDS)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def tail(log: Path, lines: int = 25) -> str:
+    """The last lines of the log, or its last error with what led to it."""
+    text = log.read_text(errors="replace").splitlines()
+    errors = [line for line in text if re.search(r"\b\w*(Error|Exception)\b: ", line)]
+    return "\n".join([*text[-lines:], *([""] if errors else []), *errors[:1]])
 
 
 def free_port() -> int:

@@ -4,38 +4,32 @@ Leaves the server running until Ctrl-C; with `--once` it is stopped and the exit
 """
 
 import argparse
-import ctypes
-import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import FrameType
 
+import httpx
 from openai import OpenAI, OpenAIError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from loadtest.server import free_port
+from loadtest.server import EMBEDDED, ServerError, Start, starting_server, tail
 from scripts.real_models import MODELS, FetchError, fetch
 
-ROOT = Path(__file__).parent.parent
 PRESET = "antkv-1bit"
 #: The same fixed memory on every machine, so that the two capacities can be compared.
 KV_BYTES = 1 << 30
-START_TIMEOUT = 900
-STOP_TIMEOUT = 30
 PROMPT = "It was a cold evening in November, and the old man"
 QUESTION = "Tell me about the house by the sea."
+#: Of a server that asks nobody for anything, whose log shows the stages below.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 #: The same for both caches: they choose alike as long as they predict alike.
 SAMPLING = {"max_tokens": 80, "temperature": 0.6, "seed": 1}
 #: Lines of the server's log that tell how far it is.
@@ -57,16 +51,6 @@ class DemoError(Exception):
     """Something the demo needs did not work; one sentence."""
 
 
-@dataclass(frozen=True)
-class Server:
-    """A `vllm serve` that was started."""
-
-    kv_cache_dtype: str
-    url: str
-    log: Path
-    process: subprocess.Popen[bytes]
-
-
 def main() -> int:
     arguments = _arguments()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -74,7 +58,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="antkv-demo-") as folder:
             return run(arguments, Path(folder))
-    except (DemoError, FetchError) as error:
+    except (DemoError, ServerError, FetchError) as error:
         console.print(f"[bold red]The demo failed:[/] {escape(str(error))}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
@@ -106,35 +90,28 @@ def run(arguments: argparse.Namespace, logs: Path) -> int:
             soft_wrap=True,
         )
         if server.process.wait():
-            raise DemoError(f"the server stopped by itself.\n{_tail(server.log)}")
+            raise DemoError(f"the server stopped by itself.\n{tail(server.log)}")
     return 0
 
 
-@contextmanager
-def _serving(model: str, kv_cache_dtype: str, port: int, logs: Path) -> Iterator[Server]:
-    """A server that starts now and ends with this block. port: 0 for a free one."""
-    port = port or free_port()
-    command = [
-        str(Path(sys.executable).with_name("vllm")),
-        *("serve", model, "--kv-cache-dtype", kv_cache_dtype),
-        *("--served-model-name", Path(model).name, "--host", "127.0.0.1", "--port", str(port)),
-        *("--kv-cache-memory-bytes", str(KV_BYTES)),
-        # Compiling takes longer than a few answers of a small model, and needs a compiler.
-        "--enforce-eager",
-    ]
+def _serving(model: str, kv_cache_dtype: str, port: int, logs: Path) -> AbstractContextManager[Start]:
+    """A server that starts when this is entered and ends with it. port: 0 for a free one."""
+    # Compiling takes longer than a few answers of a small model, and needs a compiler.
+    options = ["--enforce-eager", "--served-model-name", Path(model).name, "--kv-cache-memory-bytes", str(KV_BYTES)]
+    command = ["vllm", "serve", model, "--kv-cache-dtype", kv_cache_dtype, *options]
     console.print(f"[bold]$[/] {' '.join(command)}", soft_wrap=True)
-    log = logs / f"{kv_cache_dtype}.log"
-    with _running(command, log) as process:
-        yield Server(kv_cache_dtype, f"http://127.0.0.1:{port}", log, process)
+    return starting_server(model, kv_cache_dtype, logs / f"{kv_cache_dtype}.log", options, ENVIRONMENT, port)
 
 
-def wait_until_healthy(server: Server) -> None:
+def wait_until_healthy(server: Start) -> None:
     """Show the stages of the start until `/health` answers."""
     begin = time.monotonic()
     stages = list(STAGES)
     what = f"Starting vLLM with {server.kv_cache_dtype} ..."
     with console.status(what) as status:
-        while True:
+        healthy = False
+        while not healthy:
+            healthy = server.is_healthy()
             elapsed = time.monotonic() - begin
             text = server.log.read_text(errors="replace")
             while reached := [stage for stage in stages if re.search(stage[0], text)]:
@@ -143,14 +120,8 @@ def wait_until_healthy(server: Server) -> None:
                 detail = f": {match[1]}" if match and match.groups() else ""
                 console.print(f"{elapsed:6.0f} s  {escape(reached[0][1] + detail)}", soft_wrap=True)
             status.update(f"{what} {elapsed:.0f} s" + (f", next: {stages[0][1]}" if stages else ""))
-            if _answers(f"{server.url}/health"):
-                console.print(f"{elapsed:6.0f} s  [green]{server.kv_cache_dtype} is healthy[/]")
-                return
-            if server.process.poll() is not None:
-                raise DemoError(f"the server stopped with exit code {server.process.returncode}.\n{_tail(server.log)}")
-            if elapsed > START_TIMEOUT:
-                raise DemoError(f"the server was not ready after {START_TIMEOUT} s.\n{_tail(server.log)}")
             time.sleep(0.5)
+    console.print(f"{elapsed:6.0f} s  [green]{server.kv_cache_dtype} is healthy[/]")
 
 
 def complete(client: OpenAI, model: str) -> Iterator[str]:
@@ -167,7 +138,7 @@ def chat(client: OpenAI, model: str) -> Iterator[str]:
         yield chunk.choices[0].delta.content or ""
 
 
-def ask(prompt: str, answer: Callable[[OpenAI, str], Iterator[str]], servers: list[Server], model: str) -> None:
+def ask(prompt: str, answer: Callable[[OpenAI, str], Iterator[str]], servers: list[Start], model: str) -> None:
     """Print what each server answers, as it comes."""
     console.print(f"\n[bold]{prompt}[/]")
     for server in servers:
@@ -179,13 +150,13 @@ def ask(prompt: str, answer: Callable[[OpenAI, str], Iterator[str]], servers: li
                 length += len(text)
                 console.print(text, end="", markup=False, soft_wrap=True)
         except OpenAIError as error:
-            raise DemoError(f"the server did not answer ({error}).\n{_tail(server.log)}") from None
+            raise DemoError(f"the server did not answer ({error}).\n{tail(server.log)}") from None
         console.print()
         if not length:
             raise DemoError(f"the answer of {server.kv_cache_dtype} is empty.")
 
 
-def report(servers: list[Server]) -> None:
+def report(servers: list[Start]) -> None:
     """Bytes per token and capacity of the caches at the same memory, as vLLM itself counts them."""
     capacity = {server.kv_cache_dtype: served_capacity(server.url) for server in servers}
     table = Table(title=f"KV cache of {KV_BYTES >> 20} MiB", title_justify="left", title_style="bold")
@@ -204,69 +175,15 @@ def report(servers: list[Server]) -> None:
 
 def served_capacity(url: str) -> int:
     """Tokens that the running server's cache holds, as it reports them."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
-        metrics = response.read().decode()
+    metrics = httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text
     match = re.search(r'vllm:cache_config_info{[^}]*kv_cache_size_tokens="(\d+)"', metrics)
     if match is None:
         raise DemoError("the server's /metrics do not tell how many tokens its cache holds.")
     return int(match[1])
 
 
-@contextmanager
-def _running(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own, which ends with this block, or with this process, whatever ends that."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    environment["VLLM_LOGGING_LEVEL"] = "INFO"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-    try:
-        yield process
-    finally:
-        _stop(process)
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask first; then end whatever is left of the session, engine and workers included."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.wait(STOP_TIMEOUT)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _tail(log: Path, lines: int = 25) -> str:
-    """The last lines of the log, or its last error with what led to it."""
-    text = log.read_text(errors="replace").splitlines()
-    errors = [line for line in text if re.search(r"\b\w*(Error|Exception)\b: ", line)]
-    return "\n".join([*text[-lines:], *([""] if errors else []), *errors[:1]])
 
 
 def _arguments() -> argparse.Namespace:
@@ -276,7 +193,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--port", type=int, default=0, help="port on the loopback interface (default: a free one)")
     models = f"another model to serve: a folder, or {' or '.join(MODELS)}, which is fetched if it is not there"
-    parser.add_argument("--model", default=str(ROOT / "models" / "embedded"), help=models)
+    parser.add_argument("--model", default=str(EMBEDDED), help=models)
     parser.add_argument("--kv-cache-dtype", default=PRESET, help=f"another preset (default: {PRESET})")
     return parser.parse_args()
 

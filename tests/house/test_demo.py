@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import demo
+from loadtest.server import tail
 from tests.patience import PATIENCE
 
 # A server that has a child of its own, as vLLM has its engine.
@@ -17,18 +17,19 @@ _SERVER = (
     "import subprocess, sys, time; c = subprocess.Popen(['sleep', '3600']); print(c.pid, flush=True); time.sleep(3600)"
 )
 _RUN = f"""
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
+from loadtest import server
 from scripts import demo
 signal.signal(signal.SIGTERM, demo._interrupt)
 # Whoever was started in the background by a shell inherits that SIGINT is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 output = Path(sys.argv[1])
 try:
-    with demo._running([sys.executable, "-c", {_SERVER!r}], output) as server:
+    with server.running([sys.executable, "-c", {_SERVER!r}], output, os.environ) as process:
         while not output.read_text().strip():
             time.sleep(0.05)
-        print(server.pid, output.read_text().strip(), flush=True)
+        print(process.pid, output.read_text().strip(), flush=True)
         time.sleep(3600)
 except KeyboardInterrupt:
     pass
@@ -69,4 +70,4 @@ def test_a_failure_shows_the_end_of_the_log_and_its_first_error(tmp_path):
     log = tmp_path / "server.log"
     lines = ["ValueError: the cause"] + [f"line {i}" for i in range(100)]
     log.write_text("\n".join(lines))
-    assert demo._tail(log).splitlines() == [*lines[-25:], "", "ValueError: the cause"]
+    assert tail(log).splitlines() == [*lines[-25:], "", "ValueError: the cause"]
