@@ -12,7 +12,8 @@ from vllm_antkv.features import unserved_feature
 from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.presets import PRESETS
 
-#: A preset takes the place of fp8 where neither holds all requests only if it gets so much more done.
+#: A preset is recommended only if it holds so many times the tokens of auto, and, where it does not hold all requests
+#: either, gets so much more done than fp8.
 _WORTH_A_CODEBOOK = 1.5
 
 
@@ -119,10 +120,17 @@ def _check_cut(identity: ModelIdentity, size: int) -> None:
 
 def recommend(caches: list[CachePlan], batch: int) -> tuple[str | None, str]:
     """The cache with the most bits that holds the batch, or else the one that gets the most done, and why."""
-    served = {cache.kv_cache_dtype: cache.step for cache in caches if cache.step is not None}
+    least = _WORTH_A_CODEBOOK * caches[0].tokens
+    worth_it = [cache for cache in caches if cache.kv_cache_dtype not in PRESETS or cache.tokens >= least]
+    served = {cache.kv_cache_dtype: cache.step for cache in worth_it if cache.step is not None}
     if not served:
         return None, "Not one request fits beside the weights: use a larger GPU, several, or a shorter context."
-    holds = {cache.kv_cache_dtype: cache.requests for cache in caches}
+    holds = {cache.kv_cache_dtype: cache.requests for cache in worth_it}
+    if max(holds.values()) < batch <= max(cache.requests for cache in caches):
+        return "fp8", (
+            f"Use fp8: it holds {holds['fp8']} requests, the others wait. States, which no cache makes smaller, take so "
+            "much of a request that presets hold hardly more."
+        )
     name = next((name for name, requests in holds.items() if requests >= batch), None)
     if name is None:
         return _where_none_holds_all({name: step.tokens_per_second for name, step in served.items()}, holds, batch)

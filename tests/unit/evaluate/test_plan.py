@@ -30,6 +30,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Six layers with a state, two that attend."""
+    folder = tmp_path_factory.mktemp("qwen3-next")
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 8, "num_experts": 4}
+    Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"], **sizes).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize(
     ("gpu", "context", "batch", "recommended", "words"),
     [
@@ -47,18 +56,24 @@ def test_what_is_recommended(llama: str, gpu: str, context: int, batch: int, rec
     assert words in plan.reason
 
 
-def test_states_take_their_share_of_every_cache(tmp_path: Path) -> None:
+def test_states_take_their_share_of_every_cache(qwen3_next: str) -> None:
     """So that codes gain more in longer requests."""
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 8, "num_experts": 4}
-    Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"], **sizes).save_pretrained(tmp_path)
     gains = []
     for context in (8192, 131072):
-        plan = make_plan(str(tmp_path), "h100-80", context, 64, AntKVConfig())
+        plan = make_plan(qwen3_next, "h100-80", context, 64, AntKVConfig())
         tokens = {cache.kv_cache_dtype: cache.tokens for cache in plan.caches}
         gains.append(tokens["antkv-1bit"] / tokens["auto"])
     # Six layers, before and behind a step: inputs of a convolution, and 32 heads of 128 x 128.
     assert plan.state_bytes == 6 * 2 * 2 * (3 * (2 * 16 + 32) * 128 + 32 * 128 * 128)
     assert 1 < 2 * gains[0] < gains[1] < 14
+
+
+def test_where_states_are_most_of_a_request_fp8_is_recommended(qwen3_next: str) -> None:
+    """Presets hold 1.3 times as much as auto there, and 1.7 times where requests are twice as long."""
+    short, long = (make_plan(qwen3_next, "h100-80", *work, AntKVConfig()) for work in ((2048, 4200), (4096, 3900)))
+    assert short.caches[3].requests > 4200
+    assert (short.recommended, long.recommended) == ("fp8", "antkv-2bit")
+    assert "States, which no cache makes smaller" in short.reason
 
 
 def test_the_figures_of_a_cache_belong_together(llama: str) -> None:
