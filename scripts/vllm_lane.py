@@ -21,6 +21,8 @@ PARTS: dict[str, str] = {
     "tests/serving/test_hooks.py": "the hooks fit and install",
     "tests/serving/test_recency_spec.py": "no decision of vLLM's about recency pages is inherited",
     "tests/contract/test_v2_block_tables.py": "model runner V2's kernels show every live page (Triton's interpreter)",
+    "tests/contract/test_states.py": "no wrong state of a layer without attention enters the prefix cache",
+    "tests/serving/test_families.py::test_family[lfm2 with large states]": "an engine: states in blocks of the pool",
     "tests/serving/test_refusals.py": "refusals",
     "tests/serving/test_bad_starts.py": "bad starts",
     "tests/serving/test_example_configs.py": "example configurations",

@@ -15,4 +15,4 @@ def test_a_named_path_runs_alone() -> None:
 
 
 def test_every_part_exists() -> None:
-    assert all((ROOT / part).exists() for part in PARTS)
+    assert all((ROOT / part.split("::")[0]).exists() for part in PARTS)

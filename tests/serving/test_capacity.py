@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig
+from vllm import EngineArgs
 
 from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_config, capacity, engine_config
 from scripts.hybrid_pool import MODELS, measure
 from tests.serving.conftest import EMBEDDED
+from tests.serving.tiny import LFM2, make_codebook, make_model
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
 from vllm_antkv.codebook import ModelIdentity
@@ -153,3 +155,12 @@ def test_one_bit_costs_at_most_one_and_a_half_effective_bits_at_8192_tokens() ->
         layout = PageLayout.of(AntKVConfig(), PRESETS["antkv-1bit"], head_size, torch.bfloat16)
         cost = footprint([layout], AntKVConfig(), 8192)
         assert cost.bits(cost.total) <= 1.5
+
+
+def test_the_log_says_what_states_take_and_where_codes_gain_little(tmp_path: Path, said: list[str]) -> None:
+    large = make_model(tmp_path, "lfm2", LFM2 | {"conv_L_cache": 513})
+    make_codebook(tmp_path / "antkv", large, "antkv-1bit")
+    EngineArgs(model=str(large), kv_cache_dtype="antkv-1bit", max_model_len=512).create_engine_config()
+    said_of_states = [line for line in said if line.startswith("Layers with a state take ")]
+    assert len(said_of_states) == 1
+    assert any("take a preset of more bits, or fp8" in line for line in said)

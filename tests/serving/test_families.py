@@ -62,6 +62,12 @@ def test_family(start_engine: Start, tmp_path: Path, model_type: str, changes: d
     assert_served(start_engine, model, num_blocks=180 if of_two_kinds else 80, dtype=dtype, **options)
 
 
+def test_layers_of_jamba_that_attend(start_engine: Start, tmp_path: Path) -> None:
+    """CPUs cannot run its other layers."""
+    changes = {"attn_layer_period": 1, "attn_layer_offset": 0, "num_experts": 4, "use_mamba_kernels": False}
+    assert_served(start_engine, make_model(tmp_path / "model", "jamba", changes))
+
+
 @pytest.mark.parametrize(("model_type", "changes", "dtype", "preset"), KIND.values(), ids=KIND.keys())
 def test_kind(
     start_engine: Start, tmp_path: Path, model_type: str, changes: dict[str, Any], dtype: str, preset: str

@@ -128,8 +128,8 @@ def recommend(caches: list[CachePlan], batch: int) -> tuple[str | None, str]:
     holds = {cache.kv_cache_dtype: cache.requests for cache in worth_it}
     if max(holds.values()) < batch <= max(cache.requests for cache in caches):
         return "fp8", (
-            f"Use fp8: it holds {holds['fp8']} requests, the others wait. States, which no cache makes smaller, take so "
-            "much of a request that presets hold hardly more."
+            f"Use fp8: it holds {holds['fp8']} requests, the others wait. States, which no cache makes smaller, take "
+            "so much of a request that presets hold hardly more."
         )
     name = next((name for name, requests in holds.items() if requests >= batch), None)
     if name is None:

@@ -14,7 +14,7 @@ from vllm_antkv.cache.positions import NUM_POSITIONS
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.families import SERVED_ARCHITECTURES
 from vllm_antkv.features import rope_types, unserved_feature
-from vllm_antkv.layer_windows import has_mamba2, num_state_layers
+from vllm_antkv.layer_windows import has_mamba2, layer_kinds, num_state_layers
 from vllm_antkv.vllm_adapter.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
 
 logger = logging.getLogger("vllm.antkv")
@@ -80,7 +80,7 @@ def _model_features(vllm_config: VllmConfig) -> dict[str, bool]:
         "models without attention": model_config.is_attention_free,
         # VLLM itself has the sizes of states, and the config says which layers keep them.
         f"state-space or linear-attention layers of the kind {text_config.model_type}": (
-            model_config.is_hybrid != bool(num_state_layers(text_config))
+            not layer_kinds(text_config) if model_config.is_hybrid else bool(num_state_layers(text_config))
         ),
         f"M-RoPE with {model_config.mrope_num_dims} positions per token": (
             model_config.uses_mrope and model_config.mrope_num_dims != NUM_POSITIONS
