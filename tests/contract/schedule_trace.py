@@ -76,7 +76,7 @@ CASES = (
 
 def trace(case: Case, seed: int, is_async: bool) -> list[Any]:
     """Of every step: what was scheduled, hit and preempted, block tables, blocks to zero, what is free, published."""
-    scheduler, lines = _scheduler(case, is_async)
+    scheduler, lines = scheduler_of(case, is_async)
     requests = deque(_requests(case, seed, scheduler))
     in_flight: deque[Any] = deque()
     tokens_of_states: dict[int, int] = {}
@@ -115,7 +115,7 @@ def _check_states(scheduler: Any, output: Any, tokens_of_states: dict[int, int],
                     assert tokens_of_states[block.block_id] == (index + 1) * block_size, "a wrong state is shared"
 
 
-def _scheduler(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
+def scheduler_of(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
     config = EngineArgs(
         model=str(EMBEDDED),
         kv_cache_dtype="antkv-1bit",

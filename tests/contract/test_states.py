@@ -3,7 +3,7 @@
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.contract.schedule_trace import CASES, Case, trace
+from tests.contract.schedule_trace import CASES, Case, scheduler_of, trace
 from vllm_antkv import plugin
 
 pytestmark = pytest.mark.serving
@@ -26,3 +26,12 @@ def test_without_the_hook_wrong_states_would_be_published(monkeypatch: pytest.Mo
     monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__.__wrapped__)  # type: ignore[attr-defined]
     with pytest.raises(AssertionError, match="a wrong state is shared"):
         [trace(WITH_STATES[0], seed, is_async=False) for seed in SEEDS]
+
+
+def test_cpus_zero_no_pages_of_ours() -> None:
+    """Beside states vLLM zeroes new blocks, on CPUs by their numbers: those of pages of ours are others."""
+    plugin.register()
+    scheduler, [[_, _, _, groups, *_]] = scheduler_of(WITH_STATES[1], is_async=False)
+    assert scheduler.needs_kv_cache_zeroing
+    # It does so for groups whose spec is a FullAttentionSpec.
+    assert {spec for spec, _, _ in groups} == {"UniformTypeKVCacheSpecs"}
