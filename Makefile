@@ -19,7 +19,7 @@ BIN := .venv/bin
 SERVE := .venv/.serve
 VENV := .venv/.stamp
 # Three on two cores, since tests wait for servers; in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n 3 -p tests.scheduling --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 -p tests.scheduling --no-loadscope-reorder --durations=30 --durations-min=10
 LINTERS := lint-types lint-docs lint-imports lint-style
 # The environment that is active (docs/gpu-check.md), else .venv.
 PYTHON := $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV),.venv)/bin/python
