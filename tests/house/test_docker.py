@@ -37,8 +37,12 @@ def script(name):
     return module
 
 
+def installed(module):
+    return pytest.importorskip(module, reason=f"{module} is not installed: requirements/deploy.lock has it")
+
+
 def render(values):
-    pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: requirements/deploy.lock has it")
+    installed("helm_python")
     text = script("render_manifests").render(values)
     return {document["kind"]: document for document in yaml.safe_load_all(text) if document}
 
@@ -159,9 +163,7 @@ def test_compose_asks_for_a_gpu_only_where_there_is_one(compose, request):
 
 
 def test_helm_lint_finds_no_error():
-    helm = pytest.importorskip(
-        "helm_python", reason="helm-python-sdk is not installed: requirements/deploy.lock has it"
-    )
+    helm = installed("helm_python")
     assert helm.lint(str(CHART))["errors"] == []
 
 
@@ -173,7 +175,7 @@ def test_the_chart_has_our_version():
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_the_manifests_are_those_of_the_chart(path):
     """Run `python docker/render_manifests.py` when they are not."""
-    pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: requirements/deploy.lock has it")
+    installed("helm_python")
     values = yaml.safe_load((DOCKER / "manifests" / "values" / path.name).read_text())
     assert path.read_text() == script("render_manifests").render(values)
 
@@ -181,9 +183,7 @@ def test_the_manifests_are_those_of_the_chart(path):
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_the_manifests_are_valid_for_kubernetes(path, version):
-    validator = pytest.importorskip(
-        "kubernetes_validate", reason="kubernetes-validate is not installed: requirements/deploy.lock has it"
-    )
+    validator = installed("kubernetes_validate")
     documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
     assert documents
     for document in documents:
@@ -308,8 +308,6 @@ def test_the_network_policy_opens_one_port_to_the_namespace():
     ids=json.dumps,
 )
 def test_wrong_values_are_refused(values):
-    helm = pytest.importorskip(
-        "helm_python", reason="helm-python-sdk is not installed: requirements/deploy.lock has it"
-    )
+    helm = installed("helm_python")
     with pytest.raises(helm.HelmError):
         render(values)

@@ -3,7 +3,6 @@
 `cuda_emulation/emulation.h` stands for the GPU: every lane, shuffle, mma and asynchronous copy, in exact C++.
 """
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.kernels import engine as engine_module
 from tests.kernels.anchor_bytes import assert_reads_every_byte
-from tests.kernels.cuda_emulation.backend import EmulatedBackend, library
-from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, WithPrefill, assert_decoded, decode_from
+from tests.kernels.cuda_emulation.backend import EmulatedBackend, decoding, library, needs_emulation, operations
+from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, assert_decoded, decode_from
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.guarded import guarding
 from tests.kernels.test_operations import CONFIGS
@@ -22,18 +21,14 @@ from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import cuda
-from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_build import Build
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import unpack_codes
 from vllm_antkv.ops.step import Step
 from vllm_antkv.presets import PRESETS
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="the emulation needs g++ and an x86-64 processor with F16C",
-)
+pytestmark = needs_emulation
 
 SMALL = LAYERS[1][0]
 #: So many anchors that spans have no room for them are another build: `test_every_row_an_anchor`.
@@ -44,26 +39,8 @@ LOW_BITS = [LAYERS[4][0], LAYERS[6][0]]
 
 def build_of(shape: Shape, shared_bytes: int = 232448) -> Build:
     """What the kernels are compiled for where CTAs have so much shared memory."""
-    layer, backend = Engine(AntKVConfig(), shape, operations(shared_bytes)).state.kind, EmulatedBackend(shared_bytes)
-    return Build.of(layer, shared_bytes, backend.capability)
-
-
-def operations(shared_bytes: int = 232448):
-    def build(layer: LayerState) -> CudaOperations:
-        return CudaOperations(layer, backend=EmulatedBackend(shared_bytes), triton=WithPrefill(layer))
-
-    return build
-
-
-def decoding(shared_bytes: int = 232448):
-    """Rows are coded by the reference, which takes a tenth of the time; `test_pages_are_those_of_the_reference`."""
-
-    def build(layer: LayerState) -> CudaOperations:
-        emulated = operations(shared_bytes)(layer)
-        emulated.encode_store = ReferenceOperations(layer).encode_store
-        return emulated
-
-    return build
+    backend = EmulatedBackend(shared_bytes)
+    return Build.of(Engine(AntKVConfig(), shape, operations(backend)).state.kind, shared_bytes, backend.capability)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +60,7 @@ def test_decoding_gives_what_the_evaluator_computes(monkeypatch, shape, shared_b
         num_steps=st.integers(1, 4),
     )
     def check(config, prompts, num_steps):
-        engine = Engine(config, shape, decoding(shared_bytes))
+        engine = Engine(config, shape, decoding(EmulatedBackend(shared_bytes)))
         sequences = [draw_sequence(seed, prompt + num_steps, shape) for seed, prompt in enumerate(prompts)]
         decode_from(engine, sequences, prompts, num_steps)
         assert_decoded(engine, sequences, prompts, num_steps)
@@ -291,7 +268,7 @@ def test_layers_without_code_are_refused(shape, words, reads_well):
 
 def test_a_gpu_with_too_little_shared_memory_is_refused(reads_well):
     with pytest.raises(UnsupportedModelError, match="shared memory") as error:
-        Engine(AntKVConfig(), LAYERS[0][0], operations(shared_bytes=101376))
+        Engine(AntKVConfig(), LAYERS[0][0], operations(EmulatedBackend(101376)))
     reads_well(error.value)
 
 

@@ -3,7 +3,6 @@
 import faulthandler
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,20 +11,15 @@ import pytest
 import torch
 
 from scripts.compile_cuda import SOURCES
-from tests.kernels.cuda_emulation.backend import EmulatedBackend
-from tests.kernels.cuda_emulation.cases import WithPrefill
+from tests.kernels.cuda_emulation.backend import needs_emulation, operations
 from tests.kernels.engine import Engine, Shape, Workspace, draw_sequence
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import Step
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="the emulation needs g++ and an x86-64 processor with F16C",
-)
+pytestmark = needs_emulation
 SHAPE = Shape("antkv-1bit", 64, 2, 1, torch.float16, reorders=True)
 #: Pages that there are.
 POOL = 1200
@@ -60,8 +54,7 @@ def store(state: LayerState, spoil: Callable[[Step], Step]) -> None:
         max_seq_len=40,
     )
     sequence = draw_sequence(0, 40, SHAPE)
-    operations = CudaOperations(state, backend=EmulatedBackend(), triton=WithPrefill(state))
-    operations.encode_store(StepRows(sequence.query, sequence.key, sequence.value, None), spoil(step))
+    operations()(state).encode_store(StepRows(sequence.query, sequence.key, sequence.value, None), spoil(step))
 
 
 def state() -> LayerState:

@@ -1,28 +1,21 @@
 """CTAs of a cluster that share K's tables give the bits of those that read them from L2, and run where they pay."""
 
-import shutil
 from collections.abc import Sequence as Arguments
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.kernels.cuda_emulation.backend import EmulatedBackend
-from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, WithPrefill, assert_decoded
+from tests.kernels.cuda_emulation.backend import EmulatedBackend, decoding, needs_emulation
+from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, assert_decoded
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
 from tests.kernels.guarded import guarding
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import cuda
-from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_backend import Argument
 from vllm_antkv.ops.cuda_build import CLUSTER, Build
-from vllm_antkv.ops.layer import LayerState
-from vllm_antkv.ops.paged import ReferenceOperations
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="the emulation needs g++ and an x86-64 processor with F16C",
-)
+pytestmark = needs_emulation
 #: A lane's halves of K in the tables of one CTA, and of two.
 SHAPES = [
     Shape("antkv-0.75bit", 128, 4, 1, BFLOAT16, magnitude=1.3, reorders=True, max_len=700),
@@ -57,17 +50,6 @@ class Recording(EmulatedBackend):
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "SPLIT", 256)
     monkeypatch.setattr(cuda, "tables_of", guarding(cuda.tables_of))
-
-
-def decoding(backend: EmulatedBackend):
-    """Rows are coded by the reference."""
-
-    def build(layer: LayerState) -> CudaOperations:
-        emulated = CudaOperations(layer, backend=backend, triton=WithPrefill(layer))
-        emulated.encode_store = ReferenceOperations(layer).encode_store
-        return emulated
-
-    return build
 
 
 def decoded(backend: EmulatedBackend, shape: Shape, prompts: list[int]) -> tuple[Engine, list[Sequence]]:

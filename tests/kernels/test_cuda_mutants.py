@@ -6,24 +6,19 @@ have a race.
 
 import faulthandler
 import os
-import shutil
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.kernels.cuda_emulation.backend import EmulatedBackend, library
-from tests.kernels.cuda_emulation.cases import LAYERS, TOLERANCES, WithPrefill
+from tests.kernels.cuda_emulation.backend import EmulatedBackend, decoding, library, needs_emulation, operations
+from tests.kernels.cuda_emulation.cases import LAYERS, TOLERANCES
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_build import Build
 from vllm_antkv.ops.paged import ReferenceOperations
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="the emulation needs g++ and an x86-64 processor with F16C",
-)
+pytestmark = needs_emulation
 #: Tables in shared memory, and in L2.
 SHAPES = [LAYERS[0][0], LAYERS[4][0]]
 #: More spans of 256 tokens together than the ring has room for.
@@ -67,21 +62,6 @@ def unnoticed(build: Build, check: Callable[[], None], of: str = "") -> list[str
     return found
 
 
-def operations(layer):
-    return CudaOperations(layer, backend=OneWorker(), triton=WithPrefill(layer))
-
-
-def decoding(backend: EmulatedBackend):
-    """Rows are coded by the reference: what orders the threads that code them is left out in a test of its own."""
-
-    def build(layer):
-        emulated = CudaOperations(layer, backend=backend, triton=WithPrefill(layer))
-        emulated.encode_store = ReferenceOperations(layer).encode_store
-        return emulated
-
-    return build
-
-
 def decoded_as_expected(engine: Engine) -> Callable[[], None]:
     """A check of the next token of requests after `PROMPTS`, all together."""
     shape = engine.shape
@@ -118,7 +98,7 @@ def test_clusters_need_all_that_orders_their_ctas(of):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_encoding_needs_all_that_orders_its_threads(shape: Shape):
-    ours, reference = (Engine(AntKVConfig(), shape, build) for build in (operations, ReferenceOperations))
+    ours, reference = (Engine(AntKVConfig(), shape, build) for build in (operations(OneWorker()), ReferenceOperations))
     sequence = draw_sequence(0, 200, shape)
 
     def codes(engine: Engine) -> torch.Tensor:

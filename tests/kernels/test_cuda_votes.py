@@ -1,21 +1,17 @@
 """Single tokens vote on their block while they attend, and their votes are those that the specification counts."""
 
-import shutil
-
 import pytest
 import torch
 
+from tests.kernels.cuda_emulation.backend import needs_emulation, operations
 from tests.kernels.cuda_emulation.cases import LAYERS
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
-from tests.kernels.test_cuda import SMALL, operations
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.select.anchors import EXACT_ANCHOR
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="the emulation needs g++ and an x86-64 processor with F16C",
-)
+pytestmark = needs_emulation
+SMALL = LAYERS[1][0]
 #: A prompt, and as many single tokens as close its block and begin another.
 PROMPT, END = 120, 134
 #: Single tokens, one in either block.

@@ -1,13 +1,26 @@
 """Runs the sources of the CUDA kernels on a CPU: compiled with g++ against `emulation.h`, one fiber per thread."""
 
 import ctypes
+import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
+import pytest
+import torch
+
 from tests.kernels.cuda_emulation.build import library_of
+from tests.kernels.cuda_emulation.cases import WithPrefill
+from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_backend import Argument
 from vllm_antkv.ops.cuda_build import Build
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.paged import ReferenceOperations
+
+needs_emulation = pytest.mark.skipif(
+    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="the emulation needs g++ and an x86-64 processor with F16C",
+)
 
 
 @cache
@@ -60,3 +73,19 @@ class EmulatedBackend:
         getattr(library(build), f"launch_{kernel}")(sizes, addresses)
         races = races_of(library(build))
         assert not races, "\n".join(races)
+
+
+def operations(backend: EmulatedBackend | None = None) -> Callable[[LayerState], CudaOperations]:
+    """Builds a layer's operations, emulated."""
+    return lambda layer: CudaOperations(layer, backend=backend or EmulatedBackend(), triton=WithPrefill(layer))
+
+
+def decoding(backend: EmulatedBackend | None = None) -> Callable[[LayerState], CudaOperations]:
+    """Likewise; rows are coded by the reference, which takes a tenth of the time."""
+
+    def build(layer: LayerState) -> CudaOperations:
+        emulated = operations(backend)(layer)
+        emulated.encode_store = ReferenceOperations(layer).encode_store
+        return emulated
+
+    return build
