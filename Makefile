@@ -73,7 +73,9 @@ wheel: $(VENV)
 
 audit: $(VENV)
 	$(BIN)/pip-licenses
-	$(BIN)/pip-audit --disable-pip --no-deps $(patsubst %,--requirement %,$(wildcard requirements/*.lock))
+	for lock in requirements/*.lock; do \
+		echo "$$lock:"; $(BIN)/pip-audit --disable-pip --no-deps --requirement $$lock $(ARGS) || failed=1; \
+	done; exit $${failed:-0}
 
 gpu-check:
 	@$(PYTHON) -m benchmarks.gpu.device
