@@ -6,7 +6,7 @@ Whatever kernels are handed ends at memory that nobody may touch (guarded.py).
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -137,6 +137,7 @@ class Sequence:
     pages: what the block manager holds, 0 for a page that was freed; table: what the worker sees, who is never told.
     freed_blocks: of `vq_blocks`, how many lie before the layer's window and are somebody else's by now.
     num_prompt_tokens: those before are of a prompt; with 0, single tokens are computed as an answer's.
+    num_rejected: the last tokens of the next step are drafts that turn out wrong: their rows are others.
     """
 
     query: torch.Tensor
@@ -147,10 +148,18 @@ class Sequence:
     output: torch.Tensor
     computed: int = 0
     num_prompt_tokens: int = 0
+    num_rejected: int = 0
     vq_blocks: list[int] = field(default_factory=list)
     freed_blocks: int = 0
     pages: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
+
+    def rows(self, name: str, part: slice) -> torch.Tensor:
+        """Of the tokens of a step, in the tensor of this name."""
+        rows = getattr(self, name)[part].clone()
+        wrong = rows[len(rows) - self.num_rejected :]
+        wrong.copy_(~wrong if wrong.dtype == torch.bool else -3 * wrong)
+        return rows
 
 
 def draw_sequence(seed: int, length: int, shape: Shape) -> Sequence:
@@ -184,6 +193,7 @@ class Engine:
     """Allocates pages and runs steps over several sequences.
 
     operations: builds the kernels under test. compute_dtype: of the centroids, which the reference computes in.
+    num_drafts: of a step at most.
     """
 
     def __init__(
@@ -192,11 +202,13 @@ class Engine:
         shape: Shape,
         operations: Callable[[LayerState], LayerOperations],
         compute_dtype: torch.dtype = torch.float32,
+        num_drafts: int = 0,
     ) -> None:
-        self.layout = PageLayout.of(config, PRESETS[shape.preset], shape.head_size, shape.dtype)
+        self.layout = PageLayout.of(config, PRESETS[shape.preset], shape.head_size, shape.dtype, 1 + num_drafts)
         self.codebook = codebook(shape)
         self.config, self.shape = config, shape
-        self.retention = page_retention(config, shape.max_len, self.layout.recency_block_size, 0, shape.window)
+        size = self.layout.recency_block_size
+        self.retention = replace(page_retention(config, shape.max_len, size, 0, shape.window), unsettled=num_drafts)
         self.free = list(range(1, NUM_BLOCKS))
         workspace = Workspace()
         table, order = rotary(shape), k_order(shape)
@@ -253,7 +265,7 @@ class Engine:
             seq_lens_cpu=seq_lens,
         )
         query, key, value, is_sink = (
-            guarded(torch.cat([getattr(s, name)[part] for s, part in parts]))
+            guarded(torch.cat([s.rows(name, part) for s, part in parts]))
             for name in ("query", "key", "value", "is_sink")
         )
         if self.state.positions is not None:
@@ -263,8 +275,8 @@ class Engine:
         rows = StepRows(query, key, value, is_sink if self.config.sinks else None)
         self.operations.run(rows, output, step)
         for (sequence, part), computed in zip(parts, output.split([n for _, n in work]), strict=True):
-            sequence.output[part] = computed
-            sequence.computed = part.stop
+            sequence.computed, sequence.num_rejected = part.stop - sequence.num_rejected, 0
+            sequence.output[part.start : sequence.computed] = computed[: sequence.computed - part.start]
             self._release(sequence)
 
     def _slots(self, sequence: Sequence, part: slice) -> torch.Tensor:

@@ -45,7 +45,9 @@ def bits(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
     size = engine.layout.recency_block_size
     first_open = length // VQ_BLOCK_SIZE * VQ_BLOCK_SIZE if engine.config.anchor_rows else length
     open_tokens = range(first_open, length)
-    scores = [engine.state.recency.scores[sequence.table[t // size], :, :, t % size] for t in open_tokens]
+    slot = (length - 1) % engine.layout.score_slots
+    of_slot = slice(2 * slot, 2 * slot + 2)
+    scores = [engine.state.recency.scores[sequence.table[t // size], :, of_slot, t % size] for t in open_tokens]
     result["votes"] = torch.stack(scores).view(torch.uint8) if scores else torch.empty(0)
     return result
 

@@ -50,7 +50,7 @@ MROPE = {**ROPE, "mrope_section": [8, 12, 12]}
 SLIDING = {"use_sliding_window": True, "sliding_window": 150}
 FOPE = {**ROPE, "use_fope": True, "num_inv_freq": 16, "fope_sep_head": True, "fope_init_factor": 0.1}
 DUAL_CHUNK = {"chunk_size": 128, "local_size": 32, "original_max_position_embeddings": 256}
-DRAFT = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+DRAFT = {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 #: model type, architecture, its config, words of the sentence.
@@ -110,7 +110,7 @@ MODELS = {
 }
 #: Options of the server, words of the sentence.
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "speculative decoding": ({"speculative_config": DRAFT}, "speculative decoding"),
+    "drafts": ({"speculative_config": DRAFT}, "speculative decoding by ngram_gpu"),
     "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors"),
     "KV offloading": ({"kv_offloading_size": 1.0}, "KV offloading"),
     "DCP": ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism (DCP)"),

@@ -1,5 +1,7 @@
 """A step keeps the pages that later steps read, and no request holds more than the bound that admits it."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,40 +19,44 @@ CONFIGS = st.builds(
     recency=st.sampled_from(["none", "sliding:1", "sliding:32", "sliding:500", "log:4", "log:42"]),
 )
 RETENTIONS = st.builds(
-    lambda config, block_size, interval, vq_block_size: (
+    lambda config, block_size, interval, vq_block_size, unsettled: (
         config,
-        page_retention(config, MAX_LEN, block_size, interval, vq_block_size=vq_block_size),
+        replace(
+            page_retention(config, MAX_LEN, block_size, interval, vq_block_size=vq_block_size), unsettled=unsettled
+        ),
     ),
     CONFIGS,
     st.sampled_from([1, 4, 8, 32, 128]),
     st.sampled_from([0, 256, 512]),
     st.sampled_from([128, 256]),
+    st.sampled_from([0, 3, 24]),
 )
+#: Tokens of a step, and how many of the last ones are rejected if that many may be.
+STEPS = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 30)), min_size=1, max_size=12)
 
 
-def run(retention: PageRetention, chunks: list[int]) -> tuple[set[int], int]:
-    """Pages a request holds after its steps, and the most it held at once."""
+def run(retention: PageRetention, steps: list[tuple[int, int]]) -> tuple[int, set[int], int]:
+    """Tokens that are computed after these steps, pages that a request holds then, and the most it held at once."""
     held: set[int] = set()
-    computed, most = 0, 0
-    for chunk in chunks:
+    computed, most, first = 0, 0, 0
+    for chunk, rejected in steps:
+        end = computed + chunk
+        if end > MAX_LEN:
+            break
         held = {page for page in held if retention.last_use[page] >= computed}
-        first = -(-computed // retention.block_size)
-        needed = retention.pages_of_step(first, computed + chunk)
+        needed = retention.pages_of_step(first, end)
         held |= {first + int(index) for index in np.flatnonzero(needed)}
+        first = max(first, -(-end // retention.block_size))
         most = max(most, len(held))
-        computed += chunk
-    return held, most
+        computed = end - min(rejected, chunk - 1, retention.unsettled)
+    return computed, held, most
 
 
 @settings(deadline=None)
-@given(RETENTIONS, st.lists(st.integers(1, 400), min_size=1, max_size=12))
-def test_every_row_that_is_still_read_has_a_page(pair, chunks):
+@given(RETENTIONS, STEPS)
+def test_every_row_that_is_still_read_has_a_page(pair, steps):
     config, retention = pair
-    while sum(chunks) > MAX_LEN:
-        chunks.pop()
-    chunks = chunks or [1]
-    held, most = run(retention, chunks)
-    computed = sum(chunks)
+    computed, held, most = run(retention, steps)
     rows = last_use_table(config, MAX_LEN).numpy()[:computed]
     wanted = {int(token) // retention.block_size for token in np.flatnonzero(rows >= computed)}
     assert wanted <= held

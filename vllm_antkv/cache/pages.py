@@ -7,13 +7,15 @@ Two allocations come from vLLM's block pool for every attention layer:
   store an unquantised vector, as for sinks (`select.anchors.EXACT_ANCHOR`). Codes and anchors share a block table, so
   they share a page. Models with M-RoPE have one more page beside those of all layers (`cache.positions`).
 * a **recency page** per few tokens: unquantised K and V of the tokens that some query still sees so, and their
-  Anchor Scores so far.
+  Anchor Scores so far. A draft may be rejected, and what its query added must not count. So a page has S score slots,
+  one more than there are drafts in a step: slot p % S has the scores after the query at p, and the next step continues
+  with those of the last token that was accepted.
 
 Layout of one (block, KV head), with B tokens per block, R anchor rows, D channels; a is half the bytes of a row in the
 model dtype: D, and of a float32 model 2 D, of which e4m3 uses the first:
 
     VQ page       K codes [B, kb] | V codes [B, vb] | anchor K [R, a] | anchor V [R, a] | offsets int16 [2, R]
-    recency page  K [T, D] | V [T, D] | scores float32 [2, T]
+    recency page  K [T, D] | V [T, D] | scores float32 [S, 2, T]
 
 K vectors are stored after RoPE, as attention uses them; codes stand for K before RoPE. This module imports no vLLM.
 """
@@ -55,6 +57,7 @@ class PageLayout:
     padding: bytes at the end of a VQ page.
     tail: bytes at the end of both classes of pages.
     num_pages: VQ pages of the layer in a block of the pool.
+    score_slots: S above.
     """
 
     preset: Preset
@@ -65,11 +68,14 @@ class PageLayout:
     padding: int
     tail: int = 0
     num_pages: int = 1
+    score_slots: int = 1
 
     @classmethod
-    def of(cls, config: AntKVConfig, preset: Preset, head_size: int, dtype: torch.dtype) -> "PageLayout":
+    def of(
+        cls, config: AntKVConfig, preset: Preset, head_size: int, dtype: torch.dtype, score_slots: int = 1
+    ) -> "PageLayout":
         """The layout of every layer of a model whose layers all have this preset; otherwise as `page_layouts`."""
-        return page_layouts(config, [preset], head_size, dtype)[0]
+        return page_layouts(config, [preset], head_size, dtype, plan=BlockPlan(score_slots=score_slots))[0]
 
     @property
     def row_bytes(self) -> int:
@@ -110,7 +116,7 @@ class PageLayout:
     @property
     def recency_page_bytes(self) -> int:
         """Bytes of a recency page of one KV head."""
-        return _align(self.recency_block_size * (2 * self.row_bytes + 2 * 4)) + self.tail
+        return _align(self.recency_block_size * (2 * self.row_bytes + self.score_slots * 2 * 4)) + self.tail
 
 
 def page_layouts(
@@ -139,7 +145,8 @@ def page_layouts(
     for preset in presets:
         preset.num_sub_vectors(head_size)
     sizes = (head_size, dtype.itemsize, config.anchor_rows)
-    layers = [PageLayout(preset, *sizes, 1, 0, num_pages=plan.num_pages) for preset in presets]
+    counts = {"num_pages": plan.num_pages, "score_slots": plan.score_slots}
+    layers = [PageLayout(preset, *sizes, 1, 0, **counts) for preset in presets]
     content = sum(layer.vq_page_bytes for layer in layers) + plan.num_exact * layers[0].exact_page_bytes
     # Of all layers' pages of the same tokens, as what follows.
     of_states = -(-plan.state_bytes // plan.num_pages)
@@ -248,7 +255,8 @@ class RecencyPages:
     """Typed views of a layer's recency pages; writing to them writes the cache.
 
     k, v: (num_blocks, num_kv_heads, recency_block_size, head_size) model dtype, K after RoPE.
-    scores: (num_blocks, num_kv_heads, 2, recency_block_size) float32, Anchor Scores of K and of V so far.
+    scores: (num_blocks, num_kv_heads, score_slots * 2, recency_block_size) float32, Anchor Scores of K and of V so far,
+        slot by slot.
     """
 
     k: torch.Tensor
@@ -265,7 +273,7 @@ class RecencyPages:
         return cls(
             sections.take(rows, dtype, row_bytes),
             sections.take(rows, dtype, row_bytes),
-            sections.take((2, size), torch.float32, 2 * 4 * size),
+            sections.take((layout.score_slots * 2, size), torch.float32, layout.score_slots * 2 * 4 * size),
         )
 
 

@@ -30,8 +30,9 @@ class Report(TypedDict):
 
     implementation: of the operations that run.
     steps: engine steps.
-    tokens_stored: tokens written to the cache, recomputed ones included.
-    anchors_chosen: tokens whose row took an anchor row when their block closed; the mean over KV heads, K and V.
+    tokens_stored: tokens written to the cache, recomputed and rejected ones included.
+    anchors_chosen: tokens whose row took an anchor row when their block closed; the mean over KV heads, K and V. A
+        block closes once more where the draft that filled it was rejected.
     sinks_found: tokens that KVSink flagged.
     sampled_attention: sums of the sampled shares of attention, of `recent`, `anchors` and `codes`.
     operations: by name; none on a GPU, where launches are replayed from CUDA graphs without a call, and measuring would

@@ -74,21 +74,42 @@ class ReferenceOperations:
     def _score(self, rows: StepRows, step: Step, request: StepRequest) -> None:
         rules = self._layer.rules
         for block, begin, end in request.segments():
-            positions = torch.arange(block * VQ_BLOCK_SIZE, end, device=rows.key.device)
+            first = block * VQ_BLOCK_SIZE
+            positions = torch.arange(first, end, device=rows.key.device)
             exact_key = self._exact_rows(rows.key, self._layer.recency.k, positions, step, request)
             scores = self._carried_scores(positions, begin, step, request)
-            new = request.rows(begin, end)
-            seen = rules.visible(torch.arange(begin, end, device=rows.key.device)[:, None], positions)
-            query = rows.query[None, new].to(self._dtype)
-            lse = causal_lse(query, exact_key[None], seen[None], rules)
-            scores += torch.cat(anchor_score(query, exact_key[None], lse, seen[None].to(self._dtype), rules))
-            if rows.is_sink is not None:
-                scores[:, :, begin - positions[0] :].masked_fill_(rows.is_sink[new], SINK_SCORE)
-            if end % VQ_BLOCK_SIZE:
-                pages, offsets = self._recency_slots(positions, step, request)
-                self._layer.recency.scores[pages, :, :, offsets] = scores.permute(2, 1, 0).float()
-            else:
+            # The next step may continue behind any of the last queries.
+            unsettled = range(max(begin + 1, request.end - self._score_slots + 1), end)
+            for upto in (*unsettled, end):
+                new = request.rows(begin, upto)
+                seen = rules.visible(torch.arange(begin, upto, device=rows.key.device)[:, None], positions)
+                query = rows.query[None, new].to(self._dtype)
+                lse = causal_lse(query, exact_key[None], seen[None], rules)
+                scores += torch.cat(anchor_score(query, exact_key[None], lse, seen[None].to(self._dtype), rules))
+                if rows.is_sink is not None:
+                    scores[:, :, begin - first : upto - first].masked_fill_(rows.is_sink[new], SINK_SCORE)
+                if upto % VQ_BLOCK_SIZE:
+                    self._keep_scores(scores, positions[: upto - first], step, request)
+                begin = upto
+            if end % VQ_BLOCK_SIZE == 0:
                 self._close(scores, rows, positions, step, request)
+
+    @property
+    def _score_slots(self) -> int:
+        return self._layer.recency.scores.shape[2] // 2
+
+    def _slot(self, end: int) -> slice:
+        """Where the scores are kept that queries before `end` add up to."""
+        first = (end - 1) % self._score_slots * 2
+        return slice(first, first + 2)
+
+    def _keep_scores(self, scores: torch.Tensor, positions: torch.Tensor, step: Step, request: StepRequest) -> None:
+        """Of all tokens of a block so far, (2, num_kv_heads, 128), for the step behind the last of `positions`."""
+        pages, offsets = self._recency_slots(positions, step, request)
+        # A block that closes in this step, whatever is rejected, has no pages.
+        real, slot = pages > 0, self._slot(int(positions[-1]) + 1)
+        kept = scores[:, :, : len(positions)].permute(2, 1, 0)[real].float()
+        self._layer.recency.scores[pages[real], :, slot, offsets[real]] = kept
 
     def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`."""
@@ -130,7 +151,9 @@ class ReferenceOperations:
 
     def _seen_exactly(self, keys: torch.Tensor, queries: torch.Tensor, request: StepRequest) -> torch.Tensor:
         seen = self._layer.last_query[keys] >= queries
-        return seen if self._layer.config.prefill_reads_cache else seen | (keys >= request.start)
+        # A token behind the prompt, and drafts behind it.
+        decodes = request.end - request.start <= self._score_slots and not request.is_prefilling
+        return seen if decodes or self._layer.config.prefill_reads_cache else seen | (keys >= request.start)
 
     def _store_codes(
         self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: Step, request: StepRequest
@@ -177,7 +200,8 @@ class ReferenceOperations:
         scores = layer.k_centroids.new_zeros(2, layer.k_centroids.shape[0], len(positions))
         carried = positions[positions < begin]
         pages, offsets = self._recency_slots(carried, step, request)
-        scores[:, :, : len(carried)] = layer.recency.scores[pages, :, :, offsets].permute(2, 1, 0).to(scores.dtype)
+        kept = layer.recency.scores[pages, :, self._slot(begin), offsets]
+        scores[:, :, : len(carried)] = kept.permute(2, 1, 0).to(scores.dtype)
         return scores
 
     def _decoded(self, block_ids: torch.Tensor, first_position: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,12 +12,14 @@ class StepRequest:
     """A request's part of a step: tokens `start .. end` of its sequence are rows `first ...` of the step's tensors.
 
     row: of the block tables.
+    is_prefilling: the tokens are of its prompt.
     """
 
     row: int
     first: int
     start: int
     end: int
+    is_prefilling: bool
 
     def rows(self, begin: int, end: int) -> slice:
         """Rows of tokens `begin .. end`, which are in hand."""
@@ -36,4 +38,5 @@ def step_requests(step: Step) -> Iterator[StepRequest]:
     for row, end in enumerate(step.seq_lens.tolist()):
         num_new = starts[row + 1] - starts[row]
         if num_new:
-            yield StepRequest(row, starts[row], end - num_new, end)
+            prefilling = step.is_prefilling is not None and bool(step.is_prefilling[row])
+            yield StepRequest(row, starts[row], end - num_new, end, prefilling)

@@ -20,12 +20,14 @@ class PageRetention:
     interval: tokens between the boundaries at which prefix-cache hits may end; 0 keeps only the last one of a step.
     last_use: (num_pages,) int64, the last position whose step reads the page.
     vq_block_size: tokens of a block of VQ pages, at whose edges hits end.
+    unsettled: tokens at the end of a step that may be rejected, or are not computed yet.
     """
 
     block_size: int
     interval: int
     last_use: np.ndarray
     vq_block_size: int = VQ_BLOCK_SIZE
+    unsettled: int = 0
 
     def needed_after(self, pages: np.ndarray, num_tokens: int) -> np.ndarray:
         """Mask of the pages that a later step reads once `num_tokens` tokens are computed."""
@@ -39,9 +41,10 @@ class PageRetention:
     def pages_of_step(self, first_page: int, num_tokens: int) -> np.ndarray:
         """Mask over pages `first_page ...` that a step ending at `num_tokens` must store: later steps read them.
 
-        The step itself attends to its own keys and values without pages.
+        The step itself attends to its own keys and values without pages. The next one may begin at the first of the
+        unsettled tokens.
         """
-        return self.needed_after(self._pages(first_page, num_tokens), num_tokens)
+        return self.needed_after(self._pages(first_page, num_tokens), num_tokens - self.unsettled)
 
     def tails_of_step(self, first_page: int, num_tokens: int) -> np.ndarray:
         """Mask over pages `first_page ...` that a request resuming at one of the step's boundaries reads.
@@ -76,7 +79,7 @@ class PageRetention:
         Pages alive when the oldest step in flight began, plus those that each step in flight stores: alive at its end.
         """
         num_pages = -(-max_len // self.block_size)
-        per_step = -(-max_in_flight_tokens // max_steps // self.block_size) + 1
+        per_step = -(-(max_in_flight_tokens // max_steps + self.unsettled) // self.block_size) + 1
         alive = self._max_alive(num_pages)
         return min(num_pages, alive + max_steps * min(per_step, alive))
 
@@ -84,8 +87,8 @@ class PageRetention:
         return np.arange(first_page, -(-num_tokens // self.block_size))
 
     def _max_alive(self, num_pages: int) -> int:
-        """The most pages alive at once, from their first token to their last use."""
-        births = np.arange(num_pages) * self.block_size
+        """The most pages alive at once, from their first token, which may come while unsettled, to their last use."""
+        births = np.maximum(np.arange(num_pages) * self.block_size - self.unsettled, 0)
         deaths = np.minimum(self.last_use[:num_pages], num_pages * self.block_size) + 1
         change = np.zeros(num_pages * self.block_size + 2, dtype=np.int64)
         np.add.at(change, births, 1)

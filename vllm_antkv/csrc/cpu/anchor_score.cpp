@@ -23,13 +23,14 @@ class Block {
   public:
     Block(const Sequence& sequence, int block, const antkv_work& work)
         : sequence_(sequence), layer_(sequence.layer), query_(work.query), key_(work.key), value_(work.value),
+          is_sink_(work.is_sink),
           size_(sequence.layer.head_size), group_(num_queries_per_kv(sequence.layer)), block_(block),
           first_(block * kBlockSize), begin_(std::max(first_, sequence.start)),
           end_(std::min(first_ + kBlockSize, sequence.end)), scale_(softmax_scale(sequence.layer)),
           keys_(floats(kBlockSize * size_)) {}
 
     // Returns the anchor rows chosen.
-    int run(const uint8_t* is_sink) {
+    int run() {
         load_scores();
         const bool closes = end_ - first_ == kBlockSize;
         const bool in_tiles = layer_.dtype == ANTKV_BFLOAT16 && with_tiles(layer_, [&](auto tiles) {
@@ -38,15 +39,7 @@ class Block {
         // Tiles take keys as they lie.
         if (!in_tiles) exact_rows(key_, false);
         for (int position = begin_; !in_tiles && position < end_; ++position) vote(position);
-        if (is_sink) {
-            for (int position = begin_; position < end_; ++position)
-                if (is_sink[sequence_.first + position - sequence_.start])
-                    scores_[0][position - first_] = scores_[1][position - first_] = kInfinity;
-        }
-        if (!closes) {
-            store_scores();
-            return 0;
-        }
+        if (!closes) return 0;
         // Only votes need keys as the queries are; what follows compares them with decoded rows.
         const CodeOrder order(layer_);
         for (int offset = 0; offset < kBlockSize; ++offset) {
@@ -69,16 +62,23 @@ class Block {
         for (int kind = 0; kind < 2; ++kind) std::fill_n(scores_[kind], kBlockSize, 0.0f);
         for_pages(begin_, [](float* scores, float* in_page, int count) { std::copy_n(in_page, count, scores); });
     }
-    void store_scores() {
-        for_pages(end_, [](float* scores, float* in_page, int count) { std::copy_n(scores, count, in_page); });
+    // When all heads of the query at `position` have added their share.
+    void settle(int position) {
+        if (is_sink_ && is_sink_[token_of(position)])
+            scores_[0][position - first_] = scores_[1][position - first_] = kInfinity;
+        // The next step may continue behind any of the last queries. It begins the block anew behind a full one.
+        if (position < sequence_.end - layer_.score_slots || position + 1 == first_ + kBlockSize) return;
+        for_pages(position + 1, [](float* scores, float* in_page, int count) { std::copy_n(scores, count, in_page); });
     }
-    // Calls copy(scores, scores in their page, count) for the block's tokens before `end`, page by page.
+    // Calls copy(scores, scores in their page, count) for the block's tokens before `end`, page by page. A block that closes
+    // in this step, whatever is rejected, has no pages.
     template <typename Copy>
     void for_pages(int end, Copy copy) {
         for (int position = first_, count; position < end; position += count) {
             count = std::min(layer_.recency_block_size, end - position);
-            for (int kind = 0; kind < 2; ++kind)
-                copy(scores_[kind] + position - first_, sequence_.recency_scores(position, kind), count);
+            uint8_t* page = sequence_.recency_page(position);
+            for (int kind = 0; page && kind < 2; ++kind)
+                copy(scores_[kind] + position - first_, sequence_.recency_scores(page, position, end - 1, kind), count);
         }
     }
 
@@ -170,6 +170,7 @@ class Block {
                 store(&scores_[0][t], load(&scores_[0][t]) + share * (1 - share) * vote->norm);
                 store(&scores_[1][t], load(&scores_[1][t]) + share);
             }
+            if (vote->head == group_ - 1) settle(vote->position);
         }
     }
     int padded_keys(int position) const { return (num_keys(position) + W - 1) / W * W; }
@@ -273,6 +274,7 @@ class Block {
     const Sequence& sequence_;
     const antkv_layer& layer_;
     antkv_rows query_, key_, value_;
+    const uint8_t* is_sink_;
     const int size_, group_, block_;
     const int first_, begin_, end_;  // of the block; new tokens begin_ .. end_
     const float scale_;
@@ -299,7 +301,7 @@ int64_t anchor_score(const antkv_layer& layer, const antkv_step& step, const ant
 #pragma omp parallel for schedule(dynamic) reduction(+ : chosen)
     for (size_t i = 0; i < tasks.size(); ++i) {
         const Sequence sequence(layer, step, tasks[i].request, tasks[i].head);
-        chosen += Block(sequence, tasks[i].block, work).run(work.is_sink);
+        chosen += Block(sequence, tasks[i].block, work).run();
     }
     return chosen;
 }

@@ -56,6 +56,7 @@ struct antkv_layer {
     int32_t sub_vector_size, num_centroids, code_bytes;
     int32_t recency_block_size;  // a power of two
     int32_t anchor_rows, prefix;
+    int32_t score_slots;  // Anchor Scores that a recency page has of a token (vllm_antkv/cache/pages.py)
     int32_t has_anchors;  // else sinks alone take anchor rows
     int32_t exact_anchors;  // all anchors are kept as they are, as sinks are: in two anchor rows each
     int32_t prefill_reads_cache;

@@ -72,6 +72,14 @@ struct Sequence {
         end = step.seq_lens[request];
         start = end - (step.query_start_loc[request + 1] - first);
     }
+    // As it is for a query of the step, which sees nothing behind it.
+    Sequence until(int query) const {
+        Sequence sequence = *this;
+        sequence.end = query + 1;
+        return sequence;
+    }
+    // Row of the last token.
+    int last_row() const { return first + end - 1 - start; }
 
     VQPage vq_page(int block) const {
         const int64_t id = step.vq_block_table[request * step.vq_table_stride + block];
@@ -106,9 +114,10 @@ struct Sequence {
         return page + (of_values ? layer.recency_v : 0) + offset * layer.head_size * element_size(layer);
     }
     int recency_offset(int position) const { return position & (layer.recency_block_size - 1); }
-    float* recency_scores(int position, bool of_values) const {
-        float* scores = (float*)(recency_page(position) + layer.recency_scores);
-        return scores + (of_values ? layer.recency_block_size : 0) + recency_offset(position);
+    // Of a token of a page, as they are after the query at `query`.
+    float* recency_scores(uint8_t* page, int position, int query, bool of_values) const {
+        const int row = query % layer.score_slots * 2 + of_values;
+        return (float*)(page + layer.recency_scores) + row * layer.recency_block_size + recency_offset(position);
     }
 
     // Full-precision K (or V) row of a token: from the step's tensor where it is in hand, else from its page.
@@ -136,11 +145,10 @@ struct Sequence {
     // Whether it sees a token that is not behind it in full precision, or through its code.
     bool sees_exactly(int query, int position) const { return in_window(query, position) && exact_for(query, position); }
     bool sees_code(int query, int position) const { return in_window(query, position) && !exact_for(query, position); }
-    // The latter for tokens begin .. begin + count of its window.
+    // The latter of a query behind the prompt, for tokens begin .. begin + count of its window.
     void seen_through_codes(int query, int begin, int count, bool* coded) const {
         const int32_t* last_query = layer.last_query + begin;
-        const int in_pages = layer.prefill_reads_cache ? count : start - begin;
-        for (int t = 0; t < count; ++t) coded[t] = (last_query[t] < query) & (t < in_pages);
+        for (int t = 0; t < count; ++t) coded[t] = last_query[t] < query;
     }
 
   private:

@@ -7,11 +7,11 @@
 
 namespace antkv {
 
-// Whether the request's only new token goes through `Decode`. A prompt's token does not: what is computed for it would
-// depend on how the prompt is cut.
-inline bool is_decode(const antkv_step& step, int request, const uint8_t* is_prefilling) {
+// Whether the request's new tokens go through `Decode`: a token behind the prompt, and drafts behind it. A prompt's do not:
+// what is computed for them would depend on how the prompt is cut.
+inline bool is_decode(const antkv_layer& layer, const antkv_step& step, int request, const uint8_t* is_prefilling) {
     const int count = step.query_start_loc[request + 1] - step.query_start_loc[request];
-    return count == 1 && !(is_prefilling && is_prefilling[request]);
+    return count <= layer.score_slots && !(is_prefilling && is_prefilling[request]);
 }
 
 // Attention of runs of queries: FlashAttention over tiles of keys, decoded once for all queries and heads of the run.

@@ -222,7 +222,7 @@ struct Task {
 std::vector<Task> tasks_of(const antkv_layer& layer, const antkv_step& step, const uint8_t* is_prefilling, int length) {
     std::vector<Task> tasks;
     for (int request = 0; request < step.num_reqs; ++request) {
-        if (is_decode(step, request, is_prefilling)) continue;
+        if (is_decode(layer, step, request, is_prefilling)) continue;
         for (int head = 0; head < layer.num_kv_heads; ++head) {
             const Sequence sequence(layer, step, request, head);
             for (int end = sequence.end, begin; end > sequence.start; end = begin) {

@@ -1,7 +1,7 @@
 """What lies in a block of the pool: planned when the server starts, known to all its processes by the configuration."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -19,7 +19,8 @@ _KEY = "antkv_blocks"
 
 def block_plan(vllm_config: VllmConfig) -> BlockPlan:
     """The one that was made."""
-    return BlockPlan(**vllm_config.additional_config.get(_KEY, {}))
+    plan = BlockPlan(**vllm_config.additional_config.get(_KEY, {}))
+    return replace(plan, score_slots=1 + vllm_config.num_speculative_tokens)
 
 
 def make_plan(

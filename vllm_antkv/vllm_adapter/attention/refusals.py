@@ -25,6 +25,9 @@ _BY_LENGTH = {"dynamic", "longrope"}
 #: Those of vLLM, whose place ours takes.
 _WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 
+#: What drafts may come from.
+_DRAFTS = ("ngram",)
+
 _OF_A_MODEL = "serve this model with --kv-cache-dtype auto"
 _OF_AN_OPTION = "leave it out, or use --kv-cache-dtype auto"
 
@@ -104,12 +107,17 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
     cache_config = vllm_config.cache_config
     backend = vllm_config.attention_config.backend
     text_config = vllm_config.model_config.hf_text_config
+    speculative = vllm_config.speculative_config
+    method = None if speculative is None else speculative.method
     return {
         # Its scan returns no states from within a prompt, with any cache dtype.
         "prefix caching beside Mamba-2 on CPUs (on by default: --no-enable-prefix-caching)": (
             current_platform.is_cpu() and bool(cache_config.enable_prefix_caching) and has_mamba2(text_config)
         ),
-        "speculative decoding": vllm_config.speculative_config is not None,
+        # Their kernels score by drafts before they are accepted.
+        "speculative decoding on GPUs": method is not None and not current_platform.is_cpu(),
+        f"speculative decoding by {method}": method is not None and method not in _DRAFTS,
+        "speculative decoding in models with states": method is not None and vllm_config.model_config.is_hybrid,
         # vLLM offloads through a connector: the option that was given is to be named.
         "KV offloading": cache_config.kv_offloading_size is not None,
         "KV connectors": vllm_config.kv_transfer_config is not None,

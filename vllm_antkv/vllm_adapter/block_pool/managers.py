@@ -133,7 +133,7 @@ class RecencyManager(SingleTypeKVCacheManager):
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """The longest aligned prefix whose still-needed pages are all cached."""
         assert isinstance(kv_cache_spec, RecencySpec)
-        assert not drop_eagle_block, "Speculative decoding is refused at start-up."
+        assert not drop_eagle_block, "EAGLE is refused at start-up."
         assert dcp_world_size == 1
         assert pcp_world_size == 1
         hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size)

@@ -1,6 +1,6 @@
 """KV cache specs for vLLM, one per page class."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from vllm.config import VllmConfig
@@ -30,6 +30,7 @@ class RecencySpec(SlidingWindowSpec):
     interval: tokens between prefix-cache boundaries that stay reachable.
     max_steps: engine steps in flight at once, 2 with async scheduling.
     vq_block_size: tokens of a block of VQ pages.
+    unsettled: tokens at the end of a step that may be rejected, or are not computed yet (speculative decoding).
     """
 
     settings: AntKVConfig
@@ -38,6 +39,7 @@ class RecencySpec(SlidingWindowSpec):
     max_steps: int
     window: int | None = None
     vq_block_size: int = VQ_BLOCK_SIZE
+    unsettled: int = 0
 
     sliding_window: int = field(init=False)
 
@@ -45,7 +47,7 @@ class RecencySpec(SlidingWindowSpec):
         super().__post_init__()
         # Not an assertion: `python -O` would drop it, and the first pages would be freed.
         if self.extra_retained_tokens:
-            raise ValueError("recency pages retain no extra tokens: speculative decoding is refused at start-up")
+            raise ValueError("recency pages retain no extra tokens: MTP with several modules is refused at start-up")
         object.__setattr__(self, "sliding_window", self.max_len)
 
     @property
@@ -57,7 +59,7 @@ class RecencySpec(SlidingWindowSpec):
     def retention(self) -> PageRetention:
         """When pages live and die."""
         sizes = (self.max_len, self.block_size, self.interval, self.window, self.vq_block_size)
-        return page_retention(self.settings, *sizes)
+        return replace(page_retention(self.settings, *sizes), unsettled=self.unsettled)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """The most pages a request holds at once; vLLM admits requests and sizes the pool by it."""
@@ -123,6 +125,7 @@ def recency_spec(
 ) -> RecencySpec:
     """The spec of recency pages of a layer; window: as in `RecencySpec`."""
     interval = vllm_config.cache_config.prefix_cache_retention_interval
+    max_steps = max(vllm_config.max_in_flight_tokens // vllm_config.scheduler_config.max_num_batched_tokens, 1)
     return RecencySpec(
         block_size=layout.recency_block_size,
         num_kv_heads=num_kv_heads,
@@ -137,5 +140,6 @@ def recency_spec(
         interval=layout.num_pages * VQ_BLOCK_SIZE if interval is None else interval,
         window=window,
         vq_block_size=layout.num_pages * VQ_BLOCK_SIZE,
-        max_steps=max(vllm_config.max_in_flight_tokens // vllm_config.scheduler_config.max_num_batched_tokens, 1),
+        max_steps=max_steps,
+        unsettled=max_steps * vllm_config.num_speculative_tokens + vllm_config.num_lookahead_tokens,
     )

@@ -69,7 +69,7 @@ SPEC = Members(
             "max_memory_usage_bytes",
             # Equal specs share a group.
             "merge",
-            # Context parallelism, speculative decoding and KV connectors are refused.
+            # Context parallelism, draft models and KV connectors are refused.
             "dcp_sharded",
             "is_draft",
             "max_tp_shards",
