@@ -56,8 +56,9 @@ real-models: $(SERVE)
 test: $(VENV)
 	$(MAKE) --no-print-directory --jobs=2 test-all $(LINTERS)
 
+# Tests run make themselves.
 test-all: $(VENV)
-	$(PYTEST) $(ARGS)
+	env -u MAKEFLAGS $(PYTEST) $(ARGS)
 
 test-quick: $(VENV)
 	$(PYTEST) -m 'not long' tests/unit tests/kernels $(ARGS)

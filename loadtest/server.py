@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -93,7 +94,11 @@ def running_server(
 
 @contextmanager
 def running(command: list[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own, which ends with this block, or with this process, whatever ends that."""
+    """A process in a session of its own, which ends with this block, or with this process, whatever ends that.
+
+    The latter holds of the main thread alone: the system would end a process with the thread that started it.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -102,7 +107,7 @@ def running(command: list[str], log: Path, environment: Mapping[str, str]) -> It
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_die_with_parent if is_main else None,
         )
     try:
         yield process
