@@ -58,7 +58,7 @@ test: $(VENV)
 
 # Tests run make themselves.
 test-all: $(VENV)
-	env -u MAKEFLAGS $(PYTEST) $(ARGS)
+	env -u MAKEFLAGS -u MAKELEVEL $(PYTEST) $(ARGS)
 
 test-quick: $(VENV)
 	$(PYTEST) -m 'not long' tests/unit tests/kernels $(ARGS)
