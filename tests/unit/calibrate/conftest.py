@@ -85,7 +85,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
     made: dict[tuple[Any, ...], Path] = {}
 
     def make(family: str, edit: Callable[[torch.nn.Module], None] | None = None, **changes: Any) -> Path:
-        key = (family, edit, *sorted(changes.items()))
+        key = (family, edit, str(sorted(changes.items())))
         if key not in made:
             torch.manual_seed(0)
             config = AutoConfig.for_model(family, **{**COMMON, **FAMILY_SETTINGS.get(family, {}), **changes})

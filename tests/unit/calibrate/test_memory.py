@@ -26,11 +26,13 @@ SEQ_LEN = 64
 SIZES: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 512, "head_dim": 16}
 #: Experts, whose weights transformers does not run as the checkpoint has them, and large beside what a token keeps.
 EXPERTS = {"num_local_experts": 8, "num_experts": 8, "intermediate_size": 128, "moe_intermediate_size": 128}
+CONVOLUTIONS = {"layer_types": 3 * ["conv", "full_attention"], "conv_dim": 128, "block_auto_adjust_ff_dim": False}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", SIZES),
     "tied embeddings": ("llama", {**SIZES, "tie_word_embeddings": True}),
     "Mixtral": ("mixtral", {**SIZES, **EXPERTS}),
     "Qwen3-MoE": ("qwen3_moe", {**SIZES, **EXPERTS}),
+    "convolutions": ("lfm2", {**SIZES, **CONVOLUTIONS}),
 }
 
 
@@ -104,7 +106,7 @@ def test_rows_and_gradients_are_those_of_the_whole_model(
     assert streamed.places
     assert whole.places is None
     found, expected = (captured(job, tmp_path / str(job.recomputes)) for job in (streamed, whole))
-    for layer in range(6):
+    for layer in range(found.shape.num_layers):
         for ours, theirs in ((found.rows, expected.rows), (found.norms, expected.norms)):
             assert float(theirs(layer)[:].max()) > 0
             np.testing.assert_allclose(ours(layer), theirs(layer), rtol=1e-3, atol=1e-4)
