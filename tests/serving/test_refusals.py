@@ -36,7 +36,6 @@ MLA: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-KIMI_LINEAR = {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 4, "head_dim": 32}}
 WHISPER: dict[str, Any] = {
     "d_model": 128,
     "encoder_layers": 2,
@@ -180,11 +179,6 @@ def test_prefix_caching_beside_mamba2_is_refused_on_cpus(
 ) -> None:
     model = make_config(tmp_path, "falcon_h1", "FalconH1ForCausalLM", {"head_dim": 32})
     assert "--no-enable-prefix-caching" in reads_well(refusal(model))
-
-
-def test_mla_beside_states_is_refused(tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:
-    model = make_config(tmp_path, "kimi_linear", "KimiLinearForCausalLM", MLA | KIMI_LINEAR)
-    assert "multi-head latent attention (MLA)" in reads_well(refusal(model, enable_prefix_caching=False))
 
 
 def test_a_setting_is_refused(tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:

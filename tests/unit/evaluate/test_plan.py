@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import BloomConfig, Gemma2Config, LlamaConfig, Qwen3NextConfig
+from transformers import AutoConfig, BloomConfig, Gemma2Config, LlamaConfig, Qwen3NextConfig
 
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
@@ -178,8 +178,9 @@ def test_json_is_written_or_takes_the_place_of_the_table(
 
 
 def test_what_cannot_be_planned_is_refused(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bloom, quantised = tmp_path / "bloom", tmp_path / "quantised"
+    bloom, kimi, quantised = (tmp_path / name for name in ("bloom", "kimi", "quantised"))
     BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(bloom)
+    AutoConfig.for_model("kimi_linear", architectures=["KimiLinearForCausalLM"]).save_pretrained(kimi)
     LLAMA_3_8B.save_pretrained(quantised)
     config = quantised / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
@@ -187,6 +188,7 @@ def test_what_cannot_be_planned_is_refused(llama: str, tmp_path: Path, capsys: p
         (llama, "h100", 2, f"but must be one of {', '.join(GPUS)}."),
         (tmp_path / "none", "h100-80", 2, "there is no such folder"),
         (bloom, "h100-80", 1, "BloomForCausalLM has no antkv cache (it does not support ALiBi)"),
+        (kimi, "h100-80", 1, "(it does not support multi-head latent attention (MLA))"),
         (quantised, "h100-80", 1, "plan for the original"),
         (llama, "h100-80 --tensor-parallel-size 3", 2, "32 attention heads and 8 KV heads cannot be cut so"),
     ]:
