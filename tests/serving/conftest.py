@@ -238,3 +238,9 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
     k_scale = exponents.float().exp2().view(identity.num_layers, identity.num_kv_heads, -1).repeat(1, 1, 2)
     Codebook(header, codebook.k, codebook.v, k_scale=k_scale).save(codebook_path(folder, "antkv-1bit"))
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def default(codebooks: str) -> dict[str, Any]:
+    """Default settings, with sinks to be found."""
+    return {"codebooks": codebooks}

@@ -34,12 +34,6 @@ def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
 
 
 @pytest.fixture(scope="module")
-def default(codebooks: str) -> dict[str, Any]:
-    """Default settings, with sinks to be found."""
-    return {"codebooks": codebooks}
-
-
-@pytest.fixture(scope="module")
 def alone(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
     """Default settings, one request at a time, whole prompts, nothing shared."""
     with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:

@@ -36,12 +36,6 @@ def assert_drafts_were_right_and_wrong(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def default(codebooks: str) -> dict[str, Any]:
-    """Default settings, with sinks to be found."""
-    return {"codebooks": codebooks}
-
-
-@pytest.fixture(scope="module")
 def alone(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
     """Without speculation, one request at a time."""
     with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
