@@ -200,7 +200,7 @@ def test_the_kernels_run_on_pytorchs_threads():
     script = """
 import ctypes, torch
 from vllm_antkv.ops import cpu
-cpu._library(cpu.best())
+cpu.loaded(cpu.best())
 for count in (1, 3):
     torch.set_num_threads(count)
     assert ctypes.CDLL(None).omp_get_max_threads() == count
@@ -211,7 +211,7 @@ for count in (1, 3):
 @pytest.mark.parametrize("variant", TESTED, ids=lambda variant: variant.name)
 def test_tiles_are_checked_before_they_serve(variant):
     operations_of(variant)
-    right = [cpu._library(variant).antkv_tiles_multiply_right(tiles) for tiles in (variant.tiles, 0)]
+    right = [cpu.loaded(variant).antkv_tiles_multiply_right(tiles) for tiles in (variant.tiles, 0)]
     assert right == [bool(variant.tiles), 0]
 
 

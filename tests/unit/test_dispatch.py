@@ -109,7 +109,7 @@ def test_a_damaged_library_is_named(monkeypatch, tmp_path):
     if cpu.missing() is not None:
         pytest.skip("no kernels for this processor")
     monkeypatch.setattr(cpu.Variant, "path", damaged)
-    cpu._library.cache_clear()
+    cpu.loaded.cache_clear()
     assert "cannot be loaded" in (cpu.missing() or "")
 
 
@@ -136,7 +136,7 @@ def test_the_fastest_variant_that_the_processor_has_is_taken(monkeypatch):
     library = SimpleNamespace(
         antkv_sources=lambda: digest(cpu._CSRC).encode(), antkv_tiles_multiply_right=lambda tiles: tiles not in wrong
     )
-    monkeypatch.setattr(cpu, "_library", lambda variant: library)
+    monkeypatch.setattr(cpu, "loaded", lambda variant: library)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: permitted[0])
     assert choose("auto", CPU).name == "amx"

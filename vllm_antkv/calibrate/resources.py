@@ -24,7 +24,7 @@ _EXPERT_ACTIVATIONS = 3
 #: Share of free memory beside a GPU that weights may take.
 _SHARE_OF_RAM = 0.8
 #: Above this many bytes of activations per window, layers are recomputed in the backward pass instead.
-_CHECKPOINT_ABOVE = 2 << 30
+_CHECKPOINT_ABOVE = 4 << 30
 #: Disk that must stay free beside the activations, for layers' centroids and the codebook itself.
 _SPARE_DISK = 1 << 28
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from vllm_antkv.codebook import SinkRule
-from vllm_antkv.offline.hidden import captured_hidden, loss_of
+from vllm_antkv.offline.hidden import captured_hidden
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.select.recency import ALWAYS
 
@@ -43,7 +43,7 @@ class SinkChannels:
     channels: tuple[int, ...]
 
 
-def peak_ratios(model: nn.Module, window: torch.Tensor) -> np.ndarray:
+def peak_ratios(model: PreTrainedModel, window: torch.Tensor) -> np.ndarray:
     """How far each channel's largest value stands out, after every decoder layer, in one window.
 
     Args:
@@ -57,7 +57,7 @@ def peak_ratios(model: nn.Module, window: torch.Tensor) -> np.ndarray:
         torch.no_grad(),
         captured_hidden(decoder_layers(model), lambda hidden: ratios.append(peak_ratio(hidden))),
     ):
-        loss_of(model, window)
+        model.get_decoder()(window[None], use_cache=False)
     return torch.stack(ratios).cpu().numpy()
 
 

@@ -78,7 +78,7 @@ class Variant:
         if "amx_tile" in self.features and not torch.cpu._init_amx():
             return "the kernel of this system permits no tile registers"
         try:
-            library = _library(self)
+            library = loaded(self)
         except (OSError, AttributeError) as error:
             return f"the C++ kernels ({self.name}) cannot be loaded ({error})"
         if library.antkv_sources().decode() != digest(_CSRC):
@@ -115,7 +115,7 @@ def missing() -> str | None:
 
 
 @cache
-def _library(variant: Variant) -> ctypes.CDLL:
+def loaded(variant: Variant) -> ctypes.CDLL:
     """The kernels, as `load` gives them."""
     return load(variant.path)
 
@@ -132,7 +132,7 @@ class CpuOperations:
 
     def __init__(self, layer: LayerState, variant: Variant) -> None:
         _check(layer)
-        self._library = _library(variant)
+        self._library = loaded(variant)
         self._state = layer
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in _tables(layer, variant).items()}

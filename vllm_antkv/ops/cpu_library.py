@@ -20,6 +20,12 @@ class WorkArgument(ctypes.Structure):
     _fields_: ClassVar = fields(HEADER, "antkv_work", {"antkv_rows": RowsArgument})
 
 
+class ClustersArgument(ctypes.Structure):
+    """antkv_clusters of csrc/cpu/antkv.h."""
+
+    _fields_: ClassVar = fields(HEADER, "antkv_clusters")
+
+
 def load(path: Path) -> ctypes.CDLL:
     """The kernels of a library.
 
@@ -31,5 +37,6 @@ def load(path: Path) -> ctypes.CDLL:
     layer, step, work = map(ctypes.POINTER, (LayerArgument, StepArgument, WorkArgument))
     library.antkv_run.argtypes = library.antkv_attend.argtypes = [layer, step, work]
     library.antkv_run.restype = ctypes.c_int64
-    library.antkv_attend.restype = None
+    library.antkv_cluster.argtypes = [ctypes.POINTER(ClustersArgument)]
+    library.antkv_attend.restype = library.antkv_cluster.restype = None
     return library

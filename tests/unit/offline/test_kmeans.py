@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from scipy.spatial.distance import cdist
 
-from vllm_antkv.offline.kmeans import improved, learn_centroids
+from vllm_antkv.offline.kmeans import cluster_sums, improved, learn_centroids
+from vllm_antkv.ops import cpu, cpu_clusters
 
 
 def gaussian(num_points: int, size: int = 4, seed: int = 0) -> np.ndarray:
@@ -19,19 +21,19 @@ def learned(points: np.ndarray, num_centroids: int, weights: np.ndarray | None =
     )[0].numpy()
 
 
-def distances(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    return np.square(points[:, None] - centroids[None]).sum(-1)
+def distances_of(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    return cdist(points, centroids, "sqeuclidean")
 
 
 def objective(points: np.ndarray, weights: np.ndarray, centroids: np.ndarray) -> float:
-    return float((weights * distances(points, centroids).min(1)).sum())
+    return float((weights * distances_of(points, centroids).min(1)).sum())
 
 
 def test_a_heavy_token_gets_a_centroid_of_its_own() -> None:
     points = gaussian(2000)
     weights = np.ones(len(points))
     weights[17] = 1e6
-    assert distances(points[17:18], learned(points, 16, weights)).min() < 1e-4
+    assert distances_of(points[17:18], learned(points, 16, weights)).min() < 1e-4
 
 
 def test_tokens_of_little_weight_matter_little() -> None:
@@ -66,7 +68,7 @@ def test_the_error_is_nearly_that_of_lloyds_iterations_to_the_end(num_centroids:
     found = learned(points, num_centroids, weights)
     best = found.astype(np.float64)
     for _ in range(20):
-        labels = distances(points, best).argmin(1)
+        labels = distances_of(points, best).argmin(1)
         totals = np.bincount(labels, weights, num_centroids)
         sums = [np.bincount(labels, weights * channel, num_centroids) for channel in points.T]
         best = np.where(totals[:, None] > 0, np.stack(sums, 1) / np.maximum(totals, 1e-30)[:, None], best)
@@ -103,6 +105,28 @@ def test_an_empty_cluster_moves_to_the_point_that_is_served_worst() -> None:
     np.testing.assert_allclose(moved[0], [[21 / 4], [10.0]])
 
 
+@pytest.mark.parametrize("device", ["the kernels", "any device"])
+@pytest.mark.parametrize(("num_points", "num_centroids", "size"), [(1003, 40, 4), (64, 256, 8), (9, 4, 32)])
+def test_points_are_added_to_the_nearest_centroid(device: str, num_points: int, num_centroids: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    all_rows = torch.randn(2, num_points + 5, size + 1, generator=generator)
+    all_rows[..., -1] = 1
+    weights = torch.rand(2, num_points + 5, generator=generator)[:, :num_points]
+    rows, centroids = all_rows[:, :num_points], torch.randn(2, num_centroids, size, generator=generator)
+    if device == "any device":
+        sums, distances = cluster_sums(rows, weights, centroids)
+    else:
+        if (variant := cpu.best()) is None:
+            pytest.skip(cpu.missing() or "")
+        sums, distances = cpu_clusters.cluster_sums(rows, weights, centroids, variant)
+    for problem, points in enumerate(rows[..., :-1].double().numpy()):
+        squares = distances_of(points, centroids[problem].numpy())
+        members = np.eye(num_centroids)[squares.argmin(1)]
+        weighted = rows[problem].double().numpy() * weights[problem].double().numpy()[:, None]
+        np.testing.assert_allclose(sums[problem], members.T @ weighted, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(2 * distances[problem] + np.square(points).sum(1), squares.min(1), atol=1e-4)
+
+
 def test_weights_of_any_range_give_finite_centroids() -> None:
     weights = 10.0 ** np.random.default_rng(0).uniform(-37, 3, 600)
     assert np.isfinite(learned(gaussian(600), 256, weights)).all()
@@ -114,7 +138,7 @@ def test_fewer_distinct_points_than_centroids_are_all_met() -> None:
     centroids = learned(points, 64)
     assert centroids.shape == (64, 4)
     assert np.isfinite(centroids).all()
-    assert distances(points, centroids).min(1).max() < 1e-6
+    assert distances_of(points, centroids).min(1).max() < 1e-6
 
 
 def test_constant_points_are_met() -> None:

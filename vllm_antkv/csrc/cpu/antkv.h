@@ -91,11 +91,25 @@ struct antkv_work {
     antkv_timing* timings;         // of encode_store, anchor_score and attend; added to
 };
 
+// Problems of k-means, one behind the other; see vllm_antkv/ops/cpu_clusters.py. Strides are in entries.
+struct antkv_clusters {
+    const float *rows, *weights;  // (num_points, size + 1), points followed by a 1; (num_points)
+    int64_t rows_stride, weights_stride;
+    const float *columns, *half_norms;  // (size, num_centroids); (num_centroids)
+    double* sums;  // (num_centroids, size + 1), of weighted rows; added to
+    float* distances;  // (num_points), of the nearest centroid c to a point x: |c|^2 / 2 - c.x
+    int64_t num_problems, num_points;
+    int32_t size, num_centroids;  // centroids are a multiple of 16
+};
+
 // All that a layer does in a step, see LayerOperations in vllm_antkv/ops/layer.py. Returns the anchor rows chosen, K and V.
 int64_t antkv_run(const antkv_layer*, const antkv_step*, const antkv_work*);
 
 // Attends alone.
 void antkv_attend(const antkv_layer*, const antkv_step*, const antkv_work*);
+
+// A step of k-means; sub-vectors have at most 32 channels.
+void antkv_cluster(const antkv_clusters*);
 
 // The digest of the sources of this build; see vllm_antkv/ops/cpu_sources.py.
 const char* antkv_sources();

@@ -5,6 +5,7 @@
 #include "operations.h"
 #include "memory.h"
 #include "codes.h"
+#include "nearest.h"
 #include "nearest_bytes.h"
 #include "nearest_tiles.h"
 #include "row_tiles.h"
@@ -12,44 +13,10 @@
 namespace antkv {
 namespace {
 
-constexpr int kRun = 8;  // tokens encoded together, so that a centroid is loaded once for all of them
 constexpr int kTileRun = 1024;  // tokens that share what is made of the centroids for tiles
 constexpr int kFewTokens = 64;  // fewer do not pay for it
 // Vectors of centroids that one token is compared with at a time: all 256 with AVX-512, so that a column is read as it lies.
 constexpr int kVectorsOfOne = W;
-
-// Nearest centroids of sub-vectors, (size, kRun); equal distances take the lower index. kVectors vectors of centroids are
-// compared at a time, so that a product need not wait for the one before where there are few tokens.
-template <int kTokens, int kVectors>
-void nearest(const antkv_layer& layer, const uint16_t* columns, const float* half_norms, const float* sub_vectors,
-             int* codes) {
-    const int size = layer.sub_vector_size, count = layer.num_centroids;
-    Vec best[kTokens], best_code[kTokens] = {}, code;  // codes are whole numbers
-    for (int t = 0; t < kTokens; ++t) best[t] = broadcast(kInfinity);
-    for (int lane = 0; lane < W; ++lane) code[lane] = lane;
-    for (int c = 0; c < count; c += kVectors * W) {
-        Vec distance[kTokens][kVectors];
-        for (int v = 0; v < kVectors; ++v)
-            for (int t = 0; t < kTokens; ++t) distance[t][v] = load(half_norms + c + v * W);
-        for (int k = 0; k < size; ++k) {
-            for (int v = 0; v < kVectors; ++v) {
-                const Vec column = Float16::load(columns + (int64_t)k * count + c + v * W);
-                for (int t = 0; t < kTokens; ++t)
-                    distance[t][v] -= broadcast(sub_vectors[k * kRun + t]) * column;
-            }
-        }
-        for (int v = 0; v < kVectors; ++v, code += W) {
-            for (int t = 0; t < kTokens; ++t) {
-                best_code[t] = distance[t][v] < best[t] ? code : best_code[t];
-                best[t] = distance[t][v] < best[t] ? distance[t][v] : best[t];
-            }
-        }
-    }
-    for (int t = 0; t < kTokens; ++t) {
-        const Vec winners = best[t] == smallest(best[t]) ? best_code[t] : broadcast(kInfinity);
-        codes[t] = (int)smallest(winners);
-    }
-}
 
 // Two codes in three bytes.
 void pack_12_bits(const int* codes, int num_sub_vectors, uint8_t* to) {
@@ -91,9 +58,12 @@ struct Kind {
         return ((int64_t)head * num_sub_vectors() + sub_vector) * layer.num_centroids * layer.sub_vector_size;
     }
     const uint16_t* centroids(int s) const { return (of_values ? layer.v_centroids : layer.k_centroids) + table(s); }
-    const uint16_t* columns(int s) const { return (of_values ? layer.v_columns : layer.k_columns) + table(s); }
     const float* half_norms(int s) const {
         return (of_values ? layer.v_half_norms : layer.k_half_norms) + table(s) / layer.sub_vector_size;
+    }
+    Columns<Float16> columns(int s) const {
+        const uint16_t* centroids = (of_values ? layer.v_columns : layer.k_columns) + table(s);
+        return {centroids, half_norms(s), layer.sub_vector_size, layer.num_centroids};
     }
     template <int kSize>
     ByteTable<kSize> bytes(int s) const {
@@ -121,6 +91,7 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
     const antkv_layer& layer = kind.layer;
     const int num_sub_vectors = kind.num_sub_vectors();
     alignas(64) float row[kMaxHeadSize], rows[kMaxHeadSize * kRun] = {};  // channel by channel
+    float distances[kRun];
     int codes[kMaxHeadSize][kRun];
     for (int t = 0; t < count; ++t) {
         kind.load(step, first + t, tokens[t], row);
@@ -129,12 +100,13 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
     }
     for (int s = 0; s < num_sub_vectors; ++s) {
         const float* sub_vectors = rows + s * layer.sub_vector_size * kRun;
+        const Columns<Float16> columns = kind.columns(s);
         if (count == 1)
-            nearest<1, kVectorsOfOne>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
+            nearest<Float16, 1, kVectorsOfOne>(columns, sub_vectors, codes[s], distances);
         else if (count <= 4)
-            nearest<4, 2>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
+            nearest<Float16, 4, 2>(columns, sub_vectors, codes[s], distances);
         else
-            nearest<kRun, 1>(layer, kind.columns(s), kind.half_norms(s), sub_vectors, codes[s]);
+            nearest<Float16, kRun, 1>(columns, sub_vectors, codes[s], distances);
     }
     for (int t = 0; t < count; ++t) {
         uint8_t* to = kind.codes(step, tokens[t]);
@@ -186,10 +158,10 @@ void store_codes(const Kind& kind, const antkv_step& step, const Token* tokens, 
     for (int s = 0; s < num_sub_vectors; ++s) {
         const auto compare = [&](int t) {
             kind.load(step, first + t, tokens[t], rows);
-            float sub_vector[16 * kRun];
+            float sub_vector[16 * kRun], distance;
             for (int k = 0; k < sub_vector_size; ++k) sub_vector[k * kRun] = rows[s * sub_vector_size + k];
             int code;
-            nearest<1, kVectorsOfOne>(kind.layer, kind.columns(s), kind.half_norms(s), sub_vector, &code);
+            nearest<Float16, 1, kVectorsOfOne>(kind.columns(s), sub_vector, &code, &distance);
             return code;
         };
         const auto store = [&](int t, BitLanes codes) {
