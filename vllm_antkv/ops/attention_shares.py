@@ -47,7 +47,9 @@ def attention_shares(
     probs = logits.softmax(-1)
     recent_share = (probs * recent).sum(-1).mean().double()
     anchor_share = (probs * anchors).sum(-1).mean().double()
-    return torch.stack((recent_share, anchor_share, 1 - recent_share - anchor_share))
+    # Rounding may leave less than nothing, which no counter takes.
+    coded_share = (1 - recent_share - anchor_share).clamp(min=0)
+    return torch.stack((recent_share, anchor_share, coded_share))
 
 
 def _chunk(
