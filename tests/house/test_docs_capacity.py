@@ -27,7 +27,7 @@ def test_the_table_has_the_numbers():
     header, *rows = re.findall(r"^\| (longest request|\d+) \| (.*) \|$", page, re.M)
     names = [name.strip("`") for name in header[1].split(" | ")]
     assert names == ["fp8", *NUMBERS["relative to auto"]]
-    assert len(rows) >= 6
+    assert len(rows) >= 4
     for length, cells in rows:
         place = NUMBERS["lengths"].index(int(length))
         expected = [2.0, *(ratios[place] for ratios in NUMBERS["relative to auto"].values())]
