@@ -96,66 +96,6 @@ ANTKV_KERNEL(256) l1_lines(float* out, int rounds, const uint4* from, u32 num_li
     if (total == 0x12345678) out[blockIdx.x] = 0;
 }
 
-namespace {
-
-// Numbers in a CTA's shared memory that are a chain: each says where in it the next is.
-ANTKV_DEVICE void write_chain(uint4* shared, u32 count) {
-    for (u32 at = threadIdx.x; at < count; at += blockDim.x) shared[at] = {(at * 5 + 3) % count, at, at, at};
-    sync_cluster();
-}
-
-// As `sector_rate`, of `together` neighbouring lanes 16 bytes each, from the shared memory of all CTAs of the cluster:
-// bytes a cycle that come from other CTAs.
-template <u32 kCtas>
-ANTKV_DEVICE void gather(float* out, int rounds, uint4* shared, u32 count, u32 together) {
-    write_chain(shared, count);
-    const uint4* from = in_block(shared, threadIdx.x / together % kCtas);
-    u32 seed = (blockIdx.x * 256 + threadIdx.x) / together * 2654435761u + 12345, total = 0;
-    sync_cluster();
-    const u32 begin = now();
-    for (int round = 0; round < rounds; ++round) {
-        uint4 found[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            seed = seed * 1664525u + 1013904223u;
-            found[i] = load_of_cluster(from + ((seed >> 8) & (count / together - 1)) * together + threadIdx.x % together);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) total ^= found[i].x ^ found[i].y ^ found[i].z ^ found[i].w;
-    }
-    // Before the clock is read: all has come.
-    if (total == 0x12345678) out[blockIdx.x] = 0;
-    sync_cluster();
-    const u32 end = now();
-    if (threadIdx.x == 0)
-        out[blockIdx.x] = (float)rounds * 8 * 256 * 16 * (kCtas - 1) / kCtas / (float)(end - begin);
-}
-
-}  // namespace
-
-// Tables of `count` times 16 bytes, a power of two; lanes read 16 bytes by themselves (1) or 32 with their neighbour (2).
-ANTKV_KERNEL(256) ANTKV_CLUSTER(4) cluster_rate_4(float* out, int rounds, u32 count, u32 together) {
-    ANTKV_DYNAMIC_SHARED(memory);
-    gather<4>(out, rounds, (uint4*)memory, count, together);
-}
-ANTKV_KERNEL(256) ANTKV_CLUSTER(8) cluster_rate_8(float* out, int rounds, u32 count, u32 together) {
-    ANTKV_DYNAMIC_SHARED(memory);
-    gather<8>(out, rounds, (uint4*)memory, count, together);
-}
-
-// A chain of loads from the next CTA's shared memory: cycles of one.
-ANTKV_KERNEL(32) ANTKV_CLUSTER(4) cluster_latency(float* out, int rounds, u32 count) {
-    ANTKV_DYNAMIC_SHARED(memory);
-    write_chain((uint4*)memory, count);
-    const uint4* from = in_block((uint4*)memory, (cluster_rank() + 1) % 4);
-    u32 at = 0;
-    const u32 begin = now();
-    for (int round = 0; round < rounds; ++round) at = load_of_cluster(from + at).x;
-    const u32 end = now();
-    out[blockIdx.x] = at == ~0u ? 0 : (float)(end - begin) / (float)rounds;
-    sync_cluster();
-}
-
 // Bulk copies of pages from random places, several under way: bytes a cycle of a multiprocessor.
 ANTKV_KERNEL(32) page_rate(float* out, int rounds, const u8* from, u32 num_pages, u32 page_bytes) {
     constexpr int kRing = 6;

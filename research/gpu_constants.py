@@ -1,9 +1,8 @@
 """What the model of a multiprocessor (research/sm_model) takes for granted, measured on this GPU.
 
 The interval of mma.sync and of half-precision arithmetic, latencies of L1, L2 and DRAM, lines of L1 a cycle, what L2
-gives to random sectors and DRAM to bulk copies of pages when all multiprocessors ask. Latency and bytes of random
-look-ups in the shared memory of clusters of 4 and 8, of 16 and 32 bytes each: with what L2 gives they decide where
-tables of 4,096 centroids belong. `python -m research.sm_model --constants FILE` reads the JSON.
+gives to random sectors and DRAM to bulk copies of pages when all multiprocessors ask.
+`python -m research.sm_model --constants FILE` reads the JSON.
 
     python -m research.gpu_constants --json FILE     # about ten seconds
 """
@@ -21,8 +20,8 @@ from benchmarks.gpu.tables import table
 from research.sm_model.constants import Constants
 
 SOURCE = Path(__file__).with_name("constants.cu")
-#: Bytes: that stay in L1, in L2 (half of an H100's), and that do not; of a table in a CTA's shared memory.
-SIZES = 16 << 10, 16 << 20, 2 << 30, 128 << 10
+#: Bytes: that stay in L1, in L2 (half of an H100's), and that do not.
+SIZES = 16 << 10, 16 << 20, 2 << 30
 #: Of a page of one KV head at 1 bit: codes, anchors and their offsets, in steps of 16.
 PAGE_BYTES = 4624
 _RING = 6
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 def measure(launch: Launch, device: str, blocks: int, sizes: tuple[int, ...], rounds: int) -> dict[str, float]:
-    """Values for fields of `Constants`, and other rates in clusters, in bytes a cycle from other CTAs.
+    """Values for fields of `Constants`.
 
     blocks: as many as there are multiprocessors. sizes: as `SIZES`.
     """
@@ -58,12 +57,6 @@ def measure(launch: Launch, device: str, blocks: int, sizes: tuple[int, ...], ro
         del chain
     in_l1 = torch.zeros(sizes[0], dtype=torch.uint8, device=device)
     found["l1_lines"] = launch("l1_lines", 1, 256, 0, (in_l1, ctypes.c_uint32(sizes[0] // 128)), rounds // 8).item()
-    table = ctypes.c_uint32(sizes[3] // 16)
-    found["cluster_latency"] = launch("cluster_latency", 4, 32, sizes[3], (table,), rounds).median().item()
-    for ctas, together in ((4, 1), (4, 2), (8, 1), (8, 2)):
-        kernel, more = f"cluster_rate_{ctas}", (table, ctypes.c_uint32(together))
-        rate = launch(kernel, blocks // 16 * 16, 256, sizes[3], more, rounds // 8).median().item()
-        found["cluster_bytes" if (ctas, together) == (4, 1) else f"{kernel}_of_{16 * together}"] = rate
     in_l2 = torch.randint(0, 255, (sizes[1],), dtype=torch.uint8, device=device)
     warm = (in_l2, ctypes.c_uint32(sizes[1] // 32))
     for _ in range(2):

@@ -112,7 +112,6 @@ LONG_FILES = (
     "serving/test_quantised_calibration.py",
     "serving/test_windows.py",
     "kernels/test_cuda_mutants.py",
-    "kernels/test_cuda_clusters.py",
     "kernels/test_cuda_compile.py",
     "unit/evaluate/test_embedded_quality.py",
     "unit/calibrate/test_calibrate_on_start.py",

@@ -29,7 +29,7 @@ def main() -> None:
     constants = measured(arguments.constants)
     found: dict[str, dict[str, Prediction]] = {}
     print("Predicted cycles per (token, KV head) at head size 128, 4 query heads; speed against FlashAttention 3")
-    columns = ("cycles", "a split", "a request", "votes", "the last", "tables", "instructions", "H100", "H200")
+    columns = ("cycles", "a split", "a request", "votes", "the last", "instructions", "H100", "H200")
     print(f"{'preset':15} {'anchors':>8}", *(f"{column:>{len(column) + 2}}" for column in columns))
     for preset in arguments.preset:
         for share in (None, *arguments.anchor_share):
@@ -40,7 +40,7 @@ def main() -> None:
             print(
                 f"{preset:15} {name:>8} {prediction.cycles:8.1f} {prediction.split_cycles:9.0f}"
                 f" {prediction.request_cycles:11.0f} {prediction.vote_cycles:7.0f} {prediction.last_vote_cycles:10.0f}"
-                f" {prediction.table_cycles:8.0f} {prediction.instructions:14.0f}"
+                f" {prediction.instructions:14.0f}"
                 f" {ratios['H100']:5.1f}x {ratios['H200']:5.1f}x",
                 flush=True,
             )

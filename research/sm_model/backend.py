@@ -39,32 +39,19 @@ def kernels_of(build: Build) -> dict[str, Function]:
 
 @dataclass(frozen=True)
 class Launch:
-    """Of a kernel. parameters: bytes. cluster: CTAs of one, side by side in x."""
+    """Of a kernel. parameters: bytes."""
 
     grid: tuple[int, int, int]
     threads: int
     shared: int
     parameters: bytes
-    cluster: int = 1
 
 
 def run_first(function: Function, launch: Launch, constants: Constants, streamed: list[tuple[int, int]]) -> Report:
-    """What the first CTA of a grid takes, alone on its multiprocessor.
-
-    If it is in a cluster, the others run until they meet it for the first time: what it looks up in their shared memory
-    must not change after that.
-    """
-    machine, memory = Machine(function), GlobalMemory()
-    cluster = [SharedMemory(launch.shared) for _ in range(launch.cluster)]
-    running = []
-    for rank, shared in enumerate(cluster):
-        cta = Cta((rank, 0, 0), launch.grid, launch.threads, shared, memory, launch.parameters, rank, cluster)
-        running.append(Multiprocessor(machine, cta, constants, streamed))
-    first, report = running[0], max((each.run() for each in reversed(running)), key=lambda report: report.cycles)
-    while first.meets_cluster:
-        first.meet_cluster(report.cycles)
-        report = first.run()
-    return first.report
+    """What the first CTA of a grid takes, alone on its multiprocessor."""
+    shared = SharedMemory(launch.shared)
+    cta = Cta((0, 0, 0), launch.grid, launch.threads, shared, GlobalMemory(), launch.parameters)
+    return Multiprocessor(Machine(function), cta, constants, streamed).run()
 
 
 class ModelledBackend:
@@ -79,8 +66,8 @@ class ModelledBackend:
     capability = (9, 0)
     shared_bytes = 232448
 
-    def __init__(self, constants: Constants, clusters: int = 0) -> None:
-        self._constants, self.clusters = constants, clusters
+    def __init__(self, constants: Constants) -> None:
+        self._constants = constants
         self.streamed: list[tuple[int, int]] = []
         self.reports: dict[str, Report] = {}
 
@@ -93,8 +80,7 @@ class ModelledBackend:
     ) -> None:
         """See `Backend`; ends when the CTA has."""
         width, height, depth = (*grid, 1, 1)[:3]
-        size = build.cluster if kernel == "antkv_decode" else 1
-        launch = Launch((width, height, depth), threads, shared, parameters(arguments), size)
+        launch = Launch((width, height, depth), threads, shared, parameters(arguments))
         self.reports[kernel] = run_first(kernels_of(build)[kernel], launch, self._constants, self.streamed)
 
 

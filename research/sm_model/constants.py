@@ -36,10 +36,6 @@ class Constants:
     #: Lines of 128 bytes that L1 looks up in a cycle, of which loads of global memory touch one per lane at worst. An
     #: engineer of NVIDIA's on Volta: https://forums.developer.nvidia.com/t/pascal-l1-cache/49571/14
     l1_lines: float = 4
-    #: Of other multiprocessors' shared memory, in clusters of 4: Luo et al. found 180 cycles on an H800, and 2.65 TB/s
-    #: when all ask: 11 to 13 bytes a cycle and multiprocessor, for 132 or 114 of them.
-    cluster_latency: float = 200
-    cluster_bytes: float = 12
     #: Of shared memory: a wavefront of 128 bytes a cycle.
     #: Bytes a cycle and multiprocessor when all ask: L2 for random sectors, and 3.35 TB/s of an H100 at 1.755 GHz.
     l2_bytes: float = 24

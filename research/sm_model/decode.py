@@ -12,13 +12,10 @@ from research.sm_model.constants import Constants
 from research.sm_model.sm import Report
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.cuda import SPLIT, CudaOperations
-from vllm_antkv.ops.cuda_build import CLUSTER
 from vllm_antkv.ops.paged import ReferenceOperations
 
 #: Tokens that a warp decodes together.
 TILE = 32
-#: Presets that clusters decode, where a GPU has them.
-CLUSTERED = ("antkv-0.75bit",)
 #: Tokens of the runs whose difference is steady decoding: the first have all that a CTA starts with.
 SHORT, LONG = 1024, 5120
 #: Requests of `SHORT` tokens that a CTA decodes one after another.
@@ -32,7 +29,6 @@ class Prediction:
     Per KV head, besides, while others are under way: split_cycles, of a split; request_cycles, of a request, with its
     splits at `SHORT` tokens and the rows that it sees in full precision; vote_cycles, of the votes of its token.
     last_vote_cycles: of the votes of a launch's last request, while nothing else is under way.
-    table_cycles: what tables in the shared memory of a cluster take to come, once a launch; 0 without clusters.
     instructions: of all warps per tile of 32 tokens; by kind in `kinds`. wavefronts of shared memory and sectors that
     pass L1, per tile. shares: how the schedulers spend their cycles.
     """
@@ -48,12 +44,11 @@ class Prediction:
     wavefronts: float
     sectors: float
     shares: dict[str, float]
-    table_cycles: float = 0
 
 
 @dataclass(frozen=True)
 class Work:
-    """requests: of `length` tokens each, in splits of `split`, for each CTA of a cluster. votes: their tokens vote."""
+    """requests: of `length` tokens each, in splits of `split`. votes: their tokens vote."""
 
     length: int
     split: int = SPLIT
@@ -76,9 +71,8 @@ class Run:
 def run(preset: str, work: Work, config: AntKVConfig, constants: Constants) -> Run:
     """Requests with random contents."""
     torch.manual_seed(work.length)
-    clustered = preset in CLUSTERED
-    requests = Requests(preset, work.requests * (CLUSTER if clustered else 1), work.length, 1, config, device="cpu")
-    backend, state = ModelledBackend(constants, NUM_KV_HEADS if clustered else 0), requests.state
+    requests = Requests(preset, work.requests, work.length, 1, config, device="cpu")
+    backend, state = ModelledBackend(constants), requests.state
     others = ReferenceOperations(state)
     operations = CudaOperations(state, backend=backend, triton=others, split=work.split)
     # The model runs decode.cu alone.
@@ -123,7 +117,6 @@ def predict(preset: str, constants: Constants, anchor_share: float | None = None
         wavefronts=(long.wavefronts - short.wavefronts) / tiles,
         sectors=(long.sectors - short.sectors) / tiles,
         shares=_shares(short, long),
-        table_cycles=next(iter(long.meetings), 0),
     )
 
 

@@ -40,8 +40,7 @@ class Effect:
 
     addresses, width: touched by the active lanes, bytes each; empty where there are none. bulk: bytes of a bulk copy.
     barrier: the shared address of the barrier that it concerns. meets: name and number of threads of the meeting (BAR)
-    that the warp has come to. meets_cluster: it has come to the meeting of the cluster. waits: the phase of the barrier
-    that it asks for is not over.
+    that the warp has come to. waits: the phase of the barrier that it asks for is not over.
     """
 
     addresses: np.ndarray | None = None
@@ -49,7 +48,6 @@ class Effect:
     bulk: int = 0
     barrier: int | None = None
     meets: tuple[int, int] | None = None
-    meets_cluster: bool = False
     waits: bool = False
 
 
@@ -71,10 +69,7 @@ class Phases:
 
 @dataclass
 class Cta:
-    """What a launch hands to a CTA. parameters: bytes from `PARAMETERS` on.
-
-    rank, cluster: its number among CTAs that reach each other's shared memory, and that; empty: it is alone.
-    """
+    """What a launch hands to a CTA. parameters: bytes from `PARAMETERS` on."""
 
     block: tuple[int, int, int]
     grid: tuple[int, int, int]
@@ -82,15 +77,13 @@ class Cta:
     shared: SharedMemory
     memory: GlobalMemory
     parameters: bytes
-    rank: int = 0
-    cluster: list[SharedMemory] = field(default_factory=list)
     barriers: dict[int, Phases] = field(default_factory=dict)
     clock: int = 0
 
     @cached_property
     def generic(self) -> GenericMemory:
         """What LD and ST reach."""
-        return GenericMemory(self.memory, self.cluster or [self.shared])
+        return GenericMemory(self.memory, self.shared)
 
     def constant(self, bank: int, offset: int) -> int:
         """A word of the constant banks."""
@@ -219,9 +212,6 @@ class Machine:
 
         return step
 
-    def _ucgabar_wait(self, i: Instruction, position: int) -> Callable[[Warp, Group, np.ndarray], Effect]:
-        return lambda warp, group, active: Effect(meets_cluster=True)
-
     # --- Registers from elsewhere.
 
     def _s2r(self, i: Instruction, position: int) -> Callable[[Warp, Group, np.ndarray], None]:
@@ -231,7 +221,7 @@ class Machine:
                 "SR_TID.X": warp.number * LANES + LANE,
                 "SR_LANEID": LANE,
                 "SRZ": LANE * 0,
-                "SR_CgaCtaId": LANE * 0 + cta.rank,
+                "SR_CgaCtaId": LANE * 0,
                 "SR_SWINHI": LANE * 0 + SHARED_WINDOW,
                 "SR_CLOCKLO": LANE * 0 + cta.clock,
                 **{f"SR_CTAID.{axis}": LANE * 0 + cta.block[n] for n, axis in enumerate("XYZ")},

@@ -11,8 +11,8 @@ import numpy as np
 
 #: The hardware keeps the first bytes of a CTA's shared memory for itself.
 SHARED_START = 0x400
-#: What the number of a CTA in its cluster counts for in addresses.
-RANK = 1 << 24
+#: Addresses in shared memory have so many bits; those above name the CTA.
+_SHARED_BITS = 24
 #: Upper word of generic addresses that are in shared memory.
 SHARED_WINDOW = 0x01000000
 
@@ -59,13 +59,13 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """Of one CTA. Its number in the cluster may stand in the upper byte of addresses."""
+    """Of one CTA."""
 
     def __init__(self, num_bytes: int) -> None:
         self.data = np.full(SHARED_START + num_bytes, 0xFF, np.uint8)
 
     def _offsets(self, addresses: np.ndarray, count: int) -> np.ndarray:
-        offsets = addresses.astype(np.int64) & RANK - 1
+        offsets = addresses.astype(np.int64) & (1 << _SHARED_BITS) - 1
         if (offsets % count).any():
             raise MemoryError(f"an access of {count} bytes to shared memory is not aligned")
         if offsets.min() < SHARED_START or offsets.max() + count > len(self.data):
@@ -82,18 +82,17 @@ class SharedMemory:
 
 
 class GenericMemory:
-    """Both, by the address. cluster: shared memory of its CTAs, by their numbers."""
+    """Both, by the address."""
 
-    def __init__(self, everywhere: GlobalMemory, cluster: list[SharedMemory]) -> None:
-        self._everywhere, self._cluster = everywhere, cluster
+    def __init__(self, everywhere: GlobalMemory, shared: SharedMemory) -> None:
+        self._everywhere, self._shared = everywhere, shared
 
     def read(self, addresses: np.ndarray, count: int) -> np.ndarray:
         """(lanes, count) uint8."""
         inside = is_shared(addresses)
         values = np.empty((len(addresses), count), np.uint8)
-        for rank in np.unique(ranks_of(addresses[inside])):
-            own = inside & (ranks_of(addresses) == rank)
-            values[own] = self._cluster[rank].read(addresses[own], count)
+        if inside.any():
+            values[inside] = self._shared.read(addresses[inside], count)
         if not inside.all():
             values[~inside] = self._everywhere.read(addresses[~inside], count)
         return values
@@ -101,20 +100,14 @@ class GenericMemory:
     def write(self, addresses: np.ndarray, values: np.ndarray) -> None:
         """values: (lanes, count) uint8."""
         inside = is_shared(addresses)
-        for rank in np.unique(ranks_of(addresses[inside])):
-            own = inside & (ranks_of(addresses) == rank)
-            self._cluster[rank].write(addresses[own], values[own])
+        if inside.any():
+            self._shared.write(addresses[inside], values[inside])
         self._everywhere.write(addresses[~inside], values[~inside])
 
 
 def is_shared(addresses: np.ndarray) -> np.ndarray:
     """Of generic addresses: (lanes) bool."""
     return addresses >> np.uint64(32) == SHARED_WINDOW
-
-
-def ranks_of(addresses: np.ndarray) -> np.ndarray:
-    """Of addresses in shared memory: (lanes) the numbers of the CTAs whose it is."""
-    return (addresses.astype(np.int64) & 0xFFFFFFFF) // RANK
 
 
 def _slice(array: np.ndarray, offset: int, count: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from research.sm_model.cache import SECTOR, Hierarchy, sectors, shared_wavefronts
 from research.sm_model.constants import Constants
 from research.sm_model.machine import Cta, Effect, Machine
-from research.sm_model.memory import is_shared, ranks_of
+from research.sm_model.memory import is_shared
 from research.sm_model.pipes import is_queued, kind, unit
 from research.sm_model.sass import Instruction
 from research.sm_model.state import Warp
@@ -26,15 +26,14 @@ _QUEUE = 8
 
 @dataclass
 class Report:
-    """cycles of the CTA, and when it met its cluster (`meetings`); instructions issued by kind, wavefronts of shared
-    memory, sectors that passed L1, and how the schedulers spent their cycles (shares).
+    """cycles of the CTA; instructions issued by kind, wavefronts of shared memory, sectors that passed L1, and how the
+    schedulers spent their cycles (shares).
 
     By source line, from the addresses of every access: `conflicts`, wavefronts of shared memory beyond those that so
     many bytes need; `asked` and `fetched`, bytes that lanes load from global memory, and bytes of their sectors.
     """
 
     cycles: float = 0
-    meetings: list[float] = field(default_factory=list)
     instructions: Counter[str] = field(default_factory=Counter)
     wavefronts: int = 0
     sectors: int = 0
@@ -56,7 +55,6 @@ class _Slot:
     copies: list[float] = field(default_factory=list)
     last_copy: float = 0
     meets: tuple[int, int] | None = None
-    meets_cluster: bool = False
     awaits: int | None = None  # address of a barrier
 
     @property
@@ -65,7 +63,7 @@ class _Slot:
 
 
 class Multiprocessor:
-    """Runs one CTA of `cta.threads`. Others of its cluster ask as much of its shared memory as it asks of theirs."""
+    """Runs one CTA of `cta.threads`."""
 
     def __init__(self, machine: Machine, cta: Cta, constants: Constants, streamed: list[tuple[int, int]]) -> None:
         self._machine, self._cta, self._c = machine, cta, constants
@@ -83,26 +81,14 @@ class Multiprocessor:
         self._lsu_free = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
-        self._time = self._cluster_free = 0.0
+        self._time = 0.0
         self._idle: Counter[str] = Counter()
         self._issued = 0
         self.report = Report()
 
-    @property
-    def meets_cluster(self) -> bool:
-        """The CTA waits for others of its cluster."""
-        return any(slot.meets_cluster for slot in self._slots)
-
-    def meet_cluster(self, time: float) -> None:
-        """The last CTA of the cluster comes to where this one has come to; `run` goes on from there."""
-        self.report.meetings.append(time)
-        for slot in self._slots:
-            slot.meets_cluster = False
-            slot.ready = max(slot.ready, time + self._c.cluster_latency)
-
     def run(self) -> Report:
-        """Until all warps have come to their end, or to a meeting of the cluster."""
-        while not all(slot.done or slot.meets_cluster for slot in self._slots):
+        """Until all warps have come to their end."""
+        while not all(slot.done for slot in self._slots):
             while self._events and self._events[0][0] <= self._time:
                 heapq.heappop(self._events)[2]()
             picked = False
@@ -134,7 +120,7 @@ class Multiprocessor:
     def _why(self, slot: _Slot) -> str:
         if slot.done:
             return "done"
-        if slot.meets is not None or slot.awaits is not None or slot.meets_cluster:
+        if slot.meets is not None or slot.awaits is not None:
             return "barrier"
         if slot.ready > self._time:
             return "stall"
@@ -167,7 +153,7 @@ class Multiprocessor:
     def _next_time(self) -> float:
         times = [self._events[0][0]] if self._events else []
         for slot in self._slots:
-            if not (slot.done or slot.meets_cluster) and slot.meets is None and slot.awaits is None:
+            if not slot.done and slot.meets is None and slot.awaits is None:
                 times.append(slot.ready)
                 times += slot.copies
         for busy in self._busy:
@@ -221,7 +207,6 @@ class Multiprocessor:
             slot.copies.append(slot.last_copy)
         if effect is None:
             return
-        slot.meets_cluster = effect.meets_cluster
         if effect.meets is not None:
             self._meet(slot, effect.meets)
         if effect.barrier is not None and not effect.bulk:
@@ -248,16 +233,11 @@ class Multiprocessor:
             return self._time + 4
         width = 0 if effect is None else effect.width
         in_shared = i.name in ("LDS", "STS") or (addresses is not None and bool(is_shared(addresses).any()))
-        far = 0
         if addresses is None:
             wavefronts = 1
         elif in_shared:
-            ranks = ranks_of(addresses)
-            wavefronts = sum(shared_wavefronts(addresses[ranks == rank], width) for rank in np.unique(ranks))
+            wavefronts = shared_wavefronts(addresses, width)
             self.report.conflicts[i.source] += wavefronts - -(-len(addresses) * max(width, 4) // 128)
-            # What another CTA looks up here for this one, it looks up there for that.
-            far = len(np.unique(addresses[ranks != self._cta.rank])) * width
-            wavefronts += -(-far // 128)
         else:
             lines = len(np.unique(addresses // np.uint64(128)))
             wavefronts = max(int(np.ceil(lines / c.l1_lines)), -(-len(addresses) * width // 128))
@@ -273,9 +253,6 @@ class Multiprocessor:
         self._hold(slot, i.read_barrier, self._lsu_free + 2)
         if addresses is None:
             return self._lsu_free + c.shuffle_latency - 1
-        if far:
-            self._cluster_free = max(self._cluster_free, start) + far / c.cluster_bytes
-            return self._cluster_free + c.cluster_latency
         if in_shared or i.name in ("LDL", "STL"):
             return self._lsu_free + c.shared_latency - 1
         if i.name in ("STG", "ST", "REDG", "RED"):

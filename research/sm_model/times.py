@@ -32,6 +32,6 @@ def against_flash_attention(prediction: Prediction) -> dict[str, float]:
         flash = BATCH * CONTEXT * NUM_KV_HEADS * HEAD_SIZE * 2 * 2 / (gpu.bandwidth * _FLASH_SHARE)
         workers = gpu.multiprocessors // NUM_KV_HEADS
         splits = -(-(BATCH * CONTEXT // prediction.split) // workers)
-        cycles = prediction.table_cycles + splits * (prediction.split * prediction.cycles + prediction.split_cycles)
+        cycles = splits * (prediction.split * prediction.cycles + prediction.split_cycles)
         ratios[name] = flash / (cycles / gpu.clock + _LAUNCHES)
     return ratios

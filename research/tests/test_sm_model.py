@@ -22,12 +22,10 @@ from scripts.compile_cuda import SOURCES, nvcc
 from vllm_antkv.config import AntKVConfig
 
 PRIMITIVES = Path(__file__).parents[2] / "tests" / "kernels" / "cuda_emulation" / "primitives.cu"
-#: Tables in shared memory, read 16 and 8 bytes at a time, in L2, and in both: K's in that of a cluster.
+#: Tables in shared memory, read 16 and 8 bytes at a time, and in L2, of 32 and 16 channels.
 PRESETS = ("antkv-1bit", "antkv-2bit", "antkv-0.375bit", "antkv-0.75bit")
 #: Tokens of two runs.
 LENGTHS = (256, 512)
-#: CTAs of a cluster, of the kernels that measure constants.
-CLUSTERS = {"cluster_latency": 4, "cluster_rate_4": 4, "cluster_rate_8": 8}
 needs_compiler = pytest.mark.skipif(
     nvcc() is None or not nvdisasm().exists(), reason="nvcc or nvdisasm is not installed"
 )
@@ -74,16 +72,6 @@ def test_logits_and_weights_that_are_moved_together_lie_in_other_banks(preset):
         moves = [number for number, line in lines if re.search(r"\*\)&tile\.(logits|weights)\(", line)]
         assert len(moves) == 2
         assert [conflicts.get((file, number)) for number in moves] == [0, 0]
-
-
-@needs_compiler
-def test_clusters_leave_to_l2_what_is_of_v():
-    """8 centroids of 16 bytes a token, half of a sector each."""
-    report = runs_of("antkv-0.75bit")[1].report
-    assert len(report.meetings) == 2
-    (place,) = (place for place in report.asked if place[0] == "sm_32_intrinsics.hpp")
-    assert report.asked[place] == pytest.approx(LENGTHS[1] * 8 * 16, rel=0.1)
-    assert report.fetched[place] == pytest.approx(2 * report.asked[place], rel=0.01)
 
 
 @needs_compiler
@@ -139,22 +127,19 @@ def test_measured_constants_take_the_place_of_assumed_ones(tmp_path):
 @needs_compiler
 def test_the_benchmark_of_the_constants_finds_those_of_the_model_when_it_runs_there():
     """On a GPU it measures what the model assumes: so it must find, in the model, what the model was given."""
-    given = Constants(mma_interval=5, half_interval=1, l1_latency=50, l2_latency=200, dram_latency=600, cluster_bytes=9)
+    given = Constants(mma_interval=5, half_interval=1, l1_latency=50, l2_latency=200, dram_latency=600)
     kernels = functions(gpu_constants.SOURCE, "-arch=sm_90")
 
     def launch(name, blocks, threads, num_shared, more, rounds):
         out = torch.zeros(blocks)
         values = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, torch.Tensor) else v for v in more]
         laid = parameters((ctypes.c_void_p(out.data_ptr()), ctypes.c_int32(rounds), *values))
-        launched = Launch((blocks, 1, 1), threads, num_shared, laid, CLUSTERS.get(name, 1))
+        launched = Launch((blocks, 1, 1), threads, num_shared, laid)
         tensors = [v for v in more if isinstance(v, torch.Tensor) and v.nbytes > 1 << 20]
         streamed = [(v.data_ptr(), v.data_ptr() + v.nbytes) for v in tensors]
         with np.errstate(all="ignore"):
             run_first(kernels[name], launched, given, streamed)
         return out[:1]
 
-    found = gpu_constants.measure(launch, "cpu", 16, (4 << 10, 1 << 20, 16 << 20, 16 << 10), 96)
-    rates = {name: found.pop(name) for name in list(found) if name not in vars(given)}
+    found = gpu_constants.measure(launch, "cpu", 16, (4 << 10, 1 << 20, 16 << 20), 96)
     assert found == pytest.approx({name: getattr(given, name) for name in found}, rel=0.3)
-    # The model has one rate for all clusters.
-    assert rates == pytest.approx(dict.fromkeys(rates, given.cluster_bytes), rel=0.3)

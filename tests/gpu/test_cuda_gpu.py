@@ -1,7 +1,6 @@
 """The CUDA kernels on a GPU, through CuPy, give what the offline evaluator computes in float64."""
 
 import pytest
-import torch
 
 from tests.gpu.on_device import DEVICE, OnDevice
 from tests.kernels.cuda_emulation.cases import LAYERS, WithPrefill, assert_decoded, decode_from
@@ -39,27 +38,6 @@ def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape):
     sequences = [draw_sequence(seed, prompt + 4, shape) for seed, prompt in enumerate(prompts)]
     decode_from(engine, sequences, prompts, 4)
     assert_decoded(engine, sequences, prompts, 4)
-
-
-@pytest.mark.parametrize("shape", [case[0] for case in LAYERS if case[0].preset == "antkv-0.75bit"], ids=str)
-def test_clusters_give_the_same_bits(monkeypatch, shape):
-    monkeypatch.setattr(cuda, "SPLIT", 256)
-    backend, prompts, outputs = cuda_backend.CudaBackend(DEVICE), [1, 126, 255, 330, *[3] * 33], []
-    if not backend.clusters:
-        pytest.skip("this GPU has no clusters")
-
-    def build(layer):
-        return CudaOperations(layer, backend=backend, triton=WithPrefill(layer))
-
-    for clusters in (0, 1, 8):
-        backend.clusters = clusters
-        engine = Engine(AntKVConfig(), shape, lambda layer: OnDevice(layer, build))
-        sequences = [draw_sequence(seed, prompt + 4, shape) for seed, prompt in enumerate(prompts)]
-        decode_from(engine, sequences, prompts, 4)
-        assert_decoded(engine, sequences, prompts, 4)
-        outputs.append(torch.cat([sequence.output[-4:] for sequence in sequences]))
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
 
 
 def test_machine_code_is_compiled_once_for_a_source_and_an_architecture(monkeypatch, tmp_path):

@@ -26,17 +26,13 @@ OTHER = Build(64, 7, 32, 4096, bfloat16=False, bulk=True)
 
 
 def kernels(build: Build, architecture: int) -> dict[str, int]:
-    """Compiles both sources, for clusters too where there are any; what each kernel spills."""
+    """Compiles both sources; what each kernel spills."""
     limit = SHARED_BYTES[architecture]
     fitted = replace(build, bulk=architecture >= 90).fitted(limit)
     found = spills("encode_store", fitted.of_coding(), architecture)
     assert fitted.encode_shared_bytes <= limit
-    for each in (fitted, fitted.in_clusters(limit)):
-        if each is not None:
-            assert each.decode_shared_bytes <= limit
-            in_clusters = " in clusters" if each.cluster > 1 else ""
-            found |= {f"{name}{in_clusters}": n for name, n in spills("decode", each, architecture).items()}
-    return found
+    assert fitted.decode_shared_bytes <= limit
+    return found | spills("decode", fitted, architecture)
 
 
 @pytest.mark.parametrize("architecture", SHARED_BYTES)

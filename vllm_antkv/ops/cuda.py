@@ -6,7 +6,6 @@ it.
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.arguments import rows_argument, step_argument
-from vllm_antkv.ops.cuda_arguments import LayerArgument, ResultsArgument, anchor_bytes, layer_argument, tables_of
+from vllm_antkv.ops.cuda_arguments import ResultsArgument, anchor_bytes, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
-from vllm_antkv.ops.cuda_build import CLUSTER, ENCODE_RUN, Build
+from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
 from vllm_antkv.ops.layer import LayerKind, LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import Step
@@ -119,22 +118,10 @@ class CudaOperations:
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
         self._layer = layer_argument(layer, self._tensors, self._build, self._split)
-        workers = max(self._backend.multiprocessors // len(layer.k_centroids), 1)
-        self._alone = _Decoding(self._build, self._layer, workers)
-        self._clustered = self._in_clusters(layer)
+        self._workers = max(self._backend.multiprocessors // len(layer.k_centroids), 1)
         self._pool_splits = len(layer.vq.k_codes) * VQ_BLOCK_SIZE // self._split
         # As much as any step will take.
         self._partials(layer.max_num_reqs, len(layer.last_query))
-
-    def _in_clusters(self, layer: LayerState) -> "_Decoding | None":
-        """Decoding with K's tables in clusters, where there is one at least for every KV head; else None."""
-        clusters = self._backend.clusters // len(layer.k_centroids)
-        build = self._build.in_clusters(self._backend.shared_bytes)
-        if build is None or clusters == 0:
-            return None
-        build = build.with_anchors(anchor_bytes(layer))
-        self._backend.load(build)
-        return _Decoding(build, layer_argument(layer, self._tensors, build, self._split), clusters * CLUSTER)
 
     def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
         """See `LayerOperations`. Single tokens vote on their block while they attend."""
@@ -188,19 +175,15 @@ class CudaOperations:
             is_sink.data_ptr() if votes and is_sink is not None else None,
             votes,
         )
-        # Both give the same bits. Bringing tables pays where every CTA has a split.
-        decoding = self._alone
-        if self._clustered is not None and capacity >= self._clustered.workers:
-            decoding = self._clustered
-        build = decoding.build
+        build = self._build
         self._backend.launch(
             build,
             "antkv_decode",
-            (min(decoding.workers, capacity), num_kv_heads),
+            (min(self._workers, capacity), num_kv_heads),
             build.decode_threads,
             build.decode_shared_bytes,
             (
-                decoding.layer,
+                self._layer,
                 step_argument(step),
                 rows_argument(rows.query),
                 rows_argument(rows.key),
@@ -226,15 +209,6 @@ class CudaOperations:
         capacity = min(num_reqs * -(-max_seq_len // self._split), num_reqs + self._pool_splits)
         shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)
         return self._scratch((shape, torch.float32), ((num_reqs, 2), torch.int32))
-
-
-@dataclass(frozen=True)
-class _Decoding:
-    """A build of antkv_decode, and how many CTAs of a KV head run at a time."""
-
-    build: Build
-    layer: LayerArgument
-    workers: int
 
 
 def _triton(layer: LayerState) -> "TritonOperations":

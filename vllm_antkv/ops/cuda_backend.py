@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from platformdirs import user_cache_path
 
-from vllm_antkv.ops.cuda_build import CLUSTER, Build
+from vllm_antkv.ops.cuda_build import Build
 
 #: What a kernel takes: structures by value, integers of 64 bits, addresses.
 Argument = ctypes.Structure | ctypes.c_int64 | ctypes.c_void_p
@@ -28,13 +28,11 @@ class Backend(Protocol):
     """Where kernels run: a GPU, or the emulation of one in tests.
 
     multiprocessors: CTAs that run at a time.
-    clusters: of four CTAs that run at a time; 0 where there are none.
     shared_bytes: the most shared memory of a CTA.
     capability: compute capability.
     """
 
     multiprocessors: int
-    clusters: int
     shared_bytes: int
     capability: tuple[int, int]
 
@@ -58,8 +56,6 @@ class CudaBackend:
         self.multiprocessors: int = properties.multi_processor_count
         self.shared_bytes: int = cupy.cuda.Device(device.index).attributes["MaxSharedMemoryPerBlockOptin"]
         self.capability: tuple[int, int] = (properties.major, properties.minor)
-        # A cluster's multiprocessors are of one GPC, which has 16 or 18: what is beyond 16 may be left over.
-        self.clusters = self.multiprocessors // 16 * (16 // CLUSTER) if self.capability >= (9, 0) else 0
         self._device = device
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._kernels: dict[tuple[Build, str], Any] = {}

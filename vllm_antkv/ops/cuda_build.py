@@ -9,10 +9,6 @@ from vllm_antkv.ops.layer import LayerKind
 
 #: Bytes of a staged table: 256 codes in rows of 256 bytes.
 _TABLE = 256 * 256
-#: Bytes that L2 hands out at a time, and channels of centroids in FP8 that they are.
-_SECTOR = 32
-#: CTAs of a cluster, which share tables that are too large for one of them.
-CLUSTER = 4
 #: Tokens of a CTA of antkv_encode_store at most, whose centroids are read once.
 ENCODE_RUN = 64
 #: Compute capability from which bulk copies bring pages; cp.async before.
@@ -28,7 +24,6 @@ class Build:
 
     staged_rows: anchor rows of K, and of V, that spans have room for beside the codes of a page; 0: anchors are read
         where they are.
-    cluster: CTAs that have K's tables of 4,096 centroids in their shared memory together; 1: those are in L2.
     """
 
     head_size: int
@@ -40,7 +35,6 @@ class Build:
     warps: int = 8
     ring: int = 4
     staged_rows: int = 8
-    cluster: int = 1
 
     @classmethod
     def of(cls, layer: LayerKind, shared_bytes: int, capability: tuple[int, int]) -> "Build":
@@ -60,22 +54,13 @@ class Build:
         sizes = [replace(self, warps=warps, ring=ring, staged_rows=rows) for warps, ring, rows in _SIZES]
         return next((build for build in sizes if build.decode_shared_bytes <= shared_bytes), sizes[-1])
 
-    def in_clusters(self, shared_bytes: int) -> "Build | None":
-        """The same for clusters, as large as CTAs with `shared_bytes` have room for; None where they have not.
-
-        None, too, where there would be nothing to gain: centroids fit one CTA, or are whole sectors of L2.
-        """
-        build = replace(self, cluster=CLUSTER).fitted(shared_bytes)
-        gains = self.bulk and not self.stages_tables and self.sub_vector_size < _SECTOR
-        return build if gains and build.decode_shared_bytes <= shared_bytes else None
-
     def with_anchors(self, num_bytes: int) -> "Build":
         """For pages whose anchors and their offsets are so many bytes: a span has room for all of them or for none."""
         return self if num_bytes <= self.staged_anchor_bytes else replace(self, staged_rows=0)
 
     def of_coding(self) -> "Build":
         """The one of all builds with the same antkv_encode_store."""
-        return replace(self, group=1, bulk=False, ring=1, staged_rows=0, cluster=1)
+        return replace(self, group=1, bulk=False, ring=1, staged_rows=0)
 
     @property
     def encode_threads(self) -> int:
@@ -102,8 +87,6 @@ class Build:
     @property
     def table_bytes(self) -> int:
         """In the shared memory of a CTA of antkv_decode."""
-        if self.cluster > 1:
-            return self.num_centroids * self.head_size // self.cluster
         return self.num_tables * _TABLE
 
     @property
@@ -169,7 +152,6 @@ class Build:
             "WARPS": self.warps,
             "RING": self.ring,
             "STAGED_ROWS": self.staged_rows,
-            "CLUSTER_SIZE": self.cluster,
             "STAGED_ANCHORS": self.staged_anchor_bytes,
             "DECODE_SHARED": self.decode_shared_bytes,
             "ENCODE_SHARED": self.encode_shared_bytes,

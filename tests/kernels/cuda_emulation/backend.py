@@ -56,8 +56,8 @@ class EmulatedBackend:
 
     multiprocessors = 4
 
-    def __init__(self, shared_bytes: int = 232448, clusters: int = 0) -> None:
-        self.shared_bytes, self.clusters = shared_bytes, clusters
+    def __init__(self, shared_bytes: int = 232448) -> None:
+        self.shared_bytes = shared_bytes
         # As GPUs have it that have so much.
         self.capability = (9, 0) if shared_bytes > 200_000 else (8, 0)
 

@@ -1,4 +1,4 @@
-// What compute capability 9.0 adds: barriers in shared memory, bulk copies that they wait for, clusters of CTAs.
+// What compute capability 9.0 adds: barriers in shared memory, and bulk copies that they wait for.
 //
 // A bulk copy lands at any time that a thread waits for something, the last one issued as readily as the first; until
 // then its destination is NaN, for whoever comes too early and for whoever is not done with what was there.
@@ -8,17 +8,12 @@ namespace emulation {
 
 inline constexpr unsigned long long kBarrierMark = 0x7ff4'ba12'7ff4'ba12ull;
 
-// The barrier at an address of this CTA or another of the cluster.
 inline Phases& phases_of(const Barrier* barrier) {
-    for (Block& b : cluster->blocks) {
-        const auto found = b.barriers.find(barrier);
-        if (found == b.barriers.end()) continue;
-        if (barrier->word != kBarrierMark) fail("a barrier was overwritten");
-        races::touch(barrier, sizeof *barrier, false);
-        if (&b != block && !found->second.published) fail("a barrier of another block was not published");
-        return found->second;
-    }
-    fail("a barrier that nobody has made is used");
+    const auto found = block->barriers.find(barrier);
+    if (found == block->barriers.end()) fail("a barrier that nobody has made is used");
+    if (barrier->word != kBarrierMark) fail("a barrier was overwritten");
+    races::touch(barrier, sizeof *barrier, false);
+    return found->second;
 }
 
 inline void end_phase_if_complete(Phases& phases) {
@@ -37,9 +32,9 @@ inline void arrive_at(Phases& phases, i64 bytes) {
 }
 
 inline void land_a_copy() {
-    const size_t which = chance((unsigned)cluster->copies.size());
-    const BulkCopy copy = cluster->copies[which];
-    cluster->copies.erase(cluster->copies.begin() + (long)which);
+    const size_t which = chance((unsigned)block->copies.size());
+    const BulkCopy copy = block->copies[which];
+    block->copies.erase(block->copies.begin() + (long)which);
     std::memcpy(copy.to, copy.from, copy.bytes);
     if (copy.phases->bytes < copy.bytes) fail("%lld bytes come that no thread has announced at their barrier", copy.bytes);
     copy.phases->bytes -= copy.bytes;
@@ -53,7 +48,7 @@ inline void start_copy(void* to, const void* from, unsigned bytes, Phases& phase
     if (bytes == 0) fail("a bulk copy is empty");
     const races::Agent agent = races::start(*thread, to, bytes, from);
     std::memset(to, 0xff, bytes);
-    cluster->copies.push_back({(u8*)to, (const u8*)from, bytes, &phases, agent});
+    block->copies.push_back({(u8*)to, (const u8*)from, bytes, &phases, agent});
 }
 
 }  // namespace emulation
@@ -112,10 +107,6 @@ inline void copy_bulk(void* shared, const void* global, u32 bytes, Barrier* barr
     emulation::start_copy(shared, global, bytes, emulation::phases_of(barrier));
 }
 
-template <int kRegisters>
-void take_registers() {}
-template <int kRegisters>
-void give_registers() {}
 template <int kThreads>
 void sync_threads(int name, ANTKV_SITE) {
     static_assert(kThreads % emulation::kWarpSize == 0);
@@ -124,26 +115,4 @@ void sync_threads(int name, ANTKV_SITE) {
     if (meeting.arrived && meeting.size != kThreads) emulation::fail("threads disagree how many meet at barrier %lld", name);
     meeting.size = kThreads;
     emulation::meet(meeting);
-}
-
-inline int cluster_rank() { return (int)emulation::block->rank; }
-inline void sync_cluster(ANTKV_SITE) {
-    if (!emulation::is_left_out("sync_cluster", file, line)) emulation::meet(emulation::cluster->meeting);
-}
-template <typename T>
-T* in_block(T* shared, int rank) {
-    const size_t offset = (size_t)((const u8*)shared - emulation::block->shared);
-    if (offset >= emulation::block->bytes) emulation::fail("an address is not in this block's shared memory");
-    return (T*)(emulation::cluster->blocks.at((size_t)rank).shared + offset);
-}
-template <typename T>
-T load_of_cluster(const T* at) {
-    const emulation::Block* owner = emulation::block_of(at);
-    if (!owner || (const u8*)(at + 1) > owner->shared + owner->bytes)
-        emulation::fail("an address is in no shared memory of the cluster");
-    return load_constant(at);
-}
-inline void arrive_in_block(Barrier* barrier, int rank, ANTKV_SITE) { arrive(in_block(barrier, rank), file, line); }
-inline void copy_bulk_to_block(void* to, const void* from, u32 bytes, Barrier* barrier, int rank) {
-    emulation::start_copy(in_block((u8*)to, rank), from, bytes, emulation::phases_of(in_block(barrier, rank)));
 }

@@ -4,7 +4,7 @@
 extern "C" void launch_antkv_decode(const int* sizes, void** a) {
     emulation::launch(sizes, [=] {
         antkv_decode(*(Layer*)a[0], *(Step*)a[1], *(Rows*)a[2], *(Rows*)a[3], *(Rows*)a[4], *(Results*)a[5]);
-    }, kCluster);
+    });
 }
 
 extern "C" void launch_antkv_merge(const int* sizes, void** a) {

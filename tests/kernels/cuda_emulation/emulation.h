@@ -8,7 +8,6 @@
 
 #define ANTKV_KERNEL(...) extern "C" void
 #define ANTKV_DEVICE inline
-#define ANTKV_CLUSTER(blocks)
 #define ANTKV_ARGUMENT(type) const type
 #define ANTKV_DYNAMIC_SHARED(name) u8* name = emulation::block->shared
 #define ANTKV_INFINITY INFINITY

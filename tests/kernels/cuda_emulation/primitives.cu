@@ -1,4 +1,4 @@
-// Small kernels for what larger ones are built of, and for the checks that watch over them.
+// A small kernel for what larger ones are built of, and for the checks that watch over them.
 #include "device.cuh"
 
 // A producer warp brings pages through a ring; the other warps add up what is in them.
@@ -53,42 +53,4 @@ stream_pages(const u32* in, u32* out, int num_pages) {
     if (thread) return;
     for (int i = 1; i < kConsumers; ++i) sum += shared.sums[i];
     out[blockIdx.x] = sum;
-}
-
-// Every block of a cluster adds its numbers to what it reads in the others' shared memory, and copies them to the next.
-namespace exchange {
-constexpr int kBlocks = 4, kNumbers = 64;
-struct Shared {
-    alignas(16) u32 own[kNumbers], copied[kNumbers];
-    Barrier arrived, seen;
-};
-}  // namespace exchange
-
-// Grid: (kBlocks), a cluster. in: (kBlocks, kNumbers). out: (kBlocks, kNumbers), all blocks' sum plus the block's before.
-ANTKV_KERNEL(exchange::kNumbers) ANTKV_CLUSTER(exchange::kBlocks)
-exchange_numbers(const u32* in, u32* out) {
-    using namespace exchange;
-    ANTKV_DYNAMIC_SHARED(memory);
-    Shared& shared = *(Shared*)memory;
-    const int thread = (int)threadIdx.x, rank = cluster_rank(), next = (rank + 1) % kBlocks;
-    if (thread == 0) {
-        make_barrier(&shared.arrived, 1);
-        make_barrier(&shared.seen, kBlocks * kNumbers / kWarp);
-        publish_barriers();
-    }
-    shared.own[thread] = in[rank * kNumbers + thread];
-    fence_before_bulk_copies();
-    if (thread == 0) arrive_expecting(&shared.arrived, sizeof shared.own);
-    sync_cluster();
-    if (thread == 0) copy_bulk_to_block(shared.copied, shared.own, sizeof shared.own, &shared.arrived, next);
-    u32 sum = 0;
-    for (int other = 0; other < kBlocks; ++other) sum += in_block(shared.own, other)[thread];
-    wait(&shared.arrived, 0);
-    out[rank * kNumbers + thread] = sum + shared.copied[thread];
-    // Whoever has read a block's numbers says so to it; then they may change, and the block may end.
-    sync_warp();
-    if (thread % kWarp == 0)
-        for (int other = 0; other < kBlocks; ++other) arrive_in_block(&shared.seen, other);
-    wait(&shared.seen, 0);
-    shared.own[thread] = 0;
 }

@@ -11,7 +11,6 @@ namespace races {
 namespace {
 
 using emulation::Block;
-using emulation::Cluster;
 using emulation::Thread;
 
 constexpr u32 kAgents = 64, kNobody = ~0u;
@@ -44,7 +43,7 @@ std::vector<Clock> clocks;                // of the threads
 std::vector<std::vector<u32>> fences;     // times of each thread
 std::vector<u32> agent_times;
 u32 next_agent, num_threads, num_warps;    // threads and warps that there could be: agents come behind them
-std::vector<Shadow> shadows;
+Shadow shadow;
 std::map<Kind, long> found;
 bool busy = false;  // what this file calls may be instrumented
 
@@ -84,11 +83,9 @@ bool is_fenced(const Write& write, const Clock& known) {
 
 // Someone who knows `known` writes as `who`, at `time` of its own.
 void mark_write(const void* address, size_t bytes, const Clock& known, Write own) {
-    const Block* block = emulation::block_of(address);
-    if (!block) return;
-    const Shadow& shadow = shadows[block->rank];
-    const size_t first = (size_t)((const u8*)address - block->shared) / kGrain;
-    const size_t last = (size_t)((const u8*)address - block->shared + bytes - 1) / kGrain;
+    if (!emulation::is_shared(address)) return;
+    const size_t offset = (size_t)((const u8*)address - emulation::block->shared);
+    const size_t first = offset / kGrain, last = (offset + bytes - 1) / kGrain;
     for (size_t cell = first; cell <= last; ++cell) {
         Write& before = shadow.writes[cell];
         if (before.time && before.who != own.who && known[before.who] < before.time)
@@ -112,12 +109,10 @@ void mark_write(const void* address, size_t bytes, const Clock& known, Write own
 
 // Someone who knows `known` reads as `who`.
 void mark_read(const void* address, size_t bytes, const Clock& known, u32 who, u32 site) {
-    const Block* block = emulation::block_of(address);
-    if (!block) return;
-    const Shadow& shadow = shadows[block->rank];
+    if (!emulation::is_shared(address)) return;
     const u32 warp = who / emulation::kWarpSize, lane = 1u << who % emulation::kWarpSize;
-    const size_t first = (size_t)((const u8*)address - block->shared) / kGrain;
-    const size_t last = (size_t)((const u8*)address - block->shared + bytes - 1) / kGrain;
+    const size_t offset = (size_t)((const u8*)address - emulation::block->shared);
+    const size_t first = offset / kGrain, last = (offset + bytes - 1) / kGrain;
     for (size_t cell = first; cell <= last; ++cell) {
         const Write& write = shadow.writes[cell];
         if (write.time && write.who != who && known[write.who] < write.time)
@@ -137,52 +132,32 @@ T* zeros(size_t count) {
 
 }  // namespace
 
-void begin(Cluster& cluster) {
+void begin(const Block& block) {
     const Busy guard;
-    num_threads = ((u32)cluster.threads.size() + emulation::kWarpSize - 1) / emulation::kWarpSize * emulation::kWarpSize;
+    num_threads = ((u32)block.threads.size() + emulation::kWarpSize - 1) / emulation::kWarpSize * emulation::kWarpSize;
     num_warps = (num_threads + kAgents) / emulation::kWarpSize;
     clocks.assign(num_threads, Clock(size()));
     fences.assign(num_threads, {});
     agent_times.assign(kAgents, 0);
     for (u32 thread = 0; thread < num_threads; ++thread) clocks[thread][thread] = 1;
-    for (const Block& block : cluster.blocks) {
-        const size_t cells = (block.bytes + kGrain - 1) / kGrain;
-        shadows.push_back({cells, zeros<Write>(cells + 1), zeros<Reads>(cells * num_warps + 1)});
-    }
+    const size_t cells = (block.bytes + kGrain - 1) / kGrain;
+    shadow = {cells, zeros<Write>(cells + 1), zeros<Reads>(cells * num_warps + 1)};
 }
 
-void end(Cluster&) {
+void end() {
     const Busy guard;
-    for (const Shadow& shadow : shadows) {
-        munmap(shadow.writes, (shadow.cells + 1) * sizeof(Write));
-        munmap(shadow.reads, (shadow.cells * num_warps + 1) * sizeof(Reads));
-    }
-    shadows.clear();
-}
-
-void end(const Block& block) {
-    const Busy guard;
-    Clock known;
-    for (const Thread& thread : emulation::cluster->threads)
-        if (thread.block == &block) raise(known, clocks[thread.number]);
-    const Shadow& shadow = shadows[block.rank];
-    for (u32 warp = 0; warp < num_warps; ++warp)
-        for (size_t cell = 0; cell < shadow.cells; ++cell) {
-            const Reads& reads = shadow.reads[warp * shadow.cells + cell];
-            for (u32 lanes = reads.lanes; lanes; lanes &= lanes - 1)
-                if (known[warp * emulation::kWarpSize + (u32)__builtin_ctz(lanes)] < reads.time)
-                    report("a block ends after read", reads.site, reads.site);
-        }
+    munmap(shadow.writes, (shadow.cells + 1) * sizeof(Write));
+    munmap(shadow.reads, (shadow.cells * num_warps + 1) * sizeof(Reads));
 }
 
 void release(Thread& thread, Clock& to) {
     const Busy guard;
-    raise(to, clocks[thread.number]);
-    ++clocks[thread.number][thread.number];
+    raise(to, clocks[thread.index.x]);
+    ++clocks[thread.index.x][thread.index.x];
 }
 void acquire(Thread& thread, const Clock& from) {
     const Busy guard;
-    raise(clocks[thread.number], from);
+    raise(clocks[thread.index.x], from);
 }
 void turn(Clock& coming, Clock& together) {
     const Busy guard;
@@ -192,9 +167,9 @@ void turn(Clock& coming, Clock& together) {
 Agent start(Thread& thread, const void* to, size_t bytes, const void* from, const void* site) {
     const Busy guard;
     const u32 number = next_agent++ % kAgents;
-    Agent agent{num_threads + number, ++agent_times[number], clocks[thread.number]};
+    Agent agent{num_threads + number, ++agent_times[number], clocks[thread.index.x]};
     agent.known[agent.number] = agent.time;
-    if (emulation::block_of(from)) mark_read(from, bytes, agent.known, agent.number, site_of(site));
+    if (emulation::is_shared(from)) mark_read(from, bytes, agent.known, agent.number, site_of(site));
     mark_write(to, bytes, agent.known, {agent.number, agent.time, site_of(site), false});
     return agent;
 }
@@ -204,12 +179,12 @@ void land(const Agent& agent, Clock& to) {
 }
 void fence(Thread& thread) {
     const Busy guard;
-    fences[thread.number].push_back(clocks[thread.number][thread.number]);
+    fences[thread.index.x].push_back(clocks[thread.index.x][thread.index.x]);
 }
 void touch(const void* address, size_t bytes, bool writes, const void* site) {
-    if (busy || !emulation::cluster || !emulation::thread || !emulation::block_of(address)) return;
+    if (busy || !emulation::block || !emulation::thread || !emulation::is_shared(address)) return;
     const Busy guard;
-    const u32 who = emulation::thread->number;
+    const u32 who = emulation::thread->index.x;
     if (writes) mark_write(address, bytes, clocks[who], {who, clocks[who][who], site_of(site), true});
     else mark_read(address, bytes, clocks[who], who, site_of(site));
 }

@@ -1,15 +1,14 @@
-// Who could have seen what: happens-before among the threads of a cluster and its bulk copies. See races.cpp.
+// Who could have seen what: happens-before among the threads of a CTA and its bulk copies. See races.cpp.
 #pragma once
 
 namespace emulation {
 struct Thread;
 struct Block;
-struct Cluster;
 }  // namespace emulation
 
 namespace races {
 
-// How far each thread and agent of the cluster had come, as far as is known; empty: nothing is.
+// How far each thread and agent of the CTA had come, as far as is known; empty: nothing is.
 using Clock = std::vector<u32>;
 // A bulk copy: something like a thread, which starts with what its issuer knows.
 struct Agent {
@@ -17,10 +16,8 @@ struct Agent {
     Clock known;
 };
 
-void begin(emulation::Cluster&);
-void end(emulation::Cluster&);
-// All threads of a block are at their end: of the others that have looked into its shared memory, they must know.
-void end(const emulation::Block&);
+void begin(const emulation::Block&);
+void end();
 // By the thread that runs; `site` is where in the code.
 void touch(const void* address, size_t bytes, bool writes, const void* site = __builtin_return_address(0));
 void release(emulation::Thread&, Clock& to);

@@ -1,6 +1,6 @@
-// Threads of a cluster of CTAs as fibers: who runs next, what they meet at, and how a launch walks its grid.
+// Threads of a CTA as fibers: who runs next, what they meet at, and how a launch walks its grid.
 //
-// Shared memory starts as NaN and ends where no access is allowed; that of a CTA that is over cannot be accessed either.
+// Shared memory starts as NaN and ends where no access is allowed.
 // `seed` decides the order in which bulk copies land and warps get their turns.
 #pragma once
 
@@ -71,15 +71,12 @@ struct Phases {
     ANTKV_MACHINE bool is_over(unsigned parity) const { return (completed & 1) != parity; }
 };
 
-struct Block;
 struct Warp;
 
 struct Thread {
     struct {
         unsigned x;
     } index;
-    unsigned number;  // in its cluster
-    Block* block;
     Warp* warp;
     void* stack = nullptr;  // where it goes on
     Meeting* meeting = nullptr;
@@ -100,20 +97,6 @@ struct Warp {
     alignas(16) u8 shown[2][kWarpSize][64];
 };
 
-struct Block {
-    dim3 index, grid;
-    unsigned rank;  // in its cluster
-    u8* shared;
-    size_t bytes, mapped;
-    unsigned running;  // threads
-    std::vector<Warp> warps;
-    Meeting meeting{0};
-    Meeting named[16];
-    std::unordered_map<const void*, Phases> barriers;
-
-    u8* allocation() const { return shared + (bytes + 127) / 128 * 128 + kPage - mapped; }
-};
-
 // A bulk copy under way.
 struct BulkCopy {
     u8* to;
@@ -123,18 +106,22 @@ struct BulkCopy {
     races::Agent agent;
 };
 
-struct Cluster {
-    std::vector<Block> blocks;
+struct Block {
+    dim3 index, grid;
+    u8* shared;
+    size_t bytes, mapped;
     std::vector<Thread> threads;
-    Thread* first_thread;
-    unsigned num_threads;
-    std::vector<BulkCopy> copies;
+    std::vector<Warp> warps;
     Meeting meeting{0};
+    Meeting named[16];
+    std::unordered_map<const void*, Phases> barriers;
+    std::vector<BulkCopy> copies;
     const std::function<void()>* kernel;
     void* launcher;  // its stack
+
+    u8* allocation() const { return shared + (bytes + 127) / 128 * 128 + kPage - mapped; }
 };
 
-inline Cluster* cluster = nullptr;
 inline Block* block = nullptr;
 inline Thread* thread = nullptr;
 inline unsigned long long chance_state = 1;
@@ -147,38 +134,30 @@ ANTKV_MACHINE unsigned chance(unsigned choices) {
 ANTKV_MACHINE Warp& warp() { return *thread->warp; }
 ANTKV_MACHINE int lane() { return (int)(thread->index.x % kWarpSize); }
 
-// The block of the cluster in whose shared memory an address lies, or null.
-inline Block* block_of(const void* address) {
-    const auto inside = [=](const Block& b) { return address >= b.shared && address < b.shared + b.bytes; };
-    if (inside(*block)) return block;
-    for (Block& b : cluster->blocks)
-        if (inside(b)) return &b;
-    return nullptr;
-}
+inline bool is_shared(const void* address) { return address >= block->shared && address < block->shared + block->bytes; }
 
 void land_a_copy();
 
 // Go on with the next thread that can.
 ANTKV_MACHINE void yield() {
     Thread* from = thread;
-    const unsigned count = cluster->num_threads;
-    while (!cluster->copies.empty() && chance(4) == 0) land_a_copy();
+    const unsigned count = (unsigned)block->threads.size();
+    while (!block->copies.empty() && chance(4) == 0) land_a_copy();
     for (;;) {
-        const unsigned first = chance(8) ? from->number + 1 : chance(count) / kWarpSize * kWarpSize;
+        const unsigned first = chance(8) ? from->index.x + 1 : chance(count) / kWarpSize * kWarpSize;
         for (unsigned step = 0; step < count; ++step) {
-            Thread& next = cluster->first_thread[(first + step) % count];
+            Thread& next = block->threads[(first + step) % count];
             if (!next.can_run()) continue;
             thread = &next;
-            block = next.block;
             if (&next != from) emulation_switch(&from->stack, next.stack);
             return;
         }
-        if (cluster->copies.empty()) break;
+        if (block->copies.empty()) break;
         land_a_copy();
     }
-    for (const Thread& other : cluster->threads)
-        if (!other.done) fail("thread %lld waits for threads or bytes that do not come", other.number);
-    emulation_switch(&from->stack, cluster->launcher);
+    for (const Thread& other : block->threads)
+        if (!other.done) fail("thread %lld waits for threads or bytes that do not come", other.index.x);
+    emulation_switch(&from->stack, block->launcher);
 }
 
 // `orders`: what was written before is read behind. Shuffles, ballots and mma promise nothing.
@@ -214,17 +193,13 @@ ANTKV_MACHINE T read(const u8 (&shown)[64]) {
 }
 
 inline void enter() {
-    (*cluster->kernel)();
+    (*block->kernel)();
     for (const auto& group : thread->copies)
-        if (!group.empty()) fail("thread %lld ends while copies are under way", thread->number);
+        if (!group.empty()) fail("thread %lld ends while copies are under way", thread->index.x);
     thread->done = true;
-    if (--block->running == 0) {
-        for (const BulkCopy& copy : cluster->copies)
-            if (copy.to >= block->shared && copy.to < block->shared + block->bytes)
-                fail("block %lld of the cluster ends while bulk copies are under way", block->rank);
-        if (cluster->blocks.size() > 1) races::end(*block);
-        mprotect(block->allocation(), block->mapped, PROT_NONE);
-    }
+    const auto is_done = [](const Thread& each) { return each.done; };
+    if (!block->copies.empty() && std::all_of(block->threads.begin(), block->threads.end(), is_done))
+        fail("a block ends while bulk copies are under way");
     yield();
 }
 
@@ -236,7 +211,6 @@ inline void* map_pages(size_t bytes) {
 
 inline void prepare_block(Block& b, unsigned threads, size_t bytes) {
     b.bytes = bytes;
-    b.running = threads;
     b.mapped = (bytes + kPage - 1 + 127) / kPage * kPage + kPage;
     u8* pages = (u8*)map_pages(b.mapped);
     mprotect(pages + b.mapped - kPage, kPage, PROT_NONE);
@@ -246,60 +220,48 @@ inline void prepare_block(Block& b, unsigned threads, size_t bytes) {
     b.meeting.size = threads;
 }
 
-inline void run(Cluster& c, unsigned threads) {
+inline void run(Block& b, unsigned threads) {
     static u8* stacks = nullptr;
     static size_t reserved = 0;
-    if (reserved < c.threads.size()) {
-        reserved = c.threads.size();
+    if (reserved < threads) {
+        reserved = threads;
         stacks = (u8*)map_pages(reserved * kStack);
     }
-    c.first_thread = c.threads.data();
-    c.num_threads = (unsigned)c.threads.size();
-    for (unsigned number = 0; number < c.num_threads; ++number) {
-        Thread& t = c.threads[number];
-        t.number = number;
-        t.index.x = number % threads;
-        t.block = &c.blocks[number / threads];
-        t.warp = &t.block->warps[t.index.x / kWarpSize];
+    b.threads = std::vector<Thread>(threads);
+    for (unsigned number = 0; number < threads; ++number) {
+        Thread& t = b.threads[number];
+        t.index.x = number;
+        t.warp = &b.warps[number / kWarpSize];
         t.copies.resize(1);
         // Six registers, the function to return to, and a place for its own return address, as the ABI aligns them.
         void** top = (void**)((size_t)(stacks + (number + 1) * kStack) & ~(size_t)15) - 2;
         *top = (void*)enter;
         t.stack = top - 6;
     }
-    c.meeting.size = (unsigned)c.threads.size();
-    races::begin(c);
-    cluster = &c;
-    block = &c.blocks[0];
-    thread = &c.threads[0];
-    emulation_switch(&c.launcher, thread->stack);
-    races::end(c);
-    cluster = nullptr;
+    block = &b;
+    thread = &b.threads[0];
+    races::begin(b);
+    emulation_switch(&b.launcher, thread->stack);
+    races::end();
     block = nullptr;
     thread = nullptr;
-    for (Block& b : c.blocks) munmap(b.allocation(), b.mapped);
+    munmap(b.allocation(), b.mapped);
 }
 
-// sizes: grid (3), threads of a CTA, bytes of shared memory. Clusters have `cluster_size` CTAs side by side in x.
-inline void launch(const int* sizes, const std::function<void()>& kernel, unsigned cluster_size = 1) {
+// sizes: grid (3), threads of a CTA, bytes of shared memory.
+inline void launch(const int* sizes, const std::function<void()>& kernel) {
     const dim3 grid{(unsigned)sizes[0], (unsigned)sizes[1], (unsigned)sizes[2]};
     const unsigned threads = (unsigned)sizes[3];
-    if (grid.x % cluster_size) fail("a grid of %lld CTAs is not one of whole clusters", grid.x);
     chance_state = emulation_seed;
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
-            for (unsigned x = 0; x < grid.x; x += cluster_size) {
-                Cluster c;
-                c.kernel = &kernel;
-                c.blocks = std::vector<Block>(cluster_size);
-                c.threads = std::vector<Thread>(cluster_size * threads);
-                for (unsigned rank = 0; rank < cluster_size; ++rank) {
-                    c.blocks[rank].index = {x + rank, y, z};
-                    c.blocks[rank].grid = grid;
-                    c.blocks[rank].rank = rank;
-                    prepare_block(c.blocks[rank], threads, (size_t)sizes[4]);
-                }
-                run(c, threads);
+            for (unsigned x = 0; x < grid.x; ++x) {
+                Block b;
+                b.kernel = &kernel;
+                b.index = {x, y, z};
+                b.grid = grid;
+                prepare_block(b, threads, (size_t)sizes[4]);
+                run(b, threads);
             }
 }
 

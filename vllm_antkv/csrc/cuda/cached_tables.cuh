@@ -1,9 +1,8 @@
-// 4,096 centroids: tables in the L2 cache, in e4m3, or those of K in the shared memory of a cluster.
+// 4,096 centroids: tables in the L2 cache, in e4m3.
 //
 // At head size 128 the centroids of a KV head are 512 KB for K and 512 KB for V: more than shared memory, less than L2.
-// So a CTA stages nothing, or, in a cluster of CTAs of the same head, some sub-vectors of K. Then all look up K there: the
-// addresses are others, and nothing else is. A lane brings all that it needs of a sub-vector at once: 16 channels, as many
-// bytes, with one address. Centroids of 32 channels are whole sectors of 32 bytes, which two lanes read together.
+// So a CTA stages nothing. A lane brings all that it needs of a sub-vector at once: 16 channels, as many bytes, with one
+// address. Centroids of 32 channels are whole sectors of 32 bytes, which two lanes read together.
 //
 // Codebooks of so many centroids are rounded to e4m3 before anybody encodes or decodes with them
 // (vllm_antkv/ops/fp8_tables.py), so nothing is lost here.
@@ -20,12 +19,10 @@ struct CachedTables {
     static constexpr int kSetColumns = 2;
     static constexpr int kTableBytes = kCentroids * kHeadSize;  // of K or V of a head
     static constexpr int kSubVectorBytes = kCentroids * kSubVector;
-    // Of K, the CTA's own: sub-vectors `rank`, `rank + kCluster`, ...
-    static constexpr int kBytes = kCluster > 1 ? kTableBytes / kCluster : 0;
-    static_assert(kCluster == 1 || kSubVectors % kCluster == 0, "CTAs of a cluster have whole sub-vectors");
-    // The second half of a lane's channels of K is of a sub-vector that lies so far behind the first, in the same CTA.
-    static constexpr bool kPartnersAreBehind = kSubVectors % 4 == 0 && kSubVectors % (2 * kCluster) == 0;
-    static constexpr int kBehind = kTableBytes / 2 / kCluster;
+    static constexpr int kBytes = 0;
+    // The second half of a lane's channels of K is of a sub-vector that lies so far behind the first.
+    static constexpr bool kPartnersAreBehind = kSubVectors % 4 == 0;
+    static constexpr int kBehind = kTableBytes / 2;
 
     // Where a lane finds a sub-vector's code in a row of codes, which lie two in three bytes, and its channels in the
     // table: `factor` bytes per unit of what `mask` leaves.
@@ -36,28 +33,15 @@ struct CachedTables {
     Place key[2], value;
     const float value_unit;
 
-    ANTKV_DEVICE CachedTables(const Layer& layer, int head, Lane lane, u8* shared)
+    ANTKV_DEVICE CachedTables(const Layer& layer, int head, Lane lane, u8*)
         : value_unit(1 / value_scale(layer, head)) {
         const u8* tables = layer.tables + (i64)head * 2 * kTableBytes;
-        if constexpr (kCluster > 1) stage_own(tables, shared);
         for (int second = 0; second < 2; ++second) {
-            const int quad = key_quad(lane.column, 0, 0, second), s = quad * 4 / kSubVector;
-            key[second] = place(kCluster > 1 ? in_block(shared + s / kCluster * kSubVectorBytes, s % kCluster)
-                                             : tables + s * kSubVectorBytes, quad);
+            const int quad = key_quad(lane.column, 0, 0, second);
+            key[second] = place(tables + quad * 4 / kSubVector * kSubVectorBytes, quad);
         }
         const int quad = value_quad(lane.row, 0);
         value = place(tables + kTableBytes + quad * 4 / kSubVector * kSubVectorBytes, quad);
-    }
-
-    // Returns when all CTAs of the cluster have theirs.
-    ANTKV_DEVICE static void stage_own(const u8* tables, u8* shared) {
-        const u8* from = tables + cluster_rank() * kSubVectorBytes;
-        for (int own = 0; own < kBytes; own += kSubVectorBytes, from += kCluster * kSubVectorBytes)
-            for (int at = (int)threadIdx.x * 16; at < kSubVectorBytes; at += kThreads * 16)
-                copy16_async(shared + own + at, from + at);
-        commit_copies();
-        wait_for_copies<0>();
-        sync_cluster();
     }
 
     ANTKV_DEVICE static int key_quad(int column, int, int j, bool second) {
@@ -88,12 +72,11 @@ struct CachedTables {
     };
     using ValueRow = Load;
     ANTKV_DEVICE KeyRow fetch_key(const u8* row) const {
-        constexpr bool kShared = kCluster > 1;
-        if constexpr (!kPartnersAreBehind) return {{load<kShared>(key[0], row, 0), load<kShared>(key[1], row, 0)}};
+        if constexpr (!kPartnersAreBehind) return {{load(key[0], row, 0), load(key[1], row, 0)}};
         // The partner's code begins at the same bit of a byte: one place does for both.
-        return {{load<kShared>(key[0], row, 0), load<kShared>(key[0], row + kCodeBytes / 2, kBehind)}};
+        return {{load(key[0], row, 0), load(key[0], row + kCodeBytes / 2, kBehind)}};
     }
-    ANTKV_DEVICE ValueRow fetch_value(const u8* row) const { return load<false>(value, row, 0); }
+    ANTKV_DEVICE ValueRow fetch_value(const u8* row) const { return load(value, row, 0); }
     ANTKV_DEVICE static Load load_keys(const KeyRow& row, int, bool second) { return row.halves[second]; }
     ANTKV_DEVICE static Load load_values(const ValueRow& row, int) { return row; }
 
@@ -117,17 +100,16 @@ struct CachedTables {
         return {centroids + channel, opaque(s * 3 / 2), opaque(odd ? 0xfff0u : 0xfffu),
                 opaque(odd ? kSubVector / 16u : (u32)kSubVector)};
     }
-    template <bool kShared>
     ANTKV_DEVICE static Load load(const Place& place, const u8* codes, int behind_it) {
         const u32 pair = codes[place.code] | (u32)codes[place.code + 1] << 8;
         const u8* at = behind(place.table, pair & place.mask, place.factor) + behind_it;
         Load load;
         if constexpr (kPairs == 4) {
-            const uint4 words = kShared ? load_of_cluster((const uint4*)at) : load_constant((const uint4*)at);
+            const uint4 words = load_constant((const uint4*)at);
             load.quads[0] = words.x, load.quads[1] = words.y;
             load.quads[kPairs - 2] = words.z, load.quads[kPairs - 1] = words.w;
         } else {
-            const uint2 words = kShared ? load_of_cluster((const uint2*)at) : load_constant((const uint2*)at);
+            const uint2 words = load_constant((const uint2*)at);
             load.quads[0] = words.x, load.quads[1] = words.y;
         }
         return load;

@@ -199,13 +199,9 @@ ANTKV_DEVICE void attend_all(const Inputs& in, Shared& shared, const Tables& tab
 
 }  // namespace
 
-// Grid: (workers, num_kv_heads), in clusters of `kCluster` workers. Shared memory: the tables, then `Shared`. A
-// multiprocessor has one CTA, which the compiler is told lest it spill for a second.
-#if ANTKV_CLUSTER_SIZE > 1
-ANTKV_KERNEL(kDecodeThreads, 1) ANTKV_CLUSTER(kCluster)
-#else
+// Grid: (workers, num_kv_heads). Shared memory: the tables, then `Shared`. A multiprocessor has one CTA, which the compiler
+// is told lest it spill for a second.
 ANTKV_KERNEL(kDecodeThreads, 1)
-#endif
 antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query, Rows key, Rows value,
              ANTKV_ARGUMENT(Results) results) {
     ANTKV_DYNAMIC_SHARED(memory);
@@ -214,10 +210,7 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     const Inputs in = {layer, step, query, key, value, results, (int)blockIdx.y};
     Shared& shared = *(Shared*)(memory + Tables::kBytes);
     SplitScheduler scheduler(layer, step, results.capacity);
-    // A cluster has work if its first CTA has; one without any has its tables for the others.
-    const int rank = kCluster > 1 ? cluster_rank() : 0;
-    if (!scheduler.find(item - rank, lane.index)) return;
-    const bool has_work = rank == 0 || scheduler.find(item, lane.index);
+    if (!scheduler.find(item, lane.index)) return;
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < kRing; ++slot) {
             make_barrier(&shared.full[slot], kProducing + 1);
@@ -227,15 +220,11 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     }
     sync_block();
     if (warp == kWarps) {
-        // The others meet when they have brought the tables.
-        if constexpr (kCluster > 1) sync_cluster();
-        if (has_work) produce_all(in, shared, scheduler, item, lane);
+        produce_all(in, shared, scheduler, item, lane);
     } else {
         const Tables tables(layer, in.head, lane, memory);
-        if (has_work) attend_all(in, shared, tables, lane, warp);
+        attend_all(in, shared, tables, lane, warp);
     }
-    // Others may be looking up in this CTA's tables until they are done.
-    if constexpr (kCluster > 1) sync_cluster();
 }
 
 // Grid: (num_reqs, num_kv_heads); a thread per query of the group and channel, or as many as a CTA can have.

@@ -40,7 +40,6 @@ struct alignas(8) Barrier {
 
 #define ANTKV_KERNEL(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__)
 #define ANTKV_DEVICE __device__ __forceinline__
-#define ANTKV_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
 // A structure passed by value and read where the launch has put it.
 #define ANTKV_ARGUMENT(type) const __grid_constant__ type
 #define ANTKV_DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
@@ -207,7 +206,7 @@ ANTKV_DEVICE void wait(Barrier* barrier, u32 parity) {
                  ".shared::cta.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(shared_address(barrier)), "r"(parity)
                  : "memory");
 }
-// Between making barriers and the meeting after which others use them, bulk copies and other blocks among them.
+// Between making barriers and the meeting after which others use them, bulk copies among them.
 ANTKV_DEVICE void publish_barriers() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -231,67 +230,10 @@ ANTKV_DEVICE void copy_bulk(void* shared, const void* global, u32 bytes, Barrier
                  : "memory");
 }
 
-// Registers of each thread of four warps that do it together, in steps of 8. Code for sm_90a only.
-template <int kRegisters>
-ANTKV_DEVICE void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-ANTKV_DEVICE void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
 // Some warps of a block meet, `kThreads` threads together; name 0 is `sync_block`'s.
 template <int kThreads>
 ANTKV_DEVICE void sync_threads(int name) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
-}
-
-// The block's number in its cluster.
-ANTKV_DEVICE int cluster_rank() {
-    int rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-// Also before the end: others may be reading this block's shared memory.
-ANTKV_DEVICE void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// What lies at the same place in another block's shared memory.
-template <typename T>
-ANTKV_DEVICE T* in_block(T* shared, int rank) {
-    u64 address;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
-    return (T*)address;
-}
-// From any CTA's shared memory in the cluster, at an address of `in_block`, where nobody writes any more.
-ANTKV_DEVICE uint4 load_of_cluster(const uint4* at) {
-    uint4 words;
-    asm("ld.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(at));
-    return words;
-}
-ANTKV_DEVICE uint2 load_of_cluster(const uint2* at) {
-    uint2 words;
-    asm("ld.v2.u32 {%0,%1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(at));
-    return words;
-}
-ANTKV_DEVICE u32 shared_address_in_block(const void* shared, int rank) {
-    u32 address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
-    return address;
-}
-// At the barrier which lies at this place in another block.
-ANTKV_DEVICE void arrive_in_block(Barrier* barrier, int rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                     shared_address_in_block(barrier, rank))
-                 : "memory");
-}
-// From this block's shared memory to the place `to` of another's, where they count at the barrier at place `barrier`.
-ANTKV_DEVICE void copy_bulk_to_block(void* to, const void* from, u32 bytes, Barrier* barrier, int rank) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared_address_in_block(to, rank)),
-        "r"(shared_address(from)), "r"(bytes), "r"(shared_address_in_block(barrier, rank))
-        : "memory");
 }
 
 #endif

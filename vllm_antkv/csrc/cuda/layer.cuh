@@ -10,7 +10,6 @@ constexpr int kGroup = ANTKV_GROUP;            // query heads per KV head
 constexpr int kSubVector = ANTKV_SUB_VECTOR;   // channels
 constexpr int kCentroids = ANTKV_CENTROIDS;    // per sub-vector
 constexpr bool kBFloat16 = ANTKV_BFLOAT16;     // else float16: the model dtype
-constexpr int kCluster = ANTKV_CLUSTER_SIZE;    // CTAs of decode that share K's tables, or 1: each has its own
 constexpr int kSubVectors = kHeadSize / kSubVector;
 constexpr int kCodeBytes = kCentroids == 256 ? kSubVectors : (kSubVectors * 12 + 7) / 8;
 constexpr int kBlockSize = 128;                // tokens of a VQ block
