@@ -51,6 +51,7 @@ FOPE = {**ROPE, "use_fope": True, "num_inv_freq": 16, "fope_sep_head": True, "fo
 DUAL_CHUNK = {"chunk_size": 128, "local_size": 32, "original_max_position_embeddings": 256}
 DRAFT = {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+STORE = {"kv_connector": "AntKVStore", "kv_role": "kv_both"}
 
 #: model type, architecture, its config, words of the sentence.
 MODELS = {
@@ -110,8 +111,16 @@ MODELS = {
 #: Options of the server, words of the sentence.
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "drafts": ({"speculative_config": DRAFT}, "speculative decoding by ngram_gpu"),
-    "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors"),
-    "KV offloading": ({"kv_offloading_size": 1.0}, "KV offloading"),
+    "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors other than AntKVStore"),
+    "KV offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size, which knows nothing of recency pages"),
+    "pages in a folder, without hashes": (
+        {"kv_transfer_config": STORE, "enable_prefix_caching": False},
+        "AntKVStore without prefix caching",
+    ),
+    "pages in a folder, of unknown weights": (
+        {"kv_transfer_config": STORE, "load_format": "dummy"},
+        "AntKVStore with this --load-format",
+    ),
     "DCP": ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism (DCP)"),
     "DCP on one GPU": ({"decode_context_parallel_size": 2}, "decode context parallelism (DCP)"),
     "PCP": ({"prefill_context_parallel_size": 2}, "prefill context parallelism (PCP)"),

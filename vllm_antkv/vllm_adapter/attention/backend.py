@@ -71,8 +71,8 @@ class AntKVBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """Connectors save the attention layer's own pages and would miss the recency pages."""
-        return False
+        """Ours does; others are refused."""
+        return True
 
 
 class RecencyBackend(AttentionBackend):

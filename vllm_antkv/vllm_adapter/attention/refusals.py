@@ -16,6 +16,7 @@ from vllm_antkv.families import SERVED_ARCHITECTURES
 from vllm_antkv.features import rope_types, unserved_feature
 from vllm_antkv.layer_windows import has_mamba2, layer_kinds, num_state_layers
 from vllm_antkv.vllm_adapter.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
+from vllm_antkv.vllm_adapter.page_store import CONNECTOR
 
 logger = logging.getLogger("vllm.antkv")
 
@@ -109,6 +110,14 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
     text_config = vllm_config.model_config.hf_text_config
     speculative = vllm_config.speculative_config
     method = None if speculative is None else speculative.method
+    transfer = vllm_config.kv_transfer_config
+    not_stored = {
+        "on GPUs, where it has not been tested": not current_platform.is_cpu(),
+        "without prefix caching, whose hashes it needs": not cache_config.enable_prefix_caching,
+        "in models with states, which it does not store": vllm_config.model_config.is_hybrid,
+        # Weights of other sources cannot be told from each other.
+        "with this --load-format": vllm_config.load_config.load_format not in ("auto", "safetensors"),
+    }
     return {
         # Its scan returns no states from within a prompt, with any cache dtype.
         "prefix caching beside Mamba-2 on CPUs (on by default: --no-enable-prefix-caching)": (
@@ -119,8 +128,11 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         f"speculative decoding by {method}": method is not None and method not in _DRAFTS,
         "speculative decoding in models with states": method is not None and vllm_config.model_config.is_hybrid,
         # vLLM offloads through a connector: the option that was given is to be named.
-        "KV offloading": cache_config.kv_offloading_size is not None,
-        "KV connectors": vllm_config.kv_transfer_config is not None,
+        "--kv-offloading-size, which knows nothing of recency pages": cache_config.kv_offloading_size is not None,
+        f"KV connectors other than {CONNECTOR}, which know nothing of recency pages": (
+            transfer is not None and transfer.kv_connector != CONNECTOR
+        ),
+        **{f"{CONNECTOR} {where}": transfer is not None and is_so for where, is_so in not_stored.items()},
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
         # What is said of a step's tokens would be taken for those of each half.
         "dual batch overlap (--enable-dbo, --ubatch-size)": vllm_config.parallel_config.use_ubatching,

@@ -50,13 +50,18 @@ class RecencyManager(SingleTypeKVCacheManager):
         prefill_end: int = 0,
     ) -> int:
         """Blocks that the step takes from the pool: new pages, and hit pages that no other request holds."""
-        del total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, prefill_end
+        del num_local_computed_tokens, num_tokens_main_model, prefill_end
         num_held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         if apply_admission_cap:
             assert self.max_admission_blocks_per_request is not None
             num_new = min(cdiv(num_tokens, self.block_size) - num_held, self.max_admission_blocks_per_request)
         else:
-            pages = self._pages_to_store(num_held, num_tokens)
+            first = max(num_held, total_computed_tokens // self.block_size)
+            pages = self._pages_to_store(first, num_tokens)
+            if first > num_held:
+                # A KV connector fills those that a request resuming there reads.
+                loaded = self.retention.needed_after(np.arange(num_held, first), total_computed_tokens)
+                pages = np.append(loaded, pages)
             self._counted[request_id] = (num_held, num_tokens, pages)
             num_new = int(pages.sum())
         return max(num_new, 0) + self._get_num_evictable_blocks(new_computed_blocks)
@@ -69,7 +74,7 @@ class RecencyManager(SingleTypeKVCacheManager):
         num_external_computed_tokens: int,
     ) -> None:
         """Take over the pages of a prefix-cache hit; `find_longest_cache_hit` put null where none is needed."""
-        assert num_external_computed_tokens == 0, "KV connectors are refused at start-up."
+        del num_local_computed_tokens, num_external_computed_tokens
         blocks = self.req_to_blocks[request_id]
         assert not blocks
         real = [index for index, block in enumerate(new_computed_blocks) if not block.is_null]
@@ -77,6 +82,15 @@ class RecencyManager(SingleTypeKVCacheManager):
         blocks.extend(new_computed_blocks)
         self.num_cached_block[request_id] = len(blocks)
         self._track(request_id, real)
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        """Pages for a KV connector to fill are counted with those of the step, and `allocate_new_blocks` takes both."""
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Append the step's pages to the request's block table."""

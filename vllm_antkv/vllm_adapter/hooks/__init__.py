@@ -3,6 +3,7 @@
 from vllm_antkv.vllm_adapter.hooks import (
     backend,
     config,
+    connector,
     dtype,
     metrics,
     prefix_salt,
@@ -21,6 +22,7 @@ HOOKS: tuple[Hook, ...] = (
     states.HOOK,
     rope_cpu.HOOK,
     config.HOOK,
+    connector.HOOK,
     prefix_salt.HOOK,
     status.HOOK,
     metrics.HOOK,

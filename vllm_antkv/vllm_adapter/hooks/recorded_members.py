@@ -69,7 +69,7 @@ SPEC = Members(
             "max_memory_usage_bytes",
             # Equal specs share a group.
             "merge",
-            # Context parallelism, draft models and KV connectors are refused.
+            # Context parallelism and draft models are refused.
             "dcp_sharded",
             "is_draft",
             "max_tp_shards",
@@ -86,6 +86,7 @@ MANAGER = Members(
     decided=frozenset(
         {
             "add_local_computed_blocks",
+            "allocate_external_computed_blocks",
             "allocate_new_blocks",
             "find_longest_cache_hit",
             "get_num_blocks_to_allocate",
@@ -106,8 +107,7 @@ MANAGER = Members(
             # Called by methods that are overridden.
             "_has_partial_local_hit",
             "_remove_blocks_in_range",
-            # Blocks from KV connectors, which are refused.
-            "allocate_external_computed_blocks",
+            # Hand-offs to KV connectors that are refused.
             "finalize_partial_tail_offload",
             "has_positionally_stable_blocks",
             "take_pending_boundary_state_offloads",

@@ -86,6 +86,9 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
             "add_local_computed_blocks": (
                 "(self, request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens)"
             ),
+            "allocate_external_computed_blocks": (
+                "(self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=True)"
+            ),
             "allocate_new_blocks": "(self, request_id, num_tokens, num_tokens_main_model)",
             "remove_skipped_blocks": "(self, request_id, processed_computed_tokens, num_prompt_tokens=None)",
             "pop_blocks_for_free": "(self, request_id)",
@@ -131,6 +134,11 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
             "add_kv_sharing_layers_to_kv_cache_groups": (
                 "(shared_kv_cache_layers, kv_cache_groups, runner_only_attn_layers=None)"
             ),
+        },
+    },
+    "connector": {
+        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": {
+            "register_connector": "(name, module_path, class_name)",
         },
     },
     "prefix_salt": {

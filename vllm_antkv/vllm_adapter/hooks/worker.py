@@ -10,6 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,6 +21,7 @@ from vllm_antkv.vllm_adapter.attention.attach import attach
 from vllm_antkv.vllm_adapter.attention.inspection import Inspector
 from vllm_antkv.vllm_adapter.attention.trained_prefix import PrefixTokens
 from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
+from vllm_antkv.vllm_adapter.page_store.connector import AntKVStore
 
 if current_platform.is_cpu() and not TYPE_CHECKING:
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -81,6 +83,22 @@ class AntKVWorker(Worker):
         if self._prefix_tokens is not None:
             self._prefix_tokens.allocate(kv_cache_config.num_blocks)
         super().initialize_from_config(kv_cache_config)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Load other weights; what is in the page store was computed with those before."""
+        self._stop_page_store()
+        super().reload_weights(*args, **kwargs)
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Take other weights; see `reload_weights`."""
+        self._stop_page_store()
+        super().update_weights(update_info)
+
+    def _stop_page_store(self) -> None:
+        if has_kv_transfer_group():
+            store = get_kv_transfer_group()
+            assert isinstance(store, AntKVStore)
+            store.stop()
 
     def antkv_report(self) -> Report:
         """What the layers counted; see `Inspector.report`."""

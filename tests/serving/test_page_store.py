@@ -1,0 +1,316 @@
+"""`AntKVStore`: prompts computed before a restart, or by another server, are hits, and nothing wrong is ever read."""
+
+import shutil
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
+
+from tests.adapters import make_adapter
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_same
+from tests.serving.tiny import GEMMA, make_codebook, make_model
+from vllm_antkv.errors import SettingsError
+from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
+from vllm_antkv.vllm_adapter.page_store import identity
+from vllm_antkv.vllm_adapter.page_store.connector import AntKVStore
+from vllm_antkv.vllm_adapter.page_store.files import PageFiles
+
+pytestmark = pytest.mark.serving
+
+PRESET = "antkv-1bit"
+#: Tokens of `prompts[-1]` that are whole VQ blocks.
+HIT = 512
+Start = Callable[..., Any]
+
+
+def transfer(folder: Path, role: str = "kv_both") -> dict[str, Any]:
+    """The value of --kv-transfer-config."""
+    return {"kv_connector": "AntKVStore", "kv_role": role, "kv_connector_extra_config": {"folder": str(folder)}}
+
+
+@pytest.fixture(scope="module")
+def start(start_engine: Start, default: dict[str, Any]) -> Start:
+    """An engine that keeps pages in a folder."""
+
+    def started(folder: Path, model: Path = EMBEDDED, role: str = "kv_both", **options: Any) -> Any:
+        settings = {**default, **options.pop("settings", {})}
+        options = {"max_num_batched_tokens": 300, "disable_log_stats": False, **options}
+        return start_engine(model, PRESET, settings, kv_transfer_config=transfer(folder, role), **options)
+
+    return started
+
+
+@pytest.fixture(scope="module")
+def kept(
+    start: Start, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Completion]]:
+    """A folder with the pages of all prompts, and what local hits answer."""
+    folder = tmp_path_factory.mktemp("kept")
+    with start(folder) as engine:
+        engine.complete(prompts, together=False)
+        return folder, engine.complete(prompts, together=False)
+
+
+def _count(engine: Engine, name: str) -> float:
+    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
+def _is_hit(engine: Engine, prompt: list[int]) -> Completion:
+    """What a hit in the store answers."""
+    assert engine.llm.reset_prefix_cache()
+    (answer,) = engine.complete([prompt])
+    assert answer.num_cached_tokens == HIT
+    return answer
+
+
+def test_a_restart_finds_what_a_local_hit_finds(
+    start: Start, kept: tuple[Path, list[Completion]], prompts: list[list[int]]
+) -> None:
+    """To the last bit; what the pool held before does not matter, and a server that only loads writes nothing."""
+    folder, local = kept
+    before = sorted(folder.rglob("*"))
+    with start(folder, role="kv_consumer") as engine:
+        for pages in engine.kv_tensors():
+            pages.view(torch.uint8).fill_(0xFF)
+        assert engine.complete(prompts, together=False) == local
+        assert engine.complete(prompts, together=False) == local
+        assert engine.llm.reset_prefix_cache()
+        assert_all_same(engine.complete(2 * prompts[::-1]), 2 * local[::-1])
+        engine.assert_all_blocks_free()
+        # More tokens than were there: some come from the local cache, some from the folder, some from neither.
+        assert engine.llm.reset_prefix_cache()
+        engine.complete([prompts[-1][:300]])
+        assert engine.complete([prompts[-1]]) == local[-1:]
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.complete([prompts[-1]])[0].num_cached_tokens == 0
+    assert sorted(folder.rglob("*")) == before
+
+
+def _flip_a_bit(file: Path, other: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 4
+    file.write_bytes(content)
+
+
+#: What happens to a file: it, and another of its class.
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "lost": lambda file, other: file.unlink(),
+    "empty": lambda file, other: file.write_bytes(b""),
+    "truncated": lambda file, other: file.write_bytes(file.read_bytes()[:-1]),
+    "one bit": _flip_a_bit,
+    "of other tokens": lambda file, other: shutil.copy(other, file),
+    # Of the same tokens and size.
+    "of other settings": lambda file, other: shutil.copy(file.with_suffix(".foreign"), file),
+}
+
+
+def test_a_damaged_page_is_a_miss_and_is_written_again(
+    start: Start, prompts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = prompts[-1]
+    with start(tmp_path / "foreign", settings={"sinks": False, "anchor_share": 0.016}) as engine:
+        engine.complete([prompt])
+    foreign = {file.name: file for file in (tmp_path / "foreign").rglob("*-?")}
+    folder = tmp_path / "store"
+    with start(folder) as engine:
+        engine.complete([prompt])
+        local = engine.complete([prompt])[0]
+        files = sorted(file for file in folder.rglob("*-?") if file.is_file())
+        for file in files:
+            shutil.copy(foreign[file.name], file.with_suffix(".foreign"))
+        groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
+        for group, spec in enumerate(groups):
+            of_class = [file for file in files if file.name.endswith(f"-{group}")]
+            assert len(of_class) > 3, spec
+            for (name, damage), file, other in zip(
+                DAMAGES.items(), cycle(of_class), cycle(of_class[1:] + of_class[:1]), strict=False
+            ):
+                assert file.stat().st_size == file.with_suffix(".foreign").stat().st_size
+                whole = file.read_bytes()
+                damage(file, other)
+                assert not file.exists() or file.read_bytes() != whole, name
+                assert engine.llm.reset_prefix_cache()
+                (answer,) = engine.complete([prompt])
+                assert answer.num_cached_tokens < HIT, (name, group)
+                assert_same(answer, local)
+                engine.assert_all_blocks_free()
+                assert_same(_is_hit(engine, prompt), local)
+        assert any(isinstance(spec.kv_cache_spec, RecencySpec) for spec in groups)
+        # A folder whose files cannot be read, written or removed.
+        files[0].unlink()
+        files[0].mkdir()
+        assert engine.llm.reset_prefix_cache()
+        assert_same(engine.complete([prompt])[0], local)
+        shutil.rmtree(folder)
+        folder.touch()
+        assert engine.llm.reset_prefix_cache()
+        assert_same(engine.complete([prompt])[0], local)
+
+
+def _config(model: Path = EMBEDDED, settings: Any = None, role: str = "kv_both", **options: Any) -> Any:
+    given = {"kv_cache_dtype": PRESET, "dtype": "float32", "max_model_len": 512, **options}
+    given = {"kv_transfer_config": transfer(Path("/there"), role), **given}
+    return EngineArgs(str(model), additional_config={"antkv": settings or {}}, **given).create_engine_config()
+
+
+def _identity(*arguments: Any, **options: Any) -> str:
+    config = _config(*arguments, **options).kv_transfer_config
+    assert config.kv_load_failure_policy == "recompute"
+    return str(config.kv_connector_extra_config["identity"])
+
+
+def test_what_a_server_does_is_said_by_its_options() -> None:
+    with pytest.raises(SettingsError, match="pages of an antkv cache"):
+        AntKVStore(_config(kv_cache_dtype="auto"), KVConnectorRole.SCHEDULER, None)
+    with pytest.raises(SettingsError, match="absolute path"):
+        _config(kv_transfer_config=transfer(Path("here")))
+    only_saves = AntKVStore(_config(role="kv_producer"), KVConnectorRole.SCHEDULER, None)
+    assert only_saves.get_num_new_matched_tokens(None, 0) == (0, False)
+
+
+def test_servers_whose_pages_differ_share_none(codebooks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is of no concern to a page: where the model is, and what the dashboard shows."""
+    same, other = (Path(shutil.copytree(EMBEDDED, tmp_path / name)) for name in ("same", "other"))
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 3] ^= 1
+    weights.write_bytes(content)
+    mine = _identity()
+    assert mine == _identity(same, settings={"dashboard_text": True})
+    others = [
+        _identity(other),
+        _identity(settings={"codebooks": codebooks}),
+        _identity(kv_cache_dtype="antkv-0.75bit"),
+        _identity(settings={"recency": "sliding:40"}),
+        _identity(settings={"kernels": "reference"}),
+        _identity(dtype="bfloat16"),
+        _identity(max_model_len=640),
+        _identity(kv_cache_dtype_skip_layers=["1"]),
+        _identity(hf_overrides={"rope_theta": 20000.0}),
+        _identity(prefix_caching_hash_algo="sha256_cbor"),
+    ]
+    monkeypatch.setattr(identity, "__version__", "0.2.1")
+    others.append(_identity())
+    assert len({mine, *others}) == 1 + len(others)
+    weights.unlink()
+    with pytest.raises(SettingsError, match="has none"):
+        _identity(other, settings={"codebooks": codebooks})
+
+
+@settings(max_examples=20)
+@given(st.binary(min_size=1, max_size=99), st.integers(0, 1), st.data())
+def test_a_file_is_read_as_it_was_written_or_not_at_all(
+    tmp_path_factory: pytest.TempPathFactory, pages: bytes, rank: int, data: st.DataObject
+) -> None:
+    root = tmp_path_factory.mktemp("files")
+    files = PageFiles(root, "identity", rank, 2)
+    files.write("name", "layout", pages)
+    assert files.read("name", "layout") == pages
+    path = next(path for path in root.rglob("*") if path.is_file())
+    whole = path.read_bytes()
+    others = [PageFiles(root, *key) for key in (("another", rank, 2), ("identity", 1 - rank, 2), ("identity", rank, 3))]
+    for there, name, layout in [*((other, "name", "layout") for other in others), (files, "eman", "layout")]:
+        assert there.read(name, layout) is None
+        there.write(name, layout, b"")
+        moved = next(path for path in root.rglob("*") if path.is_file() and path.read_bytes() != whole)
+        moved.write_bytes(whole)
+        assert there.read(name, layout) is None
+        assert not moved.exists()
+    assert files.read("name", "layout") == pages
+    damaged = bytearray(whole)
+    damaged[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(data.draw(st.sampled_from([bytes(damaged), whole[: -1 - len(pages) // 2], whole + b"0"])))
+    assert files.read("name", "layout") is None
+
+
+def test_hits_beside_preemption_and_aborts(start: Start, prompts: list[list[int]], tmp_path: Path) -> None:
+    some = [prompts[-1][:300], prompts[4], prompts[6]]
+    options = {"max_model_len": 512, "num_gpu_blocks_override": 110}
+    with start(tmp_path, **options) as engine:
+        alone = engine.complete(some, max_tokens=100, together=False)
+        assert _count(engine, "num_preemptions") == 0
+        assert engine.llm.reset_prefix_cache()
+        assert_all_same(engine.complete(2 * some, max_tokens=100), 2 * alone)
+        assert _count(engine, "num_preemptions") > 0
+        hits = _count(engine, "external_prefix_cache_hits")
+        assert hits > 0
+        engine.assert_all_blocks_free()
+        for num_steps in range(1, 4):
+            assert engine.llm.reset_prefix_cache()
+            running = engine.llm.llm_engine
+            for number, prompt in enumerate(some):
+                params = SamplingParams(temperature=0, max_tokens=9)
+                running.add_request(f"{num_steps}-{number}", TokensPrompt(prompt_token_ids=prompt), params)
+            for _ in range(num_steps):
+                running.step()
+            running.abort_request([f"{num_steps}-{number}" for number in range(0, len(some), 2)])
+            while running.has_unfinished_requests():
+                running.step()
+            engine.assert_all_blocks_free()
+        assert _count(engine, "external_prefix_cache_hits") > hits
+
+
+def test_other_weights_and_adapters_are_not_kept(start: Start, prompts: list[list[int]], tmp_path: Path) -> None:
+    """The names of adapters, which vLLM's hashes have, say nothing of what they do."""
+    folder, model = tmp_path / "store", tmp_path / "model"
+    adapter = LoRARequest("one", 1, str(make_adapter(EMBEDDED, tmp_path / "adapter")))
+    with start(folder, enable_lora=True, max_loras=2, max_lora_rank=8) as engine:
+        engine.complete(prompts[-1:], loras=[adapter])
+        assert not list(folder.rglob("*"))
+    shutil.copytree(EMBEDDED, model)
+    with start(folder) as engine:
+        engine.complete(prompts[-1:])
+        before = sorted(folder.rglob("*"))
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+        assert engine.llm.reset_prefix_cache()
+        assert [answer.num_cached_tokens for answer in engine.complete(prompts[-2:], together=False)] == [0, 0]
+        assert sorted(folder.rglob("*")) == before
+        engine.assert_all_blocks_free()
+
+
+@pytest.mark.parametrize("exact", [[], ["0"], ["1"]], ids=["coded", "a window exact", "no window exact"])
+def test_pages_of_other_layers(start: Start, prompts: list[list[int]], tmp_path: Path, exact: list[str]) -> None:
+    """Layers with windows, and those that `--kv-cache-dtype-skip-layers` names."""
+    model = make_model(tmp_path / "model", "gemma2", {**GEMMA, "max_position_embeddings": 1024})
+    make_codebook(tmp_path / "codebooks", model, PRESET)
+    options = {"settings": {"codebooks": str(tmp_path / "codebooks")}, "kv_cache_dtype_skip_layers": exact}
+    with start(tmp_path / "store", model, **options) as engine:
+        engine.complete(prompts[-1:])
+        local = engine.complete(prompts[-1:])
+        for pages in engine.kv_tensors():
+            pages.view(torch.uint8).fill_(0xFF if pages.dtype == torch.uint8 else 0)
+        assert engine.llm.reset_prefix_cache()
+        assert engine.complete(prompts[-1:]) == local
+        assert local[0].num_cached_tokens == HIT
+
+
+def test_all_ranks_compute_again_what_one_cannot_load(
+    start: Start,
+    kept: tuple[Path, list[Completion]],
+    prompts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # There as here (`made_quickly`).
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    with start(Path(shutil.copytree(kept[0], tmp_path / "store")), tensor_parallel_size=2) as engine:
+        # Pages of one rank are of no use to two.
+        assert engine.complete(prompts[-1:])[0].num_cached_tokens == 0
+        assert_same(_is_hit(engine, prompts[-1]), kept[1][-1])
+        for file in tmp_path.rglob("1-of-2/*/*"):
+            _flip_a_bit(file, file)
+        assert engine.llm.reset_prefix_cache()
+        (answer,) = engine.complete(prompts[-1:])
+        assert answer.num_cached_tokens == 0
+        assert_same(answer, kept[1][-1])
+        assert_same(_is_hit(engine, prompts[-1]), kept[1][-1])

@@ -1,0 +1,80 @@
+"""Pages in files, one for a block of a group of layers. A file with whatever fault is as good as none."""
+
+import hashlib
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger("vllm.antkv")
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True)
+class PageFiles:
+    """The files of one tensor-parallel rank of servers whose pages are interchangeable.
+
+    root: the folder that the user named.
+    identity: of these servers, see `page_store.identity`.
+    rank, num_ranks: which KV heads the pages have.
+    """
+
+    root: Path
+    identity: str
+    rank: int
+    num_ranks: int
+
+    def has(self, name: str) -> bool:
+        """Whether a block is there; it may still turn out to be damaged."""
+        return os.path.exists(self._path(name))
+
+    def write(self, name: str, layout: str, pages: bytes) -> None:
+        """Store a block; readers see all of it or nothing.
+
+        Args:
+            name: the block's hash and group.
+            layout: what the bytes mean.
+            pages: of all layers of the group.
+        """
+        path = self._path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+                try:
+                    file.write(self._digest(name, layout, pages))
+                    file.write(pages)
+                    file.close()
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
+        except OSError as error:
+            logger.warning("A page cannot be kept in %s (%s).", self.root, error.strerror or error)
+
+    def read(self, name: str, layout: str) -> bytes | None:
+        """The bytes of a block as they were written, or None. A file that is not as it was is removed."""
+        path = self._path(name)
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        pages = content[_DIGEST_BYTES:]
+        if content[:_DIGEST_BYTES] == self._digest(name, layout, pages):
+            return pages
+        logger.warning("%s is damaged, or of another server: its tokens are computed again.", path)
+        with suppress(OSError):
+            path.unlink()
+        return None
+
+    def _path(self, name: str) -> Path:
+        return self.root / self.identity / f"{self.rank}-of-{self.num_ranks}" / name[:2] / name
+
+    def _digest(self, name: str, layout: str, pages: bytes) -> bytes:
+        """Of the content, and of what it must be the content of: a file that was moved is damaged, too."""
+        head = "\n".join((self.identity, f"{self.rank}-of-{self.num_ranks}", name, layout))
+        digest = hashlib.sha256(hashlib.sha256(head.encode()).digest())
+        digest.update(pages)
+        return digest.digest()

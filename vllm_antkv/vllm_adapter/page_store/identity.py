@@ -1,0 +1,93 @@
+"""Which servers may read each other's pages: those in which all that decides a page's bytes is the same.
+
+The tokens, `cache_salt` and those of before are in vLLM's hash of a block. Here is the rest.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_antkv import __version__
+from vllm_antkv.codebook.revision import revision_of
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import SettingsError
+from vllm_antkv.vllm_adapter.page_store import CONNECTOR
+
+FOLDER_KEY = "folder"
+#: Where `prepare` leaves the identity, for the scheduler and the workers.
+IDENTITY_KEY = "identity"
+
+_FILES = ("*.safetensors", "*.bin", "*.pt", "*.py")
+#: Settings that say where codebooks are found, and what is shown.
+_OTHER_SETTINGS = {"codebooks", "calibrate", "calibration_text", "dashboard_text"}
+
+
+def is_used(vllm_config: VllmConfig) -> bool:
+    """Whether this server keeps pages in a folder."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == CONNECTOR
+
+
+def prepare(vllm_config: VllmConfig, settings: AntKVConfig, **codes: Any) -> None:
+    """Complete the connector's configuration.
+
+    Args:
+        vllm_config: of a server that uses the store.
+        settings: the user's, completed.
+        codes: what else decides them: the codebook's identity, the layers without codes.
+
+    Raises:
+        SettingsError, CodebookError: no folder, or no files of weights.
+    """
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    extra = transfer.kv_connector_extra_config
+    folder = extra.get(FOLDER_KEY)
+    if not isinstance(folder, str) or not Path(folder).is_absolute():
+        raise SettingsError(
+            f'{CONNECTOR} needs the folder for its pages, as an absolute path: "kv_connector_extra_config": '
+            f'{{"{FOLDER_KEY}": "/var/cache/antkv"}} in --kv-transfer-config.'
+        )
+    extra[IDENTITY_KEY] = _identity(vllm_config, settings, codes)
+    # A page that turns out to be damaged is one that is not there. vLLM's default ends the request.
+    transfer.kv_load_failure_policy = "recompute"
+
+
+def _identity(vllm_config: VllmConfig, settings: AntKVConfig, codes: dict[str, Any]) -> str:
+    model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
+    what = {
+        "versions": (__version__, vllm.__version__),
+        "device": current_platform.device_type,
+        "weights": _weights(model_config.model, model_config.revision),
+        # Wherever the model is.
+        "config": {**model_config.hf_config.to_dict(), "_name_or_path": None},
+        "dtype": model_config.dtype,
+        "quantization": model_config.quantization,
+        # Some kinds of RoPE depend on it.
+        "max_model_len": model_config.max_model_len,
+        "cache_dtype": cache_config.cache_dtype,
+        "hashes": cache_config.prefix_caching_hash_algo,
+        "settings": settings.model_dump(exclude=_OTHER_SETTINGS),
+        **codes,
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _weights(model: str, revision: str | None) -> str:
+    """A commit of the Hugging Face hub, or the hash of a folder's files, whole: training may change a few rows."""
+    folder = Path(model)
+    if not folder.is_dir() or folder.parent.name == "snapshots":
+        return revision_of(model, revision)
+    files = sorted(path for pattern in _FILES for path in folder.glob(pattern))
+    if not files:
+        raise SettingsError(f"{CONNECTOR} tells weights by their files, and {folder} has none.")
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
