@@ -111,8 +111,16 @@ MODELS = {
 #: Options of the server, words of the sentence.
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "drafts": ({"speculative_config": DRAFT}, "speculative decoding by ngram_gpu"),
+    "a cache of what drafts": (
+        {"speculative_config": {"model": str(EMBEDDED), "num_speculative_tokens": 1, "kv_cache_dtype": "fp8"}},
+        "a kv_cache_dtype of what drafts",
+    ),
     "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors other than AntKVStore"),
     "KV offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size, which knows nothing of recency pages"),
+    "pages in a folder, of drafts": (
+        {"kv_transfer_config": STORE, "speculative_config": {"model": str(EMBEDDED), "num_speculative_tokens": 1}},
+        "AntKVStore with a model that drafts",
+    ),
     "pages in a folder, without hashes": (
         {"kv_transfer_config": STORE, "enable_prefix_caching": False},
         "AntKVStore without prefix caching",

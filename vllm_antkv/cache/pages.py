@@ -147,7 +147,8 @@ def page_layouts(
     sizes = (head_size, dtype.itemsize, config.anchor_rows)
     counts = {"num_pages": plan.num_pages, "score_slots": plan.score_slots}
     layers = [PageLayout(preset, *sizes, 1, 0, **counts) for preset in presets]
-    content = sum(layer.vq_page_bytes for layer in layers) + plan.num_exact * layers[0].exact_page_bytes
+    beside = plan.num_exact * layers[0].exact_page_bytes + plan.draft_bytes
+    content = sum(layer.vq_page_bytes for layer in layers) + beside
     # Of all layers' pages of the same tokens, as what follows.
     of_states = -(-plan.state_bytes // plan.num_pages)
     limit = max(int(content * (1 + _MAX_GROWTH)), of_states)
@@ -163,7 +164,7 @@ def page_layouts(
     missing = max(needed(block_size), of_states) - content
     padding = _align(-(-missing // len(layers))) if 0 < missing <= limit - content else 0
     layers = [replace(layer, recency_block_size=block_size, padding=padding) for layer in layers]
-    return _patterned(layers) if all_slide else _unbalanced(layers, plan.num_exact)
+    return _patterned(layers) if all_slide and not beside else _unbalanced(layers, plan.num_exact)
 
 
 def pool_block_bytes(layers: Sequence[PageLayout], num_exact: int = 0, position_bytes: int = 0) -> int:

@@ -14,12 +14,14 @@ class BlockPlan:
     num_pages: VQ pages of each layer.
     state_bytes: of a layer that keeps a state, per KV head of the layers that attend; 0: there are none.
     num_exact: unquantised layers, whose pages lie beside the VQ pages.
+    draft_bytes: per KV head of the model, of the pages of a model that drafts, for the tokens of a VQ page.
     score_slots: of a recency page, one more than there are drafts in a step.
     """
 
     num_pages: int = 1
     state_bytes: int = 0
     num_exact: int = 0
+    draft_bytes: int = 0
     score_slots: int = 1
 
     @property

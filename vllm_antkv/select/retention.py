@@ -21,6 +21,7 @@ class PageRetention:
     last_use: (num_pages,) int64, the last position whose step reads the page.
     vq_block_size: tokens of a block of VQ pages, at whose edges hits end.
     unsettled: tokens at the end of a step that may be rejected, or are not computed yet.
+    dropped: tokens that are taken off a hit.
     """
 
     block_size: int
@@ -28,6 +29,7 @@ class PageRetention:
     last_use: np.ndarray
     vq_block_size: int = VQ_BLOCK_SIZE
     unsettled: int = 0
+    dropped: int = 0
 
     def needed_after(self, pages: np.ndarray, num_tokens: int) -> np.ndarray:
         """Mask of the pages that a later step reads once `num_tokens` tokens are computed."""
@@ -54,7 +56,8 @@ class PageRetention:
         """
         pages = self._pages(first_page, num_tokens)
         # A repeated prompt that fills its last block resumes one block earlier.
-        return self.reachable(pages, [num_tokens, num_tokens - 1], num_tokens)
+        longest = num_tokens - self.dropped
+        return self.reachable(pages, [longest, longest - 1], num_tokens)
 
     def reachable(self, pages: np.ndarray, boundaries: list[int], num_tokens: int) -> np.ndarray:
         """Mask of the pages that serve a hit at one of the boundaries, or at a multiple of the interval.

@@ -24,7 +24,7 @@ from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.recency import last_query_table
 from vllm_antkv.vllm_adapter.attention.blocks import block_plan
 from vllm_antkv.vllm_adapter.attention.code_order import in_code_order
-from vllm_antkv.vllm_adapter.attention.exact_layers import has_window, leave_exact
+from vllm_antkv.vllm_adapter.attention.exact_layers import leave_exact, outgrown_window
 from vllm_antkv.vllm_adapter.attention.flash_attention import flash_attention
 from vllm_antkv.vllm_adapter.attention.impl import AntKVImpl, Attachment
 from vllm_antkv.vllm_adapter.attention.key_scales import LayerScales
@@ -114,7 +114,13 @@ def attach(
 
 def _leave_exact(found: ModelLayers, vllm_config: VllmConfig) -> None:
     for index in found.exact:
-        leave_exact(found.every[index], vllm_config.model_config.max_model_len)
+        layer = found.every[index]
+        leave_exact(layer, outgrown_window(layer, vllm_config.model_config.max_model_len))
+    ours = {layer.layer_name for layer in found.every.values()}
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if isinstance(layer, Attention) and name not in ours:
+            # Of a model that drafts. vLLM wants one block table for all its layers, whatever their windows.
+            leave_exact(layer)
     # vLLM would now make blocks larger, until a page of ours is as large as one of theirs. They lie side by side.
     vllm_config.cache_config.kv_cache_dtype_skip_layers = []
 
@@ -165,7 +171,7 @@ def _layouts(shared: _Shared) -> list[PageLayout]:
     """Of the layers with codes."""
     header, model_config, found = shared.codebook.header, shared.vllm_config.model_config, shared.found
     exact = [found.every[index] for index in found.exact if index not in found.sources]
-    num_beside = sum(not has_window(layer, model_config.max_model_len) for layer in exact)
+    num_beside = sum(outgrown_window(layer, model_config.max_model_len) is None for layer in exact)
     all_slide = not num_beside and all(shared.rules[index].window is not None for index in found.coded)
     presets = [header.layer_presets[index] for index in found.coded]
     plan = replace(block_plan(shared.vllm_config), num_exact=num_beside)

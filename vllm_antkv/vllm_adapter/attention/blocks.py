@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_antkv.cache.blocks import States, plan_blocks
 from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.cache.pool_blocks import BlockPlan
-from vllm_antkv.config import AntKVConfig
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.layer_windows import num_state_layers, states_per_request
 
 _KEY = "antkv_blocks"
@@ -20,7 +20,18 @@ _KEY = "antkv_blocks"
 def block_plan(vllm_config: VllmConfig) -> BlockPlan:
     """The one that was made."""
     plan = BlockPlan(**vllm_config.additional_config.get(_KEY, {}))
-    return replace(plan, score_slots=1 + vllm_config.num_speculative_tokens)
+    return replace(plan, score_slots=1 + vllm_config.num_speculative_tokens, draft_bytes=_draft_bytes(vllm_config))
+
+
+def _draft_bytes(vllm_config: VllmConfig) -> int:
+    """See `BlockPlan`."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return 0
+    draft, parallel_config = speculative.draft_model_config, speculative.draft_parallel_config
+    num_rows = 2 * draft.get_num_layers(parallel_config) * draft.get_num_kv_heads(parallel_config) * VQ_BLOCK_SIZE
+    num_bytes: int = num_rows * draft.get_head_size() * vllm_config.model_config.dtype.itemsize
+    return num_bytes // vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
 
 
 def make_plan(

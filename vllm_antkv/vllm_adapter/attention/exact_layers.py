@@ -1,4 +1,5 @@
-"""Layers that `--kv-cache-dtype-skip-layers` names: they stay exact, in vLLM's own attention and pages of vLLM's.
+"""Layers that stay exact, in vLLM's own attention and pages of vLLM's: those that `--kv-cache-dtype-skip-layers` names,
+and those of a model that drafts.
 
 vLLM itself gives such a layer the backend that it has with `auto`. What is decided here is how its pages go together
 with ours, and that nothing is skipped that cannot be.
@@ -46,16 +47,16 @@ def read_skipped(
     return skipped, settings
 
 
-def leave_exact(layer: Attention, max_model_len: int) -> None:
-    """Let the pages of a layer lie beside ours, in blocks that our layers have too."""
+def leave_exact(layer: Attention, window: int | None = None) -> None:
+    """Let the pages of a layer lie beside ours, in blocks that our layers have too; window: below which none stay."""
     if current_platform.is_cpu():
         from vllm_antkv.vllm_adapter.attention.packed_cpu import PackedCPUBackend
 
         layer.attn_backend = PackedCPUBackend
-    window = layer.sliding_window if has_window(layer, max_model_len) else None
     set_spec(layer, exact_spec(layer.num_kv_heads, layer.head_size, layer.kv_cache_torch_dtype, window))
 
 
-def has_window(layer: Attention, max_model_len: int) -> bool:
-    """Whether a request can outgrow the layer's window."""
-    return layer.sliding_window is not None and layer.sliding_window < max_model_len
+def outgrown_window(layer: Attention, max_model_len: int) -> int | None:
+    """The layer's window, if a request can outgrow it."""
+    window: int | None = layer.sliding_window
+    return window if window is not None and window < max_model_len else None

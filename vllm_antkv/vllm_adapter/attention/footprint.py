@@ -71,7 +71,7 @@ def position_bytes(vllm_config: VllmConfig) -> int:
 def describe(
     vllm_config: VllmConfig, settings: AntKVConfig, presets: Sequence[Preset], exact: Sequence[int]
 ) -> list[str]:
-    """Lines for the log: nominal and effective bits, with their parts, and what states add to a request.
+    """Lines for the log: nominal and effective bits, with their parts, and what drafts and states add to a request.
 
     Arguments as in `served_footprint`.
     """
@@ -84,6 +84,9 @@ def describe(
         f"and prefix rows {cost.bits(cost.recency):.3f}{of_exact} + padding {cost.bits(cost.padding):.3f} "
         f"({8 * model_config.dtype.itemsize} bits with auto)"
     ]
+    if of_draft := block_plan(vllm_config).draft_bytes:
+        of_codes = sum(layout.vq_page_bytes for layout in layouts)
+        lines.append(f"What drafts is not coded: its cache takes {of_draft / of_codes:.1f} times what the codes take.")
     states = states_of(vllm_config)
     if states is not None:
         of_states = states.request_bytes(pool_block_bytes(layouts))

@@ -69,7 +69,8 @@ def probe(
         trail.followed(),
     ):
         hidden = model(input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None)
-        adds_residual = trail.adds_residual(hidden)
+        # An EAGLE-3 head gets what some layers hand on, too.
+        adds_residual = trail.adds_residual(hidden[0] if isinstance(hidden, tuple) else hidden)
     return Probed(_rotaries(model, layers, keys, positions.movedim(-1, 0), vllm_config), adds_residual)
 
 

@@ -27,7 +27,7 @@ _BY_LENGTH = {"dynamic", "longrope"}
 _WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 
 #: What drafts may come from.
-_DRAFTS = ("ngram",)
+_DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")
 
 _OF_A_MODEL = "serve this model with --kv-cache-dtype auto"
 _OF_AN_OPTION = "leave it out, or use --kv-cache-dtype auto"
@@ -115,6 +115,9 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         "on GPUs, where it has not been tested": not current_platform.is_cpu(),
         "without prefix caching, whose hashes it needs": not cache_config.enable_prefix_caching,
         "in models with states, which it does not store": vllm_config.model_config.is_hybrid,
+        "with a model that drafts, whose weights it does not know": (
+            speculative is not None and speculative.uses_draft_kv_cache()
+        ),
         # Weights of other sources cannot be told from each other.
         "with this --load-format": vllm_config.load_config.load_format not in ("auto", "safetensors"),
     }
@@ -127,6 +130,7 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         "speculative decoding on GPUs": method is not None and not current_platform.is_cpu(),
         f"speculative decoding by {method}": method is not None and method not in _DRAFTS,
         "speculative decoding in models with states": method is not None and vllm_config.model_config.is_hybrid,
+        "a kv_cache_dtype of what drafts": speculative is not None and speculative.kv_cache_dtype not in (None, "auto"),
         # vLLM offloads through a connector: the option that was given is to be named.
         "--kv-offloading-size, which knows nothing of recency pages": cache_config.kv_offloading_size is not None,
         f"KV connectors other than {CONNECTOR}, which know nothing of recency pages": (

@@ -66,6 +66,9 @@ def complete(vllm_config: VllmConfig) -> None:
     settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
     refuse_unsupported(vllm_config)
     cache_config = vllm_config.cache_config
+    if vllm_config.speculative_config is not None:
+        # Otherwise a model that drafts would take ours, and have no codebook.
+        vllm_config.speculative_config.kv_cache_dtype = "auto"
     if cache_config.user_specified_block_size and cache_config.block_size != VQ_BLOCK_SIZE:
         raise SettingsError(
             f"--block-size {cache_config.block_size} cannot be used with {cache_config.cache_dtype}, whose blocks have "

@@ -147,7 +147,9 @@ class RecencyManager(SingleTypeKVCacheManager):
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """The longest aligned prefix whose still-needed pages are all cached."""
         assert isinstance(kv_cache_spec, RecencySpec)
-        assert not drop_eagle_block, "EAGLE is refused at start-up."
+        if drop_eagle_block:
+            # VLLM added one, to be dropped where the cache of an EAGLE head ends.
+            max_length -= kv_cache_spec.block_size
         assert dcp_world_size == 1
         assert pcp_world_size == 1
         hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size)

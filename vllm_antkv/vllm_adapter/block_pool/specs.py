@@ -31,6 +31,7 @@ class RecencySpec(SlidingWindowSpec):
     max_steps: engine steps in flight at once, 2 with async scheduling.
     vq_block_size: tokens of a block of VQ pages.
     unsettled: tokens at the end of a step that may be rejected, or are not computed yet (speculative decoding).
+    dropped: tokens that vLLM takes off a prefix-cache hit (EAGLE).
     """
 
     settings: AntKVConfig
@@ -40,6 +41,7 @@ class RecencySpec(SlidingWindowSpec):
     window: int | None = None
     vq_block_size: int = VQ_BLOCK_SIZE
     unsettled: int = 0
+    dropped: int = 0
 
     sliding_window: int = field(init=False)
 
@@ -59,7 +61,7 @@ class RecencySpec(SlidingWindowSpec):
     def retention(self) -> PageRetention:
         """When pages live and die."""
         sizes = (self.max_len, self.block_size, self.interval, self.window, self.vq_block_size)
-        return replace(page_retention(self.settings, *sizes), unsettled=self.unsettled)
+        return replace(page_retention(self.settings, *sizes), unsettled=self.unsettled, dropped=self.dropped)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """The most pages a request holds at once; vLLM admits requests and sizes the pool by it."""
@@ -125,6 +127,8 @@ def recency_spec(
 ) -> RecencySpec:
     """The spec of recency pages of a layer; window: as in `RecencySpec`."""
     interval = vllm_config.cache_config.prefix_cache_retention_interval
+    speculative = vllm_config.speculative_config
+    vq_block_size = layout.num_pages * VQ_BLOCK_SIZE
     max_steps = max(vllm_config.max_in_flight_tokens // vllm_config.scheduler_config.max_num_batched_tokens, 1)
     return RecencySpec(
         block_size=layout.recency_block_size,
@@ -137,9 +141,10 @@ def recency_spec(
         settings=settings,
         max_len=vllm_config.model_config.max_model_len,
         # None is vLLM's dense retention: every boundary at which a hit can end.
-        interval=layout.num_pages * VQ_BLOCK_SIZE if interval is None else interval,
+        interval=vq_block_size if interval is None else interval,
         window=window,
-        vq_block_size=layout.num_pages * VQ_BLOCK_SIZE,
+        vq_block_size=vq_block_size,
         max_steps=max_steps,
         unsettled=max_steps * vllm_config.num_speculative_tokens + vllm_config.num_lookahead_tokens,
+        dropped=vq_block_size if speculative is not None and speculative.use_eagle_block_drop() else 0,
     )

@@ -69,7 +69,7 @@ SPEC = Members(
             "max_memory_usage_bytes",
             # Equal specs share a group.
             "merge",
-            # Context parallelism and draft models are refused.
+            # Context parallelism is refused. What drafts has no recency pages.
             "dcp_sharded",
             "is_draft",
             "max_tp_shards",
