@@ -57,10 +57,9 @@ def vllm_environment() -> dict[str, str]:
 
 
 def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `vllm serve` with arguments that make it end by itself; its output is in `stdout`."""
-    command = [str(_VLLM), "serve", *arguments]
+    """Run `vllm` with arguments that make it end by itself; its output is in `stdout`."""
     return subprocess.run(
-        command,
+        [str(_VLLM), *arguments],
         env=vllm_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

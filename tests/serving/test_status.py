@@ -205,7 +205,7 @@ def test_help_lists_the_presets() -> None:
 
 def test_what_cannot_be_served_ends_the_server_with_a_sentence(tmp_path: Path) -> None:
     additional = f'{{"antkv": {{"codebooks": "{tmp_path}"}}}}'
-    ended = run_vllm(str(EMBEDDED), "--kv-cache-dtype", PRESET, "--additional-config", additional)
+    ended = run_vllm("serve", str(EMBEDDED), "--kv-cache-dtype", PRESET, "--additional-config", additional)
     assert ended.returncode != 0
     last_line = ended.stdout.strip().splitlines()[-1]
     assert f"make one with `antkv calibrate {EMBEDDED} --preset {PRESET}" in last_line
