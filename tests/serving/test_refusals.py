@@ -119,7 +119,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "KV offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size, which knows nothing of recency pages"),
     "pages in a folder, of drafts": (
         {"kv_transfer_config": STORE, "speculative_config": {"model": str(EMBEDDED), "num_speculative_tokens": 1}},
-        "AntKVStore with a model that drafts",
+        "AntKVStore with speculative decoding",
     ),
     "pages in a folder, without hashes": (
         {"kv_transfer_config": STORE, "enable_prefix_caching": False},

@@ -115,9 +115,7 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         "on GPUs, where it has not been tested": not current_platform.is_cpu(),
         "without prefix caching, whose hashes it needs": not cache_config.enable_prefix_caching,
         "in models with states, which it does not store": vllm_config.model_config.is_hybrid,
-        "with a model that drafts, whose weights it does not know": (
-            speculative is not None and speculative.uses_draft_kv_cache()
-        ),
+        "with speculative decoding, with which it has not been tested": speculative is not None,
         # Weights of other sources cannot be told from each other.
         "with this --load-format": vllm_config.load_config.load_format not in ("auto", "safetensors"),
     }
