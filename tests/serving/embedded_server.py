@@ -28,6 +28,7 @@ _OPTIONS = {
     "--served-model-name": MODEL_NAME,
     "--shutdown-timeout": str(PATIENCE),
     "--scheduling-policy": "priority",
+    "--tool-call-parser": "pythonic",
     # White space without end is JSON too.
     "--structured-outputs-config": '{"backend": "xgrammar", "disable_any_whitespace": true}',
 }
