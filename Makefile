@@ -58,7 +58,7 @@ test: $(VENV)
 
 # Tests run make themselves.
 test-all: $(VENV)
-	env -u MAKEFLAGS -u MAKELEVEL $(PYTEST) $(ARGS)
+	env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PYTEST) $(ARGS)
 
 test-quick: $(VENV)
 	$(PYTEST) -m 'not long' tests/unit tests/kernels $(ARGS)

@@ -28,9 +28,6 @@ _OPTIONS = {
     "--served-model-name": MODEL_NAME,
     "--shutdown-timeout": str(PATIENCE),
     "--scheduling-policy": "priority",
-    "--tool-call-parser": "pythonic",
-    # White space without end is JSON too.
-    "--structured-outputs-config": '{"backend": "xgrammar", "disable_any_whitespace": true}',
 }
 #: The servers: `--kv-cache-dtype`, settings. Of the exact one, every row of the past is an anchor of full precision.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -5,7 +5,6 @@ A question returns what two servers must agree on, or one server with itself: to
 
 import base64
 import io
-import json
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -51,14 +50,6 @@ def structured_outputs(client: OpenAI) -> Any:
         chat(client, response_format=schema).content,
         *(chat(client, extra_body={"structured_outputs": kind}).content for kind in ({"regex": "[a-f]{8}"},)),
     ]
-
-
-def tool_calls(client: OpenAI) -> Any:
-    tool: Any = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA, "strict": True}}
-    choice: Any = {"type": "function", "function": {"name": "paint"}}
-    (call,) = chat(client, tools=[tool], tool_choice=choice).tool_calls
-    assert json.loads(call.function.arguments).keys() == SCHEMA["properties"].keys()
-    return call.function.name, call.function.arguments
 
 
 def beam_search(client: OpenAI) -> Any:
@@ -142,7 +133,6 @@ QUESTIONS: dict[str, Callable[[OpenAI], Any]] = {
     question.__name__: question
     for question in (
         structured_outputs,
-        tool_calls,
         beam_search,
         several_answers,
         prompt_logprobs,
