@@ -44,11 +44,12 @@ def learn_centroids(points: torch.Tensor, weights: torch.Tensor, num_centroids: 
     centre = points.mean(1, keepdim=True)
     rows = torch.cat((points - centre, torch.ones_like(points[..., :1])), -1)
     centroids = _start(rows[..., :-1], weights, num_centroids, generator)
+    variant = cpu.best() if rows.device.type == "cpu" else None
     least = min(rows.shape[1], SEEDING_POINTS * num_centroids)
     for share, iterations in _FEW_CENTROIDS if num_centroids <= 256 else _MANY_CENTROIDS:
         num_points = max(least, math.ceil(share * rows.shape[1]))
         for _ in range(iterations):
-            centroids = improved(rows[:, :num_points], weights[:, :num_points], centroids)
+            centroids = improved(rows[:, :num_points], weights[:, :num_points], centroids, variant)
     return centroids + centre
 
 
@@ -74,16 +75,18 @@ def _start(points: torch.Tensor, weights: torch.Tensor, num_centroids: int, gene
     return torch.cat(centroids, dim=1)
 
 
-def improved(rows: torch.Tensor, weights: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+def improved(
+    rows: torch.Tensor, weights: torch.Tensor, centroids: torch.Tensor, variant: cpu.Variant | None = None
+) -> torch.Tensor:
     """The weighted mean of each cluster; an empty one is reseeded with a point that adds most to the objective.
 
     Args:
         rows: (num_problems, num_points, size + 1) float32, points followed by a 1.
         weights: (num_problems, num_points) float32.
         centroids: (num_problems, num_centroids, size) float32.
+        variant: of the C++ kernels; None: PyTorch.
     """
     size = centroids.shape[2]
-    variant = cpu.best() if rows.device.type == "cpu" else None
     if variant is None:
         sums, distances = cluster_sums(rows, weights, centroids)
     else:

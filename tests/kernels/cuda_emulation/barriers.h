@@ -46,7 +46,7 @@ inline void start_copy(void* to, const void* from, unsigned bytes, Phases& phase
     if (!phases.published) fail("the barrier of a bulk copy was not published");
     if (((size_t)to | (size_t)from | bytes) % 16) fail("a bulk copy of %lld bytes is not aligned", bytes);
     if (bytes == 0) fail("a bulk copy is empty");
-    const races::Agent agent = races::start(*thread, to, bytes, from);
+    const races::Agent agent = races::start(*thread, to, bytes);
     std::memset(to, 0xff, bytes);
     block->copies.push_back({(u8*)to, (const u8*)from, bytes, &phases, agent});
 }

@@ -117,8 +117,6 @@ void mark_read(const void* address, size_t bytes, const Clock& known, u32 who, u
         const Write& write = shadow.writes[cell];
         if (write.time && write.who != who && known[write.who] < write.time)
             report("read after write", write.site, site);
-        if (write.time && write.ordinary && who >= num_threads && !is_fenced(write, known))
-            report("bulk copy after write without a fence", write.site, site);
         Reads& reads = shadow.reads[warp * shadow.cells + cell];
         if (reads.time != known[who]) reads = {known[who], 0, site};
         reads.lanes |= lane;
@@ -164,12 +162,11 @@ void turn(Clock& coming, Clock& together) {
     together = coming;
 }
 
-Agent start(Thread& thread, const void* to, size_t bytes, const void* from, const void* site) {
+Agent start(Thread& thread, const void* to, size_t bytes, const void* site) {
     const Busy guard;
     const u32 number = next_agent++ % kAgents;
     Agent agent{num_threads + number, ++agent_times[number], clocks[thread.index.x]};
     agent.known[agent.number] = agent.time;
-    if (emulation::is_shared(from)) mark_read(from, bytes, agent.known, agent.number, site_of(site));
     mark_write(to, bytes, agent.known, {agent.number, agent.time, site_of(site), false});
     return agent;
 }

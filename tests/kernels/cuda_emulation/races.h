@@ -23,8 +23,7 @@ void touch(const void* address, size_t bytes, bool writes, const void* site = __
 void release(emulation::Thread&, Clock& to);
 void acquire(emulation::Thread&, const Clock& from);
 void turn(Clock& coming, Clock& together);
-Agent start(emulation::Thread&, const void* to, size_t bytes, const void* from,
-            const void* site = __builtin_return_address(0));
+Agent start(emulation::Thread&, const void* to, size_t bytes, const void* site = __builtin_return_address(0));
 void land(const Agent&, Clock& to);
 void fence(emulation::Thread&);
 
