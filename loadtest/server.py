@@ -19,7 +19,7 @@ from types import MappingProxyType
 import httpx
 
 EMBEDDED = Path(__file__).parents[1] / "models" / "embedded"
-_START_SECONDS = 1800
+_START_SECONDS = 900
 _STOP_SECONDS = 60
 
 

@@ -3,4 +3,4 @@
 Only a hanging test reaches it, so that no result depends on a machine's speed or load.
 """
 
-PATIENCE = 1500
+PATIENCE = 900

@@ -14,6 +14,7 @@ SERVER_FILES = (
     "tests/serving/test_status.py",
     "tests/serving/test_surface.py",
     "tests/serving/test_tasks.py",
+    "tests/serving/test_kill.py",
 )
 
 

@@ -32,24 +32,37 @@ SHORT = [prompt[:60] for prompt in PROMPTS[1:3]]
 SINKS = SinkRule(layer=0, channels=(3,), threshold=0.05)
 
 
-def assert_served(
-    start_engine: Callable[..., Any], model: Path, num_blocks: int = 80, dtype: str = "float32", **options: Any
-) -> None:
+def assert_served(start_engine: Callable[..., Any], model: Path, dtype: str = "float32", **options: Any) -> None:
     """Calibrate and evaluate a model, and serve text with it by several engines.
 
     Args:
-        num_blocks: of the pool: enough for one long request, too few for many.
         dtype: of every engine; in 16 bits the same answers are alike.
         options: of every engine.
     """
     random = learn(model)
-    settings = {"codebooks": str(random)}
     expected = expected_logprobs(model, PRESET, random)
     options = {**OPTIONS, "dtype": dtype, **options}
+    with start_engine(model, PRESET, {"codebooks": str(random)}, **options) as engine:
+        assert_as_expected(engine.complete(PROMPTS, max_tokens=3), expected, TOLERANCE[dtype])
+        engine.assert_all_blocks_free()
+    with start_engine(model, "auto", **options) as engine:
+        auto = engine.complete(PROMPTS, max_tokens=8)
+    with start_engine(model, PRESET, EXACT, **options) as engine:
+        assert_alike(engine.complete(PROMPTS, max_tokens=8), auto, dtype)
+
+
+def assert_scheduling_changes_nothing(
+    start_engine: Callable[..., Any], model: Path, num_blocks: int, dtype: str = "float32", **options: Any
+) -> None:
+    """In a batch, alone, behind prefixes that were found, and after preemption.
+
+    num_blocks: of the pool: enough for one long request, too few for many.
+    """
+    make_codebook(model.parent / "random", model, PRESET, SINKS)
+    settings = {"codebooks": str(model.parent / "random")}
     pool = {"num_gpu_blocks_override": num_blocks, "disable_log_stats": False}
-    with start_engine(model, PRESET, settings, **options, **pool) as engine:
+    with start_engine(model, PRESET, settings, **OPTIONS, dtype=dtype, **pool, **options) as engine:
         batched = engine.complete(PROMPTS, max_tokens=8)
-        assert_as_expected(batched, expected, TOLERANCE[dtype])
         alone = engine.complete(PROMPTS, max_tokens=8, together=False)
         assert any(completion.num_cached_tokens for completion in alone) == options.get("enable_prefix_caching", True)
         assert_alike(batched, alone, dtype)
@@ -58,10 +71,6 @@ def assert_served(
         assert_alike(engine.complete(8 * SHORT, max_tokens=16), 8 * growing, dtype)
         assert _num_preemptions(engine) > 0
         engine.assert_all_blocks_free()
-    with start_engine(model, "auto", **options) as engine:
-        auto = engine.complete(PROMPTS, max_tokens=8)
-    with start_engine(model, PRESET, EXACT, **options) as engine:
-        assert_alike(engine.complete(PROMPTS, max_tokens=8), auto, dtype)
 
 
 def assert_alike(left: list[Completion], right: list[Completion], dtype: str) -> None:

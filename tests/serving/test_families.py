@@ -16,6 +16,7 @@ from tests.serving.served_family import (
     PROMPTS,
     SINKS,
     assert_as_expected,
+    assert_scheduling_changes_nothing,
     assert_served,
     expected_logprobs,
 )
@@ -29,6 +30,17 @@ from vllm_antkv.layer_windows import has_mamba2, layer_windows
 pytestmark = pytest.mark.serving
 
 Start = Callable[..., Any]
+#: A model of each division of the pool: windows or none, layers that share pages, states of every kind.
+ONE_OF_EACH_POOL = (
+    "llama",
+    "mistral with windows",
+    "gpt-oss",
+    "gemma3n",
+    "lfm2",
+    "lfm2 with large states",
+    "granite hybrid",
+    "qwen3 next",
+)
 
 
 def test_every_served_family_is_among_them() -> None:
@@ -51,15 +63,28 @@ def given_back(model_type: str, changes: dict[str, Any]) -> Iterator[None]:
             setattr(served, name, value)
 
 
+def served_with(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Options of every engine."""
+    dtype = "bfloat16" if "linear_key_head_dim" in changes else "float32"
+    without_hits = {"enable_prefix_caching": False} if has_mamba2(config_of(model_type, changes)) else {}
+    return {"dtype": dtype, **without_hits}
+
+
 @pytest.mark.usefixtures("given_back")
 @pytest.mark.parametrize(("model_type", "changes"), FAMILY.values(), ids=FAMILY.keys())
 def test_family(start_engine: Start, tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
     model = make_model(tmp_path / "model", model_type, changes)
+    assert_served(start_engine, model, **served_with(model_type, changes))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_POOL)
+def test_scheduling_changes_nothing(start_engine: Start, tmp_path: Path, name: str) -> None:
+    model_type, changes = FAMILY[name]
+    model = make_model(tmp_path / "model", model_type, changes)
     # Layers with and without windows have pages of their own.
     of_two_kinds = len(set(layer_windows(config_of(model_type, changes)))) > 1
-    dtype = "bfloat16" if "linear_key_head_dim" in changes else "float32"
-    options = {"enable_prefix_caching": False} if has_mamba2(config_of(model_type, changes)) else {}
-    assert_served(start_engine, model, num_blocks=180 if of_two_kinds else 80, dtype=dtype, **options)
+    num_blocks = 180 if of_two_kinds else 80
+    assert_scheduling_changes_nothing(start_engine, model, num_blocks, **served_with(model_type, changes))
 
 
 def test_layers_of_jamba_that_attend(start_engine: Start, tmp_path: Path) -> None:

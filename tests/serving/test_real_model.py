@@ -5,15 +5,16 @@ SmolLM2-135M-Instruct, fetched once (`make real-models`) and served with the cod
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 
 from scripts.real_models import model_folder
 from tests.patience import PATIENCE
 from tests.serving.conftest import ROOT
-from tests.serving.server import MODEL_NAME, PRESET, serving
+from tests.serving.server import PRESET
 from tests.serving.test_served_evaluation import offline
 from vllm_antkv.codebook import NoCodebookError, find_codebook
 from vllm_antkv.config import AntKVConfig
@@ -64,10 +65,12 @@ def test_served_agrees_with_offline(model: str, eager: None) -> None:
     assert 0.5 * expected.fidelity.kl < served.against.kl < expected.fidelity.kl
 
 
-def test_a_question_is_answered_in_a_chat(model: str, tmp_path: Path) -> None:
+def test_a_question_is_answered_in_a_chat(start_engine: Callable[..., Any], model: str) -> None:
     """After a text that fills more than a block: the rows of most of it are coded."""
+    from vllm import SamplingParams
+
     content = f"{TEXT.read_text()[:1000]}\n\nWhat is the capital of France?"
-    body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 16, "temperature": 0}
-    with serving(Path(model), tmp_path / "server.log") as url:
-        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE)
-    assert "Paris" in response.raise_for_status().json()["choices"][0]["message"]["content"]
+    with start_engine(Path(model), PRESET) as engine:
+        params = SamplingParams(temperature=0, max_tokens=16)
+        (answer,) = engine.llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+    assert "Paris" in answer.outputs[0].text

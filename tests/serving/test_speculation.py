@@ -60,7 +60,7 @@ def test_equals_auto_where_every_token_is_exact(
     tmp_path: Path,
 ) -> None:
     options = {
-        "speculative_config": speculation("ngram", 3, tmp_path),
+        "speculative_config": speculation("ngram", 5, tmp_path),
         "max_num_batched_tokens": 300,
         "disable_log_stats": False,
     }
@@ -71,7 +71,7 @@ def test_equals_auto_where_every_token_is_exact(
 
 @pytest.mark.parametrize(
     ("method", "num_drafts"),
-    [("ngram", 1), ("ngram", 3), ("ngram", 5), ("draft_model", 1), ("draft_model", 3), ("eagle", 3), ("eagle3", 2)],
+    [("ngram", 1), ("draft_model", 3), ("eagle", 3), ("eagle3", 2)],
 )
 def test_same_as_without_speculation(
     start_engine: Start,
@@ -108,7 +108,7 @@ def test_same_after_preemption(
     num_blocks: int,
     tmp_path: Path,
 ) -> None:
-    short = [prompt[:40] for prompt in prompts[1:9]]
+    short = [prompt[:40] for prompt in prompts[1:5]]
     options = {"max_model_len": 256, "enable_prefix_caching": False}
     with start_engine(EMBEDDED, PRESET, default, **options) as engine:
         alone = engine.complete(short, 110, together=False)
@@ -118,7 +118,7 @@ def test_same_after_preemption(
         "speculative_config": speculation(method, 3, tmp_path),
     }
     with start_engine(EMBEDDED, PRESET, default, **options) as engine:
-        assert_all_same(engine.complete(short, 110), alone)
+        assert_all_same(engine.complete(2 * short, 110), 2 * alone)
         assert counted(engine, "vllm:num_preemptions") > 0
         assert_drafts_were_right_and_wrong(engine)
         engine.assert_all_blocks_free()
