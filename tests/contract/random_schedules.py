@@ -1,12 +1,9 @@
-"""What vLLM's scheduler does with antkv pages under random schedules, step by step, with no model and no worker.
+"""VLLM's scheduler with antkv pages beside states under random schedules, with no model and no worker.
 
-Run as `python -m tests.contract.schedule_trace FILE`, which gets one JSON line per step, to compare releases by.
-Nothing in a trace depends on time: the tokens that a model would give are a function of their positions.
+The tokens that a model would give are a function of their positions.
 """
 
-import json
 import random
-import sys
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +24,6 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from scripts.moved import kv_cache_planning
-from vllm_antkv import plugin
 from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.config import AntKVConfig
@@ -36,57 +32,47 @@ from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
 _MAX_STEPS = 6000
+#: Layers with a state, beside those with pages.
+NUM_STATES = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pool, the settings of its pages, and requests drawn from a seed.
+    """A pool and requests drawn from a seed.
 
     num_blocks: of the pool; small ones preempt.
     chunk: most tokens of a step: prompts are cut by it.
-    num_states: layers with a state, beside those with pages.
     num_pages: VQ pages of each layer in a block.
     """
 
-    recency: str
-    prefix: int
     num_blocks: int
-    chunk: int
-    num_requests: int
-    interval: int | None
-    num_states: int = 0
-    num_pages: int = 1
+    num_pages: int
+    chunk: int = 320
+    num_requests: int = 12
 
     @property
     def plan(self) -> BlockPlan:
         """Its blocks hold a state of 256 bytes for each KV head."""
-        return BlockPlan(self.num_pages, 256 if self.num_states else 0)
+        return BlockPlan(self.num_pages, 256)
 
 
-CASES = (
-    Case("sliding:32", 8, 400, 512, 9, 512),
-    Case("sliding:32", 8, 90, 256, 14, 512),
-    Case("log:42", 8, 200, 384, 8, 384),
-    Case("none", 0, 120, 512, 8, None),
-    Case("sliding:512", 16, 300, 512, 8, 256),
-    Case("sliding:32", 8, 90, 320, 12, 0, num_states=3),
-    Case("sliding:32", 8, 60, 320, 12, 0, num_states=3, num_pages=2),
-)
+CASES = (Case(num_blocks=90, num_pages=1), Case(num_blocks=60, num_pages=2))
 
 
-def trace(case: Case, seed: int, is_async: bool) -> list[Any]:
-    """Of every step: what was scheduled, hit and preempted, block tables, blocks to zero, what is free, published."""
-    scheduler, lines = scheduler_of(case, is_async)
+def run(case: Case, seed: int, is_async: bool) -> tuple[int, int]:
+    """Tokens that were hit, and preemptions."""
+    scheduler, _ = scheduler_of(case, is_async)
     requests = deque(_requests(case, seed, scheduler))
     in_flight: deque[Any] = deque()
     tokens_of_states: dict[int, int] = {}
+    num_hit = num_preempted = 0
     for step in range(_MAX_STEPS):
         while requests and requests[0][0] <= step:
             scheduler.add_request(requests.popleft()[1])
         output = scheduler.schedule()
-        lines.append([step, *_seen(scheduler, output)])
-        if case.num_states:
-            _check_states(scheduler, output, tokens_of_states, case.plan.num_tokens)
+        num_hit += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+        num_preempted += len(output.preempted_req_ids or ())
+        _check_states(scheduler, output, tokens_of_states, case.plan.num_tokens)
         if output.total_num_scheduled_tokens:
             in_flight.append((output, _sampled(scheduler, output)))
         while in_flight and (len(in_flight) > is_async or not output.total_num_scheduled_tokens):
@@ -96,7 +82,7 @@ def trace(case: Case, seed: int, is_async: bool) -> list[Any]:
     pool = scheduler.kv_cache_manager.block_pool
     assert not scheduler.has_unfinished_requests(), "no progress"
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "all but the null block are free in the end"
-    return lines
+    return num_hit, num_preempted
 
 
 def _check_states(scheduler: Any, output: Any, tokens_of_states: dict[int, int], block_size: int) -> None:
@@ -115,7 +101,8 @@ def _check_states(scheduler: Any, output: Any, tokens_of_states: dict[int, int],
                     assert tokens_of_states[block.block_id] == (index + 1) * block_size, "a wrong state is shared"
 
 
-def scheduler_of(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
+def scheduler_of(case: Case, is_async: bool) -> tuple[Any, list[str]]:
+    """And the kinds of specs that its groups of layers have."""
     config = EngineArgs(
         model=str(EMBEDDED),
         kv_cache_dtype="antkv-1bit",
@@ -123,11 +110,10 @@ def scheduler_of(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
         max_model_len=2048,
         max_num_seqs=6,
         max_num_batched_tokens=case.chunk,
-        prefix_cache_retention_interval=case.interval,
+        prefix_cache_retention_interval=0,
         enable_prefix_caching=True,
         async_scheduling=is_async,
         skip_tokenizer_init=True,
-        additional_config={"antkv": {"recency": case.recency, "prefix": case.prefix}},
     ).create_engine_config()
     settings = AntKVConfig.from_additional_config(config.additional_config)
     model = config.model_config
@@ -137,10 +123,9 @@ def scheduler_of(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
     for layer, layout in enumerate(layouts):
         specs[f"layers.{layer}"] = vq_spec(layout, 2)
         specs[f"layers.{layer}.antkv_recent"] = recency_spec(layout, 2, settings, config)
-    if case.num_states:
-        config.cache_config.mamba_cache_mode = "align"
-        state = MambaSpec(case.plan.num_tokens, shapes=((4, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
-        specs |= {f"layers.{len(layouts) + index}.conv": state for index in range(case.num_states)}
+    config.cache_config.mamba_cache_mode = "align"
+    state = MambaSpec(case.plan.num_tokens, shapes=((4, 64),), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
+    specs |= {f"layers.{len(layouts) + index}.conv": state for index in range(NUM_STATES)}
     record_kv_cache_layout(config.cache_config, "BLHNC")
     planning = kv_cache_planning()
     groups = planning.get_kv_cache_groups(config, specs)
@@ -155,8 +140,7 @@ def scheduler_of(case: Case, is_async: bool) -> tuple[Any, list[Any]]:
     kind = AsyncScheduler if is_async else Scheduler
     manager = StructuredOutputManager(config)
     scheduler = kind(config, pool, manager, block_size=block_size, hash_block_size=hash_block_size)
-    shape = [(type(g.kv_cache_spec).__name__, g.kv_cache_spec.block_size, len(g.layer_names)) for g in groups]
-    return scheduler, [["pool", pool.num_blocks, block_bytes, shape, block_size, hash_block_size, alignment]]
+    return scheduler, [type(group.kv_cache_spec).__name__ for group in groups]
 
 
 def _requests(case: Case, seed: int, scheduler: Any) -> list[tuple[int, Request]]:
@@ -177,27 +161,6 @@ def _requests(case: Case, seed: int, scheduler: Any) -> list[tuple[int, Request]
     return found
 
 
-def _seen(scheduler: Any, output: Any) -> list[Any]:
-    manager = scheduler.kv_cache_manager
-    tables = {
-        request: [
-            [block.block_id for block in each.req_to_blocks.get(request, [])]
-            for each in manager.coordinator.single_type_managers
-        ]
-        for request in output.num_scheduled_tokens
-    }
-    pool = manager.block_pool
-    return [
-        dict(output.num_scheduled_tokens),
-        [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs],
-        sorted(output.preempted_req_ids or ()),
-        tables,
-        output.new_block_ids_to_zero,
-        pool.get_num_free_blocks(),
-        [block.block_id for block in pool.blocks if block.block_hash is not None],
-    ]
-
-
 def _sampled(scheduler: Any, output: Any) -> ModelRunnerOutput:
     """A token for each request whose prompt is done with the step."""
     ids = list(output.num_scheduled_tokens)
@@ -208,16 +171,3 @@ def _sampled(scheduler: Any, output: Any) -> ModelRunnerOutput:
         is_done = computed >= scheduler.requests[each].num_prompt_tokens
         tokens.append([computed * 7 % 300] if is_done else [])
     return ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, tokens)
-
-
-def main() -> None:
-    """Write the traces of all cases, with the scheduler and with the one that runs a step ahead."""
-    plugin.register()
-    with Path(sys.argv[1]).open("w") as file:
-        for is_async in (False, True):
-            for seed, case in enumerate(CASES):
-                file.writelines(json.dumps(line) + "\n" for line in trace(case, seed, is_async))
-
-
-if __name__ == "__main__":
-    main()
