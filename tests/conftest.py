@@ -127,7 +127,6 @@ LONG_FILES = (
     "unit/calibrate/test_kill.py",
     "unit/test_hub.py",
     "unit/calibrate/test_run.py",
-    "unit/calibrate/test_refine.py",
     "unit/offline/test_attention.py",
 )
 

@@ -236,8 +236,8 @@ class Engine:
         workspace.locked = True
 
     def _jensen_weights(self, table: RotaryTable | None) -> torch.Tensor:
-        assert self.codebook.key_errors is not None
-        return jensen_weights(*self.codebook.key_errors.of_layers(0, 0), self.shape.scale, table)
+        assert self.codebook.k_errors is not None
+        return jensen_weights(self.codebook.k_errors[0], self.shape.num_heads, self.shape.scale, table)
 
     def _position_pages(self) -> torch.Tensor | None:
         """Farther apart than they are long, as in a pool."""
@@ -332,7 +332,7 @@ class Engine:
             self.config,
             VectorQuantiser(self.codebook),
             sinks=SinkRule(layer=0, channels=(0,), threshold=1.0),
-            key_errors=self.codebook.key_errors,
+            key_errors=self.codebook.k_errors,
         )
         query, key, value = (tensor[None].double() for tensor in (sequence.query, sequence.key, sequence.value))
         is_sink = sequence.is_sink[None] if self.config.sinks else None

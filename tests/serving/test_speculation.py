@@ -14,7 +14,7 @@ pytestmark = pytest.mark.serving
 PRESET = "antkv-1bit"
 Start = Callable[..., Any]
 #: Answers cross the edges of blocks.
-MAX_TOKENS = 48
+MAX_TOKENS = 24
 
 
 def counted(engine: Engine, name: str) -> int:

@@ -44,7 +44,6 @@ TABLE: list[tuple[str, list[str], int, str]] = [
     (CALIBRATE, ["--seq-len", "1"], 2, AT_LEAST),
     (CALIBRATE, ["--seed", "-1"], 1, "--seed -1"),
     (CALIBRATE, ["--weights", "GRAD"], 2, "--weights"),
-    (CALIBRATE, ["--refine", "-1"], 2, AT_LEAST),
     (CALIBRATE, ["--device", "gpu"], 1, "Device 'gpu'"),
     (CALIBRATE, ["--device", "cuda:99"], 1, "Device 'cuda:99'"),
     (CALIBRATE, ["--device", "meta"], 1, "Device 'meta'"),

@@ -138,7 +138,6 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
             weights="grad",
             channels="interleaved",
             bits="mixed",
-            refine=0,
             train_prefix=False,
             prefix_text=None,
             device="auto",
@@ -146,9 +145,9 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
         )
     ]
     assert capsys.readouterr().out == "a.file\n"
-    assert cli.run(["calibrate", *args, "--weights", "none", "--bits", "uniform", "--refine", "50", "--seed", "3"]) == 0
-    passed = [getattr(calls[1], name) for name in ("weights", "bits", "refine", "seed")]
-    assert passed == ["none", "uniform", 50, 3]
+    assert cli.run(["calibrate", *args, "--weights", "none", "--bits", "uniform", "--seed", "3"]) == 0
+    passed = [getattr(calls[1], name) for name in ("weights", "bits", "seed")]
+    assert passed == ["none", "uniform", 3]
 
 
 def test_the_version_is_shown(capsys) -> None:

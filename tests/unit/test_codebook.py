@@ -129,15 +129,12 @@ def test_a_trained_prefix_is_loaded_and_makes_room_for_itself(tmp_path):
     assert (tmp_path / "without").read_bytes() == (tmp_path / "plain").read_bytes()
 
 
-@pytest.mark.parametrize("gain", [None, torch.rand(MODEL.num_layers, MODEL.num_attention_heads)])
-def test_errors_of_keys_are_loaded_and_their_gains_are_1_where_there_are_none(tmp_path, gain):
+def test_errors_of_keys_are_loaded(tmp_path):
     errors = torch.rand(MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)
-    replace(make(), k_errors=errors, k_bias_gain=gain).save(tmp_path / "c")
-    loaded = Codebook.load(tmp_path / "c").key_errors
-    assert torch.equal(loaded.errors, errors)
-    assert torch.equal(loaded.gain, torch.ones(MODEL.num_layers, MODEL.num_attention_heads) if gain is None else gain)
+    replace(make(), k_errors=errors).save(tmp_path / "c")
+    assert torch.equal(Codebook.load(tmp_path / "c").k_errors, errors)
     make().save(tmp_path / "without")
-    assert Codebook.load(tmp_path / "without").key_errors is None
+    assert Codebook.load(tmp_path / "without").k_errors is None
 
 
 @pytest.mark.parametrize(
@@ -147,7 +144,6 @@ def test_errors_of_keys_are_loaded_and_their_gains_are_1_where_there_are_none(tm
         ("k_errors", lambda rows: rows.half(), "must be F32"),
         ("k_errors", lambda rows: -rows, "below 0"),
         ("k_errors", lambda rows: rows / 0, "finite"),
-        ("k_bias_gain", lambda rows: rows, "must be F32"),
     ],
 )
 def test_errors_of_keys_that_cannot_be_are_refused(tmp_path, reads_well, name, change, said):

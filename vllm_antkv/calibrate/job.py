@@ -113,13 +113,12 @@ def prepare(settings: CalibrationSettings) -> Job:
     num_tokens = windows.numel() - len(windows)
     parts = _parts(settings, identity.head_size, windows, why)
     check_enough(_learned(presets, parts), num_tokens, seq_len)
-    trained = {"--refine": settings.refine > 0, "--train-prefix": bool(prefix)}
     # vLLM itself says whether it has room for a model that it runs.
     places = None if why is not None else places_for_weights(config, seq_len, device)
     if places is not None:
-        _check_streamable(settings, {**trained, "--lora": settings.lora is not None}, device)
-    for option in (option for option, asked in trained.items() if asked):
-        _check_trainable(option, windows, len(prefix) if option == "--train-prefix" else 0)
+        _check_streamable(settings, {"--train-prefix": bool(prefix), "--lora": settings.lora is not None}, device)
+    if prefix:
+        _check_trainable(windows, len(prefix))
     # Last, since it makes the folder.
     check_writable(settings.out)
     record |= {"samples": len(windows), "seq_len": seq_len, **settings.recorded()}
@@ -172,7 +171,6 @@ def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> No
 def _refuse_training(settings: CalibrationSettings, why: WhyVllm) -> None:
     """UnsupportedModelError when a model that only vLLM runs is to be trained or changed."""
     asked = {
-        "--refine": settings.refine > 0,
         "--train-prefix": settings.train_prefix,
         "--lora": settings.lora is not None,
     }
@@ -199,16 +197,18 @@ def _clip(seq_len: int, context: int) -> int:
     return min(seq_len, context)
 
 
-def _check_trainable(option: str, windows: torch.Tensor, prefix_len: int) -> None:
-    """CalibrationError when nothing can be trained through codes."""
+def _check_trainable(windows: torch.Tensor, prefix_len: int) -> None:
+    """CalibrationError when no prefix can be trained through codes."""
     num_windows, seq_len = windows.shape
     least = prefix_len + 2 * VQ_BLOCK_SIZE
     if prefix_len > MAX_PREFIX:
         raise CalibrationError(f"--prefix-text has {prefix_len} tokens with BOS: at most {MAX_PREFIX} can be trained.")
     if seq_len < least:
         raise CalibrationError(
-            f"{option} learns from tokens that are read through their codes, of which windows of {seq_len} tokens have "
-            f"few: use --seq-len {least} or more."
+            f"--train-prefix learns from tokens that are read through their codes, of which windows of {seq_len} "
+            f"tokens have few: use --seq-len {least} or more."
         )
     if num_windows < 2:
-        raise CalibrationError(f"{option} judges by windows that it does not train on: give more text or --samples.")
+        raise CalibrationError(
+            "--train-prefix judges by windows that it does not train on: give more text or --samples."
+        )

@@ -77,7 +77,7 @@ def learn_layer(
 def key_errors(
     files: CaptureFiles, layer: int, kept: np.ndarray, centroids: np.ndarray, how: Clustering, rotary: RotaryTable
 ) -> torch.Tensor:
-    """What the codes of a layer lose of K, see `codebook.KeyErrors`: means over the tokens that are clustered.
+    """What the codes of a layer lose of K, see `Codebook.k_errors`: means over the tokens that are clustered.
 
     Args:
         centroids: as from `learn_layer`.

@@ -31,7 +31,6 @@ class CalibrationSettings:
     weights: `grad` or `none`.
     channels: `interleaved` or `consecutive`, how sub-vectors take the channels of K.
     bits: `uniform` gives all layers the preset; `mixed` gives each what it needs, all together no more bytes.
-    refine: steps of training the centroids end to end after k-means; 0 is none.
     train_prefix: train K and V of the first tokens of prompts: BOS, or BOS and `prefix_text`.
     prefix_text: a plain text file with a system prompt.
     lora: folder of an adapter that is always on.
@@ -52,7 +51,6 @@ class CalibrationSettings:
     weights: Weights = "grad"
     channels: Channels = "interleaved"
     bits: Bits = "mixed"
-    refine: int = 0
     train_prefix: bool = False
     prefix_text: str | None = None
     lora: Path | None = None
@@ -66,8 +64,6 @@ class CalibrationSettings:
                 f"--samples {self.samples}, --seq-len {self.seq_len}, --seed {self.seed}: they must be at least 1, 2 "
                 "and 0."
             )
-        if self.refine < 0:
-            raise CalibrationError(f"--refine {self.refine}: a number of steps cannot be negative.")
         for option, value, known in (
             ("weights", self.weights, get_args(Weights)),
             ("channels", self.channels, get_args(Channels)),
@@ -93,7 +89,6 @@ class CalibrationSettings:
             "weights": self.weights,
             "channels": self.channels,
             "bits": self.bits,
-            "refine": self.refine,
             "seed": self.seed,
             **({"lora": self.lora.name} if self.lora else {}),
         }

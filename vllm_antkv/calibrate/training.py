@@ -1,4 +1,4 @@
-"""Training through the quantised attention: what centroids (`refine`) and the intact prefix (`prefix`) have in common.
+"""Training through the quantised attention, as the intact prefix (`prefix`) is.
 
 Steps draw their windows by the seed alone, so that a killed run goes on as if nothing had happened. Some windows are
 not trained on, and judge. Anchors and sinks are off meanwhile: which tokens they are is a choice, through which no
@@ -68,7 +68,6 @@ def train(
     backward: Callable[[torch.Tensor], None],
     windows: torch.Tensor,
     schedule: Schedule,
-    rate: Callable[[int], float] = lambda step: 1.0,
 ) -> None:
     """Take the steps that are not taken yet.
 
@@ -78,15 +77,11 @@ def train(
         backward: leaves the gradients of a step's windows, (num_windows, seq_len) int64.
         windows: (num_windows, seq_len) int64, those that are trained on.
         schedule: see `Schedule`.
-        rate: multiplies the optimiser's learning rates in a step.
     """
-    learning_rates = [group["lr"] for group in optimiser.param_groups]
     _restore(schedule.progress, tensors, optimiser)
     schedule.advance(schedule.progress.step)
     device = next(iter(tensors.values())).device
     for step in range(schedule.progress.step, schedule.steps):
-        for group, learning_rate in zip(optimiser.param_groups, learning_rates, strict=True):
-            group["lr"] = learning_rate * rate(step)
         optimiser.zero_grad()
         backward(windows[_drawn(len(windows), windows.shape[1], schedule.seed, step)].to(device))
         optimiser.step()

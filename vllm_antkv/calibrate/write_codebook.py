@@ -1,4 +1,4 @@
-"""From the centroids of k-means to the files: layers are mixed, centroids refined, the prefix trained, as was asked."""
+"""From the centroids of k-means to the files: layers are mixed, the prefix trained, as was asked."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,6 @@ from vllm_antkv.calibrate.mix import mix
 from vllm_antkv.calibrate.prefix import STEPS as PREFIX_STEPS
 from vllm_antkv.calibrate.prefix import train_prefix
 from vllm_antkv.calibrate.progress import progress_bar, say
-from vllm_antkv.calibrate.refine import Refined
-from vllm_antkv.calibrate.refine import refine as refine_centroids
 from vllm_antkv.calibrate.texts import with_prefix
 from vllm_antkv.calibrate.training import Schedule, split
 from vllm_antkv.calibrate.workspace import Workspace
@@ -47,10 +45,7 @@ def with_layers_mixed(job: Job, learned: Mapping[str, Codebook], work: Workspace
 
 
 def write_codebook(job: Job, codebook: Codebook, work: Workspace) -> Path:
-    """Train what is to be trained, and write the file."""
-    if job.settings.refine:
-        refined = _refine(job, codebook, work)
-        codebook = _recorded(refined.codebook, divergence=refined.divergence)
+    """Train the prefix where that was asked for, and write the file."""
     if job.prefix:
         prefix, loss = _train_prefix(job, codebook, work)
         codebook = _recorded(codebook.with_prefix(prefix), prefix_loss=loss)
@@ -76,21 +71,6 @@ def _recorded(codebook: Codebook, **values: Any) -> Codebook:
     """With more of the calibration in its header."""
     record = {**codebook.header.calibration, **values}
     return replace(codebook, header=codebook.header.model_copy(update={"calibration": record}))
-
-
-def _refine(job: Job, codebook: Codebook, work: Workspace) -> Refined:
-    """Train the centroids of one preset."""
-    name = codebook.preset.name
-    with (
-        job.model_again(work.folder / "weights") as model,
-        progress_bar(f"Refining {name}", job.settings.refine) as progress,
-    ):
-        schedule = _schedule(job, job.settings.refine, work, f"{name}-centroids", progress)
-        refined = refine_centroids(model, codebook, job.windows, schedule)
-    before, after = refined.divergence
-    kept = "" if after < before else " (not better: the centroids of k-means are kept)"
-    say(f"{name}: divergence on held-out text {before:.4f} -> {after:.4f} nats per token{kept}")
-    return refined
 
 
 def _train_prefix(job: Job, codebook: Codebook, work: Workspace) -> tuple[TrainedPrefix | None, tuple[float, float]]:

@@ -30,9 +30,6 @@ class LearningOptions:
             "layers get --preset."
         ),
     ] = CalibrationSettings.bits
-    refine: Annotated[
-        int, typer.Option(min=0, help="Steps of training the centroids end to end after k-means; 0: none.")
-    ] = CalibrationSettings.refine
     train_prefix: Annotated[
         bool,
         typer.Option(

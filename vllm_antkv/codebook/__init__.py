@@ -3,7 +3,6 @@
 from vllm_antkv.codebook.file import Codebook
 from vllm_antkv.codebook.header import FORMAT_VERSION, CodebookHeader, RopeLayout, SinkRule
 from vllm_antkv.codebook.identity import ModelIdentity
-from vllm_antkv.codebook.key_errors import KeyErrors
 from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.codebook.search import (
     NoCodebookError,
@@ -19,7 +18,6 @@ __all__ = [
     "FORMAT_VERSION",
     "Codebook",
     "CodebookHeader",
-    "KeyErrors",
     "ModelIdentity",
     "NoCodebookError",
     "RopeLayout",

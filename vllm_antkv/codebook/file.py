@@ -19,7 +19,6 @@ from safetensors.torch import save
 
 from vllm_antkv.codebook.header import CodebookHeader, check_header, parse_header
 from vllm_antkv.codebook.identity import ModelIdentity, differences
-from vllm_antkv.codebook.key_errors import KeyErrors
 from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.codebook.tensors import (
     OPTIONAL,
@@ -51,7 +50,8 @@ class Codebook:
 
     k, v: for every layer (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16, as its preset has it.
     prefix_k, prefix_v: rows of the trained prefix, as in `TrainedPrefix`, where the header has one.
-    k_errors, k_bias_gain: `errors` and `gain` of `KeyErrors`, where known; without gains they are 1.
+    k_errors: (num_layers, num_kv_heads, head_size) float32, mean squared error of each channel of coded K before RoPE,
+        in the model's order, both channels of a rotary pair alike; corrects logits (`ops.reference.jensen_weights`).
     k_scale: (num_layers, num_kv_heads, head_size) float32 powers of two, by which K is scaled (`codebook.key_scales`);
         None: it is not.
     """
@@ -62,7 +62,6 @@ class Codebook:
     prefix_k: torch.Tensor | None = None
     prefix_v: torch.Tensor | None = None
     k_errors: torch.Tensor | None = None
-    k_bias_gain: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
 
     @property
@@ -78,16 +77,6 @@ class Codebook:
         assert self.prefix_k is not None
         assert self.prefix_v is not None
         return TrainedPrefix(self.header.prefix, self.prefix_k, self.prefix_v)
-
-    @property
-    def key_errors(self) -> KeyErrors | None:
-        """Quantisation errors of keys, if known."""
-        if self.k_errors is None:
-            return None
-        model, gain = self.header.model, self.k_bias_gain
-        return KeyErrors(
-            self.k_errors, torch.ones(model.num_layers, model.num_attention_heads) if gain is None else gain
-        )
 
     def with_prefix(self, prefix: TrainedPrefix | None) -> Self:
         """The same codebook with this trained prefix, or with none."""

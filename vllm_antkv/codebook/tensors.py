@@ -16,7 +16,7 @@ from vllm_antkv.errors import CodebookError
 #: safetensors' names of dtypes.
 _DTYPE_NAMES = {torch.float16: "F16", torch.float32: "F32"}
 #: As in `Codebook`. A file without them serves uncorrected logits, and K unscaled.
-OPTIONAL = ("k_errors", "k_bias_gain", "k_scale")
+OPTIONAL = ("k_errors", "k_scale")
 #: Of `k_scale`, as float32 has it: one more than the power.
 _MOST_EXPONENT = 8
 
@@ -65,9 +65,7 @@ def _wanted_forms(header: CodebookHeader) -> dict[str, Form]:
 
 def _optional_forms(header: CodebookHeader) -> dict[str, Form]:
     model = header.model
-    of_channels, of_heads = (model.num_kv_heads, model.head_size), (model.num_attention_heads,)
-    shapes = zip(OPTIONAL, (of_channels, of_heads, of_channels), strict=True)
-    return {name: Form("F32", (model.num_layers, *shape)) for name, shape in shapes}
+    return dict.fromkeys(OPTIONAL, Form("F32", (model.num_layers, model.num_kv_heads, model.head_size)))
 
 
 def stacks(header: CodebookHeader) -> dict[str, list[int]]:

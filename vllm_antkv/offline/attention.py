@@ -286,8 +286,8 @@ def _jensen_weights(window: LayerWindow, method: Method) -> torch.Tensor:
     num_heads, head_size = window.query.shape[2:]
     if method.key_errors is None:
         return window.query.new_zeros(num_heads, head_size)
-    errors, gain = method.key_errors.of_layers(window.owner.layer, window.layer)
-    weights = jensen_weights(errors, gain, window.rules.scale, window.owner.rotary)
+    errors = method.key_errors[window.owner.layer]
+    weights = jensen_weights(errors, num_heads, window.rules.scale, window.owner.rotary)
     return weights.to(window.query)
 
 

@@ -79,6 +79,6 @@ def _method(book: Codebook) -> Method:
         _SERVED,
         VectorQuantiser(book),
         sinks=sinks,
-        key_errors=book.key_errors,
+        key_errors=book.k_errors,
         k_scale=book.k_scale,
     )

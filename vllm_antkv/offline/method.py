@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from vllm_antkv.codebook import KeyErrors, SinkRule
+from vllm_antkv.codebook import SinkRule
 from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.offline.retention import Retention
@@ -73,7 +73,7 @@ class Method:
     retention: of a method of the literature, the rows that stay exact instead of what `config` says.
     num_sinks: with a `retention`, how many sinks are kept: the strongest so far by `sinks`, whatever its threshold.
     eviction: rows are dropped instead of quantised.
-    key_errors: what coded keys lose, for the correction of their logits; None: they are not corrected.
+    key_errors: `Codebook.k_errors`, for the correction of logits; None: they are not corrected.
     k_scale: as in `Codebook`: K that the quantiser sees is scaled, and queries the other way round.
     anchor_scope: queries that vote for anchors: those of the row's own VQ block, as the server has it, or all of the
         window, as the paper has it.
@@ -90,7 +90,7 @@ class Method:
     retention: Retention | None = None
     num_sinks: int = 0
     eviction: Eviction | None = None
-    key_errors: KeyErrors | None = None
+    key_errors: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     anchor_scope: AnchorScope = "block"
     trained_prefix: TrainedPrefix | None = None

@@ -123,7 +123,7 @@ def mixed_attention(
     return _weighted_sum(probs[..., :split], coded.value) + _weighted_sum(probs[..., split:], exact.value)
 
 
-def jensen_weights(errors: torch.Tensor, gain: torch.Tensor, scale: float, rotary: RotaryTable | None) -> torch.Tensor:
+def jensen_weights(errors: torch.Tensor, num_heads: int, scale: float, rotary: RotaryTable | None) -> torch.Tensor:
     """The table of `jensen_bias`, from what codes lose.
 
     A code stands for all keys near its centroid c. With an error e that is 0 on average, E exp(scale q.(c + e)) is
@@ -133,7 +133,7 @@ def jensen_weights(errors: torch.Tensor, gain: torch.Tensor, scale: float, rotar
     Args:
         errors: (num_kv_heads, head_size) float32, mean squared error of each channel of coded K before RoPE, in the
             model's order. The two channels of a rotary pair have the same, so that no rotation changes it.
-        gain: (num_heads) float32, multiplies the term; 1 is the theory's.
+        num_heads: query heads.
         scale: of the logits.
         rotary: of the layer, whose magnitude K after RoPE has; None without.
 
@@ -143,7 +143,7 @@ def jensen_weights(errors: torch.Tensor, gain: torch.Tensor, scale: float, rotar
     weights = errors * (scale * scale / 2)
     if rotary is not None and rotary.rotary_dim:
         weights[:, : rotary.rotary_dim] *= float(rotary.cos[0, 0]) ** 2 + float(rotary.sin[0, 0]) ** 2
-    return gain[:, None] * weights.repeat_interleave(len(gain) // len(weights), 0)
+    return weights.repeat_interleave(num_heads // len(weights), 0)
 
 
 def jensen_bias(query: torch.Tensor, weights: torch.Tensor, is_code: torch.Tensor) -> torch.Tensor:

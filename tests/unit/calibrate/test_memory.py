@@ -145,5 +145,5 @@ def test_what_would_read_all_weights_over_and_over_is_refused(
     model: Path, text_file: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
 ) -> None:
     with pytest.raises(CalibrationError) as refused:
-        a_job(model, text_file, tmp_path, refine=1)
-    assert "leave --refine out" in reads_well(refused.value)
+        a_job(model, text_file, tmp_path, train_prefix=True)
+    assert "leave --train-prefix out" in reads_well(refused.value)

@@ -309,7 +309,7 @@ def test_bad_input_is_refused_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("changes", [{"bits": "mixed"}, {"refine": 1}, {"train_prefix": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"bits": "mixed"}, {"train_prefix": True}], ids=str)
 def test_nothing_is_trained_through_quantised_weights(
     tiny_llama: Path,
     text_file: Path,

@@ -34,7 +34,7 @@ def vq_method(
     codebook: Codebook, rule: SinkRule | None = None, scope: AnchorScope = "block", **changes: object
 ) -> Method:
     config = AntKVConfig.model_validate({**NOTHING_EXACT, **changes})
-    quantiser, errors = VectorQuantiser(codebook), codebook.key_errors
+    quantiser, errors = VectorQuantiser(codebook), codebook.k_errors
     return Method("antkv-1bit", 1.0, config, quantiser, sinks=rule, anchor_scope=scope, key_errors=errors)
 
 

@@ -21,7 +21,7 @@ def build(name: str, request: MethodRequest) -> Method:
         quantiser=VectorQuantiser(codebook),
         layers=codebook.header.layer_presets,
         sinks=codebook.header.sinks if request.config.sinks else None,
-        key_errors=codebook.key_errors,
+        key_errors=codebook.k_errors,
         k_scale=codebook.k_scale,
         anchor_scope=request.anchor_scope,
         trained_prefix=codebook.prefix,

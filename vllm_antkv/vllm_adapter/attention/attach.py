@@ -272,13 +272,11 @@ def _scales(index: int, shared: _Shared) -> LayerScales | None:
 def _jensen_weights(index: int, shared: _Shared) -> torch.Tensor:
     """See `LayerSetup`, for the queries of a layer and the K that they read."""
     layer, source, codebook = shared.found.every[index], shared.found.source(index), shared.codebook
-    if codebook.key_errors is None:
+    if codebook.k_errors is None:
         return torch.zeros(layer.num_heads, layer.head_size, device=shared.device)
-    errors, gain = codebook.key_errors.of_layers(source, index)
-    first = get_tensor_model_parallel_rank() * layer.num_heads
     heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
-    gain, scale = gain[first : first + layer.num_heads], shared.rules[index].scale
-    return jensen_weights(errors[heads], gain, scale, shared.rotaries[source]).to(shared.device)
+    errors, scale = codebook.k_errors[source, heads], shared.rules[index].scale
+    return jensen_weights(errors, layer.num_heads, scale, shared.rotaries[source]).to(shared.device)
 
 
 def _heads_of_rank(num_kv_heads: int, heads_here: int) -> slice:
