@@ -29,16 +29,18 @@ _OPTIONS = {
     "--shutdown-timeout": str(PATIENCE),
     "--scheduling-policy": "priority",
 }
-#: The servers: `--kv-cache-dtype`, settings. Of the exact one, every row of the past is an anchor of full precision.
+#: Every row of the past is an anchor of full precision; with a worker of its own, and without VLLM_PLUGINS, which
+#: switches routes on.
+EXACT = "exact"
+#: The servers: `--kv-cache-dtype`, settings.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": (PRESET, {}),
-    "exact": (PRESET, {"anchor_share": 1.0, "anchor_dtype": "model"}),
+    EXACT: (PRESET, {"anchor_share": 1.0, "anchor_dtype": "model"}),
     "auto": ("auto", {}),
 }
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_PLUGINS": "antkv",
     # Routes that put an engine to sleep.
     "VLLM_SERVER_DEV_MODE": "1",
     **ENVIRONMENT,
@@ -79,10 +81,15 @@ def embedded_server(folder: Path, kind: str) -> Iterator[Server]:
     Codebook(codebook.header.model_copy(update={"sinks": rule}), codebook.k, codebook.v).save(path)
     ours = json.dumps({"antkv": {"codebooks": str(path.parent), **settings}})
     options = _OPTIONS | ({"--additional-config": ours} if kv_cache_dtype == PRESET else {})
+    environment = dict(_ENVIRONMENT)
+    if kind == EXACT:
+        options["--distributed-executor-backend"] = "mp"
+    else:
+        environment["VLLM_PLUGINS"] = "antkv"
     arguments = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-prompt-embeds"]
     arguments += [part for pair in options.items() for part in pair]
     log = folder / "server.log"
-    with running_server(str(EMBEDDED), kv_cache_dtype, log, arguments, _ENVIRONMENT) as running:
+    with running_server(str(EMBEDDED), kv_cache_dtype, log, arguments, environment) as running:
         yield Server(running.url, running.pid, path)
 
 

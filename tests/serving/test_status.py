@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
-from tests.serving.embedded_server import MODEL_NAME, PRESET, Server
+from tests.serving.embedded_server import EXACT, MODEL_NAME, PRESET, Server, SharedServers
 from tests.serving.server import run_vllm
 from vllm_antkv import plugin
 from vllm_antkv.codebook import Codebook
@@ -195,6 +195,16 @@ def test_metrics_show_what_status_says(server: Server) -> None:
 def test_the_routes_are_in_the_servers_api_description(server: Server) -> None:
     paths = httpx.get(server.url + "/openapi.json", timeout=PATIENCE).json()["paths"]
     assert all("get" in paths[route] for route in ROUTES)
+
+
+def test_a_server_whose_plugins_are_not_named_has_metrics_and_no_routes(shared_servers: SharedServers) -> None:
+    server = shared_servers.running(EXACT)
+    server.complete(PROMPT, OUTPUT)
+    deadline = time.monotonic() + PATIENCE
+    while "vllm:antkv_tokens_stored_total" not in server.get("/metrics").text:
+        assert time.monotonic() < deadline, "no metrics of the cache"
+        time.sleep(0.5)
+    assert {server.get(route).status_code for route in [f"{PREFIX}/", *ROUTES]} == {404}
 
 
 def test_help_lists_the_presets() -> None:
