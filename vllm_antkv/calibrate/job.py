@@ -116,7 +116,7 @@ def prepare(settings: CalibrationSettings) -> Job:
     # vLLM itself says whether it has room for a model that it runs.
     places = None if why is not None else places_for_weights(config, seq_len, device)
     if places is not None:
-        _check_streamable(settings, {"--train-prefix": bool(prefix), "--lora": settings.lora is not None}, device)
+        _check_streamable(settings, device)
     if prefix:
         _check_trainable(windows, len(prefix))
     # Last, since it makes the folder.
@@ -168,22 +168,23 @@ def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> No
         )
 
 
+def _asked_of_weights(settings: CalibrationSettings) -> str | None:
+    """The option that changes all weights, or reads them over and over."""
+    return "--train-prefix" if settings.train_prefix else "--lora" if settings.lora else None
+
+
 def _refuse_training(settings: CalibrationSettings, why: WhyVllm) -> None:
     """UnsupportedModelError when a model that only vLLM runs is to be trained or changed."""
-    asked = {
-        "--train-prefix": settings.train_prefix,
-        "--lora": settings.lora is not None,
-    }
-    for option in (option for option, is_asked in asked.items() if is_asked):
+    if option := _asked_of_weights(settings):
         raise UnsupportedModelError(
             f"{option} works through transformers' code, but vLLM has to run {settings.model}, as "
             f"{why.because}: {why.instead or f'leave {option} out'}."
         )
 
 
-def _check_streamable(settings: CalibrationSettings, trained: dict[str, bool], device: torch.device) -> None:
-    """CalibrationError when something is asked for that changes all weights, or reads them over and over."""
-    for option in (option for option, asked in trained.items() if asked):
+def _check_streamable(settings: CalibrationSettings, device: torch.device) -> None:
+    """CalibrationError when all weights are needed at once."""
+    if option := _asked_of_weights(settings):
         raise CalibrationError(
             f"{option} needs all weights in memory, and {device} cannot hold those of {settings.model}: leave {option} "
             "out, or use a larger device."

@@ -17,7 +17,7 @@ from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.resources import check_disk
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, open_source
-from vllm_antkv.calibrate.training import num_held_out
+from vllm_antkv.calibrate.training import split
 from vllm_antkv.calibrate.workspace import Workspace, open_workspace
 from vllm_antkv.calibrate.write_codebook import with_layers_mixed, write_codebook
 from vllm_antkv.codebook.revision import revision_of
@@ -149,5 +149,5 @@ def _captured(job: Job, files: CaptureFiles, found: SinkChannels | None, rotarie
         kept &= ~sink_mask(rule, found, files.sink_values())
     if job.parts:
         # What judges the mix must be new to the centroids: large tables know their text better than small ones.
-        kept[: num_held_out(len(job.windows))] = False
+        kept[: len(split(job.windows)[0])] = False
     return Captured(files, kept, rule, rotaries)

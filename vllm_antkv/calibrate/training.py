@@ -53,13 +53,8 @@ class Schedule:
 
 def split(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Windows that judge, and windows that are trained on."""
-    held_out = num_held_out(len(windows))
+    held_out = max(1, len(windows) // _HELD_OUT_EVERY)
     return windows[:held_out], windows[held_out:]
-
-
-def num_held_out(num_windows: int) -> int:
-    """How many windows judge; they are the first."""
-    return max(1, num_windows // _HELD_OUT_EVERY)
 
 
 def train(
