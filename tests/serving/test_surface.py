@@ -1,17 +1,14 @@
 """Every question of `surface.py` to real servers: answers of an exact cache are those of `auto`, and with default
 settings they do not depend on what else runs."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.serving.embedded_server import API_KEY, EMBEDDED, KINDS, MAX_MODEL_LEN, SharedServers
-from tests.serving.server import run_vllm
-from tests.serving.surface import MESSAGES, QUESTIONS, chat, complete
+from tests.serving.embedded_server import API_KEY, SharedServers
+from tests.serving.surface import QUESTIONS, complete
 
 pytestmark = pytest.mark.serving
 
@@ -50,27 +47,6 @@ def test_no_answer_depends_on_neighbours(clients: list[OpenAI], name: str) -> No
         assert_close(QUESTIONS[name](client), alone)
         for each in beside:
             each.result()
-
-
-def test_a_file_of_questions_is_answered_as_by_auto(clients: list[OpenAI], tmp_path: Path) -> None:
-    """`vllm run-batch`."""
-    body = {"model": str(EMBEDDED), "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
-    question = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    (tmp_path / "questions").write_text(json.dumps(question))
-    dtype, settings = KINDS["exact"]
-    options = {
-        "-i": tmp_path / "questions",
-        "-o": tmp_path / "answers",
-        "--model": EMBEDDED,
-        "--dtype": "float32",
-        "--max-model-len": MAX_MODEL_LEN,
-        "--kv-cache-dtype": dtype,
-        "--additional-config": json.dumps({"antkv": settings}),
-    }
-    ended = run_vllm("run-batch", "--enforce-eager", *(str(part) for pair in options.items() for part in pair))
-    assert not ended.returncode, ended.stdout
-    answer = json.loads((tmp_path / "answers").read_text())["response"]["body"]["choices"][0]["message"]["content"]
-    assert answer == chat(clients[0], max_tokens=12).content
 
 
 def test_codes_are_read(clients: list[OpenAI]) -> None:
