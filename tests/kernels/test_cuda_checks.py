@@ -1,7 +1,5 @@
 """With ANTKV_CHECK the CUDA kernels name the line where they are handed something wrong; the emulation always does."""
 
-import faulthandler
-import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -13,6 +11,7 @@ import torch
 from scripts.compile_cuda import SOURCES
 from tests.kernels.cuda_emulation.backend import needs_emulation, operations
 from tests.kernels.engine import Engine, Shape, Workspace, draw_sequence
+from tests.kernels.forked import forked
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
@@ -28,19 +27,9 @@ POOL = 1200
 def said(action: Callable[[], object]) -> str:
     """What a process of its own writes to its standard error before it ends, or "done"."""
     with tempfile.TemporaryFile() as file:
-        child = os.fork()
-        if child == 0:
-            os.dup2(file.fileno(), 2)
-            faulthandler.disable()
-            try:
-                action()
-                os.write(2, b"done")
-            except BaseException as error:
-                os.write(2, repr(error).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
+        status = forked(action, file.fileno())
         file.seek(0)
-        return file.read().decode()
+        return file.read().decode() + ("done" if status == 0 else "")
 
 
 def store(state: LayerState, spoil: Callable[[Step], Step]) -> None:

@@ -4,8 +4,6 @@ Each call that does is left out, or put wrong, in turn: the kernel must then giv
 have a race.
 """
 
-import faulthandler
-import os
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from tests.kernels.cuda_emulation.backend import EmulatedBackend, decoding, library, needs_emulation, operations
 from tests.kernels.cuda_emulation.cases import LAYERS, TOLERANCES
 from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.forked import forked
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.cuda_build import Build
 from vllm_antkv.ops.paged import ReferenceOperations
@@ -31,21 +30,6 @@ class OneWorker(EmulatedBackend):
     multiprocessors = 1
 
 
-def is_noticed(change: Callable[[], None], check: Callable[[], None]) -> bool:
-    """In a process of its own, which may not come to its end."""
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        faulthandler.disable()
-        try:
-            change()
-            check()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] != 0
-
-
 def unnoticed(build: Build, check: Callable[[], None]) -> list[str]:
     """Changes at the places that `check` comes by, after which `check` still passes."""
     kernels = library(build)
@@ -57,7 +41,12 @@ def unnoticed(build: Build, check: Callable[[], None]) -> list[str]:
     for name in names:
         site = name.rstrip("*")
         for wrong in (False, True) if name.endswith("*") else (False,):
-            if not is_noticed(lambda s=site, w=wrong: kernels.emulation_change(s.encode(), w), check):
+
+            def changed(site: bytes = site.encode(), wrong: bool = wrong) -> None:
+                kernels.emulation_change(site, wrong)
+                check()
+
+            if forked(changed) == 0:
                 found.append(f"{site} {'put wrong' if wrong else 'left out'}")
     return found
 

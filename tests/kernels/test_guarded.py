@@ -1,7 +1,6 @@
 """Whoever goes beyond a tensor of the test engine is stopped: here, and in the emulated CUDA kernels."""
 
 import ctypes
-import faulthandler
 import os
 import shutil
 import signal
@@ -14,6 +13,7 @@ import torch
 from tests.kernels.cuda_emulation.backend import EmulatedBackend
 from tests.kernels.cuda_emulation.cases import LAYERS, WithPrefill
 from tests.kernels.engine import Engine, draw_sequence
+from tests.kernels.forked import forked
 from tests.kernels.guarded import guarded
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.cuda import CudaOperations
@@ -21,15 +21,7 @@ from vllm_antkv.ops.cuda import CudaOperations
 
 def ending(action: Callable[[], object]) -> int:
     """How a process of its own ends that does something: the signal, or 0."""
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        faulthandler.disable()
-        try:
-            action()
-        finally:
-            os._exit(0)
-    return os.WTERMSIG(os.waitpid(child, 0)[1])
+    return os.WTERMSIG(forked(action))
 
 
 @pytest.mark.parametrize("size", [1, 16, 4096, 5000])
