@@ -1,6 +1,6 @@
 """What a request takes of the pool in models of which some layers keep a state, as vLLM itself plans it.
 
-`python -m research.hybrid_pool` prints the table of docs/compatibility.md. No weights and no GPU are needed.
+`python -m scripts.hybrid_pool` prints the table of docs/compatibility.md. No weights and no GPU are needed.
 """
 
 import json
