@@ -53,7 +53,7 @@ def guarded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_decoding_gives_what_the_evaluator_computes(monkeypatch, shape, shared_bytes):
     monkeypatch.setattr(cuda, "SPLIT", 256)
 
-    @settings(max_examples=2, deadline=None)
+    @settings(max_examples=4, deadline=None)
     @given(
         config=FEW_ANCHORS,
         prompts=st.lists(st.sampled_from([0, 1, 31, 126, 200, 255, 330]), min_size=1, max_size=3),

@@ -21,7 +21,7 @@ from tests.serving.embedded_server import API_KEY, EXACT, MODEL_NAME, SharedServ
 pytestmark = pytest.mark.serving
 
 PROMPT = [0, *range(50, 100)]
-ANSWERS = 4
+ANSWERS = 8
 #: So much to write that no answer is finished before its server is killed, however late the kill comes.
 LONG = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 900, "n": ANSWERS, "ignore_eos": True}
 

@@ -72,7 +72,7 @@ def test_everything_that_the_dashboard_shows_is_published(server):
 
 def test_a_server_that_is_asked_to_stop_ends_its_answers(shared_servers):
     """As a pod of the Helm chart is."""
-    server = shared_servers.to_be_ended("auto")
+    server = shared_servers.to_be_ended()
     request = completion(MODEL_NAME, "Once upon a time", 400)
     reader = StreamReader(time.perf_counter())
     url = server.url + request.path
