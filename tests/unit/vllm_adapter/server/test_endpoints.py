@@ -201,10 +201,12 @@ def test_status_of_an_antkv_cache_names_every_engine(fast: None) -> None:
 
 
 @pytest.mark.parametrize("plugin", [AntKVEndpoints, AntKVMetrics])
-def test_metrics_are_published_until_the_engines_die(fast: None, plugin: Any) -> None:
+def test_metrics_are_published_until_the_engines_die(fast: None, plugin: Any, said: list[str]) -> None:
     engine = EngineClient("antkv-1bit", lives=3)
     assert publish(engine, plugin=plugin)
     assert engine.asked == 3
+    # Whoever has no routes is told how to get them.
+    assert any("VLLM_PLUGINS=antkv" in line for line in said) == (plugin is AntKVMetrics)
     for rank in ("0", "1"):
         labels = {"model_name": "model", "engine": rank}
         assert REGISTRY.get_sample_value("vllm:antkv_tokens_stored_total", labels) == 30
