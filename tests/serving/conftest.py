@@ -125,7 +125,7 @@ def made_quickly(eager: bool) -> Iterator[None]:
         # VLLM collects garbage four times for each engine, a third of all time that these tests would take.
         patch.setattr(gc, "collect", lambda generation=2: 0)
         if _registry:
-            # An earlier engine has put them where vLLM looks through all modules for.
+            # An earlier engine has done it. VLLM looks through all modules for it, which fails once numba is imported.
             patch.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(lambda: None))
         yield
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.quantised import quantised
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import EMBEDDED, made_quickly
 from tests.serving.server import PRESET, make_odd_model
 from vllm_antkv.calibrate import calibrate_on_start
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
@@ -89,7 +89,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def engine(job: Job, engine_environment: None) -> Iterator[Source]:
     from vllm_antkv.calibrate.engine import open_engine
 
-    with open_engine(job) as source:
+    with made_quickly(eager=True), open_engine(job) as source:
         yield source
 
 
