@@ -1,6 +1,6 @@
 # make demo   serve the embedded model at 1 bit and ask it something (ARGS=--once: then stop)
-# make test   lint, type-check and run the whole test suite
-# make test-quick   unit tests and kernels, without the tests that take minutes
+# make test   lint, type-check and test, in about ten minutes
+# make test-long   the tests that take longer: every family of models, kernels for GPUs in emulation, several processes
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
 # make real-models   fetch real language models into the user's cache (ARGS=smollm2: one of them)
@@ -30,7 +30,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Containers set it. Every process would then compile all modules of vLLM again, which takes longer than importing them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo real-models test test-all test-quick vllm-contract wheel audit gpu-check bench-cpu lint $(LINTERS) format docs lock clean
+.PHONY: help venv demo real-models test test-short test-long vllm-contract wheel audit gpu-check bench-cpu lint $(LINTERS) format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -54,14 +54,14 @@ real-models: $(SERVE)
 
 # Side by side: linters one after the other beside the tests.
 test: $(VENV)
-	$(MAKE) --no-print-directory --jobs=2 test-all $(LINTERS)
+	$(MAKE) --no-print-directory --jobs=2 test-short $(LINTERS)
 
 # Tests run make themselves.
-test-all: $(VENV)
-	env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PYTEST) $(ARGS)
+test-short: $(VENV)
+	env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PYTEST) -m 'not long' $(ARGS)
 
-test-quick: $(VENV)
-	$(PYTEST) -m 'not long' tests/unit tests/kernels $(ARGS)
+test-long: $(VENV)
+	env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PYTEST) -m long $(ARGS)
 
 vllm-contract: $(VENV)
 	$(BIN)/python -m scripts.vllm_contract $(VERSION) $(ARGS)

@@ -90,7 +90,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 #: Slow files, the slowest first: started last, one of them would run alone at the end. Files that share servers are
 #: together, and the tests that end them are the last of these.
-LONG_FILES = (
+SLOW_FILES = (
     "serving/test_bad_requests.py",
     "serving/test_dashboard.py",
     "serving/test_prometheus.py",
@@ -134,15 +134,12 @@ LONG_FILES = (
 def start_order(item: pytest.Item) -> int:
     """Position of the test's file in the order of execution."""
     file = item.path.relative_to(Path(__file__).parent).as_posix()
-    return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
+    return SLOW_FILES.index(file) if file in SLOW_FILES else len(SLOW_FILES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow files first and mark them; skip GPU tests where there is no GPU."""
+    """Put slow files first; skip GPU tests where there is no GPU."""
     items.sort(key=start_order)
-    for item in items:
-        if start_order(item) < len(LONG_FILES):
-            item.add_marker("long")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

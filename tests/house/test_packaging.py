@@ -64,6 +64,7 @@ def test_the_wheel_has_the_kernels(wheel):
     assert set(zipfile.ZipFile(wheel).namelist()) >= KERNELS
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which(OLDEST_COMPILER) is None, reason=f"needs {OLDEST_COMPILER}")
 def test_the_oldest_documented_compiler_builds_all_kernels(tmp_path):
     compiler = tmp_path / "compiler"

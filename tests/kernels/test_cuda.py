@@ -28,7 +28,7 @@ from vllm_antkv.ops.reference import unpack_codes
 from vllm_antkv.ops.step import Step
 from vllm_antkv.presets import PRESETS
 
-pytestmark = needs_emulation
+pytestmark = [needs_emulation, pytest.mark.long]
 
 SMALL = LAYERS[1][0]
 #: So many anchors that spans have no room for them are another build: `test_every_row_an_anchor`.

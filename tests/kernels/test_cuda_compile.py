@@ -7,7 +7,7 @@ import pytest
 from scripts.compile_cuda import nvcc, spills
 from vllm_antkv.ops.cuda_build import Build
 
-pytestmark = pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
+pytestmark = [pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed"), pytest.mark.long]
 
 #: Bytes of shared memory that a CTA may have, by compute capability.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}

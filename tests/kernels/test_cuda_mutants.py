@@ -17,7 +17,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.cuda_build import Build
 from vllm_antkv.ops.paged import ReferenceOperations
 
-pytestmark = needs_emulation
+pytestmark = [needs_emulation, pytest.mark.long]
 #: Tables in shared memory, and in L2.
 SHAPES = [LAYERS[0][0], LAYERS[4][0]]
 #: More spans of 256 tokens together than the ring has room for.

@@ -14,6 +14,7 @@ from tests.kernels.triton_versions import NEWEST, OLDEST
 CASES = Path(__file__).with_name("test_triton_interpreted.py")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("triton", "chosen"),
     [(NEWEST, ""), (OLDEST, "pages_are_those_of_the_reference or padding or splits")],

@@ -23,6 +23,7 @@ KERNELS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("triton", "preset", "kernels", "architectures", "more"),
     [

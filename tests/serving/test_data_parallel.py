@@ -15,7 +15,7 @@ from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
 from tests.serving.server import MODEL_NAME, PRESET, serving
 
-pytestmark = pytest.mark.serving
+pytestmark = [pytest.mark.serving, pytest.mark.long]
 
 
 def answer(url: str, prompt: list[int]) -> list[int]:

@@ -105,6 +105,7 @@ def _num_preemptions(engine: Engine) -> int:
     return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
+@pytest.mark.long
 def test_same_compiled(
     start_engine: Start, default: dict[str, Any], alone: list[Completion], prompts: list[list[int]]
 ) -> None:
@@ -120,6 +121,7 @@ def test_sinks_change_what_is_served(
         assert_all_same(engine.complete(prompts), alone)
 
 
+@pytest.mark.long
 def test_same_with_tensor_parallelism(
     start_engine: Start,
     default: dict[str, Any],

@@ -43,6 +43,7 @@ ONE_OF_EACH_POOL = (
 )
 
 
+@pytest.mark.long
 def test_every_served_family_is_among_them() -> None:
     tested = {model_type for model_type, _ in FAMILY.values()} | WITH_IMAGES.keys() | TEXT_ALONE.keys()
     assert tested == {family.model_type for family in FAMILIES.values() if family.served}
@@ -70,6 +71,7 @@ def served_with(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
     return {"dtype": dtype, **without_hits}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("given_back")
 @pytest.mark.parametrize(("model_type", "changes"), FAMILY.values(), ids=FAMILY.keys())
 def test_family(start_engine: Start, tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:

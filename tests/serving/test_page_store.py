@@ -294,6 +294,7 @@ def test_pages_of_other_layers(start: Start, prompts: list[list[int]], tmp_path:
         assert local[0].num_cached_tokens == HIT
 
 
+@pytest.mark.long
 def test_all_ranks_compute_again_what_one_cannot_load(
     start: Start,
     kept: tuple[Path, list[Completion]],

@@ -24,7 +24,7 @@ from loadtest.watch import metrics
 from tests.patience import PATIENCE
 from tests.serving.embedded_server import API_KEY, MODEL_NAME, SharedServers
 
-pytestmark = pytest.mark.serving
+pytestmark = [pytest.mark.serving, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "vllm-antkv.json"

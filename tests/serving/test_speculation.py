@@ -71,7 +71,10 @@ def test_equals_auto_where_every_token_is_exact(
 
 @pytest.mark.parametrize(
     ("method", "num_drafts"),
-    [("ngram", 1), ("draft_model", 3), ("eagle", 3), ("eagle3", 2)],
+    [
+        ("ngram", 1),
+        *(pytest.param(*kind, marks=pytest.mark.long) for kind in [("draft_model", 3), ("eagle", 3), ("eagle3", 2)]),
+    ],
 )
 def test_same_as_without_speculation(
     start_engine: Start,
@@ -99,6 +102,7 @@ def test_same_as_without_speculation(
 
 
 # Blocks with pages of a draft model have larger recency pages, of which a request needs fewer.
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "num_blocks"), [("ngram", 120), ("draft_model", 40)])
 def test_same_after_preemption(
     start_engine: Start,

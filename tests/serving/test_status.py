@@ -197,6 +197,7 @@ def test_the_routes_are_in_the_servers_api_description(server: Server) -> None:
     assert all("get" in paths[route] for route in ROUTES)
 
 
+@pytest.mark.long
 def test_a_server_whose_plugins_are_not_named_has_metrics_and_no_routes(shared_servers: SharedServers) -> None:
     server = shared_servers.running(EXACT)
     server.complete(PROMPT, OUTPUT)
