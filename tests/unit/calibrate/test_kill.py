@@ -1,4 +1,4 @@
-"""`kill -9` of a calibration at any moment: no codebook is ever half-written, and the same command still ends well."""
+"""`kill -9` of a calibration: the same command goes on where it stopped, and ends in the same bytes."""
 
 import json
 import os
@@ -7,71 +7,66 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_antkv.codebook import Codebook, codebook_path
+from vllm_antkv.codebook import codebook_path
 
-KILLS = 4
-
-#: Calibrates in forked children: one that is left alone, some that are killed after a random part of the work it took,
-#: one that is left to go on. After every kill each file under its final name must be a whole one.
-_KILLED = """
-import json, os, random, signal, sys, time
-import psutil
+#: Runs `calibrate` in forked children: one killed while it captures, one killed while it clusters, one that finishes,
+#: and one that is never disturbed. Each child notes which windows and layers it worked on.
+_KILLS = """
+import json, os, signal, sys
 from pathlib import Path
 import torch
-from vllm_antkv.calibrate.run import calibrate
+from vllm_antkv.calibrate import learn, run, source
 from vllm_antkv.calibrate.settings import CalibrationSettings
-from vllm_antkv.codebook import Codebook
 
-model, text, folder, kills = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-presets = ["antkv-1bit"]
-moments = random.Random(0)
+model, text, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 
-def start(out):
-    child = os.fork()
-    if not child:
-        torch.set_num_threads(1)
-        calibrate(CalibrationSettings(model, presets, [text], folder / out, samples=8, seq_len=64, device="cpu"))
-        os._exit(0)
-    return child
+def child(out, log, kill_at_window=None, kill_at_layer=None):
+    if os.fork():
+        return os.wait()[1]
+    torch.set_num_threads(1)
+    worked = []
+    capture_window, learn_layer = source.capture_window, learn.learn_layer
+    def note(what):
+        worked.append(what)
+        (folder / log).write_text(json.dumps(worked))
+    def capture(model, window, index, into):
+        note(f"window {index}")
+        capture_window(model, window, index, into)
+        if index == kill_at_window:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def learned_layer(files, layer, *rest):
+        note(f"layer {layer}")
+        learned = learn_layer(files, layer, *rest)
+        if layer == kill_at_layer:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return learned
+    source.capture_window, learn.learn_layer = capture, learned_layer
+    run.calibrate(
+        CalibrationSettings(model, ["antkv-1bit"], [text], folder / out, samples=12, seq_len=64, device="cpu")
+    )
+    os._exit(0)
 
-def end(child):
-    return os.waitpid(child, 0)[1]
-
-# Of the processor, so that it is the same part on a busy machine.
-def worked(child):
-    times = psutil.Process(child).cpu_times()
-    return times.user + times.system
-
-_, status, usage = os.wait4(start("whole"), 0)
-ended = [status]
-seconds = usage.ru_utime + usage.ru_stime
-for _ in range(kills):
-    child = start("killed")
-    moment = moments.uniform(0.1, 1) * seconds
-    while worked(child) < moment and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    ended.append(end(child))
-    for path in (folder / "killed").glob("*"):
-        if not path.name.startswith(".work-"):
-            Codebook.load(path)
-ended.append(end(start("killed")))
-(folder / "ended.json").write_text(json.dumps(ended))
+codes = [child("killed", "1", kill_at_window=9), child("killed", "2", kill_at_layer=2), child("killed", "3"),
+         child("whole", "4")]
+(folder / "codes").write_text(json.dumps(codes))
 """
 
 
-def test_a_calibration_survives_kills_at_random_moments(
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(
     make_model: Callable[..., Path], text_file: Path, tmp_path: Path
 ) -> None:
-    model = make_model("llama")
-    command = [sys.executable, "-c", _KILLED, str(model), str(text_file), str(tmp_path), str(KILLS)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    model = make_model("llama", num_hidden_layers=4, head_dim=8)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _KILLS, str(model), str(text_file), str(tmp_path)]
+    subprocess.run(command, check=True, env=environment)
 
-    first, *others, last = json.loads((tmp_path / "ended.json").read_text())
-    assert first == last == 0
-    # A child that was quicker than its moment ended by itself.
-    assert others.count(9) >= KILLS // 2
+    assert json.loads((tmp_path / "codes").read_text()) == [9, 9, 0, 0]
+    worked = [json.loads((tmp_path / str(child)).read_text()) for child in (1, 2, 3, 4)]
+    windows, layers = ([f"{what} {index}" for index in range(count)] for what, count in (("window", 12), ("layer", 4)))
+    assert worked[0] == windows[:10]
+    assert worked[1] == windows[8:] + layers[:3]
+    assert worked[2] == layers[2:]
+    assert worked[3] == windows + layers
+    killed, whole = (codebook_path(tmp_path / name, "antkv-1bit").read_bytes() for name in ("killed", "whole"))
+    assert killed == whole
     assert [path.name for path in (tmp_path / "killed").iterdir()] == ["antkv-1bit.safetensors"]
-    path = codebook_path(tmp_path / "killed", "antkv-1bit")
-    assert path.read_bytes() == codebook_path(tmp_path / "whole", "antkv-1bit").read_bytes()
-    Codebook.load(path, "antkv-1bit")

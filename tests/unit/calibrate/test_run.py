@@ -1,11 +1,7 @@
-"""The whole of `calibrate`: what it writes, that it is reproducible and survives a kill, and how it refuses."""
+"""The whole of `calibrate`: what it writes, that it is reproducible, and how it refuses."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,69 +149,6 @@ def test_same_command_same_bytes_and_other_seed_other_bytes(
     calibrate_small(tiny_llama, text_file, tmp_path / "other", seed=1)
     assert codebook_path(tmp_path / "again", "antkv-1bit").read_bytes() == first
     assert codebook_path(tmp_path / "other", "antkv-1bit").read_bytes() != first
-
-
-#: Runs `calibrate` in forked children: one killed while it captures, one killed while it clusters, one that finishes,
-#: and one that is never disturbed. Each child notes which windows and layers it worked on.
-_KILLS = """
-import json, os, signal, sys
-from pathlib import Path
-import torch
-from vllm_antkv.calibrate import learn, run, source
-from vllm_antkv.calibrate.settings import CalibrationSettings
-
-model, text, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-
-def child(out, log, kill_at_window=None, kill_at_layer=None):
-    if os.fork():
-        return os.wait()[1]
-    torch.set_num_threads(1)
-    worked = []
-    capture_window, learn_layer = source.capture_window, learn.learn_layer
-    def note(what):
-        worked.append(what)
-        (folder / log).write_text(json.dumps(worked))
-    def capture(model, window, index, into):
-        note(f"window {index}")
-        capture_window(model, window, index, into)
-        if index == kill_at_window:
-            os.kill(os.getpid(), signal.SIGKILL)
-    def learned_layer(files, layer, *rest):
-        note(f"layer {layer}")
-        learned = learn_layer(files, layer, *rest)
-        if layer == kill_at_layer:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return learned
-    source.capture_window, learn.learn_layer = capture, learned_layer
-    run.calibrate(
-        CalibrationSettings(model, ["antkv-1bit"], [text], folder / out, samples=12, seq_len=64, device="cpu")
-    )
-    os._exit(0)
-
-codes = [child("killed", "1", kill_at_window=9), child("killed", "2", kill_at_layer=2), child("killed", "3"),
-         child("whole", "4")]
-(folder / "codes").write_text(json.dumps(codes))
-"""
-
-
-def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(
-    make_model: Callable[..., Path], text_file: Path, tmp_path: Path
-) -> None:
-    model = make_model("llama", num_hidden_layers=4, head_dim=8)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(_KILLS), str(model), str(text_file), str(tmp_path)]
-    subprocess.run(command, check=True, env=environment)
-
-    assert json.loads((tmp_path / "codes").read_text()) == [9, 9, 0, 0]
-    worked = [json.loads((tmp_path / str(child)).read_text()) for child in (1, 2, 3, 4)]
-    windows, layers = ([f"{what} {index}" for index in range(count)] for what, count in (("window", 12), ("layer", 4)))
-    assert worked[0] == windows[:10]
-    assert worked[1] == windows[8:] + layers[:3]
-    assert worked[2] == layers[2:]
-    assert worked[3] == windows + layers
-    killed, whole = (codebook_path(tmp_path / name, "antkv-1bit").read_bytes() for name in ("killed", "whole"))
-    assert killed == whole
-    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["antkv-1bit.safetensors"]
 
 
 def test_the_work_folder_of_another_model_is_not_taken_up(
