@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from transformers import LlamaConfig
 
-from vllm_antkv.evaluate.capacity import DecodeShape
+from vllm_antkv.evaluate.capacity import DecodeShape, largest_batch
 from vllm_antkv.evaluate.gpus import GPUS
-from vllm_antkv.evaluate.step_bound import bounds
+from vllm_antkv.evaluate.step_bound import step_bound
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, tied: bool) -> LlamaConfig:
@@ -66,11 +66,14 @@ def rows(models: list[str], gpus: list[str], contexts: list[int], cache: str) ->
         shape = DecodeShape.of(MODELS[model])
         for gpu in gpus:
             for context in contexts:
-                auto, ours = bounds(shape, GPUS[gpu], ["auto", cache], [context])
+                batches = {dtype: largest_batch(shape, GPUS[gpu], dtype, context) for dtype in ("auto", cache)}
+                auto, ours = (step_bound(shape, GPUS[gpu], dtype, context, n) for dtype, n in batches.items())
                 cells = []
                 for bound in (auto, ours):
                     cells += [f"{bound.batch:,}", f"{bound.matrices * 1e3:.1f} + {bound.attention * 1e3:.1f}"]
-                gains = (bound / auto.tokens_per_second for bound in (ours.tokens_per_second, ours.matrices_alone))
+                gains = (
+                    bound / auto.tokens_per_second for bound in (ours.tokens_per_second, ours.batch / ours.matrices)
+                )
                 yield [model, gpu.partition("-")[0].upper(), f"{context:,}", *cells, *(f"{gain:.1f}" for gain in gains)]
 
 

@@ -32,3 +32,14 @@ def test_the_table_has_the_numbers():
         place = NUMBERS["lengths"].index(int(length))
         expected = [2.0, *(ratios[place] for ratios in NUMBERS["relative to auto"].values())]
         assert [float(cell) for cell in cells.split(" | ")] == expected
+
+
+def test_presets_hold_what_was_promised():
+    """Twelve times the tokens of `auto`; less where five of six layers have windows, past which `auto` frees too."""
+    llama, gemma = (NUMBERS[key]["antkv-1bit"] for key in ("relative to auto", "Gemma-3-27B"))
+    at = NUMBERS["lengths"].index
+    assert llama[at(32768)] >= 12
+    assert gemma[at(8192)] >= 6
+    assert gemma[at(131072)] >= 11
+    of_presets = [ratios[at(32768)] for ratios in NUMBERS["relative to auto"].values()]
+    assert of_presets == sorted(set(of_presets)), "fewer bits hold more"

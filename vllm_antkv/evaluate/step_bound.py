@@ -15,11 +15,10 @@ Everything is computed. Nothing here was measured.
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.capacity import DecodeShape, largest_batch, sequence_bytes
+from vllm_antkv.evaluate.capacity import DecodeShape, sequence_bytes
 from vllm_antkv.evaluate.gpus import Gpu
 from vllm_antkv.ops.cuda import SPLIT
 from vllm_antkv.presets import PRESETS
@@ -68,11 +67,6 @@ class StepBound:
         """With both parts as long as they are at least."""
         return self.batch / (self.matrices + self.attention)
 
-    @property
-    def matrices_alone(self) -> float:
-        """Tokens per second if attention took no time at all."""
-        return self.batch / self.matrices
-
 
 def step_bound(
     shape: DecodeShape, gpu: Gpu, kv_cache_dtype: str, context: int, batch: int, settings: AntKVConfig | None = None
@@ -92,12 +86,3 @@ def sequence_cycles(preset: str, seen: float) -> float:
     """Of a multiprocessor per KV head at head size 128, for a sequence of which the next token sees `seen` tokens."""
     cycles = PREDICTED_CYCLES[preset]
     return seen * cycles.token + cycles.request + (math.ceil(seen / SPLIT) - 1) * cycles.split
-
-
-def bounds(shape: DecodeShape, gpu: Gpu, caches: Sequence[str], contexts: Sequence[int]) -> Iterator[StepBound]:
-    """At the largest batches, by context and cache; none where the model does not fit."""
-    for context in contexts:
-        for cache in caches:
-            batch = largest_batch(shape, gpu, cache, context)
-            if batch:
-                yield step_bound(shape, gpu, cache, context, batch)

@@ -1,9 +1,9 @@
-"""Computed capacity follows from bytes: fewer bits, more tokens, in exact proportion."""
+"""Computed capacity follows from bytes, and what bounds a decode step from sizes; by hand of Llama-3-8B."""
 
 import math
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.capacity import (
@@ -16,6 +16,7 @@ from vllm_antkv.evaluate.capacity import (
     sequence_bytes,
 )
 from vllm_antkv.evaluate.gpus import GPUS
+from vllm_antkv.evaluate.step_bound import PREDICTED_CYCLES, step_bound
 from vllm_antkv.presets import PRESETS
 
 LLAMA_3_8B = DecodeShape(32, 8, 128, matrix_weights=7_504_658_432, weights=8_030_261_248)
@@ -25,7 +26,20 @@ SMALL = GPUS["l4-24"]
 def test_the_shape_is_that_of_the_model(model: PreTrainedModel) -> None:
     shape = DecodeShape.of(model.config)
     assert 2 * shape.weights == sum(2 * p.numel() for p in model.parameters())
+    assert shape.matrix_weights <= shape.weights + model.lm_head.weight.numel()
     assert (shape.num_layers, shape.num_kv_heads) == (model.config.num_hidden_layers, model.config.num_key_value_heads)
+
+
+def test_llama_3_8b_has_the_weights_that_it_is_known_for() -> None:
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    assert DecodeShape.of(config) == LLAMA_3_8B
 
 
 @pytest.mark.parametrize("cache", LLAMA_3_8B.caches)
@@ -72,3 +86,18 @@ def test_a_gpus_figures_agree_with_each_other(name: str) -> None:
     assert per_cycle == pytest.approx(2 ** round(math.log2(per_cycle)), rel=0.05)
     assert 0.7 <= round(gpu.flops / gpu.dense_flops, 2) <= 0.77
     assert name.endswith(f"-{gpu.memory / 1e9:.0f}")
+
+
+def test_a_step_is_bounded_as_by_hand() -> None:
+    h100 = GPUS["h100-80"]
+    bound = step_bound(LLAMA_3_8B, h100, "auto", 1024, 400)
+    assert bound.matrices == pytest.approx(2 * 7.504658e9 * 400 / 700e12, rel=1e-5)
+    assert bound.attention == pytest.approx(400 * 1024 * 131072 / (0.88 * 3.35e12), rel=1e-5)
+    coded = step_bound(LLAMA_3_8B, h100, "antkv-1bit", 32768, 8)
+    assert coded.matrices == pytest.approx(2 * 7.504658e9 / 3.35e12, rel=1e-5), "few requests: the weights are read"
+    assert bound.read_bytes == 2 * LLAMA_3_8B.matrix_weights + 400 * 1024 * 131072
+    cycles = PREDICTED_CYCLES["antkv-1bit"]
+    one_split, sixteen = 1024 * cycles.token + cycles.request, 32768 * cycles.token + cycles.request + 15 * cycles.split
+    assert coded.attention == pytest.approx(8 * 256 * sixteen / (132 * 1.755e9), rel=1e-5)
+    short = step_bound(LLAMA_3_8B, h100, "antkv-1bit", 1024, 3000)
+    assert short.attention == pytest.approx(3000 * 256 * one_split / (132 * 1.755e9), rel=1e-5)
