@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.codebooks import random_codebook
 from tests.gpu.completions import BFLOAT16, PRESET, Start, assert_close
-from tests.unit.evaluate.conftest import random_codebook
 from vllm_antkv.codebook import ModelIdentity, codebook_path
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serving]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.codebooks import random_codebook
 from tests.serving.conftest import EMBEDDED
-from tests.unit.evaluate.conftest import random_codebook
 from vllm_antkv.codebook import SinkRule, codebook_path
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError

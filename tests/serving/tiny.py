@@ -1,14 +1,15 @@
 """Tiny random models to serve: one line for each kind that is tested, and how they and their codebooks are made."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.codebooks import random_codebook
 from tests.serving.conftest import EMBEDDED
-from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule, codebook_path
-from vllm_antkv.presets import PRESETS
+from vllm_antkv.codebook import ModelIdentity, SinkRule, codebook_path
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -194,25 +195,9 @@ def make_model(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
 def make_codebook(folder: Path, model: Path, preset: str, sinks: SinkRule | None = None, **more: Any) -> None:
     """A codebook of random centroids; `more` of its header."""
     identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
-    kind = PRESETS[preset]
-    shape = (
-        identity.num_layers,
-        identity.num_kv_heads,
-        kind.num_sub_vectors(identity.head_size),
-        kind.num_centroids,
-        kind.sub_vector_size,
-    )
-    generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(shape, generator=generator).half() for _ in "kv")
-    header = CodebookHeader(
-        format_version=FORMAT_VERSION,
-        preset=preset,
-        model=identity,
-        sinks=sinks,
-        calibration={"text": "random"},
-        **more,
-    )
+    codebook = random_codebook(identity, preset, sinks=sinks, **more)
     # Every head its own, and all channels alike: whatever RoPE the model has.
-    exponents = torch.randint(-2, 3, (*shape[:2], 1), generator=generator)
+    shape = (identity.num_layers, identity.num_kv_heads, 1)
+    exponents = torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(0))
     k_scale = exponents.float().exp2().repeat(1, 1, identity.head_size)
-    Codebook(header, tuple(k), tuple(v), k_scale=k_scale).save(codebook_path(folder, preset))
+    replace(codebook, k_scale=k_scale).save(codebook_path(folder, preset))

@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity
+from tests.codebooks import random_codebook
+from vllm_antkv.codebook import Codebook, ModelIdentity
 from vllm_antkv.codebook.prefix import TrainedPrefix
-from vllm_antkv.presets import get_preset
 
 #: Puts something into the place of a codebook.
 Spoil = Callable[[Path], object]
@@ -30,16 +30,8 @@ MODEL = ModelIdentity(
 )
 
 
-def good_codebook(model: ModelIdentity = MODEL) -> Codebook:
-    """Random centroids."""
-    preset = get_preset(PRESET)
-    sub_vectors = preset.num_sub_vectors(model.head_size)
-    shape = (model.num_layers, model.num_kv_heads, sub_vectors, preset.num_centroids, preset.sub_vector_size)
-    k, v = torch.randn((2, *shape), generator=torch.Generator().manual_seed(0)).half()
-    header = CodebookHeader(
-        format_version=FORMAT_VERSION, preset=PRESET, model=model, sinks=None, calibration={"samples": 1}
-    )
-    return Codebook(header, tuple(k), tuple(v))
+def good_codebook() -> Codebook:
+    return random_codebook(MODEL, PRESET)
 
 
 def nothing(path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.codebooks import random_codebook
 from tests.unit.damaged import DAMAGES, WEIGHTS, damaged, shrink_vocabulary, weights_with
 from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
-from tests.unit.evaluate.conftest import random_codebook
 from vllm_antkv import cli
 from vllm_antkv.codebook import ModelIdentity, codebook_path
 

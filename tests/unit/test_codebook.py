@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
+from tests.codebooks import random_codebook
 from vllm_antkv.codebook import (
     Codebook,
-    CodebookHeader,
     ModelIdentity,
     SinkRule,
     codebook_path,
@@ -44,25 +44,8 @@ SINKS = SinkRule(layer=1, channels=(3, 17), threshold=12.5)
 same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
-def make(preset="antkv-4bit", model=MODEL, sinks=None, seed=0, layers=None):
-    header = CodebookHeader(
-        format_version=1, preset=preset, model=model, layers=layers, sinks=sinks, calibration={"samples": 1}
-    )
-    generator = torch.Generator().manual_seed(seed)
-    k, v = (
-        tuple(
-            torch.randn(
-                model.num_kv_heads,
-                chosen.num_sub_vectors(model.head_size),
-                chosen.num_centroids,
-                chosen.sub_vector_size,
-                generator=generator,
-            ).half()
-            for chosen in header.layer_presets
-        )
-        for _ in range(2)
-    )
-    return Codebook(header, k, v)
+def make(preset="antkv-4bit", model=MODEL, seed=0, **more):
+    return random_codebook(model, preset, seed, **more)
 
 
 @pytest.fixture(scope="module")

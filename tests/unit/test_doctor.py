@@ -5,11 +5,12 @@ import pytest
 import torch
 from transformers import ArceeConfig, BloomConfig, LlamaConfig, Qwen2VLConfig
 
+from tests.codebooks import random_codebook
 from vllm_antkv import cli, doctor
-from vllm_antkv.codebook import Codebook, CodebookHeader, ModelIdentity, codebook_path
+from vllm_antkv.codebook import ModelIdentity, codebook_path
 from vllm_antkv.doctor.verify import Completion
 from vllm_antkv.ops import cpu
-from vllm_antkv.presets import PRESETS, get_preset
+from vllm_antkv.presets import PRESETS
 
 
 @pytest.fixture
@@ -35,11 +36,7 @@ def model(tmp_path, user_cache):
 
 
 def write_codebook(folder, identity, preset="antkv-1bit"):
-    chosen = get_preset(preset)
-    sub_vectors = chosen.num_sub_vectors(identity.head_size)
-    shape = (identity.num_layers, identity.num_kv_heads, sub_vectors, chosen.num_centroids, chosen.sub_vector_size)
-    header = CodebookHeader(format_version=1, preset=preset, model=identity, sinks=None, calibration={})
-    Codebook(header, *2 * (tuple(torch.zeros(shape).half()),)).save(codebook_path(folder, preset))
+    random_codebook(identity, preset).save(codebook_path(folder, preset))
 
 
 def by_name(findings):

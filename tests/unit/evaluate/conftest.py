@@ -12,14 +12,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from vllm_antkv.codebook import (
-    FORMAT_VERSION,
-    Codebook,
-    CodebookHeader,
-    ModelIdentity,
-    SinkRule,
-    codebook_path,
-)
+from tests.codebooks import random_codebook
+from vllm_antkv.codebook import ModelIdentity, SinkRule, codebook_path
 
 VOCAB = 64
 HEAD_SIZE = 32
@@ -50,39 +44,6 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrain
     )
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def random_codebook(
-    identity: ModelIdentity,
-    preset: str = "antkv-1bit",
-    sinks: SinkRule | None = None,
-    weights: str = "none",
-    layers: tuple[str, ...] | None = None,
-) -> Codebook:
-    """Centroids drawn at random: far from the rows, so that what is seen exactly and what is not differ clearly."""
-    header = CodebookHeader(
-        format_version=FORMAT_VERSION,
-        preset=preset,
-        model=identity,
-        layers=layers,
-        sinks=sinks,
-        calibration={"weights": weights},
-    )
-    generator = torch.Generator().manual_seed(7)
-    k, v = (
-        tuple(
-            torch.randn(
-                identity.num_kv_heads,
-                form.num_sub_vectors(identity.head_size),
-                form.num_centroids,
-                form.sub_vector_size,
-                generator=generator,
-            ).half()
-            for form in header.layer_presets
-        )
-        for _ in range(2)
-    )
-    return Codebook(header, k, v)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.evaluate.conftest import random_codebook, tiny_model
+from tests.codebooks import random_codebook
+from tests.unit.evaluate.conftest import tiny_model
 from vllm_antkv import cli
 from vllm_antkv.codebook import ModelIdentity, codebook_path
 from vllm_antkv.evaluate.figures import FIGURES

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.evaluate.conftest import random_codebook
+from tests.codebooks import random_codebook
 from vllm_antkv.codebook import codebook_path
 from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.codebooks import random_codebook
 from vllm_antkv import cli
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
@@ -17,7 +18,7 @@ from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 
-from .conftest import VOCAB, random_codebook
+from .conftest import VOCAB
 
 EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 ANSWER = 3

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.unit.evaluate.conftest import HEAD_SIZE, LAYERS, VOCAB, random_codebook, tiny_model
+from tests.codebooks import random_codebook
+from tests.unit.evaluate.conftest import HEAD_SIZE, LAYERS, VOCAB, tiny_model
 from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError

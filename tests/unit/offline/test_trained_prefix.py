@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.evaluate.conftest import VOCAB, random_codebook
+from tests.codebooks import random_codebook
+from tests.unit.evaluate.conftest import VOCAB
 from vllm_antkv.codebook import Codebook, ModelIdentity
 from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
