@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.spoilt import MODEL, PRESET, good_codebook, head
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.codebook.prefix import TrainedPrefix
-from vllm_antkv.config import AntKVConfig, Recency
+from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import AntKVError, CodebookError, SettingsError
 from vllm_antkv.presets import PRESETS
 
@@ -261,15 +261,6 @@ def _check_settings(settings: Any, path: Path) -> None:
     assert str(config.recency_policy) == config.recency
 
 
-def _check_recency(text: str, path: Path) -> None:
-    try:
-        recency = Recency.parse(text)
-    except ValueError:
-        return
-    assert str(recency) == text
-    assert recency.kind == "none" or recency.window >= 1
-
-
 TARGETS = {
     "bytes of a codebook": Target(_EDITS, _check_bytes),
     "header of a codebook": Target(_HEADER_CHANGES, _check_header),
@@ -278,5 +269,4 @@ TARGETS = {
         _check_tensors,
     ),
     "settings": Target(st.fixed_dictionaries({"antkv": _SETTINGS | _JSON}) | _JSON, _check_settings),
-    "recency": Target(_RECENCIES, _check_recency),
 }

@@ -1,6 +1,5 @@
 """Whatever is wrong with what a user names, every command ends with one sentence and an exit code that is not 0."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.codebooks import random_codebook
 from tests.unit.damaged import DAMAGES, WEIGHTS, damaged, shrink_vocabulary, weights_with
 from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
 from vllm_antkv import cli
-from vllm_antkv.codebook import ModelIdentity, codebook_path
 
 #: A command line that fails: its arguments, what it says on stderr.
 Fails = Callable[..., tuple[int, str]]
@@ -153,36 +150,6 @@ def test_folders_that_cannot_be_written(
     assert "is a folder" in fails(*evaluation(model_folder, text_file, codebook_folder, tmp_path))[1]
 
 
-def test_codebooks_that_do_not_fit(
-    fails: Fails, model_folder: Path, identity: ModelIdentity, text_file: Path, codebook_folder: Path, tmp_path: Path
-) -> None:
-    other = identity.model_copy(update={"num_layers": identity.num_layers - 1})
-    random_codebook(other).save(codebook_path(tmp_path / "other", "antkv-1bit"))
-    whole = codebook_path(codebook_folder, "antkv-1bit").read_bytes()
-    for name, content in {"cut": whole[:-100], "junk": bytes(range(256)), "empty": b""}.items():
-        (tmp_path / name).mkdir()
-        codebook_path(tmp_path / name, "antkv-1bit").write_bytes(content)
-    cases = {
-        "other": "learned from another model",
-        "cut": "not a readable codebook",
-        "junk": "not a readable codebook",
-        "empty": "not a readable codebook",
-        "missing": "antkv calibrate",
-    }
-    for name, words in cases.items():
-        code, sentence = fails(*evaluation(model_folder, text_file, tmp_path / name, tmp_path / "o.json"))
-        assert (code, words in sentence) == (1, True), sentence
-
-
-@pytest.mark.parametrize("ids", [[[0.5] * 200], [[True] * 200], [["a"] * 200], [[3] * 200, 5], {"a": 1}, [[-1] * 200]])
-def test_token_ids_that_are_none(
-    fails: Fails, model_folder: Path, codebook_folder: Path, tmp_path: Path, ids: object
-) -> None:
-    text = tmp_path / "some_ids.json"
-    text.write_text(json.dumps(ids))
-    assert fails(*evaluation(model_folder, text, codebook_folder, tmp_path / "o.json"))[0] == 2
-
-
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name.startswith("config")])
 def test_doctor_reports_a_damaged_config(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
@@ -190,16 +157,3 @@ def test_doctor_reports_a_damaged_config(
     assert cli.run(["doctor", str(damaged(model_folder, tmp_path / "model", damage))]) == 1
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
-
-
-def test_doctor_reports_missing_things(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    for args in (
-        [tmp_path / "missing"],
-        [tmp_path / "file"],
-        ["--codebooks", tmp_path / "missing"],
-        ["--codebooks", tmp_path / "file"],
-        [model_folder, "--codebooks", tmp_path / "file"],
-    ):
-        assert cli.run(["doctor", *map(str, args)]) == 1
-        assert "->" in capsys.readouterr().out

@@ -213,19 +213,12 @@ def test_all_means_every_preset(
     assert [book.preset for book in books] == list(PRESETS.values())
 
 
+#: What commands hand over otherwise, or check too: tests/unit/test_bad_arguments.py, test_cli_mistakes.py.
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no samples": ({"samples": 0}, CalibrationError, "--samples 0"),
-    "window too short": ({"seq_len": 1}, CalibrationError, "--seq-len 1"),
-    "negative seed": ({"seed": -1}, CalibrationError, "--seed -1"),
     "unknown weights": ({"weights": "hessian"}, CalibrationError, "grad"),
-    "unknown device": ({"device": "abacus"}, CalibrationError, "abacus"),
-    "device of another kind": ({"device": "mps"}, CalibrationError, "mps"),
-    "no such GPU": ({"device": "cuda:99"}, CalibrationError, "cuda:99"),
-    "unknown preset": ({"presets": ["antkv-3bit"]}, SettingsError, "antkv-3bit"),
     "no preset": ({"presets": []}, CalibrationError, "--preset"),
     "preset too wide": ({"presets": ["antkv-0.375bit"]}, SettingsError, "head size 16"),
-    "missing model": ({"model": "no-such-folder/model"}, CalibrationError, "no-such-folder"),
-    "missing text": ({"texts": ["no-such-file.txt"]}, CalibrationError, "no-such-file.txt"),
     "too few tokens": ({"samples": 4}, CalibrationError, "at least 256"),
 }
 

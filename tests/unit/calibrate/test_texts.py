@@ -84,21 +84,6 @@ def test_the_name_has_no_folder(text_file: Path) -> None:
     assert read_text(str(text_file)).name == "words.txt"
 
 
-@pytest.mark.parametrize("content", [b"", b" \n ", b"\xff\xfe\x00 not text"])
-def test_files_without_text(content: bytes, tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(content)
-    with pytest.raises(CalibrationError) as refused:
-        read_text(str(path))
-    reads_well(refused.value)
-
-
-def test_a_folder_is_no_text(tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:
-    with pytest.raises(CalibrationError) as refused:
-        read_text(str(tmp_path))
-    assert "is a folder" in reads_well(refused.value)
-
-
 def test_a_data_set_without_the_library(
     monkeypatch: pytest.MonkeyPatch, reads_well: Callable[[BaseException], str]
 ) -> None:

@@ -53,20 +53,3 @@ def test_a_calibration_text_is_learned_from(compare, text_file) -> None:
 def test_methods_can_be_laid_on_top_of_each_other(compare) -> None:
     results = compare("fp16,rtn-2bit+pfn-3,kivi-2bit+kvsink-2+intactkv-1,h2o-64")
     assert list(results) == ["fp16", "rtn-2bit+pfn-3", "kivi-2bit+kvsink-2+intactkv-1", "h2o-64"]
-
-
-@pytest.mark.parametrize("change", [["--calibration", "missing.txt"], ["--methods", "rtn-2bit+pfn"]])
-def test_mistakes_are_one_line(model_folder, text_file, tmp_path, capsys, change) -> None:
-    args = [
-        "eval",
-        "compare",
-        model_folder,
-        "--methods",
-        "rtn-2bit",
-        "--text",
-        text_file,
-        "--json",
-        tmp_path / "o.json",
-    ]
-    assert cli.run([str(part) for part in [*args, "--context", "100", *change]]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -218,12 +218,8 @@ def test_what_was_measured_is_not_measured_again(
     ("change", "code", "says"),
     [
         (["--figures", "score-map,mona-lisa"], 2, "mona-lisa"),
-        (["--text", "missing.txt"], 2, "missing.txt"),
         (["--max-windows", "9"], 2, "--calibration"),
-        (["--context", "4096"], 2, "--context"),
         (["--out", "/dev/null/figures"], 2, "/dev/null/figures"),
-        (["--codebooks", "nowhere"], 1, "antkv calibrate"),
-        (["--calibration", "missing.txt"], 2, "missing.txt"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -87,17 +87,3 @@ def test_the_command_writes_table_json_and_figure(tmp_path: Path, capsys: pytest
     assert first.split()[-2:] == ["pairs", "pairs"]
     assert second.split()[-2:] == ["64", "100"]
     assert figure.stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        ["--depths", "0,1"],
-        ["--methods", "fp16", "--depths", "deep"],
-        ["--methods", "fp16", "--lengths", "100000"],
-        ["--methods", "fp16", "--figure", "map.txt"],
-    ],
-)
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture, mistake: list[str]) -> None:
-    assert run("--json", tmp_path / "o.json", *mistake) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1

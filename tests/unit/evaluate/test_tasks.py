@@ -58,15 +58,6 @@ def run(tmp_path: Path, *args: str) -> int:
     return cli.run(["eval", "tasks", str(EMBEDDED), "--tasks", "no-such-task", "--json", out, *args])
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [[], ["--kv-cache-dtype", "auto", "--server", "auto=http://localhost:1"], ["--server", "http://localhost:1"]],
-)
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture, mistake: list[str]) -> None:
-    assert run(tmp_path, *mistake) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 @pytest.mark.skipif(HARNESS, reason="lm-evaluation-harness is installed")
 def test_without_the_harness_it_says_how_to_install_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert run(tmp_path, "--kv-cache-dtype", "auto") == 1

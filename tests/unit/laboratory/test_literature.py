@@ -395,17 +395,3 @@ def test_kvsink_without_a_rule_says_what_to_do(request_for, tmp_path, reads_well
         build_method("rtn-2bit+kvsink-5", replace(request_for(learned=False), codebooks=tmp_path))
     assert "--calibration" in reads_well(caught.value)
     assert build_method("rtn-2bit+kvsink-5", replace(request_for(), codebooks=tmp_path)).sinks is not None
-
-
-@pytest.mark.parametrize("name", ["antkv-1bit+pfn-5", "fp16+kvsink-5", "h2o-64+pfn-5"])
-def test_additions_need_a_method_they_fit(name, request_for, reads_well) -> None:
-    with pytest.raises(SettingsError) as caught:
-        build_method(name, request_for())
-    assert name.split("+")[0] in reads_well(caught.value)
-
-
-@pytest.mark.parametrize("name", ["rtn-2bit+pfn", "rtn-2bit+pfn-0", "rtn-2bit+more-3", "rtn-2bit+", "rtn-5bit"])
-def test_unknown_names(name, request_for, reads_well) -> None:
-    with pytest.raises(SettingsError) as caught:
-        build_method(name, request_for())
-    assert "choose among" in reads_well(caught.value)
