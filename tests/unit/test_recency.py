@@ -73,17 +73,6 @@ def test_log_retention_is_algorithm_1_of_logquant(window):
         assert len(held) <= 3 * window
 
 
-@given(even)
-@settings(max_examples=20)
-def test_log_retention_thins_with_distance(window):
-    table = last_query_table(alone(f"log:{window}"), LENGTH)
-    query = LENGTH - 1
-    visible = (table >= query).nonzero().flatten()
-    gaps = visible.diff()
-    outside_the_open_block = gaps[visible[1:] < query // VQ_BLOCK_SIZE * VQ_BLOCK_SIZE]
-    assert (outside_the_open_block.diff() <= 0).all()
-
-
 @given(configs, st.integers(2, LENGTH))
 def test_all_but_none_see_their_own_block(config, length):
     """A prefix that is all there is shows as much."""

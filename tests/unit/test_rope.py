@@ -94,22 +94,6 @@ def test_partial_rotation_leaves_the_other_channels_alone():
     assert not torch.equal(turned[..., :16], rows[..., :16])
 
 
-def test_position_0_turns_nothing():
-    rows, _ = draw_rows(0, 5)
-    assert torch.equal(rotate(rows, torch.zeros(5, dtype=torch.int64), make_table()), rows)
-
-
-def test_logits_depend_on_distance_alone():
-    rows, _ = draw_rows(0, 2)
-    table = make_table(dtype=torch.float64)
-    dots = []
-    for shift in (0, 1, 1000):
-        query, key = rotate(rows, torch.tensor([17 + shift, 5 + shift]), table)
-        dots.append((query * key).sum(-1))
-    torch.testing.assert_close(dots[1], dots[0])
-    torch.testing.assert_close(dots[2], dots[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_shape_and_dtype_are_kept(dtype):
     rows, positions = draw_rows(0, 7, dtype=torch.float32)
@@ -124,12 +108,6 @@ def test_leading_dimensions_are_free():
     flat = rotate(rows, positions, make_table())
     folded = rotate(rows.unflatten(0, (3, 4)), positions.unflatten(0, (3, 4)), make_table())
     assert torch.equal(folded.flatten(0, 1), flat)
-
-
-def test_a_table_moves_with_its_style():
-    table = make_table(is_neox_style=False).to("cpu")
-    assert not table.is_neox_style
-    assert table.rotary_dim == 64
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 1.2])
