@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tests.gpu.on_device import OnDevice
 from tests.kernels.engine import Engine, Shape, draw_sequence
-from tests.kernels.triton_cases import CONFIGS, SHAPES, assert_offline, serve
+from tests.kernels.triton_cases import CONFIGS, SHAPES, assert_offline, assert_pages_are_those_of_the_reference, serve
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.ops.paged import ReferenceOperations
 
 pytestmark = pytest.mark.gpu
 
@@ -70,32 +69,11 @@ def test_settings(config):
 )
 def test_any_schedule(config, shape, lengths, data):
     engine = Engine(config, shape, on_device)
-    waiting = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
-    sequences = list(waiting)
-    while waiting:
-        chosen = [s for s in waiting if data.draw(st.booleans())] or waiting[:1]
-        engine.step(
-            [(s, min(data.draw(st.sampled_from([1, 2, 50, 127, 128, 200])), len(s.key) - s.computed)) for s in chosen]
-        )
-        for sequence in [s for s in waiting if s.computed == len(s.key)]:
-            waiting.remove(sequence)
-            engine.finish(sequence)
+    sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
+    engine.run(sequences, lambda left: data.draw(st.sampled_from([0, 1, 2, 50, 127, 128, 200])))
     assert_offline(engine, sequences)
 
 
 @pytest.mark.parametrize("preset", ["antkv-1bit", "antkv-0.75bit"])
 def test_pages_are_those_of_the_reference(preset):
-    shape = Shape(preset, 48, 2, 1)
-    config = AntKVConfig(anchor_share=0.03, prefix=4)
-    engines = [Engine(config, shape, operations) for operations in (on_device, ReferenceOperations)]
-    for engine in engines:
-        serve(engine, [(126, 1), (1, 1), (1, 0), (3, 1)])
-    ours, theirs = (engine.state for engine in engines)
-    for name in ("k_codes", "v_codes", "anchor_offsets"):
-        assert torch.equal(getattr(ours.vq, name), getattr(theirs.vq, name)), name
-    used = theirs.vq.anchor_offsets[:, :, 0] >= 0
-    # Rows that were turned by angles in another order may be rounded to the neighbour.
-    assert (ours.vq.k_anchors[used].int() - theirs.vq.k_anchors[used].int()).abs().max() <= 1
-    for name in ("k", "v", "scores"):
-        pages = [getattr(state.recency, name) for state in (ours, theirs)]
-        torch.testing.assert_close(*pages, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert_pages_are_those_of_the_reference(on_device, Shape(preset, 48, 2, 1))

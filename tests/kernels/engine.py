@@ -279,6 +279,16 @@ class Engine:
             sequence.output[part.start : sequence.computed] = computed[: sequence.computed - part.start]
             self._release(sequence)
 
+    def run(self, sequences: list[Sequence], chunks: Callable[[int], int]) -> None:
+        """Compute the sequences to their ends; a step takes what `chunks` says of those of which so much is left."""
+        waiting = list(sequences)
+        while waiting:
+            work = [(s, min(n, left)) for s in waiting if (n := chunks(left := len(s.key) - s.computed))]
+            self.step(work or [(waiting[0], 1)])
+            for sequence in [s for s in waiting if s.computed == len(s.key)]:
+                waiting.remove(sequence)
+                self.finish(sequence)
+
     def _slots(self, sequence: Sequence, part: slice) -> torch.Tensor:
         places = torch.arange(part.start, part.stop)
         return torch.tensor(sequence.vq_blocks)[places // VQ_BLOCK_SIZE] * VQ_BLOCK_SIZE + places % VQ_BLOCK_SIZE

@@ -47,16 +47,8 @@ CONFIGS = st.builds(
 )
 def test_any_schedule_gives_what_the_evaluator_computes(config, shape, lengths, data):
     engine = Engine(config, shape, ReferenceOperations, torch.float64)
-    waiting = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
-    sequences = list(waiting)
-    while waiting:
-        chosen = [s for s in waiting if data.draw(st.booleans())] or waiting[:1]
-        engine.step(
-            [(s, min(data.draw(st.sampled_from([1, 2, 50, 127, 128, 200])), len(s.key) - s.computed)) for s in chosen]
-        )
-        for sequence in [s for s in waiting if s.computed == len(s.key)]:
-            waiting.remove(sequence)
-            engine.finish(sequence)
+    sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
+    engine.run(sequences, lambda left: data.draw(st.sampled_from([0, 1, 2, 50, 127, 128, 200])))
     for sequence in sequences:
         torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=1e-4)
     assert len(engine.free) == 1199

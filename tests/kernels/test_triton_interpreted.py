@@ -24,7 +24,14 @@ from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.guarded import guarded, guarding
 from tests.kernels.quick_interpreter import quicken
 from tests.kernels.test_guarded import ending
-from tests.kernels.triton_cases import CONFIGS, ONE_HEAD, SHAPES, assert_offline, serve
+from tests.kernels.triton_cases import (
+    CONFIGS,
+    ONE_HEAD,
+    SHAPES,
+    assert_offline,
+    assert_pages_are_those_of_the_reference,
+    serve,
+)
 from tests.kernels.varlen_reference import varlen
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import triton as triton_operations
@@ -102,14 +109,8 @@ def test_settings(config):
 )
 def test_any_schedule(config, shape, lengths, data):
     engine = Engine(config, shape, TritonOperations)
-    waiting = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
-    sequences = list(waiting)
-    while waiting:
-        chosen = [s for s in waiting if data.draw(st.booleans())] or waiting[:1]
-        engine.step([(s, min(data.draw(st.sampled_from([1, 127, 128, 200])), len(s.key) - s.computed)) for s in chosen])
-        for sequence in [s for s in waiting if s.computed == len(s.key)]:
-            waiting.remove(sequence)
-            engine.finish(sequence)
+    sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]
+    engine.run(sequences, lambda left: data.draw(st.sampled_from([0, 1, 127, 128, 200])))
     assert_offline(engine, sequences)
 
 
@@ -230,20 +231,8 @@ def test_a_long_past(monkeypatch, share, anchor_dtype, num_splits, error):
 
 @pytest.mark.parametrize("shape", [Shape("antkv-1bit", 48, 2, 1, reorders=True), Shape("antkv-0.75bit", 48, 2, 1)])
 def test_pages_are_those_of_the_reference(shape):
-    """Codes, rows, scores, anchors and counts; an odd number of 12-bit codes; tiles of the sizes that GPUs run."""
-    config = AntKVConfig(anchor_share=0.03, prefix=4)
-    engines = [Engine(config, shape, operations) for operations in (TritonOperations, ReferenceOperations)]
-    for engine in engines:
-        serve(engine, [(126, 1), (1, 1), (1, 0), (3, 1)])
-    ours, theirs = (engine.state for engine in engines)
-    for name in ("k_codes", "v_codes", "anchor_offsets"):
-        assert torch.equal(getattr(ours.vq, name), getattr(theirs.vq, name)), name
-    used = theirs.vq.anchor_offsets[:, :, 0] >= 0
-    assert torch.equal(ours.vq.k_anchors[used], theirs.vq.k_anchors[used])
-    for name in ("k", "v", "scores"):
-        pages = [getattr(state.recency, name) for state in (ours, theirs)]
-        torch.testing.assert_close(*pages, rtol=1e-4, atol=1e-5, equal_nan=True)
-    assert ours.counters.report()["anchors_chosen"] == theirs.counters.report()["anchors_chosen"] > 0
+    """An odd number of 12-bit codes; tiles of the sizes that GPUs run."""
+    assert_pages_are_those_of_the_reference(TritonOperations, shape)
 
 
 def test_anchors_are_stored_as_the_reference_stores_them():

@@ -1,9 +1,13 @@
 """Layers, settings and schedules that the Triton kernels are tested on, in the interpreter and on a GPU."""
 
+from collections.abc import Callable
+
 import torch
 
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops.layer import LayerOperations, LayerState
+from vllm_antkv.ops.paged import ReferenceOperations
 
 #: Absolute error of an output whose values are about 1: float32 sums, and probabilities and rows rounded to the dtype.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -53,3 +57,21 @@ def assert_offline(engine: Engine, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         tolerance = TOLERANCE[engine.shape.dtype]
         torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=tolerance)
+
+
+def assert_pages_are_those_of_the_reference(operations: Callable[[LayerState], LayerOperations], shape: Shape) -> None:
+    """Codes, rows, scores, anchors and counts, after steps around the edge of a block."""
+    config = AntKVConfig(anchor_share=0.03, prefix=4)
+    engines = [Engine(config, shape, build) for build in (operations, ReferenceOperations)]
+    for engine in engines:
+        serve(engine, [(126, 1), (1, 1), (1, 0), (3, 1)])
+    ours, theirs = (engine.state for engine in engines)
+    for name in ("k_codes", "v_codes", "anchor_offsets"):
+        assert torch.equal(getattr(ours.vq, name), getattr(theirs.vq, name)), name
+    used = theirs.vq.anchor_offsets[:, :, 0] >= 0
+    # Rows that were turned by angles in another order may be rounded to the neighbour.
+    assert (ours.vq.k_anchors[used].int() - theirs.vq.k_anchors[used].int()).abs().max() <= 1
+    for name in ("k", "v", "scores"):
+        pages = [getattr(state.recency, name) for state in (ours, theirs)]
+        torch.testing.assert_close(*pages, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert ours.counters.report()["anchors_chosen"] == theirs.counters.report()["anchors_chosen"] > 0
