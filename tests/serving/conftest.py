@@ -5,7 +5,7 @@ vLLM's in-process mode starts an engine in seconds. One engine is alive at a tim
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,10 @@ class Engine:
         self.core.scheduler.max_num_scheduled_tokens = max_num_batched_tokens
         assert self.llm.reset_prefix_cache()
 
+    def count(self, name: str) -> int:
+        """A counter of vLLM's."""
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
+
     def kv_tensors(self) -> list[torch.Tensor]:
         """The raw pages of every layer and companion."""
         runner = self.core.model_executor.driver_worker.worker.model_runner
@@ -82,6 +86,31 @@ def assert_all_same(left: list[Completion], right: list[Completion]) -> None:
     """Request by request."""
     for mine, theirs in zip(left, right, strict=True):
         assert_same(mine, theirs)
+
+
+def assert_scheduling_is_not_seen(engine: Engine, prompts: list[list[int]], chunks: Sequence[int]) -> None:
+    """The same alone, in a batch, behind prefixes that were found, and in chunks, on pages full of NaN.
+
+    The engine takes 1024 tokens in a step and keeps prefixes of multiples of 256.
+    """
+    alone = engine.complete(prompts, together=False)
+    assert all(completion.num_cached_tokens == 0 for completion in alone)
+    batched = engine.complete(prompts)
+    assert any(completion.num_cached_tokens >= 512 for completion in batched)
+    assert_all_same(alone, batched)
+    shared = [[*prompt[:300], *prompt[:200]] for prompt in prompts if len(prompt) > 300]
+    hits = engine.complete(shared)
+    assert all(completion.num_cached_tokens == 256 for completion in hits)
+    engine.assert_all_blocks_free()
+    for chunk in chunks:
+        engine.start_anew(chunk)
+        # Whoever reads what is no longer there reads NaN.
+        for pages in engine.kv_tensors():
+            pages.view(torch.uint8).fill_(0xFF)
+        computed = engine.complete(shared)
+        assert all(completion.num_cached_tokens == 0 for completion in computed)
+        assert_all_same(computed, hits)
+        assert_all_same(engine.complete(prompts), alone)
 
 
 @contextmanager

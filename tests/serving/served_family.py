@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.serving import documented
-from tests.serving.conftest import Completion, Engine, assert_all_same
+from tests.serving.conftest import Completion, assert_all_same
 from tests.serving.tiny import make_codebook
 from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import AntKVConfig
@@ -17,6 +17,7 @@ from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.pretrained import load_weights
 
@@ -67,9 +68,9 @@ def assert_scheduling_changes_nothing(
         assert any(completion.num_cached_tokens for completion in alone) == options.get("enable_prefix_caching", True)
         assert_alike(batched, alone, dtype)
         growing = engine.complete(SHORT, max_tokens=16, together=False)
-        assert _num_preemptions(engine) == 0
+        assert engine.count("num_preemptions") == 0
         assert_alike(engine.complete(8 * SHORT, max_tokens=16), 8 * growing, dtype)
-        assert _num_preemptions(engine) > 0
+        assert engine.count("num_preemptions") > 0
         engine.assert_all_blocks_free()
 
 
@@ -93,21 +94,29 @@ def learn(model: Path) -> Path:
     return random
 
 
-def expected_logprobs(model: Path, preset: str, codebooks: Path | None = None) -> list[torch.Tensor]:
+def expected_logprobs(
+    model: Path,
+    preset: str,
+    codebooks: Path | None = None,
+    prompts: list[list[int]] = PROMPTS,
+    **settings: Any,
+) -> list[torch.Tensor]:
     """Log-probabilities after each prompt, from the offline evaluator on the Hugging Face model in float32."""
     card = ModelCard.read(str(model))
-    method = build_method(preset, MethodRequest(card.name, card.identity, codebooks, AntKVConfig()))
+    request = MethodRequest(card.name, card.identity, codebooks, AntKVConfig(**settings))
+    return evaluated(card, build_method(preset, request), prompts)
+
+
+@torch.inference_mode()
+def evaluated(card: ModelCard, method: Method, prompts: list[list[int]] = PROMPTS) -> list[torch.Tensor]:
+    """The same through a method."""
     hf_model = load_weights(card.name, SettingsError, dtype=torch.float32).eval()
-    with torch.inference_mode(), quantised_past(hf_model, method, MAX_MODEL_LEN):
-        return [hf_model(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1) for ids in PROMPTS]
+    with quantised_past(hf_model, method, max(map(len, prompts))):
+        return [hf_model(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1) for ids in prompts]
 
 
-def assert_as_expected(completions: list[Completion], expected: list[torch.Tensor], tolerance: float) -> None:
+def assert_as_expected(completions: list[Completion], expected: list[torch.Tensor], tolerance: float = 1e-3) -> None:
     """After the prompts."""
     for completion, logprobs in zip(completions, expected, strict=True):
         for token, logprob in completion.top_logprobs[0].items():
             assert logprob == pytest.approx(float(logprobs[token]), abs=tolerance)
-
-
-def _num_preemptions(engine: Engine) -> int:
-    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_scheduling_is_not_seen
 
 pytestmark = pytest.mark.serving
 
@@ -73,20 +73,7 @@ def test_same_however_a_prompt_is_chunked_batched_or_cached(
 ) -> None:
     options = {"max_num_batched_tokens": 1024, "prefix_cache_retention_interval": 256}
     with start_engine(EMBEDDED, PRESET, default | settings, **options) as engine:
-        alone = engine.complete(prompts, together=False)
-        assert all(completion.num_cached_tokens == 0 for completion in alone)
-        batched = engine.complete(prompts)
-        assert any(completion.num_cached_tokens >= 512 for completion in batched)
-        assert_all_same(alone, batched)
-        shared = [[*prompt[:300], *prompt[:200]] for prompt in prompts if len(prompt) > 300]
-        hits = engine.complete(shared)
-        assert all(completion.num_cached_tokens == 256 for completion in hits)
-        engine.assert_all_blocks_free()
-        engine.start_anew(200)
-        computed = engine.complete(shared)
-        assert all(completion.num_cached_tokens == 0 for completion in computed)
-        assert_all_same(computed, hits)
-        assert_all_same(engine.complete(prompts), alone)
+        assert_scheduling_is_not_seen(engine, prompts, chunks=[200])
 
 
 def test_same_after_preemption(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> None:
@@ -95,14 +82,10 @@ def test_same_after_preemption(start_engine: Start, default: dict[str, Any], pro
     options = {"max_model_len": 256, "num_gpu_blocks_override": 120, "enable_prefix_caching": False}
     with start_engine(EMBEDDED, PRESET, default, disable_log_stats=False, **options) as engine:
         alone = engine.complete(short, max_tokens=110, together=False)
-        assert _num_preemptions(engine) == 0
+        assert engine.count("num_preemptions") == 0
         assert_all_same(engine.complete(2 * short, max_tokens=110), 2 * alone)
-        assert _num_preemptions(engine) > 0
+        assert engine.count("num_preemptions") > 0
         engine.assert_all_blocks_free()
-
-
-def _num_preemptions(engine: Engine) -> int:
-    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
 
 @pytest.mark.long

@@ -11,15 +11,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from tests.serving.conftest import Completion, assert_all_same
+from tests.serving.conftest import assert_all_same
 from tests.serving.grids import GRIDS, PATCH, make_grid, positions_of, register
+from tests.serving.served_family import OPTIONS, PRESET, SINKS, assert_as_expected
 from tests.serving.tiny import make_codebook
 from tests.serving.turning import Turning
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
 from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
-from vllm_antkv.codebook import ModelIdentity, SinkRule
+from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, STEP_TOKENS, TOLERANCE
+from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
@@ -30,9 +31,6 @@ from vllm_antkv.vllm_adapter.attention.rope import three_part_tables
 pytestmark = pytest.mark.serving
 
 Start = Callable[..., Any]
-PRESET = "antkv-1bit"
-OPTIONS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": STEP_TOKENS}
-SINKS = SinkRule(layer=0, channels=(3,), threshold=0.05)
 
 
 def pictures(*runs: int) -> list[int]:
@@ -122,16 +120,10 @@ def test_what_is_served_is_what_the_evaluator_computes(start_engine: Start, mode
         assert any(completion.num_cached_tokens for completion in alone)
         assert_all_same(batched, alone)
         growing = engine.complete(SHORT, max_tokens=16, together=False)
-        before = _num_preemptions(engine)
+        before = engine.count("num_preemptions")
         assert_all_same(engine.complete(4 * SHORT, max_tokens=16), 4 * growing)
-        assert _num_preemptions(engine) > before
+        assert engine.count("num_preemptions") > before
         engine.assert_all_blocks_free()
-
-
-def assert_as_expected(completions: list[Completion], expected: list[torch.Tensor]) -> None:
-    for completion, logprobs in zip(completions, expected, strict=True):
-        for token, logprob in completion.top_logprobs[0].items():
-            assert logprob == pytest.approx(float(logprobs[token]), abs=TOLERANCE["float32"])
 
 
 def test_exact_rows_are_autos(start_engine: Start, model: Path) -> None:
@@ -160,7 +152,3 @@ def test_positions_are_a_page_of_the_pool(start_engine: Start, model: Path) -> N
         first = three.T[:VQ_BLOCK_SIZE]
         assert any(len(set(positions)) == 3 for positions in first.tolist())
         assert any(torch.equal(page, first.int()) for page in pages)
-
-
-def _num_preemptions(engine: Any) -> int:
-    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions")

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_config, engine_config
 from tests.serving.conftest import assert_all_same
+from tests.serving.served_family import assert_as_expected, evaluated
 from tests.serving.tiny import GEMMA, GEMMA_3N, make_codebook, make_model
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
 from vllm_antkv.cache.pool_blocks import BlockPlan
-from vllm_antkv.codebook import ModelIdentity, SinkRule
+from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.laboratory.base import MethodRequest
-from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.server.status import EngineStatus, Setup
@@ -63,16 +63,6 @@ class ExceptIn:
         return self._quantiser.read_back(layer, key, value, rotary)
 
 
-def evaluated(model: Path, exact: set[int]) -> list[torch.Tensor]:
-    """Log-probabilities after each prompt, from the offline evaluator."""
-    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
-    method = build_method(PRESET, MethodRequest(str(model), identity, None, AntKVConfig()))
-    method = replace(method, quantiser=ExceptIn(method.quantiser, exact))
-    hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.inference_mode(), quantised_past(hf_model, method, 512):
-        return [hf_model(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1) for ids in PROMPTS]
-
-
 @pytest.mark.parametrize(("model_type", "changes", "named", "exact"), CASES.values(), ids=CASES.keys())
 def test_layers_that_are_named_are_exact_and_others_coded(
     start_engine: Callable[..., Any],
@@ -95,9 +85,10 @@ def test_layers_that_are_named_are_exact_and_others_coded(
         setup = Setup.of(engine.llm.llm_engine.vllm_config)
         assert sum(setup.bits.parts.values()) == pytest.approx(setup.bits.effective)
         assert ("exact" in setup.bits.parts) == (named != ["sliding_window"])
-    for completion, logprobs in zip(batched, evaluated(model, exact), strict=True):
-        for token, logprob in completion.top_logprobs[0].items():
-            assert logprob == pytest.approx(float(logprobs[token]), abs=1e-3)
+    card = ModelCard.read(str(model))
+    method = build_method(PRESET, MethodRequest(card.name, card.identity, None, AntKVConfig()))
+    method = replace(method, quantiser=ExceptIn(method.quantiser, exact))
+    assert_as_expected(batched, evaluated(card, method, PROMPTS))
 
 
 def test_a_layer_is_not_skipped_without_the_one_that_reads_it(

@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from tests.serving.conftest import Completion, Engine, assert_all_same
+from tests.serving.conftest import Completion, Engine, assert_all_same, assert_scheduling_is_not_seen
+from tests.serving.served_family import assert_as_expected, expected_logprobs
 from tests.serving.tiny import EXPERTS, make_codebook, make_model
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, pool_block_bytes
-from vllm_antkv.codebook import ModelIdentity, SinkRule
+from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.evaluate.methods import build_method
-from vllm_antkv.laboratory.base import MethodRequest
-from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.presets import PRESETS
 
 pytestmark = pytest.mark.serving
@@ -90,31 +88,16 @@ def texts() -> list[list[int]]:
     return [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate((5, 127, 128, 300, 431, 700))]
 
 
-def test_equals_auto_where_every_token_is_of_the_prefix(
-    start: Start, texts: list[list[int]], auto: list[Completion]
-) -> None:
-    """With recent tokens as many, in `test_families`."""
-    with start(settings={"prefix": 1024}, max_num_batched_tokens=300) as engine:
-        assert_all_same(engine.complete(texts), auto)
-
-
 @pytest.mark.parametrize("windows", ["coded", "exact"])
 def test_serves_what_the_evaluator_computes(
     start: Start, model: Path, texts: list[list[int]], auto: list[Completion], windows: str
 ) -> None:
-    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
-    config = AntKVConfig(windows=windows)
-    method = build_method(PRESET, MethodRequest(str(model), identity, None, config))
-    evaluated = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with torch.inference_mode(), quantised_past(evaluated, method, MAX_LEN):
-        expected = [evaluated(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1) for ids in texts]
+    expected = expected_logprobs(model, PRESET, prompts=texts, windows=windows)
     with start(settings={"windows": windows}, max_num_batched_tokens=256) as engine:
         served = engine.complete(texts)
         engine.assert_all_blocks_free()
-    for completion, logprobs in zip(served, expected, strict=True):
-        for token, logprob in completion.top_logprobs[0].items():
-            assert logprob == pytest.approx(float(logprobs[token]), abs=1e-3)
-    if windows == "exact" and identity.architecture.startswith("Mistral"):
+    assert_as_expected(served, expected)
+    if windows == "exact" and AutoConfig.from_pretrained(model).model_type == "mistral":
         assert_all_same(served, auto)
     else:
         # Layers that are coded make the difference.
@@ -124,22 +107,7 @@ def test_serves_what_the_evaluator_computes(
 
 def test_same_however_a_prompt_is_chunked_batched_or_cached(start: Start, texts: list[list[int]]) -> None:
     with start(max_num_batched_tokens=1024, prefix_cache_retention_interval=256) as engine:
-        alone = engine.complete(texts, together=False)
-        assert all(completion.num_cached_tokens == 0 for completion in alone)
-        batched = engine.complete(texts)
-        assert any(completion.num_cached_tokens >= 512 for completion in batched)
-        assert_all_same(alone, batched)
-        shared = [[*text[:300], *text[:200]] for text in texts if len(text) > 300]
-        hits = engine.complete(shared)
-        assert all(completion.num_cached_tokens == 256 for completion in hits)
-        engine.assert_all_blocks_free()
-        for chunk in (130, 200):
-            engine.start_anew(chunk)
-            # Whoever reads what is no longer there reads NaN.
-            for pages in engine.kv_tensors():
-                pages.view(torch.uint8).fill_(0xFF)
-            assert_all_same(engine.complete(shared), hits)
-            assert_all_same(engine.complete(texts), alone)
+        assert_scheduling_is_not_seen(engine, texts, chunks=[130, 200])
 
 
 def blocks_of_windows(engine: Engine) -> int:
