@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.quantised import quantised
 from tests.serving.conftest import EMBEDDED, made_quickly
+from tests.serving.quantised import quantise
 from tests.serving.server import PRESET, make_odd_model
 from vllm_antkv.calibrate import calibrate_on_start
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
@@ -36,7 +36,7 @@ WINDOWS, SEQ_LEN = 3, 300
 def w8a8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in 8 bits that has no codebook anywhere, and no word on where it comes from."""
     folder = tmp_path_factory.mktemp("quantised")
-    return quantised(make_odd_model(folder / "original", CONTEXT), folder / "w8a8")
+    return quantise(make_odd_model(folder / "original", CONTEXT), folder / "w8a8", "W8A8")
 
 
 def test_one_flag_serves_a_quantised_model_without_its_original(
@@ -62,7 +62,7 @@ def test_one_flag_serves_a_quantised_model_without_its_original(
 def test_weights_that_vllm_cannot_run_end_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = quantised(EMBEDDED, tmp_path / "broken")
+    broken = quantise(EMBEDDED, tmp_path / "broken", "W8A8")
     (broken / "model.safetensors").write_bytes(b"not a tensor")
     monkeypatch.setattr(sys, "argv", ["once", str(broken), PRESET, str(tmp_path / "out")])
     assert calibrate_on_start.main() == 1
