@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from transformers import AutoConfig
 
 from loadtest.server import EMBEDDED, running_server
 from loadtest.server import Server as LoadedServer
 from loadtest.soak import ENVIRONMENT
 from tests.patience import PATIENCE
-from tests.planted import shipped_codebook
-from vllm_antkv.codebook import Codebook, SinkRule, codebook_path
+from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule, codebook_path, find_codebook
 
 PRESET = "antkv-1bit"
 API_KEY = "sesame"
@@ -76,7 +76,8 @@ def embedded_server(folder: Path, kind: str) -> Iterator[Server]:
     """A server that runs while this is open, with its codebook and log in `folder`."""
     kv_cache_dtype, settings = KINDS[kind]
     path = codebook_path(folder / "codebooks", PRESET)
-    codebook = shipped_codebook()
+    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(EMBEDDED))
+    codebook = Codebook.load(find_codebook(str(EMBEDDED), identity, PRESET))
     rule = SinkRule(layer=0, channels=(0,), threshold=1e-30)
     Codebook(codebook.header.model_copy(update={"sinks": rule}), codebook.k, codebook.v).save(path)
     ours = json.dumps({"antkv": {"codebooks": str(path.parent), **settings}})

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.plant_sinks import plant
+from research.plant_sinks import plant
 from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule, codebook_path, find_codebook
 from vllm_antkv.offline.hidden import captured_hidden
 from vllm_antkv.offline.models import decoder_layers

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.planted import (
+from research.planted import (
     CONTEXT,
     LAYER,
     PRESET,
