@@ -1,18 +1,16 @@
 """Codebooks in repositories of the Hugging Face hub, over HTTP: found, pinned, kept, checked, published."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import CommitOperationAdd, HfApi, constants
 
-from tests.patience import PATIENCE
 from tests.unit.hub_server import Hub, running_hub
 from tests.unit.test_codebook import MODEL, make
+from vllm_antkv import cli
 from vllm_antkv.codebook import Codebook, NoCodebookError, find_codebook
 from vllm_antkv.codebook.hub import Repository
 from vllm_antkv.errors import CodebookError
@@ -135,23 +133,20 @@ def test_which_places_are_repositories(
     assert Repository.parse(text) == repository
 
 
-def antkv(hub: Hub, tmp_path: Path, *arguments: str) -> str:
-    """Run the command line against the hub; what it prints."""
-    environment = os.environ | {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_OFFLINE": "0",
-        # Xet's storage has a protocol of its own, which the stand-in does not speak.
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_TOKEN": "hf_of_a_test",
-    }
-    command = [sys.executable, "-c", "from vllm_antkv.cli import main; main()", *arguments]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+def test_what_is_published_is_found_by_its_name(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How files are uploaded is the hub's client's own business."""
 
+    def create_commit(_: HfApi, name: str, operations: list[CommitOperationAdd], **more: object) -> SimpleNamespace:
+        files = {}
+        for operation in operations:
+            with operation.as_file() as file:
+                files[operation.path_in_repo] = file.read()
+        return SimpleNamespace(oid=hub.commit(name, files))
 
-def test_what_is_published_is_found_by_its_name(hub: Hub, tmp_path: Path) -> None:
+    monkeypatch.setattr(HfApi, "create_repo", lambda _, name, exist_ok: hub.repositories.setdefault(name, []))
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
     written = content(tmp_path)
     model = tmp_path / "model"
     (model / "antkv").mkdir(parents=True)
@@ -159,11 +154,10 @@ def test_what_is_published_is_found_by_its_name(hub: Hub, tmp_path: Path) -> Non
     config = MODEL.model_dump() | {"model_type": "llama", "architectures": [MODEL.architecture]}
     names = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads", "head_size": "head_dim"}
     (model / "config.json").write_text(json.dumps({names.get(name, name): value for name, value in config.items()}))
-    printed = antkv(hub, tmp_path, "publish", str(model), "somebody/books")
+    assert cli.run(["publish", str(model), "somebody/books"]) == 0
     ((oid, files),) = hub.repositories["somebody/books"]
-    assert printed.strip() == f"somebody/books@{oid}: {FILE}"
+    assert capsys.readouterr().out.strip() == f"somebody/books@{oid}: {FILE}"
     assert files[FILE] == written
-    assert list(hub.objects.values()) == [written]
     card = files["README.md"].decode()
     assert '{"antkv": {"codebooks": "somebody/books"}}' in card
     assert str(tmp_path) not in card
