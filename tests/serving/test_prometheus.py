@@ -110,8 +110,3 @@ def test_shares_of_attention_add_up(prometheus: str) -> None:
     samples = ask(prometheus, filled_in(target["expr"].replace("$__rate_interval", WINDOW)))
     assert {each["metric"]["rows"] for each in samples} == {"recent", "anchors", "codes"}
     assert sum(float(each["value"][1]) for each in samples) == pytest.approx(1)
-
-
-def test_there_are_no_fallbacks(prometheus: str) -> None:
-    (sample,) = ask(prometheus, "sum(vllm:antkv_fallbacks_total)")
-    assert sample["value"][1] == "0"

@@ -11,7 +11,7 @@ from tests.codebooks import random_codebook
 from tests.serving.conftest import EMBEDDED
 from vllm_antkv.codebook import SinkRule, codebook_path
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import SettingsError, UnsupportedModelError
+from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.report import PerplexityReport
@@ -89,12 +89,6 @@ def test_auto_is_fp16_and_the_distance_from_it_is_that_of_the_evaluator(
     assert auto.top1_agreement == pytest.approx(expected.fidelity.top1_agreement, abs=0.03)
     # vLLM hands out the most likely tokens alone: a bound from below.
     assert 0.05 * expected.fidelity.kl < auto.kl < expected.fidelity.kl
-
-
-def test_a_dtype_that_there_is_not(card: ModelCard, windows: torch.Tensor, eager: None, reads_well: Any) -> None:
-    with pytest.raises(SettingsError) as caught:
-        evaluate_served(card, "antkv-3bit", AntKVConfig(), TextWindows(TEXT, windows))
-    assert "antkv-1bit" in reads_well(caught.value)
 
 
 def test_a_refusal_of_vllm_is_one_sentence(

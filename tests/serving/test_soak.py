@@ -6,7 +6,6 @@ The long ones: docs/load-testing.md.
 import importlib.util
 import json
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -20,14 +19,12 @@ from loadtest.scenario import Scenario
 from loadtest.server import Server
 from loadtest.soak import soak
 from loadtest.stream import StreamReader
-from loadtest.watch import metrics
 from tests.patience import PATIENCE
 from tests.serving.embedded_server import API_KEY, MODEL_NAME, SharedServers
 
 pytestmark = [pytest.mark.serving, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
-DASHBOARD = ROOT / "docker" / "grafana" / "dashboards" / "vllm-antkv.json"
 SOAK_MINUTES = 0.75
 #: At first caches still fill up; a leaked request's pages would be far more.
 MAX_SLOPE = 150.0
@@ -64,10 +61,6 @@ def test_a_load_test_writes_its_reports(server, tmp_path):
     assert summary.total.between_tokens["p50"] > 0
     written = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"summary.json", "requests.jsonl", "report.html", "locust.json", "locust_stats.csv"} <= written
-
-
-def test_everything_that_the_dashboard_shows_is_published(server):
-    assert set(re.findall(r"vllm:\w+", DASHBOARD.read_text())) <= metrics(server.url).keys()
 
 
 def test_a_server_that_is_asked_to_stop_ends_its_answers(shared_servers):

@@ -11,18 +11,14 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
 from tests.serving.embedded_server import EXACT, MODEL_NAME, PRESET, Server, SharedServers
 from tests.serving.server import run_vllm
-from vllm_antkv import plugin
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.dispatch import choose
-from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.server.routes import PREFIX, STATUS_PATH
 
 pytestmark = pytest.mark.serving
@@ -206,12 +202,6 @@ def test_a_server_whose_plugins_are_not_named_has_metrics_and_no_routes(shared_s
         assert time.monotonic() < deadline, "no metrics of the cache"
         time.sleep(0.5)
     assert {server.get(route).status_code for route in [f"{PREFIX}/", *ROUTES]} == {404}
-
-
-def test_help_lists_the_presets() -> None:
-    plugin.register()
-    help_text = EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
-    assert all(preset in help_text for preset in PRESETS)
 
 
 def test_what_cannot_be_served_ends_the_server_with_a_sentence(tmp_path: Path) -> None:
