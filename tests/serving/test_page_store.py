@@ -1,9 +1,12 @@
 """`AntKVStore`: prompts computed before a restart, or by another server, are hits, and nothing wrong is ever read."""
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
 from tests.serving.tiny import GEMMA, make_codebook, make_model
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
+from vllm_antkv.vllm_adapter.page_store import files as page_files
 from vllm_antkv.vllm_adapter.page_store import identity
 from vllm_antkv.vllm_adapter.page_store.connector import AntKVStore
 from vllm_antkv.vllm_adapter.page_store.files import PageFiles
@@ -115,7 +119,7 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 
 
 def test_a_damaged_page_is_a_miss_and_is_written_again(
-    start: Start, prompts: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start: Start, prompts: list[list[int]], tmp_path: Path, said: list[str]
 ) -> None:
     prompt = prompts[-1]
     with start(tmp_path / "foreign", settings={"sinks": False, "anchor_share": 0.016}) as engine:
@@ -151,10 +155,53 @@ def test_a_damaged_page_is_a_miss_and_is_written_again(
         files[0].mkdir()
         assert engine.llm.reset_prefix_cache()
         assert_same(engine.complete([prompt])[0], local)
+        assert f"{files[0]} cannot be read (Is a directory): its tokens are computed again." in said
         shutil.rmtree(folder)
         folder.touch()
         assert engine.llm.reset_prefix_cache()
         assert_same(engine.complete([prompt])[0], local)
+        assert f"A page cannot be kept in {folder} (Not a directory)." in said
+
+
+def _on_a_full_disk(**options: Any) -> Any:
+    """A temporary file to which nothing can be written."""
+    file = tempfile.NamedTemporaryFile(**options)  # noqa: SIM115
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file.fileno())
+    os.close(full)
+    return file
+
+
+def test_a_full_disk_and_a_removed_folder_cost_hits_alone(
+    start: Start, prompts: list[list[int]], tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, folder = prompts[-1], tmp_path / "store"
+
+    def computed() -> Completion:
+        assert engine.llm.reset_prefix_cache()
+        (answer,) = engine.complete([prompt])
+        assert answer.num_cached_tokens == 0
+        engine.assert_all_blocks_free()
+        return answer
+
+    with start(folder) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(page_files, "tempfile", SimpleNamespace(NamedTemporaryFile=_on_a_full_disk))
+            first = computed()
+            assert f"A page cannot be kept in {folder} (No space left on device)." in said
+            assert not [path for path in folder.rglob("*") if path.is_file()]
+            assert_same(computed(), first)
+        # There is room again.
+        assert_same(computed(), first)
+        assert_same(_is_hit(engine, prompt), first)
+        shutil.rmtree(folder)
+        assert_same(computed(), first)
+        assert_same(_is_hit(engine, prompt), first)
+        # Between the scheduler's look and the load.
+        monkeypatch.setattr(PageFiles, "has", lambda files, name: True)
+        shutil.rmtree(folder)
+        assert_same(computed(), first)
+        assert any("cannot be read (No such file or directory): its tokens" in message for message in said)
 
 
 def _config(model: Path = EMBEDDED, settings: Any = None, role: str = "kv_both", **options: Any) -> Any:

@@ -59,7 +59,8 @@ class PageFiles:
         path = self._path(name)
         try:
             content = path.read_bytes()
-        except OSError:
+        except OSError as error:
+            logger.warning("%s cannot be read (%s): its tokens are computed again.", path, error.strerror or error)
             return None
         pages = content[_DIGEST_BYTES:]
         if content[:_DIGEST_BYTES] == self._digest(name, layout, pages):
