@@ -52,6 +52,7 @@ DUAL_CHUNK = {"chunk_size": 128, "local_size": 32, "original_max_position_embedd
 DRAFT = {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 STORE = {"kv_connector": "AntKVStore", "kv_role": "kv_both"}
+SEVERAL = {**STORE, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [STORE, CONNECTOR]}}
 
 #: model type, architecture, its config, words of the sentence.
 MODELS = {
@@ -116,6 +117,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "a kv_cache_dtype of what drafts",
     ),
     "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors other than AntKVStore"),
+    "several KV connectors": ({"kv_transfer_config": SEVERAL}, "KV connectors other than AntKVStore"),
     "KV offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size, which knows nothing of recency pages"),
     "pages in a folder, of drafts": (
         {"kv_transfer_config": STORE, "speculative_config": {"model": str(EMBEDDED), "num_speculative_tokens": 1}},
