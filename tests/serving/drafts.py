@@ -19,6 +19,8 @@ def speculation(method: str, num_drafts: int, folder: Path) -> dict[str, Any]:
     if method == "ngram":
         # One token that was there before is enough for drafts, most of which are wrong.
         return {**config, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    if method == "suffix":
+        return {**config, "suffix_decoding_min_token_prob": 0.0}
     if method == "draft_model":
         # Without its last layer, the model is often right.
         AutoModelForCausalLM.from_pretrained(EMBEDDED, num_hidden_layers=4).save_pretrained(folder)

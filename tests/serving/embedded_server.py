@@ -28,7 +28,9 @@ _OPTIONS = {
     "--served-model-name": MODEL_NAME,
     "--shutdown-timeout": str(PATIENCE),
     "--scheduling-policy": "priority",
+    "--tool-call-parser": "hermes",
 }
+_FLAGS = ("--enforce-eager", "--enable-prompt-tokens-details", "--enable-prompt-embeds", "--enable-auto-tool-choice")
 #: Every row of the past is an anchor of full precision; with a worker of its own, and without VLLM_PLUGINS, which
 #: switches routes on.
 EXACT = "exact"
@@ -87,8 +89,7 @@ def embedded_server(folder: Path, kind: str) -> Iterator[Server]:
         options["--distributed-executor-backend"] = "mp"
     else:
         environment["VLLM_PLUGINS"] = "antkv"
-    arguments = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-prompt-embeds"]
-    arguments += [part for pair in options.items() for part in pair]
+    arguments = [*_FLAGS, *(part for pair in options.items() for part in pair)]
     log = folder / "server.log"
     with running_server(str(EMBEDDED), kv_cache_dtype, log, arguments, environment) as running:
         yield Server(running.url, running.pid, path)

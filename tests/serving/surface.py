@@ -52,6 +52,15 @@ def structured_outputs(client: OpenAI) -> Any:
     ]
 
 
+def tool_calls(client: OpenAI) -> Any:
+    paint = {"name": "paint", "description": "Paint a wall.", "parameters": SCHEMA}
+    named = {"type": "function", "function": {"name": "paint"}}
+    message = chat(client, tools=[{"type": "function", "function": paint}], tool_choice=named)
+    (call,) = message.tool_calls
+    assert call.function.name == "paint"
+    return call.function.arguments
+
+
 def beam_search(client: OpenAI) -> Any:
     answer = complete(client, n=3, logprobs=None, extra_body={"use_beam_search": True})
     return [choice.text for choice in answer.choices]
@@ -133,6 +142,7 @@ QUESTIONS: dict[str, Callable[[OpenAI], Any]] = {
     question.__name__: question
     for question in (
         structured_outputs,
+        tool_calls,
         beam_search,
         several_answers,
         prompt_logprobs,

@@ -1,5 +1,6 @@
 """Greedy answers are, token by token, what they are without speculation, however many drafts are right."""
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ pytestmark = pytest.mark.serving
 
 PRESET = "antkv-1bit"
 Start = Callable[..., Any]
+NEEDS_SUFFIX_TREES = pytest.mark.skipif(
+    importlib.util.find_spec("arctic_inference") is None, reason="needs arctic-inference, which has no wheels for CPUs"
+)
 #: Answers cross the edges of blocks.
 MAX_TOKENS = 24
 
@@ -73,6 +77,7 @@ def test_equals_auto_where_every_token_is_exact(
     ("method", "num_drafts"),
     [
         ("ngram", 1),
+        pytest.param("suffix", 3, marks=[pytest.mark.long, NEEDS_SUFFIX_TREES]),
         *(pytest.param(*kind, marks=pytest.mark.long) for kind in [("draft_model", 3), ("eagle", 3), ("eagle3", 2)]),
     ],
 )

@@ -27,7 +27,7 @@ _BY_LENGTH = {"dynamic", "longrope"}
 _WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 
 #: What drafts may come from.
-_DRAFTS = ("ngram", "draft_model", "eagle", "eagle3")
+_DRAFTS = ("ngram", "suffix", "draft_model", "eagle", "eagle3")
 
 _OF_A_MODEL = "serve this model with --kv-cache-dtype auto"
 _OF_AN_OPTION = "leave it out, or use --kv-cache-dtype auto"
