@@ -31,7 +31,7 @@ class RetrievalPrompt:
     kind: of `KINDS`.
     length: tokens asked for; question and answer have as many or a few less.
     depth: where the fact is, from 0 (first line) to 1 (last line).
-    prompt: token ids of BOS, text and question.
+    prompt: token ids of BOS, text and question, and of the space before the answer where that is a token.
     answer: token ids of the answer that follows.
     expected: the digits of the answer.
     """
@@ -127,7 +127,11 @@ def _make_prompt(
                 f"This tokenizer joins the question and its answer in one token, so '{kind}' cannot be scored with it."
             )
         if len(whole) <= length:
-            return RetrievalPrompt(kind, length, depth, prompt, whole[len(prompt) :], answer.strip())
+            begun = len(prompt)
+            # Some tokenizers make the space before a number a token, for which a model has other likely words.
+            while not tokenizer.decode(whole[begun]).strip():
+                begun += 1
+            return RetrievalPrompt(kind, length, depth, whole[:begun], whole[begun:], answer.strip())
         num_lines -= max(1, math.floor((len(whole) - length) * 32 / per_line))
     raise SettingsError(f"A length of {length} tokens is too short for a '{kind}' prompt: use longer --lengths.")
 

@@ -52,7 +52,7 @@ def test_the_passkey_is_told_once_at_its_depth(length: int, depth: float) -> Non
     *lines, question = text.split("\n")
     told = [at for at, line in enumerate(lines) if line == f"The pass key is {prompt.expected}. Remember it."]
     assert told == [round(depth * (len(lines) - 1))]
-    assert question == "The pass key is"
+    assert question.rstrip() == "The pass key is"
     assert text.count(prompt.expected) == 1
 
 
@@ -62,7 +62,8 @@ def test_a_chat_has_the_passkey_in_a_message_and_begins_its_answer() -> None:
     assert user.startswith("<|user|>The grass is green.")
     assert f"The pass key is {prompt.expected}. Remember it." in user
     assert user.endswith("What is the pass key?")
-    assert answer == "<|assistant|>The pass key is"
+    # The space is a token of its own, for which "a" or "the" may be as likely.
+    assert answer == "<|assistant|>The pass key is "
 
 
 def test_a_chat_needs_a_format(reads_well: Callable[..., str]) -> None:
