@@ -19,6 +19,7 @@ from tests.house.test_dashboard import known_metrics
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 CHART = DOCKER / "helm" / "vllm-antkv"
+PAIR = DOCKER / "helm" / "pair"
 MANIFESTS = sorted((DOCKER / "manifests").glob("*.yaml"))
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
 
@@ -127,7 +128,11 @@ def test_another_vllm_than_the_pinned_one_is_refused(tmp_path):
 # Compose
 
 
-@pytest.fixture(scope="module", params=[["compose.yaml"], ["compose.yaml", "compose.cpu.yaml"]], ids=["gpu", "cpu"])
+@pytest.fixture(
+    scope="module",
+    params=[["compose.yaml"], ["compose.yaml", "compose.cpu.yaml"], ["compose.pair.yaml"]],
+    ids=["gpu", "cpu", "pair"],
+)
 def compose(request):
     """The files as Docker's own compose understands them."""
     files = [part for name in request.param for part in ("--file", str(DOCKER / name))]
@@ -136,9 +141,10 @@ def compose(request):
     return json.loads(done.stdout)
 
 
-def test_compose_publishes_on_the_loopback_interface_only(compose):
-    ports = [port for service in compose["services"].values() for port in service["ports"]]
-    assert {port["published"] for port in ports} == {"8000", "9090", "3000"}
+def test_compose_publishes_on_the_loopback_interface_only(compose, request):
+    ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
+    expected = {"8000"} if "[pair]" in request.node.name else {"8000", "9090", "3000"}
+    assert {port["published"] for port in ports} == expected
     assert {port["host_ip"] for port in ports} == {"127.0.0.1"}
 
 
@@ -156,7 +162,24 @@ def test_everything_that_compose_mounts_exists(compose):
 
 
 def test_compose_asks_for_a_gpu_only_where_there_is_one(compose, request):
-    assert ("deploy" in compose["services"]["server"]) == ("[gpu]" in request.node.name)
+    assert any("deploy" in service for service in compose["services"].values()) == ("[gpu]" in request.node.name)
+
+
+def check_pair(proxy, servers):
+    """The proxy's last arguments name the servers: the first saves pages in the folder from which the second loads."""
+    transfers = []
+    for url in (argument.partition("=")[2] for argument in proxy[-2:]):
+        arguments = servers[url.removeprefix("http://").removesuffix(":8000")]
+        (transfer,) = (a for a in arguments if a.startswith("--kv-transfer-config="))
+        transfers.append(json.loads(transfer.partition("=")[2]))
+    assert [transfer.pop("kv_role") for transfer in transfers] == ["kv_producer", "kv_consumer"]
+    assert transfers[0] == transfers[1]
+
+
+@pytest.mark.parametrize("compose", [["compose.pair.yaml"]], ids=["pair"], indirect=True)
+def test_compose_has_a_pair_of_servers_and_their_proxy(compose):
+    services = compose["services"]
+    check_pair(services["proxy"]["entrypoint"], {name: services[name]["command"] for name in ("prefill", "decode")})
 
 
 # Chart and manifests
@@ -188,6 +211,22 @@ def test_the_manifests_are_valid_for_kubernetes(path, version):
     assert documents
     for document in documents:
         validator.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+def test_two_releases_and_a_proxy_are_a_pair(version):
+    validator = installed("kubernetes_validate")
+    objects = {name: render(yaml.safe_load((PAIR / f"{name}.yaml").read_text())) for name in ("prefill", "decode")}
+    proxy = list(yaml.safe_load_all((PAIR / "proxy.yaml").read_text()))
+    for document in [*objects["prefill"].values(), *objects["decode"].values(), *proxy]:
+        validator.validate(document, version, strict=True)
+    pods = {name: server(rendered) for name, rendered in objects.items()}
+    (claim,) = {
+        v["persistentVolumeClaim"]["claimName"] for p in pods.values() for v in p["volumes"] if v["name"] == "cache"
+    }
+    assert claim == "pages"
+    (container,) = proxy[0]["spec"]["template"]["spec"]["containers"]
+    check_pair(container["args"], {name: pod["containers"][0]["args"] for name, pod in pods.items()})
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from loadtest.server import running_server
+from loadtest.server import Server, running_server
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
 
@@ -72,6 +72,13 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
 @contextmanager
 def serving(model: Path, log: Path, **options: str) -> Iterator[str]:
     """A server of a model with these options; yields its URL."""
+    with process_serving(model, log, **options) as running:
+        yield running.url
+
+
+@contextmanager
+def process_serving(model: Path, log: Path, **options: str) -> Iterator[Server]:
+    """As `serving`, with the process that it is."""
     options = {"--served-model-name": MODEL_NAME, "--dtype": "float32", "--max-model-len": "1024", **options}
     arguments = ["--enforce-eager", *(part for pair in options.items() for part in pair)]
     environment = vllm_environment()
@@ -79,4 +86,4 @@ def serving(model: Path, log: Path, **options: str) -> Iterator[str]:
         for name in os.environ.keys() - environment.keys():
             patch.delenv(name)
         with running_server(str(model), PRESET, log, arguments, environment) as running:
-            yield running.url
+            yield running
