@@ -35,10 +35,12 @@ class Case:
     """A model.
 
     changes: to the sizes of `tests.serving.tiny`.
+    layers: the preset of each layer; None: the same for all.
     """
 
     model_type: str
     changes: dict[str, Any]
+    layers: tuple[str, ...] | None = None
 
 
 #: With weights that are large enough for logits to reach a soft cap.
@@ -53,6 +55,11 @@ CASES = {
         "gemma3_text",
         GEMMA | {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
     ),
+    "windows in five of six layers, mixed": Case(
+        "gemma3_text",
+        GEMMA | {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
+        ("antkv-2bit", "antkv-0.5bit", "antkv-0.5bit", "antkv-1bit", "antkv-0.5bit", "antkv-1bit"),
+    ),
 }
 
 
@@ -62,7 +69,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     case: Case = request.param
     sizes = case.changes | {"max_position_embeddings": MAX_LEN, "sliding_window": WINDOW}
     make_model(folder, case.model_type, sizes)
-    make_codebook(folder / "antkv", folder, PRESET, SinkRule(layer=0, channels=(3,), threshold=0.05))
+    sinks = SinkRule(layer=0, channels=(3,), threshold=0.05)
+    make_codebook(folder / "antkv", folder, PRESET, sinks, layers=case.layers)
     return folder
 
 

@@ -73,10 +73,21 @@ class RecencySpec(SlidingWindowSpec):
         return all(isinstance(spec, RecencySpec) and spec.window == self.window for spec in specs)
 
 
-def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) -> FullAttentionSpec | SlidingWindowSpec:
-    """The spec of VQ pages: one opaque state per block and KV head, of all its pages.
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec(SlidingWindowSpec):
+    """VQ pages of a layer with a window, which vLLM frees as its own: once no later query sees a token of the block."""
 
-    vLLM frees those of layers with a window as its own: once no later query sees a token of the block.
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Layers of one window and page size: vLLM splits them into groups, and loses layers whose pages differ."""
+        return all(
+            isinstance(spec, WindowSpec)
+            and (spec.sliding_window, spec.page_size_bytes) == (self.sliding_window, self.page_size_bytes)
+            for spec in kv_cache_specs.values()
+        )
+
+
+def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) -> FullAttentionSpec | WindowSpec:
+    """The spec of VQ pages: one opaque state per block and KV head, of all its pages.
 
     uint8 with `state_content_bytes`, so that vLLM does not zero new blocks; kernels reset what needs it.
     """
@@ -89,7 +100,7 @@ def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) ->
         "state_content_bytes": layout.num_pages * layout.vq_page_bytes,
         "tokens_per_state": block_size,
     }
-    return FullAttentionSpec(**page) if window is None else SlidingWindowSpec(**page, sliding_window=window)
+    return FullAttentionSpec(**page) if window is None else WindowSpec(**page, sliding_window=window)
 
 
 def position_spec(num_pages: int = 1) -> FullAttentionSpec:
