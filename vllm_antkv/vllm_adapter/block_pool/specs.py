@@ -75,13 +75,18 @@ class RecencySpec(SlidingWindowSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
-    """VQ pages of a layer with a window, which vLLM frees as its own: once no later query sees a token of the block."""
+    """VQ pages of a layer with a window, which vLLM frees as its own: once no later query sees a token of the block.
+
+    content_bytes: of a page, without the tail that gives some layers another size.
+    """
+
+    content_bytes: int
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        """Layers of one window and page size: vLLM splits them into groups, and loses layers whose pages differ."""
+        """Layers of one window and content: vLLM may split them into groups, and would lose some of several presets."""
         return all(
             isinstance(spec, WindowSpec)
-            and (spec.sliding_window, spec.page_size_bytes) == (self.sliding_window, self.page_size_bytes)
+            and (spec.sliding_window, spec.content_bytes) == (self.sliding_window, self.content_bytes)
             for spec in kv_cache_specs.values()
         )
 
@@ -100,7 +105,9 @@ def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) ->
         "state_content_bytes": layout.num_pages * layout.vq_page_bytes,
         "tokens_per_state": block_size,
     }
-    return FullAttentionSpec(**page) if window is None else WindowSpec(**page, sliding_window=window)
+    if window is None:
+        return FullAttentionSpec(**page)
+    return WindowSpec(**page, sliding_window=window, content_bytes=layout.vq_page_bytes - layout.tail)
 
 
 def position_spec(num_pages: int = 1) -> FullAttentionSpec:
