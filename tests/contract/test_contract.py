@@ -101,11 +101,13 @@ def found(tmp_path_factory: pytest.TempPathFactory, package: Package) -> list[st
     return list(differences(package, Sources(original), Sources(root)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change: str, found: list[str]) -> None:
     assert any(line.startswith(CHANGES[change][3]) for line in found)
 
 
+@pytest.mark.long
 def test_nothing_else_is_seen(found: list[str]) -> None:
     """Members that derived classes inherit are seen with each, and what a class that is gone had."""
     names = ("decides", "isinstance(spec", "get_new_blocks", "num_actual_tokens", "num_tokens_now", "SpecRegistry")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.serving
+pytestmark = [pytest.mark.serving, pytest.mark.long]
 
 CASES = Path(__file__).parent / "v2_block_tables.py"
 

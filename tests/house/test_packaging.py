@@ -140,6 +140,7 @@ def beside_vllm(wheel, tmp_path_factory):
     return python
 
 
+@pytest.mark.long
 def test_installing_the_wheel_leaves_vllm_alone(beside_vllm):
     site = next(beside_vllm.parents[1].glob("lib/python*/site-packages"))
     added = {path.name for path in site.iterdir()} - {"vllm.pth", "__pycache__"}
@@ -147,6 +148,7 @@ def test_installing_the_wheel_leaves_vllm_alone(beside_vllm):
     assert {path.name for path in beside_vllm.parent.iterdir() if "antkv" in path.name} == {"antkv"}
 
 
+@pytest.mark.long
 def test_vllm_loads_the_plugin_of_an_installed_wheel(beside_vllm, tmp_path):
     code = (
         f"GROUPS = {GROUPS}"

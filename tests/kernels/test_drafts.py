@@ -69,6 +69,7 @@ def test_a_block_that_rejected_tokens_filled_closes_again(config: AntKVConfig) -
     torch.testing.assert_close(sequence.output, expected.output)
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     config=CONFIGS,

@@ -4,7 +4,7 @@ import pytest
 
 from tests.serving.conftest import EMBEDDED, Completion
 
-pytestmark = pytest.mark.serving
+pytestmark = [pytest.mark.serving, pytest.mark.long]
 
 PRESET = "antkv-1bit"
 

@@ -159,6 +159,7 @@ print(">", cache.CacheConfig(cache_dtype="antkv-1bit").cache_dtype)
 """
 
 
+@pytest.mark.long
 def test_a_vllm_that_behaves_otherwise_is_left_as_it_was() -> None:
     """The plugin says why it is not active, and not one of its hooks stays; repaired, the same vLLM takes them."""
     environment = {**os.environ, **ENGINE_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -118,6 +118,7 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+@pytest.mark.long
 def test_a_damaged_page_is_a_miss_and_is_written_again(
     start: Start, prompts: list[list[int]], tmp_path: Path, said: list[str]
 ) -> None:
@@ -280,6 +281,7 @@ def test_a_file_is_read_as_it_was_written_or_not_at_all(
     assert files.read("name", "layout") is None
 
 
+@pytest.mark.long
 def test_hits_beside_preemption_and_aborts(start: Start, prompts: list[list[int]], tmp_path: Path) -> None:
     some = [prompts[-1][:300], prompts[4], prompts[6]]
     options = {"max_model_len": 512, "num_gpu_blocks_override": 110}

@@ -10,7 +10,7 @@ from tests.serving.embedded_server import API_KEY, SharedServers
 from vllm_antkv import cli
 from vllm_antkv.evaluate.side_by_side import first_difference
 
-pytestmark = pytest.mark.serving
+pytestmark = [pytest.mark.serving, pytest.mark.long]
 
 #: Longer than a block of codes, so that the cache shows.
 PROMPT = (EMBEDDED.parents[1] / "LICENSE").read_text()[:1500]

@@ -36,6 +36,7 @@ def share_right(card: ModelCard, name: str, config: AntKVConfig, depths: list[fl
     return sum(right) / len(right)
 
 
+@pytest.mark.long
 def test_one_bit_tells_keys_apart_beyond_recency(card: ModelCard) -> None:
     """With interleaved channels, in the shipped codebooks; with neighbouring ones half of the answers are wrong."""
     middle = [0.25, 0.5, 0.75]

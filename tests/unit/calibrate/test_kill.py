@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from vllm_antkv.codebook import codebook_path
 
 #: Runs `calibrate` in forked children: one killed while it captures, one killed while it clusters, one that finishes,
@@ -52,6 +54,7 @@ codes = [child("killed", "1", kill_at_window=9), child("killed", "2", kill_at_la
 """
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(
     make_model: Callable[..., Path], text_file: Path, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_windows_start_with_the_prefix_and_go_on_with_their_text(windows: torch.
     assert torch.equal(with_prefix(text.clamp(min=1), (0,))[:, 1:], text.clamp(min=1)[:, :-1]), "no BOS, none lost"
 
 
+@pytest.mark.long
 def test_the_first_error_is_that_of_the_plain_prefix_and_training_lowers_it(
     model, codebook, windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.rope import RotaryTable, unrotate
 from vllm_antkv.presets import get_preset
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[3]
 PRESET = get_preset("antkv-1bit")
 

@@ -169,6 +169,7 @@ def command(model: Path, codebooks: Path, text: Path, out: Path, *more: str) -> 
     return ["inspect", str(model), *paths, "--context", "264", "--max-windows", "1", *more]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_is_drawn_from_its_numbers(drawn: Path, name: str) -> None:
     content = json.loads((drawn / f"{name}.json").read_text())
@@ -182,6 +183,7 @@ def test_every_figure_is_drawn_from_its_numbers(drawn: Path, name: str) -> None:
     assert any(panel.get_xlabel() and panel.get_title() for panel in figure.axes)
 
 
+@pytest.mark.long
 def test_a_model_with_windows_is_drawn_too(model_folder: Path, text_file: Path, tmp_path: Path) -> None:
     """Policies that drop rows are shown in its layer that sees everything."""
     kinds = ["sliding_attention", "full_attention"]
