@@ -25,7 +25,6 @@ class AnswererOptions:
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help="Values of --kv-cache-dtype, through vLLM, separated by commas.")
     ] = None
-    prefill_reads_cache: Annotated[bool, typer.Option(help="Through vLLM: the server's setting of this name.")] = True
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def retrieval(
     asked = make_prompts(
         card.tokenizer, names_in(what.kinds), sizes, _numbers("--depths", what.depths), what.prompts, what.seed
     )
-    config = cache.config().model_copy(update={"prefill_reads_cache": who.prefill_reads_cache})
+    config = cache.config()
     reports = []
     with progress_on_stderr("prompts") as start:
         if names:

@@ -5,6 +5,7 @@ import math
 import pytest
 from transformers import LlamaConfig, PreTrainedModel
 
+from scripts import capacity_figure
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.capacity import (
     GPU_SHARE,
@@ -31,15 +32,7 @@ def test_the_shape_is_that_of_the_model(model: PreTrainedModel) -> None:
 
 
 def test_llama_3_8b_has_the_weights_that_it_is_known_for() -> None:
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    )
-    assert DecodeShape.of(config) == LLAMA_3_8B
+    assert DecodeShape.of(LlamaConfig(**capacity_figure.LLAMA_3_8B)) == LLAMA_3_8B
 
 
 @pytest.mark.parametrize("cache", LLAMA_3_8B.caches)
