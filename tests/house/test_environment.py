@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SCREEN = 24
 
 
+@pytest.mark.long
 def test_a_failed_installation_shows_its_end_and_names_its_log(tmp_path):
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "make_venv.sh", tmp_path / "scripts")

@@ -32,13 +32,17 @@ def operations_of(variant: cpu.Variant) -> partial[CpuOperations]:
     return partial(CpuOperations, variant=variant)
 
 
-#: Plain tiles run on every machine all that AMX runs, but for its instructions: test_tiles.py.
-TESTED = [*cpu.VARIANTS, cpu.PLAIN_TILES]
+#: Plain tiles run on every machine all that AMX runs, but for its instructions: test_tiles.py. The variant that serves
+#: on this processor is tested by `make test`.
+TESTED = [
+    pytest.param(variant, id=variant.name, marks=[] if variant == cpu.best() else pytest.mark.long)
+    for variant in (*cpu.VARIANTS, cpu.PLAIN_TILES)
+]
 #: Each of the libraries.
 BUILDS = {variant.library: variant for variant in cpu.VARIANTS}.values()
 
 
-@pytest.fixture(scope="module", params=TESTED, ids=lambda variant: variant.name)
+@pytest.fixture(scope="module", params=TESTED)
 def kernels(request):
     """CpuOperations of each variant that this processor has."""
     return operations_of(request.param)

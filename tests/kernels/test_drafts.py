@@ -93,6 +93,7 @@ def test_the_reference_gives_what_it_gives_token_by_token(
     assert len(drafting.free) == 1199
 
 
+@pytest.mark.long
 @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 @settings(max_examples=40, deadline=None)
 @given(

@@ -109,6 +109,7 @@ def _spec(group: Any) -> Any:
     return next(iter(of_layers.values())) if of_layers else group.kv_cache_spec
 
 
+@pytest.mark.long
 def test_served_is_what_is_evaluated_of_the_merged_model(
     adapters: list[Path], codebooks: str, tmp_path: Path, eager: None
 ) -> None:

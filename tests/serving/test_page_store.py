@@ -173,6 +173,7 @@ def _on_a_full_disk(**options: Any) -> Any:
     return file
 
 
+@pytest.mark.long
 def test_a_full_disk_and_a_removed_folder_cost_hits_alone(
     start: Start, prompts: list[list[int]], tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +310,7 @@ def test_hits_beside_preemption_and_aborts(start: Start, prompts: list[list[int]
         assert _count(engine, "external_prefix_cache_hits") > hits
 
 
+@pytest.mark.long
 def test_other_weights_and_adapters_are_not_kept(start: Start, prompts: list[list[int]], tmp_path: Path) -> None:
     """The names of adapters, which vLLM's hashes have, say nothing of what they do."""
     folder, model = tmp_path / "store", tmp_path / "model"
@@ -327,6 +329,7 @@ def test_other_weights_and_adapters_are_not_kept(start: Start, prompts: list[lis
         engine.assert_all_blocks_free()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("exact", [[], ["0"], ["1"]], ids=["coded", "a window exact", "no window exact"])
 def test_pages_of_other_layers(start: Start, prompts: list[list[int]], tmp_path: Path, exact: list[str]) -> None:
     """Layers with windows, and those that `--kv-cache-dtype-skip-layers` names."""

@@ -204,6 +204,7 @@ def test_a_server_whose_plugins_are_not_named_has_metrics_and_no_routes(shared_s
     assert {server.get(route).status_code for route in [f"{PREFIX}/", *ROUTES]} == {404}
 
 
+@pytest.mark.long
 def test_what_cannot_be_served_ends_the_server_with_a_sentence(tmp_path: Path) -> None:
     additional = f'{{"antkv": {{"codebooks": "{tmp_path}"}}}}'
     ended = run_vllm("serve", str(EMBEDDED), "--kv-cache-dtype", PRESET, "--additional-config", additional)

@@ -63,7 +63,12 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+#: `make test` runs these; `make test-long` the others.
+QUICK = ("windows alone", "windows in five of six layers, mixed")
+MODELS = [pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark.long) for name, case in CASES.items()]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     case: Case = request.param

@@ -84,6 +84,7 @@ def test_the_first_error_is_that_of_the_plain_prefix_and_training_lowers_it(
     assert trained.k.shape == trained.v.shape == own[0].shape
 
 
+@pytest.mark.long
 def test_calibrate_writes_the_prefix_into_the_codebook(
     long_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
