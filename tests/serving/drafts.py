@@ -1,10 +1,11 @@
-"""What drafts in tests: n-grams, a model, and heads of EAGLE and EAGLE-3 in the formats of vLLM."""
+"""What drafts in tests: n-grams, a model, heads of EAGLE and EAGLE-3, and a layer of the model itself (MTP)."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.nn.functional import rms_norm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.serving.conftest import EMBEDDED, ROOT
@@ -21,6 +22,8 @@ def speculation(method: str, num_drafts: int, folder: Path) -> dict[str, Any]:
         return {**config, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     if method == "suffix":
         return {**config, "suffix_decoding_min_token_prob": 0.0}
+    if method == "mtp":
+        return config
     if method == "draft_model":
         # Without its last layer, the model is often right.
         AutoModelForCausalLM.from_pretrained(EMBEDDED, num_hidden_layers=4).save_pretrained(folder)
@@ -50,12 +53,49 @@ def _make_head(method: str, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def _next_hidden() -> torch.Tensor:
+def make_glm(folder: Path) -> Path:
+    """The embedded model as a GLM-4-MoE whose routed experts give zeros, with a layer behind the last that drafts."""
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+    config, tensors = model.config, {name: weight.clone() for name, weight in model.state_dict().items()}
+    size, inner, last = config.hidden_size, config.intermediate_size, config.num_hidden_layers - 1
+    dense, mtp = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    tensors |= {name.replace(dense, mtp): weight.clone() for name, weight in tensors.items() if dense in name}
+    # All that the drafting layer knows is in its first projection.
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"{mtp}{name}.weight"].zero_()
+    for layer in (dense, mtp):
+        for name in ("gate", "up", "down"):
+            weight = tensors.pop(f"{layer}mlp.{name}_proj.weight")
+            tensors[f"{layer}mlp.shared_experts.{name}_proj.weight"] = weight
+            tensors |= {f"{layer}mlp.experts.{i}.{name}_proj.weight": torch.zeros_like(weight) for i in range(2)}
+        tensors |= {f"{layer}mlp.gate.weight": torch.zeros(2, size)}
+        tensors |= {f"{layer}mlp.gate.e_score_correction_bias": torch.zeros(2)}
+    tensors |= {f"{mtp}{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors |= {f"{mtp}eh_proj.weight": _next_hidden(normed=True), "lm_head.weight": model.lm_head.weight.clone()}
+    changes = {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "tie_word_embeddings": False,
+        "partial_rotary_factor": 1.0,
+        "moe_intermediate_size": inner,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": last,
+        "num_nextn_predict_layers": 1,
+    }
+    kept = {name: value for name, value in config.to_dict().items() if name != "model_type"}
+    AutoConfig.for_model("glm4_moe", **{**kept, **changes}).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _next_hidden(normed: bool = False) -> torch.Tensor:
     """(hidden_size, 2 * hidden_size): of a token's embedding and the hidden state before, the best guess of its own."""
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
     text = (ROOT / "LICENSE").read_text()
     tokens = AutoTokenizer.from_pretrained(EMBEDDED)(text, return_tensors="pt")["input_ids"][0, :2000]
     with torch.inference_mode():
         hidden = model(tokens[None], output_hidden_states=True).hidden_states[-1][0]
-        known = torch.cat([model.model.embed_tokens(tokens[1:]), hidden[:-1]], dim=1)
+        known = [model.model.embed_tokens(tokens[1:]), hidden[:-1]]
+        known = torch.cat([rms_norm(x, x.shape[-1:]) if normed else x for x in known], dim=1)
     return torch.linalg.lstsq(known, hidden[1:]).solution.T.contiguous()

@@ -200,6 +200,12 @@ def test_prefix_caching_beside_mamba2_is_refused_on_cpus(
     assert "--no-enable-prefix-caching" in reads_well(refusal(model))
 
 
+def test_several_layers_that_draft_are_refused(tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:
+    model = make_config(tmp_path, "glm4_moe", "Glm4MoeForCausalLM", {"head_dim": 32, "num_nextn_predict_layers": 2})
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    assert "several layers of MTP" in reads_well(refusal(model, speculative_config=drafts))
+
+
 def test_a_setting_is_refused(tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:
     wide = make_config(tmp_path, "llama", "LlamaForCausalLM", {"head_dim": 80})
     assert "--block-size 64" in reads_well(refusal(wide, block_size=64))

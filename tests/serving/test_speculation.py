@@ -2,13 +2,16 @@
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
-from tests.serving.drafts import speculation
+from tests.serving.drafts import make_glm, speculation
+from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 
 pytestmark = pytest.mark.serving
 
@@ -17,6 +20,7 @@ Start = Callable[..., Any]
 NEEDS_SUFFIX_TREES = pytest.mark.skipif(
     importlib.util.find_spec("arctic_inference") is None, reason="needs arctic-inference, which has no wheels for CPUs"
 )
+DRAFTS_OF_MODELS = [("draft_model", 3), ("eagle", 3), ("eagle3", 2), ("mtp", 1), ("mtp", 3)]
 #: Answers cross the edges of blocks.
 MAX_TOKENS = 24
 
@@ -29,6 +33,18 @@ def counted(engine: Engine, name: str) -> int:
 def assert_drafts_were_right_and_wrong(engine: Engine) -> None:
     proposed, accepted = (counted(engine, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
     assert 0.05 * proposed < accepted < 0.95 * proposed
+
+
+def served(method: str, default: dict[str, Any], folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A model that answers as the embedded one, and settings that are the default ones."""
+    if method != "mtp":
+        return EMBEDDED, default
+    model = make_glm(folder / "model")
+    codebook = Codebook.load(codebook_path(Path(default["codebooks"]), PRESET))
+    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
+    header = codebook.header.model_copy(update={"model": identity})
+    replace(codebook, header=header).save(codebook_path(folder, PRESET))
+    return model, {**default, "codebooks": str(folder)}
 
 
 #: Prompts, and what they are answered without speculation, one request at a time.
@@ -53,22 +69,28 @@ def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"recency": "sliding:1024"}, {"anchor_share": 1.0, "anchor_dtype": "model"}], ids=str
+    ("method", "num_drafts", "settings"),
+    [
+        ("ngram", 5, {"recency": "sliding:1024"}),
+        ("ngram", 5, {"anchor_share": 1.0, "anchor_dtype": "model"}),
+        pytest.param("mtp", 1, {"anchor_share": 1.0, "anchor_dtype": "model"}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_equals_auto_where_every_token_is_exact(
     start_engine: Start,
     default: dict[str, Any],
     auto: list[Completion],
     prompts: list[list[int]],
+    method: str,
+    num_drafts: int,
     settings: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    options = {
-        "speculative_config": speculation("ngram", 5, tmp_path),
-        "max_num_batched_tokens": 300,
-        "disable_log_stats": False,
-    }
-    with start_engine(EMBEDDED, PRESET, default | settings, **options) as engine:
+    model, default = served(method, default, tmp_path)
+    config = speculation(method, num_drafts, tmp_path)
+    options = {"speculative_config": config, "max_num_batched_tokens": 300, "disable_log_stats": False}
+    with start_engine(model, PRESET, default | settings, **options) as engine:
         assert_all_same(engine.complete(prompts, MAX_TOKENS), auto)
         assert_drafts_were_right_and_wrong(engine)
 
@@ -78,7 +100,7 @@ def test_equals_auto_where_every_token_is_exact(
     [
         ("ngram", 1),
         pytest.param("suffix", 3, marks=[pytest.mark.long, NEEDS_SUFFIX_TREES]),
-        *(pytest.param(*kind, marks=pytest.mark.long) for kind in [("draft_model", 3), ("eagle", 3), ("eagle3", 2)]),
+        *(pytest.param(*kind, marks=pytest.mark.long) for kind in DRAFTS_OF_MODELS),
     ],
 )
 def test_same_as_without_speculation(
@@ -91,9 +113,10 @@ def test_same_as_without_speculation(
 ) -> None:
     """Alone, in batches, in chunks, and behind prefixes that were found."""
     (prompts, answers), (longer, answers_of_longer) = alone
+    model, default = served(method, default, tmp_path)
     config = speculation(method, num_drafts, tmp_path)
     options = {"speculative_config": config, "max_num_batched_tokens": 200, "disable_log_stats": False}
-    with start_engine(EMBEDDED, PRESET, default, **options) as engine:
+    with start_engine(model, PRESET, default, **options) as engine:
         assert_all_same(engine.complete(prompts, MAX_TOKENS, together=False), answers)
         hits = engine.complete(prompts, MAX_TOKENS)
         assert any(completion.num_cached_tokens for completion in hits)
@@ -104,6 +127,24 @@ def test_same_as_without_speculation(
         if method != "eagle3":
             assert_drafts_were_right_and_wrong(engine)
         engine.assert_all_blocks_free()
+
+
+@pytest.mark.long
+def test_same_with_tensor_parallelism(
+    start_engine: Start,
+    default: dict[str, Any],
+    alone: tuple[Answered, Answered],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two worker processes with a KV head each, and one of what drafts that both have."""
+    # There as here (`made_quickly`).
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    (prompts, answers), _ = alone
+    options = {"speculative_config": speculation("eagle", 3, tmp_path), "disable_log_stats": False}
+    with start_engine(EMBEDDED, PRESET, default, tensor_parallel_size=2, **options) as engine:
+        assert_all_same(engine.complete(prompts, MAX_TOKENS), answers)
+        assert_drafts_were_right_and_wrong(engine)
 
 
 # Blocks with pages of a draft model have larger recency pages, of which a request needs fewer.

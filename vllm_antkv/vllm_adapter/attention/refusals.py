@@ -27,7 +27,7 @@ _BY_LENGTH = {"dynamic", "longrope"}
 _WORKERS = ("vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker")
 
 #: What drafts may come from.
-_DRAFTS = ("ngram", "suffix", "draft_model", "eagle", "eagle3")
+_DRAFTS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
 
 _OF_A_MODEL = "serve this model with --kv-cache-dtype auto"
 _OF_AN_OPTION = "leave it out, or use --kv-cache-dtype auto"
@@ -127,6 +127,8 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         # Their kernels score by drafts before they are accepted.
         "speculative decoding on GPUs": method is not None and not current_platform.is_cpu(),
         f"speculative decoding by {method}": method is not None and method not in _DRAFTS,
+        # VLLM then keeps more tokens than a window for them, which recency pages do not.
+        "speculative decoding by several layers of MTP": method == "mtp" and speculative.use_multi_module_mtp(),
         "speculative decoding in models with states": method is not None and vllm_config.model_config.is_hybrid,
         "a kv_cache_dtype of what drafts": speculative is not None and speculative.kv_cache_dtype not in (None, "auto"),
         # vLLM offloads through a connector: the option that was given is to be named.

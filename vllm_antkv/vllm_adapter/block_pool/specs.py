@@ -49,7 +49,7 @@ class RecencySpec(SlidingWindowSpec):
         super().__post_init__()
         # Not an assertion: `python -O` would drop it, and the first pages would be freed.
         if self.extra_retained_tokens:
-            raise ValueError("recency pages retain no extra tokens: MTP with several modules is refused at start-up")
+            raise ValueError("recency pages retain no extra tokens: MTP with several layers is refused at start-up")
         object.__setattr__(self, "sliding_window", self.max_len)
 
     @property
