@@ -5,7 +5,7 @@ import logging
 import os
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 logger = logging.getLogger("vllm.antkv")
@@ -19,13 +19,15 @@ class PageFiles:
 
     root: the folder that the user named.
     identity: of these servers, see `page_store.identity`.
-    rank, num_ranks: which KV heads the pages have.
+    rank, num_ranks: which layers and KV heads the pages have.
     """
 
     root: Path
     identity: str
     rank: int
     num_ranks: int
+    #: What goes wrong at present, and has been said: a full disk keeps no page.
+    _failing: set[str] = field(default_factory=set, compare=False)
 
     def has(self, name: str) -> bool:
         """Whether a block is there; it may still turn out to be damaged."""
@@ -52,7 +54,9 @@ class PageFiles:
                     os.unlink(file.name)
                     raise
         except OSError as error:
-            logger.warning("A page cannot be kept in %s (%s).", self.root, error.strerror or error)
+            self._say_once("write", f"Pages cannot be kept in {self.root} ({error.strerror or error}).")
+        else:
+            self._failing.discard("write")
 
     def read(self, name: str, layout: str) -> bytes | None:
         """The bytes of a block as they were written, or None. A file that is not as it was is removed."""
@@ -60,8 +64,9 @@ class PageFiles:
         try:
             content = path.read_bytes()
         except OSError as error:
-            logger.warning("%s cannot be read (%s): its tokens are computed again.", path, error.strerror or error)
+            self._say_once("read", f"{path} cannot be read ({error.strerror or error}): its tokens are computed again.")
             return None
+        self._failing.discard("read")
         pages = content[_DIGEST_BYTES:]
         if content[:_DIGEST_BYTES] == self._digest(name, layout, pages):
             return pages
@@ -69,6 +74,12 @@ class PageFiles:
         with suppress(OSError):
             path.unlink()
         return None
+
+    def _say_once(self, operation: str, message: str) -> None:
+        """Until it works again."""
+        if operation not in self._failing:
+            logger.warning(message)
+        self._failing.add(operation)
 
     def _path(self, name: str) -> Path:
         return self.root / self.identity / f"{self.rank}-of-{self.num_ranks}" / name[:2] / name
