@@ -34,16 +34,19 @@ _FLAGS = ("--enforce-eager", "--enable-prompt-tokens-details", "--enable-prompt-
 #: Every row of the past is an anchor of full precision; with a worker of its own, and without VLLM_PLUGINS, which
 #: switches routes on.
 EXACT = "exact"
+#: With `AntKVStore`.
+STORE = "store"
 #: The servers: `--kv-cache-dtype`, settings.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "default": (PRESET, {}),
     EXACT: (PRESET, {"anchor_share": 1.0, "anchor_dtype": "model"}),
+    STORE: (PRESET, {}),
     "auto": ("auto", {}),
 }
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Routes that put an engine to sleep.
+    # Routes that put an engine to sleep, or empty its prefix cache.
     "VLLM_SERVER_DEV_MODE": "1",
     **ENVIRONMENT,
 }
@@ -54,9 +57,11 @@ class Server(LoadedServer):
     """A running server.
 
     codebook: the file that it serves: of its rule for sinks, every token is one.
+    pages: the folder of its store, if it has one.
     """
 
     codebook: Path
+    pages: Path
 
     def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:
         """GET with this API key, or with none."""
@@ -84,6 +89,10 @@ def embedded_server(folder: Path, kind: str) -> Iterator[Server]:
     Codebook(codebook.header.model_copy(update={"sinks": rule}), codebook.k, codebook.v).save(path)
     ours = json.dumps({"antkv": {"codebooks": str(path.parent), **settings}})
     options = _OPTIONS | ({"--additional-config": ours} if kv_cache_dtype == PRESET else {})
+    pages = folder / "pages"
+    if kind == STORE:
+        store = {"kv_connector": "AntKVStore", "kv_connector_extra_config": {"folder": str(pages)}}
+        options["--kv-transfer-config"] = json.dumps({**store, "kv_role": "kv_both"})
     environment = dict(_ENVIRONMENT)
     if kind == EXACT:
         options["--distributed-executor-backend"] = "mp"
@@ -92,7 +101,7 @@ def embedded_server(folder: Path, kind: str) -> Iterator[Server]:
     arguments = [*_FLAGS, *(part for pair in options.items() for part in pair)]
     log = folder / "server.log"
     with running_server(str(EMBEDDED), kv_cache_dtype, log, arguments, environment) as running:
-        yield Server(running.url, running.pid, path)
+        yield Server(running.url, running.pid, path, pages)
 
 
 class SharedServers:

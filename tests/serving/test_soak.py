@@ -4,10 +4,15 @@ The long ones: docs/load-testing.md.
 """
 
 import importlib.util
+import itertools
 import json
 import os
+import random
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -19,8 +24,9 @@ from loadtest.scenario import Scenario
 from loadtest.server import Server
 from loadtest.soak import soak
 from loadtest.stream import StreamReader
+from loadtest.watch import metrics
 from tests.patience import PATIENCE
-from tests.serving.embedded_server import API_KEY, MODEL_NAME, SharedServers
+from tests.serving.embedded_server import API_KEY, MODEL_NAME, STORE, SharedServers
 
 pytestmark = [pytest.mark.serving, pytest.mark.long]
 
@@ -44,6 +50,45 @@ def server(shared_servers: SharedServers) -> Server:
 def test_a_soak_leaves_the_server_as_it_was(server):
     report = soak(server, SOAK_MINUTES)
     assert report.complaints(MAX_SLOPE) == [], report.model_dump_json(indent=2)
+
+
+def spoil(folder: Path, is_over: threading.Event) -> None:
+    """Cut files of a store short; now and then its folder is gone, or something that cannot be written to."""
+    rng = random.Random(0)
+    for number in itertools.count():
+        if is_over.wait(0.5):
+            return
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        for file in rng.sample(files, len(files) // 3):
+            with suppress(FileNotFoundError):
+                os.truncate(file, file.stat().st_size // 2)
+        if files and number % 3 == 0:
+            folder.rename(folder.with_name(f"pages{number}"))
+            # Unless the server was faster.
+            with suppress(FileExistsError):
+                folder.symlink_to("/dev/full")
+                is_over.wait(0.5)
+                folder.unlink()
+
+
+def test_a_soak_with_a_store_that_is_spoilt(shared_servers):
+    server, is_over = shared_servers.running(STORE), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        spoiling = pool.submit(spoil, server.pages, is_over)
+        try:
+            report = soak(server, SOAK_MINUTES)
+        finally:
+            is_over.set()
+        spoiling.result(PATIENCE)
+    assert report.complaints(MAX_SLOPE) == [], report.model_dump_json(indent=2)
+    assert any(server.pages.parent.glob("pages?*")), "nothing was spoilt"
+    # It is used as before.
+    prompt = list(range(50, 250))
+    server.complete(prompt, 1)
+    httpx.post(f"{server.url}/reset_prefix_cache", headers=headers(), timeout=PATIENCE).raise_for_status()
+    before = metrics(server.url)["vllm:external_prefix_cache_hits_total"]
+    server.complete(prompt, 1)
+    assert metrics(server.url)["vllm:external_prefix_cache_hits_total"] == before + 128
 
 
 def test_a_load_test_writes_its_reports(server, tmp_path):
