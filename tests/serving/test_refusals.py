@@ -134,7 +134,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "DCP": ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism (DCP)"),
     "DCP on one GPU": ({"decode_context_parallel_size": 2}, "decode context parallelism (DCP)"),
     "PCP": ({"prefill_context_parallel_size": 2}, "prefill context parallelism (PCP)"),
-    "pipeline": ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+    "pipeline": (
+        {"pipeline_parallel_size": 2, "kv_cache_dtype_skip_layers": ["0"]},
+        "pipeline parallelism with --kv-cache-dtype-skip-layers",
+    ),
     "dual batch overlap": ({"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "dual batch overlap"),
     "pooling": ({"runner": "pooling"}, "pooling models"),
     "prompts past shared layers": ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),

@@ -48,6 +48,24 @@ class Report(TypedDict):
     operations: dict[str, OperationReport]
 
 
+def merged(stages: list[Report]) -> Report:
+    """Of the stages of a pipeline: the last one knows all sinks, and each has attended in its own layers."""
+    last = stages[-1]
+    return {
+        **last,
+        "sampled_attention": {
+            rows: sum(stage["sampled_attention"][rows] for stage in stages) for rows in last["sampled_attention"]
+        },
+        "operations": {
+            name: OperationReport(
+                calls=sum(stage["operations"][name]["calls"] for stage in stages),
+                seconds=sum(stage["operations"][name]["seconds"] for stage in stages),
+            )
+            for name in last["operations"]
+        },
+    }
+
+
 class Timing(ctypes.Structure):
     """How often an operation ran, and for how long; antkv_timing of csrc/cpu/antkv.h."""
 

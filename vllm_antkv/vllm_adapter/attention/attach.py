@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import PPMissingLayer
 
-from vllm_antkv.cache.pages import PageLayout, page_layouts
+from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
@@ -26,13 +27,14 @@ from vllm_antkv.vllm_adapter.attention.blocks import block_plan
 from vllm_antkv.vllm_adapter.attention.code_order import in_code_order
 from vllm_antkv.vllm_adapter.attention.exact_layers import leave_exact, outgrown_window
 from vllm_antkv.vllm_adapter.attention.flash_attention import flash_attention
+from vllm_antkv.vllm_adapter.attention.footprint import served_layouts
 from vllm_antkv.vllm_adapter.attention.impl import AntKVImpl, Attachment
 from vllm_antkv.vllm_adapter.attention.key_scales import LayerScales
 from vllm_antkv.vllm_adapter.attention.layer import RecencyLayer, recency_layer_name
 from vllm_antkv.vllm_adapter.attention.model_layers import ModelLayers, attention_layers, decoder_layers, set_spec
 from vllm_antkv.vllm_adapter.attention.positions import PositionLayer, position_layer_name
 from vllm_antkv.vllm_adapter.attention.probe import probe
-from vllm_antkv.vllm_adapter.attention.sinks import SinkFlags, watch
+from vllm_antkv.vllm_adapter.attention.sinks import SinkFlags, hand_on, watch
 from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 from vllm_antkv.vllm_adapter.attention.trained_prefix import LayerPrefix, PrefixTokens
 from vllm_antkv.vllm_adapter.attention.worker import Worker, workspace
@@ -58,8 +60,9 @@ def attach(
     if codebook.identity != resolved.identity:
         raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
     found = attention_layers(model, codebook.header.model, resolved.exact)
-    around = decoder_layers(model, found.every[0])
-    probed = probe(model, found.every, around[-1], vllm_config, device)
+    around = decoder_layers(model, found.every[min(found.every)])
+    here = [index for index, layer in enumerate(around) if not isinstance(layer, PPMissingLayer)]
+    probed = probe(model, found.every, around[here[-1]], vllm_config, device)
     rotaries = in_code_order(probed.rotaries, codebook)
     _leave_exact(found, vllm_config)
     rules = {
@@ -79,12 +82,16 @@ def attach(
     kernels = choose(settings.kernels, device, kinds)
     logger.info("antkv kernels: %s", kernels.title)
     counters = Counters(device, kernels.name)
+    decoder_indices = codebook.header.model.decoder_indices
     rule, max_num_tokens = codebook.header.sinks, vllm_config.scheduler_config.max_num_batched_tokens
-    last_layer, indices = max(found.coded), codebook.header.model.decoder_indices
     sinks = None
-    if rule is not None and settings.sinks and indices[last_layer] > rule.layer:
+    if rule is not None and settings.sinks and decoder_indices[-1] > rule.layer:
         sinks = SinkFlags(rule, max_num_tokens, device)
-        watch(around[rule.layer], probed.adds_residual, found.every[last_layer].layer_name)
+        if rule.layer in here:
+            context = vllm_config.compilation_config.static_forward_context
+            watch(around[rule.layer], probed.adds_residual, sinks, context)
+        if (stage := get_pp_group()).world_size > 1:
+            hand_on(model, sinks, stage.is_first_rank, stage.is_last_rank)
     prefix_tokens = None
     if codebook.prefix is not None:
         layer, window = _keeps_first_page(found, rules)
@@ -105,8 +112,11 @@ def attach(
         prefix_tokens,
         positions,
     )
-    for index, layout in zip(found.coded, _layouts(shared), strict=True):
-        _attach_layer(index, layout, shared)
+    # Pages of all layers depend on each other, those of other stages of a pipeline too.
+    layouts = served_layouts(vllm_config, settings, resolved.presets, resolved.exact, block_plan(vllm_config))
+    is_exact = [layer in resolved.exact for layer in decoder_indices]
+    for index in found.coded:
+        _attach_layer(index, layouts[index - sum(is_exact[:index])], shared)
     for index in found.sources.keys() & found.ours.keys():
         _attach_reader(index, shared)
     return Worker(counters, prefix_tokens)
@@ -165,17 +175,6 @@ class _Shared:
             max_len = self.vllm_config.model_config.max_model_len
             self._last_queries[known] = last_query_table(self.settings, max_len, known).to(self.device)
         return self._last_queries[known]
-
-
-def _layouts(shared: _Shared) -> list[PageLayout]:
-    """Of the layers with codes."""
-    header, model_config, found = shared.codebook.header, shared.vllm_config.model_config, shared.found
-    exact = [found.every[index] for index in found.exact if index not in found.sources]
-    num_beside = sum(outgrown_window(layer, model_config.max_model_len) is None for layer in exact)
-    all_slide = not num_beside and all(shared.rules[index].window is not None for index in found.coded)
-    presets = [header.layer_presets[index] for index in found.coded]
-    plan = replace(block_plan(shared.vllm_config), num_exact=num_beside)
-    return page_layouts(shared.settings, presets, header.model.head_size, model_config.dtype, all_slide, plan)
 
 
 def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:

@@ -48,10 +48,17 @@ def served_footprint(
     return layouts, footprint(layouts, settings, length, *_windows(vllm_config, exact), position_bytes(vllm_config))
 
 
+def outgrown_windows(vllm_config: VllmConfig) -> list[int | None]:
+    """As `layer_windows`, where a window that no request outgrows is none."""
+    model_config = vllm_config.model_config
+    windows = layer_windows(model_config.hf_text_config)
+    return [None if window is None or window >= model_config.max_model_len else window for window in windows]
+
+
 def _windows(vllm_config: VllmConfig, exact: Sequence[int]) -> tuple[list[int | None], list[int | None]]:
     """Of the layers with codes, and of those that stay exact."""
     text_config = vllm_config.model_config.hf_text_config
-    windows = layer_windows(text_config)
+    windows = outgrown_windows(vllm_config)
     indices = attention_layers(text_config) or range(len(windows))
     # The last ones may have no pages of their own.
     windows = windows[: len(windows) - num_sharing_layers(text_config)]

@@ -4,7 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import nn
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
+from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -16,9 +17,9 @@ from vllm_antkv.vllm_adapter.attention.impl import AntKVImpl
 
 @dataclass(frozen=True)
 class ModelLayers:
-    """The attention layers of a decoder.
+    """The attention layers of a decoder, in a pipeline those of this stage.
 
-    every: all of them by their indices, in order. An index counts the layers that attend, as in a codebook.
+    every: all of them by their indices, in order. An index counts the model's layers that attend, as in a codebook.
     coded: indices of those with codes of their own.
     exact: indices of those that vLLM's own attention serves (`--kv-cache-dtype-skip-layers`).
     sources: of each layer without a cache of its own, the one whose cache it reads.
@@ -51,14 +52,16 @@ def attention_layers(model: nn.Module, identity: ModelIdentity, skipped: Collect
     """
     modules = [module for module in model.modules() if isinstance(module, Attention)]
     found = dict(sorted({extract_layer_index(module.layer_name): module for module in modules}.items()))
-    layers = _sorted_out(found)
+    stage = get_pp_group()
+    first, end = get_pp_indices(identity.num_layers, stage.rank_in_group, stage.world_size)
+    layers = _sorted_out(found, first)
     for index, layer in layers.every.items():
-        if index in layers.exact and list(found)[layers.source(index)] not in skipped:
+        if index in layers.exact and list(found)[layers.source(index) - first] not in skipped:
             raise UnsupportedModelError(
                 f"{layer.layer_name} takes no --kv-cache-dtype: serve this model with --kv-cache-dtype auto."
             )
     # An encoder of sounds may have a cache too.
-    if tuple(found) != identity.decoder_indices or len(modules) != len(found):
+    if tuple(found) != identity.decoder_indices[first:end] or len(modules) != len(found):
         raise UnsupportedModelError(
             f"The model has {identity.num_layers} layers with attention by its config and {len(modules)} times "
             "attention with a KV cache, and an antkv cache needs it once in each: serve this model with "
@@ -83,18 +86,19 @@ def set_spec(layer: Attention, spec: KVCacheSpec) -> None:
     layer.get_kv_cache_spec = lambda vllm_config: spec  # type: ignore[method-assign]
 
 
-def _sorted_out(found: dict[int, Attention]) -> ModelLayers:
-    every = dict(enumerate(found.values()))
+def _sorted_out(found: dict[int, Attention], first: int) -> ModelLayers:
+    every = dict(enumerate(found.values(), first))
+    decoder_layer = dict(enumerate(found, first))
     exact = tuple(index for index, layer in every.items() if not isinstance(layer.impl, AntKVImpl))
     sources = {
-        index: list(found).index(extract_layer_index(layer.kv_sharing_target_layer_name))
+        index: first + list(found).index(extract_layer_index(layer.kv_sharing_target_layer_name))
         for index, layer in every.items()
         if layer.kv_sharing_target_layer_name is not None
     }
     for index, source in sources.items():
         if (index in exact) != (source in exact):
             raise UnsupportedModelError(
-                f"Layer {list(found)[index]} of this model reads the KV cache of layer {list(found)[source]}: name "
+                f"Layer {decoder_layer[index]} of this model reads the KV cache of layer {decoder_layer[source]}: name "
                 "both in --kv-cache-dtype-skip-layers, or neither."
             )
     return ModelLayers(
@@ -106,7 +110,7 @@ def _sorted_out(found: dict[int, Attention]) -> ModelLayers:
 
 
 def decoder_layers(model: nn.Module, layer: Attention) -> list[nn.Module]:
-    """All decoder layers, of one of which this attention layer is part."""
+    """All decoder layers, of one of which this attention layer is part. Those of other stages have no parameters."""
     name = next(name for name, module in model.named_modules() if module is layer)
     index = str(extract_layer_index(layer.layer_name))
     parts = name.split(".")

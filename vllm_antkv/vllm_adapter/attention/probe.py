@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.sequence import IntermediateTensors
 
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.rope import RotaryTable
@@ -45,7 +47,7 @@ def probe(
     vllm_config: VllmConfig,
     device: torch.device,
 ) -> Probed:
-    """Run the model once. All workers of a model do so at the same time.
+    """Run the model once, or its stage of a pipeline. All workers of a model do so at the same time.
 
     Raises:
         UnsupportedModelError: a layer turns K otherwise than by a table of the model, or not by the position alone.
@@ -68,10 +70,22 @@ def probe(
         _Zeroed(),
         trail.followed(),
     ):
-        hidden = model(input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None)
-        # An EAGLE-3 head gets what some layers hand on, too.
-        adds_residual = trail.adds_residual(hidden[0] if isinstance(hidden, tuple) else hidden)
+        before = None if get_pp_group().is_first_rank else _handed_on(model, num_tokens, model_config.dtype, device)
+        hidden = model(input_ids=tokens, positions=positions, intermediate_tensors=before, inputs_embeds=None)
+        if isinstance(hidden, IntermediateTensors):
+            adds_residual = "residual" in hidden.tensors
+        else:
+            # An EAGLE-3 head gets what some layers hand on, too.
+            adds_residual = trail.adds_residual(hidden[0] if isinstance(hidden, tuple) else hidden)
     return Probed(_rotaries(model, layers, keys, positions.movedim(-1, 0), vllm_config), adds_residual)
+
+
+def _handed_on(model: Any, num_tokens: int, dtype: torch.dtype, device: torch.device) -> IntermediateTensors:
+    """What a stage of a pipeline may get of the one before it: the same for all tokens, as embeddings are here."""
+    made: IntermediateTensors = model.make_empty_intermediate_tensors(num_tokens, dtype, device)
+    for tensor in made.tensors.values():
+        tensor += torch.linspace(-1, 1, tensor.shape[-1], dtype=dtype, device=device)
+    return made
 
 
 def _rotaries(

@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 from vllm_antkv.cache.positions import NUM_POSITIONS
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.families import SERVED_ARCHITECTURES
-from vllm_antkv.features import rope_types, unserved_feature
-from vllm_antkv.layer_windows import has_mamba2, layer_kinds, num_state_layers
+from vllm_antkv.features import num_sharing_layers, rope_types, unserved_feature
+from vllm_antkv.layer_windows import has_mamba2, layer_kinds, layer_windows, num_state_layers
 from vllm_antkv.vllm_adapter.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
 from vllm_antkv.vllm_adapter.page_store import CONNECTOR
 
@@ -111,6 +111,16 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
     speculative = vllm_config.speculative_config
     method = None if speculative is None else speculative.method
     transfer = vllm_config.kv_transfer_config
+    in_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    not_in_stages = {
+        # A stage with one kind of layers alone ends in a `StopIteration` of vLLM.
+        "layers that have a sliding window": any(layer_windows(text_config)),
+        "layers that keep states": vllm_config.model_config.is_hybrid,
+        "M-RoPE": vllm_config.model_config.uses_mrope,
+        "layers that share the KV cache of others": num_sharing_layers(text_config) > 0,
+        "--kv-cache-dtype-skip-layers": bool(cache_config.kv_cache_dtype_skip_layers),
+        "speculative decoding": speculative is not None,
+    }
     not_stored = {
         "on GPUs, where it has not been tested": not current_platform.is_cpu(),
         "without prefix caching, whose hashes it needs": not cache_config.enable_prefix_caching,
@@ -137,7 +147,10 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
             transfer is not None and transfer.kv_connector != CONNECTOR
         ),
         **{f"{CONNECTOR} {where}": transfer is not None and is_so for where, is_so in not_stored.items()},
-        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        **{
+            f"pipeline parallelism with {what}, with which it has not been tested": in_stages and is_so
+            for what, is_so in not_in_stages.items()
+        },
         # What is said of a step's tokens would be taken for those of each half.
         "dual batch overlap (--enable-dbo, --ubatch-size)": vllm_config.parallel_config.use_ubatching,
         # Prompts would not pass through the layers that share a cache: their votes, and K and V in hand, are missing.

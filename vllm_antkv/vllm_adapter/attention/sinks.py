@@ -1,8 +1,8 @@
 """Flags of attention sinks, found in the hidden states at the emergence layer (KVSink, algorithm 1).
 
 A forward hook on decoder layer `rule.layer` calls a custom op that fills a buffer, which the attention layers after it
-read. The op declares that it mutates the hidden states (it does not), so that torch.compile neither drops it nor moves
-it past the layers that follow.
+read. In a pipeline the flags go from stage to stage with the hidden states. The op declares that it mutates the hidden
+states (it does not), so that torch.compile neither drops it nor moves it past the layers that follow.
 """
 
 from typing import Any
@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
+from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_antkv.codebook import SinkRule
+
+#: Where the op finds the flags in a step's context, and what stages of a pipeline call them.
+_NAME = "antkv_sinks"
 
 
 class SinkFlags:
@@ -39,14 +43,14 @@ class SinkFlags:
         return self.flags[:num_tokens]
 
 
-def watch(layer: nn.Module, adds_residual: bool, reader: str) -> None:
+def watch(layer: nn.Module, adds_residual: bool, flags: SinkFlags, context: dict[str, Any]) -> None:
     """Fill the flags whenever this decoder layer has run.
 
     Args:
         adds_residual: whether the hidden state is the sum of the two tensors that decoder layers hand on, or the first.
-        reader: name of an attention layer that has the flags: the custom op can only be handed tensors and names.
+        context: of the worker's steps (`static_forward_context`): the custom op can only be handed tensors and names.
     """
-
+    context[_NAME] = flags
     if not hasattr(torch.ops.vllm, "antkv_mark_sinks"):
         direct_register_custom_op(
             op_name="antkv_mark_sinks", op_func=_mark_sinks, mutates_args=["hidden"], fake_impl=_mark_sinks_fake
@@ -54,17 +58,43 @@ def watch(layer: nn.Module, adds_residual: bool, reader: str) -> None:
 
     def after(layer: nn.Module, args: Any, output: Any) -> None:
         hidden, residual = (*output, None)[:2] if isinstance(output, tuple) else (output, None)
-        torch.ops.vllm.antkv_mark_sinks(hidden, residual if adds_residual else None, reader)
+        torch.ops.vllm.antkv_mark_sinks(hidden, residual if adds_residual else None)
 
     layer.register_forward_hook(after)
 
 
-def _mark_sinks(hidden: torch.Tensor, residual: torch.Tensor | None, reader: str) -> None:
-    flags: SinkFlags = get_forward_context().no_compile_layers[reader].impl.attachment.sinks
+def hand_on(model: Any, flags: SinkFlags, is_first: bool, is_last: bool) -> None:
+    """Take the flags from the stage of a pipeline before this one, and give them to the next one."""
+    make_empty = model.make_empty_intermediate_tensors
+
+    def make_empty_with_flags(batch_size: int, dtype: torch.dtype, device: torch.device) -> IntermediateTensors:
+        made = make_empty(batch_size, dtype, device)
+        made.tensors[_NAME] = torch.zeros(batch_size, dtype=dtype, device=device)
+        return made
+
+    def before(model: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        tensors = dict(options["intermediate_tensors"].items())
+        known = tensors.pop(_NAME)
+        flags.flags[: len(known)] = known > 0
+        return args, options | {"intermediate_tensors": IntermediateTensors(tensors)}
+
+    def after(model: nn.Module, args: Any, output: IntermediateTensors) -> None:
+        hidden = next(iter(output.tensors.values()))
+        output.tensors[_NAME] = flags.of_step(len(hidden)).to(hidden.dtype)
+
+    model.make_empty_intermediate_tensors = make_empty_with_flags
+    if not is_first:
+        model.register_forward_pre_hook(before, with_kwargs=True)
+    if not is_last:
+        model.register_forward_hook(after)
+
+
+def _mark_sinks(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    flags: SinkFlags = get_forward_context().no_compile_layers[_NAME]
     hidden = hidden if residual is None else hidden.float() + residual.float()
     # Layers of transformers have one more dimension, of a batch of one.
     flags.update(hidden.view(-1, hidden.shape[-1]))
 
 
-def _mark_sinks_fake(hidden: torch.Tensor, residual: torch.Tensor | None, reader: str) -> None:
+def _mark_sinks_fake(hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
     return

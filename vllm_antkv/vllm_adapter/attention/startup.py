@@ -14,12 +14,11 @@ from vllm_antkv.codebook.automatic import CodebookRequest, find_or_make
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.features import num_sharing_layers
-from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.presets import Preset, get_preset
 from vllm_antkv.slow_bfloat16 import REMEDY, slow_bfloat16
 from vllm_antkv.vllm_adapter.attention.blocks import block_plan, make_plan
 from vllm_antkv.vllm_adapter.attention.exact_layers import read_skipped
-from vllm_antkv.vllm_adapter.attention.footprint import describe, served_layouts
+from vllm_antkv.vllm_adapter.attention.footprint import describe, outgrown_windows, served_layouts
 from vllm_antkv.vllm_adapter.attention.refusals import refuse_unsupported
 from vllm_antkv.vllm_adapter.page_store import identity as page_store
 
@@ -90,7 +89,7 @@ def complete(vllm_config: VllmConfig) -> None:
     prefix = codebook.header.prefix or ()
     # Layers that read the cache of another have no pages.
     with_pages = range(identity.num_layers - num_sharing_layers(model_config.hf_text_config))
-    windows = layer_windows(model_config.hf_text_config)
+    windows = outgrown_windows(vllm_config)
     is_exact = [index in exact for index in identity.decoder_indices]
     layers = tuple(codebook.header.layer_presets[index].name for index in with_pages if not is_exact[index])
     resolved = ResolvedCodebook(

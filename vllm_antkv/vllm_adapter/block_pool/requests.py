@@ -30,19 +30,19 @@ class ClosedBlocks:
     """A request's full VQ pages, whose anchors are chosen.
 
     number: of the request, counted from 1 by this engine.
-    block_ids: of these pages, as kernels read them, by name of the attention layer, equally many for all, from the
-        beginning of the sequence to the last readable one; 0 where a layer with a window has freed its own.
+    block_ids: of these pages, as kernels read them, by group of layers, equally many for all, from the beginning of the
+        sequence to the last readable one; 0 where layers with a window have freed theirs.
     running: the request is not finished.
     """
 
     number: int
     request: Request
-    block_ids: dict[str, list[int]]
+    block_ids: dict[int, list[int]]
     running: bool
 
     @property
     def num_blocks(self) -> int:
-        """Of each layer."""
+        """Of each group."""
         return len(next(iter(self.block_ids.values())))
 
 
@@ -68,9 +68,8 @@ class LastRequests:
             num_blocks = int(readable.max(initial=-1)) + 1
             if num_blocks:
                 ids = {
-                    name: block_ids(request, manager, each)[:num_blocks]
+                    each.kv_cache_group_id: block_ids(request, manager, each)[:num_blocks]
                     for each in _vq_managers(manager)
-                    for name in manager.kv_cache_config.kv_cache_groups[each.kv_cache_group_id].layer_names
                 }
                 found.append(ClosedBlocks(number, request, ids, running))
         return found

@@ -130,6 +130,9 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
             "load_model": "(self, *, load_dummy_weights=False)",
             "get_model": "(self)",
         },
+        "vllm.distributed.utils": {
+            "get_pp_indices": "(num_hidden_layers, pp_rank, pp_size)",
+        },
         "vllm.v1.worker.utils": {
             "add_kv_sharing_layers_to_kv_cache_groups": (
                 "(shared_kv_cache_layers, kv_cache_groups, runner_only_attn_layers=None)"

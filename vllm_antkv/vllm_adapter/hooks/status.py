@@ -7,6 +7,7 @@ which ask the workers (`worker`). It also remembers its last requests, so that t
 
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
@@ -15,7 +16,7 @@ from vllm.v1.request import Request
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.layer_windows import layer_windows
-from vllm_antkv.ops.counters import Report
+from vllm_antkv.ops.counters import Report, merged
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.block_pool.requests import LastRequests
 from vllm_antkv.vllm_adapter.hooks.base import Hook
@@ -59,9 +60,15 @@ def _reports(core: EngineCore) -> list[Report]:
     memory = _memory(core)
     at_work = core.scheduler.has_requests() or bool(core.batch_queue)
     if at_work or memory.reported_at != memory.requests.count:
-        memory.reports = core.collective_rpc("antkv_report")
+        memory.reports = [merged(stages) for stages in _by_rank(core, core.collective_rpc("antkv_report"))]
         memory.reported_at = None if at_work else memory.requests.count
     return memory.reports
+
+
+def _by_rank(core: EngineCore, answers: list[Any]) -> list[list[Any]]:
+    """Answers of all workers, by tensor-parallel rank and stage of the pipeline."""
+    num_ranks = core.vllm_config.parallel_config.tensor_parallel_size
+    return [answers[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def _engine_anchors(self: EngineCore, prompt: int | None, first_block: int) -> dict[str, Any]:
@@ -79,14 +86,15 @@ def _engine_anchors(self: EngineCore, prompt: int | None, first_block: int) -> d
         settings = AntKVConfig.from_additional_config(self.vllm_config.additional_config)
         first = min(first_block, chosen.num_blocks - 1)
         last = min(first + _window(self, settings), chosen.num_blocks)
-        block_ids = {name: ids[first:last] for name, ids in chosen.block_ids.items()}
+        block_ids = {group: ids[first:last] for group, ids in chosen.block_ids.items()}
+        workers = self.collective_rpc("antkv_anchor_offsets", args=(block_ids,))
         tokens = chosen.request.all_token_ids[first * VQ_BLOCK_SIZE : last * VQ_BLOCK_SIZE]
         answer["map"] = {
             "prompt": chosen.number,
             "first_block": first,
             "blocks": last - first,
             "token_ids": list(tokens) if settings.dashboard_text else None,
-            "workers": self.collective_rpc("antkv_anchor_offsets", args=(block_ids,)),
+            "workers": [list(chain(*stages)) for stages in _by_rank(self, workers)],
         }
     return answer
 

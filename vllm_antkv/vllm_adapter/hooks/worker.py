@@ -74,6 +74,7 @@ class AntKVWorker(Worker):
         """
         groups = [_of_one_size(group) for group in kv_cache_config.kv_cache_groups]
         kv_cache_config = replace(kv_cache_config, kv_cache_groups=groups)
+        self._layers = [group.layer_names for group in groups]
         for name, layer in self.compilation_config.static_forward_context.items():
             target = layer.kv_sharing_target_layer_name if isinstance(layer, Attention) else None
             for group in groups:
@@ -104,6 +105,7 @@ class AntKVWorker(Worker):
         """What the layers counted; see `Inspector.report`."""
         return self._inspector.report()
 
-    def antkv_anchor_offsets(self, block_ids: dict[str, list[int]]) -> list[list[list[list[list[int]]]]]:
-        """Where anchors are; see `Inspector.anchor_offsets`."""
-        return self._inspector.anchor_offsets(block_ids)
+    def antkv_anchor_offsets(self, block_ids: dict[int, list[int]]) -> list[list[list[list[list[int]]]]]:
+        """Where anchors are; see `Inspector.anchor_offsets`. block_ids: by group of layers."""
+        names = {group: self._layers[group] for group in block_ids}
+        return self._inspector.anchor_offsets({name: block_ids[group] for group in names for name in names[group]})

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -65,8 +64,8 @@ class AntKVStore(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         if IDENTITY_KEY not in extra:
             raise SettingsError(f"{CONNECTOR} stores pages of an antkv cache: use one, or another KV connector.")
-        num_ranks = vllm_config.parallel_config.tensor_parallel_size
-        ranks = range(num_ranks) if role == KVConnectorRole.SCHEDULER else [get_tensor_model_parallel_rank()]
+        num_ranks = vllm_config.parallel_config.world_size
+        ranks = range(num_ranks) if role == KVConnectorRole.SCHEDULER else [vllm_config.parallel_config.rank]
         self._files = [PageFiles(Path(extra[FOLDER_KEY]), extra[IDENTITY_KEY], rank, num_ranks) for rank in ranks]
         # Of the scheduler: how many blocks of a request's groups were looked at; loads of the step; what failed.
         self._seen: dict[str, list[int]] = {}
@@ -203,8 +202,8 @@ class AntKVStore(KVConnectorBase_V1, SupportsHMA):
         for block in [] if self._stopped else self._transfers().saves:
             layers = self._layers[block.group].values()
             if not files.has(block.name):
-                pages = torch.cat([each[block.block_id].contiguous().view(-1).view(torch.uint8) for each in layers])
-                files.write(block.name, self._layout(block.group), pages.numpy().tobytes())
+                pages = (each[block.block_id].contiguous().view(-1).view(torch.uint8).numpy() for each in layers)
+                files.write(block.name, self._layout(block.group), b"".join(page.tobytes() for page in pages))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What the step has loaded."""

@@ -68,6 +68,7 @@ def _identity(vllm_config: VllmConfig, settings: AntKVConfig, codes: dict[str, A
         "config": {**model_config.hf_config.to_dict(), "_name_or_path": None},
         "dtype": model_config.dtype,
         "quantization": model_config.quantization,
+        "stages": vllm_config.parallel_config.pipeline_parallel_size,
         # Some kinds of RoPE depend on it.
         "max_model_len": model_config.max_model_len,
         "cache_dtype": cache_config.cache_dtype,

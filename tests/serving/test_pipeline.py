@@ -1,0 +1,66 @@
+"""Pipeline parallelism: each stage has the codes of its own layers, and the answers are those of one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.conftest import EMBEDDED, assert_all_same
+from tests.serving.tiny import make_codebook, make_model
+from vllm_antkv.vllm_adapter.server.anchors import Anchors
+from vllm_antkv.vllm_adapter.server.status import EngineStatus
+
+pytestmark = [pytest.mark.serving, pytest.mark.long]
+
+PRESET = "antkv-1bit"
+
+
+def shown(core: Any) -> tuple[EngineStatus, Anchors]:
+    """What the routes show of an engine."""
+    return EngineStatus.of(0, core.antkv_status()), Anchors.of({0: core.antkv_anchors(None, 0)}, None, 2, str)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_stages_answer_as_one_process(
+    start_engine: Callable[..., Any],
+    default: dict[str, Any],
+    prompts: list[list[int]],
+    tmp_path: Path,
+    num_ranks: int,
+) -> None:
+    """With sinks, which the first stage finds for both, in chunks, in batches, and behind hits, local or stored."""
+    with start_engine(EMBEDDED, PRESET, default, max_num_batched_tokens=300) as engine:
+        alone = engine.complete(prompts, together=False)
+        status, anchors = shown(engine.core)
+        assert status.sinks_found > 0
+    store = {"kv_connector": "AntKVStore", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": str(tmp_path)}}
+    options = {"pipeline_parallel_size": 2, "tensor_parallel_size": num_ranks, "kv_transfer_config": store}
+    # VLLM's stages do not start with --enforce-eager on CPUs, with `auto` neither.
+    with start_engine(EMBEDDED, PRESET, default, max_num_batched_tokens=300, enforce_eager=False, **options) as engine:
+        assert_all_same(engine.complete(prompts, together=False), alone)
+        mine, found = shown(engine.core)
+        same = ("pages_in_use", "tokens_stored", "sinks_found", "anchors_chosen", "implementation")
+        assert [getattr(mine, name) for name in same] == [getattr(status, name) for name in same]
+        assert mine.fallbacks == status.fallbacks == 0
+        assert found == anchors
+        assert_all_same(engine.complete(prompts), alone)
+        assert engine.llm.reset_prefix_cache()
+        stored = engine.complete(prompts[-1:])
+        assert_all_same(stored, alone[-1:])
+        assert stored[0].num_cached_tokens == 512
+        engine.assert_all_blocks_free()
+
+
+def test_stages_of_mixed_layers(start_engine: Callable[..., Any], prompts: list[list[int]], tmp_path: Path) -> None:
+    """Each stage has pages of another preset."""
+    model = make_model(tmp_path / "model", "llama", {"num_hidden_layers": 4})
+    presets = ("antkv-0.5bit", "antkv-0.5bit", "antkv-1bit", "antkv-1bit")
+    make_codebook(tmp_path / "model" / "antkv", model, PRESET, layers=presets)
+    options = {"max_model_len": 512, "max_num_batched_tokens": 300}
+    some = prompts[:-1]
+    with start_engine(model, PRESET, **options) as engine:
+        alone = engine.complete(some, together=False)
+    with start_engine(model, PRESET, pipeline_parallel_size=2, enforce_eager=False, **options) as engine:
+        assert_all_same(engine.complete(some), alone)
+        engine.assert_all_blocks_free()
