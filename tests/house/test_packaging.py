@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("g++") is None, reason="needs an x86-64 processor and g++"
 )
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 #: Kinds of entry points that the wheel has one of.
 GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins", "console_scripts")
@@ -64,7 +66,6 @@ def test_the_wheel_has_the_kernels(wheel):
     assert set(zipfile.ZipFile(wheel).namelist()) >= KERNELS
 
 
-@pytest.mark.long
 @pytest.mark.skipif(shutil.which(OLDEST_COMPILER) is None, reason=f"needs {OLDEST_COMPILER}")
 def test_the_oldest_documented_compiler_builds_all_kernels(tmp_path):
     compiler = tmp_path / "compiler"
@@ -140,7 +141,6 @@ def beside_vllm(wheel, tmp_path_factory):
     return python
 
 
-@pytest.mark.long
 def test_installing_the_wheel_leaves_vllm_alone(beside_vllm):
     site = next(beside_vllm.parents[1].glob("lib/python*/site-packages"))
     added = {path.name for path in site.iterdir()} - {"vllm.pth", "__pycache__"}
@@ -148,7 +148,6 @@ def test_installing_the_wheel_leaves_vllm_alone(beside_vllm):
     assert {path.name for path in beside_vllm.parent.iterdir() if "antkv" in path.name} == {"antkv"}
 
 
-@pytest.mark.long
 def test_vllm_loads_the_plugin_of_an_installed_wheel(beside_vllm, tmp_path):
     code = (
         f"GROUPS = {GROUPS}"

@@ -112,6 +112,7 @@ def test_positions_of_a_picture() -> None:
     assert more == 11 - 13
 
 
+@pytest.mark.long
 def test_what_is_served_is_what_the_evaluator_computes(start_engine: Start, model: Path, name: str) -> None:
     with start_engine(model, PRESET, **OPTIONS, num_gpu_blocks_override=80, disable_log_stats=False) as engine:
         batched = engine.complete(PROMPTS, max_tokens=8)

@@ -77,6 +77,7 @@ def _is_hit(engine: Engine, prompt: list[int]) -> Completion:
     return answer
 
 
+@pytest.mark.long
 def test_a_restart_finds_what_a_local_hit_finds(
     start: Start, kept: tuple[Path, list[Completion]], prompts: list[list[int]]
 ) -> None:

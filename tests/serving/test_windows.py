@@ -143,6 +143,7 @@ def planned(case: Case, window: int, length: int) -> int:
     return footprint([layout], AntKVConfig(), length, [window]).total // pool_block_bytes([layout])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["windows alone", "windows in every second layer, soft caps"])
 def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(
     start_engine: Start, tmp_path: Path, name: str

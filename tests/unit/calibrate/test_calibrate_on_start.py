@@ -46,6 +46,7 @@ def test_the_first_start_makes_it_and_the_second_finds_it(tiny_llama: Path, user
     assert not said
 
 
+@pytest.mark.long
 def test_whoever_comes_while_it_is_made_waits_and_takes_it(
     tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_text_that_is_not_there_is_refused(tiny_llama: Path, reads_well: Calla
     assert "no-such-file" in reads_well(refused.value)
 
 
+@pytest.mark.long
 def test_a_calibration_that_fails_is_one_sentence(
     tiny_llama: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
 ) -> None:

@@ -201,6 +201,7 @@ def test_a_model_with_windows_is_drawn_too(model_folder: Path, text_file: Path, 
     assert all((tmp_path / f"{name}.svg").exists() for name in names)
 
 
+@pytest.mark.long
 def test_what_was_measured_is_not_measured_again(
     model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path, capsys
 ) -> None:

@@ -66,7 +66,10 @@ def random_rows(num_tokens: int = 300, num_windows: int = 2, seed: int = 0) -> t
 # --- what all of them share ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recency, learned", [("none", True), ("own", True), ("own", False)])
+@pytest.mark.parametrize(
+    "recency, learned",
+    [("none", True), *(pytest.param("own", learned, marks=pytest.mark.long) for learned in (True, False))],
+)
 @pytest.mark.parametrize("name", LITERATURE)
 def test_a_later_token_never_changes_an_earlier_position(name, recency, learned, model, request_for) -> None:
     """At the ends of groups, blocks and residuals, and within them."""
