@@ -23,7 +23,9 @@ from vllm_antkv.presets import get_preset, parts_of_mix
 
 #: On a CPU and on a GPU: a server waits for them, and a CPU takes many seconds for every window
 #: (`docs/calibration.md`).
-TOKENS_PER_CENTROID = {"cpu": 64, "cuda": 128}
+TOKENS_PER_CENTROID = {"cpu": 48, "cuda": 128}
+#: Tokens per window there: attention's share of the time grows with them.
+SEQ_LEN = {"cpu": 1024, "cuda": CalibrationSettings.seq_len}
 #: What calibration reads of a repository of a model.
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md")
 
@@ -70,8 +72,10 @@ def _calibrate(model: str, revision: str | None, preset: str, texts: list[str], 
     config = read_config(folder, CalibrationError)
     head_size = ModelIdentity.from_hf_config(config).head_size
     context = config.get_text_config().max_position_embeddings
-    samples = num_samples(context, preset, head_size, pick_device("auto").type)
-    calibrate(CalibrationSettings(folder, [preset], texts, out, samples=samples))
+    device = pick_device("auto").type
+    seq_len = min(SEQ_LEN[device], context)
+    samples = num_samples(seq_len, preset, head_size, device)
+    calibrate(CalibrationSettings(folder, [preset], texts, out, samples=samples, seq_len=seq_len))
 
 
 def _held(out: Path, preset: str) -> AbstractContextManager[object]:
@@ -92,12 +96,12 @@ def _held(out: Path, preset: str) -> AbstractContextManager[object]:
         ) from None
 
 
-def num_samples(context: int, preset: str, head_size: int, device: str) -> int:
-    """Windows of a model with this context and head size that a server takes on a device, `cpu` or `cuda`."""
+def num_samples(seq_len: int, preset: str, head_size: int, device: str) -> int:
+    """Windows of so many tokens that a server takes for a model with this head size on a device, `cpu` or `cuda`."""
     asked = get_preset(preset)
     learned = parts_of_mix(asked, head_size) or [asked]
     tokens = TOKENS_PER_CENTROID[device] * max(each.num_centroids for each in learned)
-    return min(CalibrationSettings.samples, math.ceil(tokens / min(CalibrationSettings.seq_len, context)))
+    return min(CalibrationSettings.samples, math.ceil(tokens / seq_len))
 
 
 def _local_folder(model: str, revision: str | None) -> str:

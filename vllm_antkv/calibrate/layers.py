@@ -18,7 +18,7 @@ GRADIENT_POWER = 1
 #: Least weight of a token, relative to the mean.
 _MIN_WEIGHT = 1e-4
 #: More would not change their mean squares by a percent.
-_TOKENS_OF_ERRORS = 16_384
+_TOKENS_OF_ERRORS = 4_096
 
 
 @dataclass(frozen=True)

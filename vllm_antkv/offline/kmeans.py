@@ -61,7 +61,8 @@ def _start(points: torch.Tensor, weights: torch.Tensor, num_centroids: int, gene
     noise = torch.empty(weights.shape).exponential_(generator=generator).log().to(device)
     drawn = (weights.log() - noise).topk(num_points, dim=1).indices
     points = points.gather(1, drawn[..., None].expand(-1, -1, points.shape[2]))
-    squares = points.square().sum(-1)
+    # Channel by channel, a centroid's products with all points take a tenth of the time.
+    squares, channels = points.square().sum(-1), points.mT.contiguous()
     thresholds = torch.rand(num_centroids, len(points), 1, generator=generator, dtype=torch.float64).to(device)
     distances = torch.ones_like(squares)
     centroids: list[torch.Tensor] = []
@@ -69,7 +70,7 @@ def _start(points: torch.Tensor, weights: torch.Tensor, num_centroids: int, gene
         reached = distances.double().cumsum(1)
         index = torch.searchsorted(reached, threshold * reached[:, -1:], right=True).clamp(max=num_points - 1)
         centroid = points.gather(1, index[..., None].expand(-1, -1, points.shape[2]))
-        own = squares - 2 * (points @ centroid.mT)[..., 0] + centroid.square().sum(-1)
+        own = squares - 2 * (centroid @ channels)[:, 0] + centroid.square().sum(-1)
         distances = own.clamp(min=0) if not centroids else torch.minimum(distances, own.clamp(min=0))
         centroids.append(centroid)
     return torch.cat(centroids, dim=1)

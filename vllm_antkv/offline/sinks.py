@@ -17,7 +17,7 @@ from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.select.recency import ALWAYS
 
 #: Windows that are looked at to find layer and channels, and tokens of each: sinks are among the first.
-PROBE_WINDOWS, PROBE_TOKENS = 16, 256
+PROBE_WINDOWS, PROBE_TOKENS = 8, 256
 #: Largest value of an outlier channel over the typical one, per window. The maximum of a Gaussian over 2,048 tokens is
 #: 5 times its median magnitude, heavy-tailed channels reach 20; massive activations are in the hundreds and thousands.
 _MIN_PEAK = 50.0
