@@ -36,6 +36,8 @@ _OF_AN_OPTION = "leave it out, or use --kv-cache-dtype auto"
 def refuse_context_parallelism(engine_args: EngineArgs) -> None:
     """Refuse it before vLLM does, which would ask for more GPUs first.
 
+    Ranks share out the tokens of a block (DCP), or the queries that choose its anchors (PCP): each would choose others.
+
     Raises:
         UnsupportedModelError: with one sentence.
     """
@@ -151,7 +153,7 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
             f"pipeline parallelism with {what}, with which it has not been tested": in_stages and is_so
             for what, is_so in not_in_stages.items()
         },
-        # What is said of a step's tokens would be taken for those of each half.
+        # What is said of a step's tokens, which of them are sinks, would be taken for those of each half.
         "dual batch overlap (--enable-dbo, --ubatch-size)": vllm_config.parallel_config.use_ubatching,
         # Prompts would not pass through the layers that share a cache: their votes, and K and V in hand, are missing.
         "--kv-sharing-fast-prefill": cache_config.kv_sharing_fast_prefill,
