@@ -5,6 +5,7 @@ The tools come from PyPI: requirements/deploy.lock.
 
 import importlib.util
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.house.docs_commands import check_vllm
 from tests.house.test_dashboard import known_metrics
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 CHART = DOCKER / "helm" / "vllm-antkv"
 PAIR = DOCKER / "helm" / "pair"
+PARALLEL = sorted((DOCKER / "helm" / "parallel").glob("*.yaml"))
 MANIFESTS = sorted((DOCKER / "manifests").glob("*.yaml"))
 DOCKERFILES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu"]
 
@@ -227,6 +230,21 @@ def test_two_releases_and_a_proxy_are_a_pair(version):
     assert claim == "pages"
     (container,) = proxy[0]["spec"]["template"]["spec"]["containers"]
     check_pair(container["args"], {name: pod["containers"][0]["args"] for name, pod in pods.items()})
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+@pytest.mark.parametrize("path", PARALLEL, ids=lambda path: path.stem)
+def test_ranks_of_all_kinds_take_the_gpus_of_a_pod(path, version):
+    validator = installed("kubernetes_validate")
+    values = yaml.safe_load(path.read_text())
+    objects = render(values)
+    for document in objects.values():
+        validator.validate(document, version, strict=True)
+    (container,) = server(objects)["containers"]
+    check_vllm(["serve", *container["args"]])
+    given = dict(argument.split("=", 1) for argument in container["args"] if "=" in argument)
+    sizes = [int(given.get(f"--{kind}-parallel-size", 1)) for kind in ("tensor", "data", "pipeline")]
+    assert math.prod(sizes) == values["gpus"]
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
