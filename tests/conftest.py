@@ -106,6 +106,7 @@ SLOW_FILES = (
     "serving/test_speculation.py",
     "serving/test_data_parallel.py",
     "serving/test_pipeline.py",
+    "serving/test_machines.py",
     "serving/test_pair.py",
     "serving/test_page_store.py",
     "kernels/test_triton.py",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -87,3 +88,13 @@ def process_serving(model: Path, log: Path, **options: str) -> Iterator[Server]:
             patch.delenv(name)
         with running_server(str(model), PRESET, log, arguments, environment) as running:
             yield running
+
+
+def answer(url: str, prompt: list[int], **headers: str) -> list[int]:
+    """Eight tokens."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body["return_token_ids"] = True
+    response = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
+    response.raise_for_status()
+    tokens: list[int] = response.json()["choices"][0]["token_ids"]
+    return tokens

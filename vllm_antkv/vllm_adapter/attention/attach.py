@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm_antkv.cache.pages import PageLayout
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CodebookError, UnsupportedModelError
+from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.dispatch import Kernels, choose
 from vllm_antkv.ops.fp8_tables import served
@@ -34,6 +33,7 @@ from vllm_antkv.vllm_adapter.attention.layer import RecencyLayer, recency_layer_
 from vllm_antkv.vllm_adapter.attention.model_layers import ModelLayers, attention_layers, decoder_layers, set_spec
 from vllm_antkv.vllm_adapter.attention.positions import PositionLayer, position_layer_name
 from vllm_antkv.vllm_adapter.attention.probe import probe
+from vllm_antkv.vllm_adapter.attention.same_codebook import load_codebook
 from vllm_antkv.vllm_adapter.attention.sinks import SinkFlags, hand_on, watch
 from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 from vllm_antkv.vllm_adapter.attention.trained_prefix import LayerPrefix, PrefixTokens
@@ -51,14 +51,12 @@ def attach(
     of_step: of a model with M-RoPE, as in `PositionLayer`.
 
     Raises:
-        CodebookError: the file changed since start-up.
+        CodebookError: the file changed since start-up, or is another than other ranks have.
         UnsupportedModelError: a layer cannot be served.
     """
     settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
     resolved = resolved_codebook(vllm_config)
-    codebook = Codebook.load(Path(resolved.path))
-    if codebook.identity != resolved.identity:
-        raise CodebookError(f"{resolved.path} changed while the server was starting: start it again.")
+    codebook = load_codebook(resolved)
     found = attention_layers(model, codebook.header.model, resolved.exact)
     around = decoder_layers(model, found.every[min(found.every)])
     here = [index for index, layer in enumerate(around) if not isinstance(layer, PPMissingLayer)]

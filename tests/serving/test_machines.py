@@ -1,0 +1,74 @@
+"""One engine over two machines, by vLLM's `--nnodes`: here two processes with folders of their own."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtest.server import Start, free_port, running
+from tests.patience import PATIENCE
+from tests.serving.conftest import EMBEDDED
+from tests.serving.server import MODEL_NAME, PRESET, answer, vllm_environment
+
+pytestmark = [pytest.mark.serving, pytest.mark.long]
+
+
+@contextmanager
+def machines(folder: Path, codebooks: tuple[str, str], kind: str, *options: str) -> Iterator[list[Start]]:
+    """Two that share the ranks of one engine.
+
+    codebooks: where each finds its own.
+    kind: of the ranks: "tensor" or "pipeline".
+    """
+    master, port = free_port(), free_port()
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(EMBEDDED), "--served-model-name", MODEL_NAME]
+    command += ["--kv-cache-dtype", PRESET, "--dtype", "float32", "--max-model-len", "1024", *options]
+    command += [f"--{kind}-parallel-size=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={master}"]
+
+    @contextmanager
+    def machine(rank: int, *arguments: str) -> Iterator[Start]:
+        settings = json.dumps({"antkv": {"codebooks": codebooks[rank]}})
+        own, log = [f"--node-rank={rank}", "--additional-config", settings], folder / f"{rank}.log"
+        with running([*command, *own, *arguments], log, vllm_environment()) as process:
+            yield Start(PRESET, f"http://127.0.0.1:{port}", log, process, time.monotonic() + PATIENCE)
+
+    with machine(0, f"--port={port}") as first, machine(1, "--headless") as second:
+        yield [first, second]
+
+
+@pytest.fixture
+def another(codebooks: str, tmp_path: Path) -> str:
+    """A folder with the same codebook but for a threshold."""
+    from vllm_antkv.codebook import Codebook, codebook_path
+
+    codebook = Codebook.load(codebook_path(Path(codebooks), PRESET))
+    sinks = codebook.header.sinks
+    assert sinks is not None
+    header = codebook.header.model_copy(update={"sinks": sinks.model_copy(update={"threshold": 2 * sinks.threshold})})
+    replace(codebook, header=header).save(codebook_path(tmp_path / "other", PRESET))
+    return str(tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_ranks_with_different_codebooks_do_not_start(codebooks: str, another: str, tmp_path: Path, kind: str) -> None:
+    with machines(tmp_path, (codebooks, another), kind) as starts:
+        for start in starts:
+            assert start.process.wait(PATIENCE) != 0
+            assert "CodebookError: The server and its ranks do not have the same" in start.log.read_text()
+
+
+def test_two_machines_answer_as_one(
+    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    with start_engine(EMBEDDED, PRESET, default) as engine:
+        alone = [list(completion.tokens) for completion in engine.complete(prompts[-2:])]
+    with machines(tmp_path, (default["codebooks"],) * 2, "tensor", "--enforce-eager") as (first, _):
+        while not first.is_healthy():
+            time.sleep(0.5)
+        assert [answer(first.url, prompt) for prompt in prompts[-2:]] == alone
