@@ -57,13 +57,14 @@ def main() -> None:
     parser.add_argument("--kernel", nargs="+", help="only these, as `decode`")
     parser.add_argument("--three-part", action="store_true", help="tokens have three positions (M-RoPE)")
     parser.add_argument("--jensen", action="store_true", help="logits of coded keys are corrected")
+    parser.add_argument("--drafts", type=int, default=0, help="of a step at most")
     arguments = parser.parse_args()
     found: dict[int, dict[str, dict[str, int]]] = {}
     for architecture in arguments.arch:
         triton.runtime.driver.set_active(_CompileOnly(architecture))
         compiled: dict[str, Any] = {}
         with _recording(compiled, arguments.kernel):
-            _launch_all(_layer(PRESETS[arguments.preset], arguments.three_part, arguments.jensen))
+            _launch_all(_layer(PRESETS[arguments.preset], arguments.three_part, arguments.jensen, arguments.drafts))
         found[architecture] = {
             name: {"stack": stack_bytes(each), "shared": each.metadata.shared} for name, each in compiled.items()
         }
@@ -150,16 +151,16 @@ def _launch_all(layer: LayerState) -> None:
     operations.close_blocks(rows, step)
     # Prompts go through other kernels where the lengths are known to the host.
     known = replace(step, query_start_loc_cpu=step.query_start_loc, seq_lens_cpu=step.seq_lens)
-    TritonOperations(layer, decodes=False).prefill(rows, torch.empty_like(query), known)
+    operations.attend(rows, torch.empty_like(query), known)
 
 
-def _layer(preset: Preset, three_part: bool, jensen: bool) -> LayerState:
+def _layer(preset: Preset, three_part: bool, jensen: bool, drafts: int) -> LayerState:
     """Pages and tables of zeros.
 
     three_part: tokens have three positions (M-RoPE). jensen: logits of coded keys are corrected.
     """
     config = AntKVConfig()
-    layout = PageLayout.of(config, preset, HEAD_SIZE, DTYPE)
+    layout = PageLayout.of(config, preset, HEAD_SIZE, DTYPE, 1 + drafts)
     raw = torch.zeros(4, NUM_KV_HEADS, 1, pool_block_bytes([layout]), dtype=torch.uint8)
     tables = (preset.num_sub_vectors(HEAD_SIZE), preset.num_centroids, preset.sub_vector_size)
     centroids = torch.zeros(NUM_KV_HEADS, *tables)

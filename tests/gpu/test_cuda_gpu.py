@@ -3,12 +3,13 @@
 import pytest
 
 from tests.gpu.on_device import DEVICE, OnDevice
-from tests.kernels.cuda_emulation.cases import LAYERS, WithPrefill, assert_decoded, decode_from
+from tests.kernels.cuda_emulation.cases import LAYERS, assert_decoded, decode_from
 from tests.kernels.engine import Engine, draw_sequence
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import cuda, cuda_backend
 from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_build import Build
+from vllm_antkv.ops.paged import ReferenceOperations
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +27,7 @@ def kernels_can_run():
 
 
 def on_device(layer):
-    return OnDevice(layer, lambda moved: CudaOperations(moved, triton=WithPrefill(moved)))
+    return OnDevice(layer, lambda moved: CudaOperations(moved, triton=ReferenceOperations(moved)))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from tests.gpu.on_device import OnDevice
 from tests.kernels.engine import Engine, Shape, draw_sequence
-from tests.kernels.triton_cases import CONFIGS, SHAPES, assert_offline, assert_pages_are_those_of_the_reference, serve
+from tests.kernels.triton_cases import (
+    CONFIGS,
+    SHAPES,
+    assert_offline,
+    assert_pages_are_those_of_the_reference,
+    serve,
+    serve_drafts,
+)
 from vllm_antkv.config import AntKVConfig
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +81,12 @@ def test_any_schedule(config, shape, lengths, data):
     assert_offline(engine, sequences)
 
 
-@pytest.mark.parametrize("preset", ["antkv-1bit", "antkv-0.75bit"])
-def test_pages_are_those_of_the_reference(preset):
-    assert_pages_are_those_of_the_reference(on_device, Shape(preset, 48, 2, 1))
+@pytest.mark.parametrize("shape", [*FEW_SHAPES, LARGE[0], SHAPES[12]], ids=str)
+def test_drafts(shape):
+    engine = Engine(AntKVConfig(), shape, on_device, num_drafts=3)
+    assert_offline(engine, serve_drafts(engine))
+
+
+@pytest.mark.parametrize(("preset", "num_drafts"), [("antkv-1bit", 0), ("antkv-1bit", 3), ("antkv-0.75bit", 0)])
+def test_pages_are_those_of_the_reference(preset, num_drafts):
+    assert_pages_are_those_of_the_reference(on_device, Shape(preset, 48, 2, 1), num_drafts)

@@ -48,17 +48,16 @@ AT_THE_EDGE = [(4, 3), (4, 2), (4, 1), (4, 3), (4, 3), *[(4, 1)] * 13, (3, 0)]
 EDGE = (119, 50)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        # Anchors that queries of rejected tokens would change, or a block that closes with them.
-        AntKVConfig(anchor_share=0.05),
-        AntKVConfig(anchor_share=0.05, recency="none", prefix=0),
-        # Rows that are dead if all tokens of a step are accepted.
-        AntKVConfig(anchor_share=0.0, recency="sliding:1", sinks=False, prefix=0),
-    ],
-    ids=str,
-)
+DRAFT_CONFIGS = [
+    # Anchors that queries of rejected tokens would change, or a block that closes with them.
+    AntKVConfig(anchor_share=0.05),
+    AntKVConfig(anchor_share=0.05, recency="none", prefix=0),
+    # Rows that are dead if all tokens of a step are accepted.
+    AntKVConfig(anchor_share=0.0, recency="sliding:1", sinks=False, prefix=0),
+]
+
+
+@pytest.mark.parametrize("config", DRAFT_CONFIGS, ids=str)
 def test_a_block_that_rejected_tokens_filled_closes_again(config: AntKVConfig) -> None:
     expected = token_by_token(Engine(config, SMALL, ReferenceOperations, torch.float64), SMALL, EDGE)
     engine, sequence = Engine(config, SMALL, ReferenceOperations, torch.float64, 3), draw_request(SMALL, EDGE)

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from tests.kernels.cuda_emulation.backend import EmulatedBackend
-from tests.kernels.cuda_emulation.cases import LAYERS, WithPrefill
+from tests.kernels.cuda_emulation.cases import LAYERS
 from tests.kernels.engine import Engine, draw_sequence
 from tests.kernels.forked import forked
 from tests.kernels.guarded import guarded
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.cuda import CudaOperations
+from vllm_antkv.ops.paged import ReferenceOperations
 
 
 def ending(action: Callable[[], object]) -> int:
@@ -49,7 +50,7 @@ def test_a_kernel_that_reads_behind_a_table_is_stopped(missing, signal_):
     def operations(layer):
         table = guarded(layer.last_query[: len(layer.last_query) - missing])
         short = replace(layer, last_query=table)
-        return CudaOperations(short, backend=EmulatedBackend(), triton=WithPrefill(layer))
+        return CudaOperations(short, backend=EmulatedBackend(), triton=ReferenceOperations(layer))
 
     engine = Engine(AntKVConfig(), shape, operations)
     sequence = draw_sequence(0, shape.max_len - 1, shape)

@@ -32,9 +32,10 @@ KERNELS = (
         (NEWEST, "antkv-0.75bit", ("encode_store", "decode"), [90], ()),
         # Whatever reads positions: what the interpreter runs the compiler may refuse.
         (NEWEST, "antkv-1bit", (*KERNELS[:2], "decode", "dequantised_pages"), [90], ("--three-part",)),
+        (NEWEST, "antkv-1bit", ("anchor_score", "decode", "merge"), [90], ("--drafts", "3")),
         (OLDEST, "antkv-1bit", (*KERNELS, "extend_queries"), [90], ("--jensen",)),
     ],
-    ids=["newest, 8-bit codes", "newest, 12-bit codes", "newest, three positions", "oldest, 8-bit codes"],
+    ids=["newest, 8-bit codes", "12-bit codes", "three positions", "drafts", "oldest, 8-bit codes"],
 )
 def test_kernels_compile_and_fit(
     triton: Triton, preset: str, kernels: Sequence[str], architectures: Iterable[int], more: tuple[str, ...]

@@ -23,6 +23,7 @@ from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_wh
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.guarded import guarded, guarding
 from tests.kernels.quick_interpreter import quicken
+from tests.kernels.test_drafts import AT_THE_EDGE, DRAFT_CONFIGS, EDGE, answer, draw_request
 from tests.kernels.test_guarded import ending
 from tests.kernels.triton_cases import (
     CONFIGS,
@@ -31,6 +32,7 @@ from tests.kernels.triton_cases import (
     assert_offline,
     assert_pages_are_those_of_the_reference,
     serve,
+    serve_drafts,
 )
 from tests.kernels.varlen_reference import varlen
 from vllm_antkv.config import AntKVConfig
@@ -114,6 +116,55 @@ def test_any_schedule(config, shape, lengths, data):
     assert_offline(engine, sequences)
 
 
+@pytest.mark.parametrize("config", DRAFT_CONFIGS, ids=str)
+@pytest.mark.parametrize("rules", [{}, {"window": 40, "has_sinks": True, "error": 1.0}], ids=str)
+def test_a_block_that_rejected_tokens_filled_closes_again(config, rules):
+    shape = Shape(num_heads=3, num_kv_heads=1, **rules)
+    engine, sequence = Engine(config, shape, TritonOperations, num_drafts=3), draw_request(shape, EDGE)
+    engine.step([(sequence, EDGE[0])])
+    for num_new, sequence.num_rejected in AT_THE_EDGE:
+        engine.step([(sequence, num_new)])
+    assert sequence.computed == sum(EDGE)
+    assert_offline(engine, [sequence])
+
+
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    config=st.sampled_from([*DRAFT_CONFIGS, *CONFIGS]),
+    shape=st.sampled_from([ONE_HEAD, Shape("antkv-1bit", 16, 5, 1, window=40), Shape("antkv-4bit", 8, 2, 1)]),
+    lengths=st.tuples(st.integers(1, 260), st.integers(2, 20)),
+    num_drafts=st.sampled_from([1, 3, 5]),
+    data=st.data(),
+)
+def test_drafts_leave_no_trace_if_they_are_rejected(config, shape, lengths, num_drafts, data):
+    engine, sequence = Engine(config, shape, TritonOperations, num_drafts=num_drafts), draw_request(shape, lengths)
+    engine.step([(sequence, lengths[0])])
+    answer(engine, sequence, num_drafts, data)
+    assert_offline(engine, [sequence])
+
+
+def test_drafts_over_splits():
+    """Queries of two blocks see anchors of several chunks of blocks."""
+    shape = Shape(num_heads=2, num_kv_heads=1, max_len=1300, error=1.0)
+    engine, sequence = Engine(AntKVConfig(), shape, Decoding, num_drafts=3), draw_request(shape, (1150, 6))
+    engine.step([(sequence, 1150)])
+    for num_new, sequence.num_rejected in ((4, 3), (4, 1), (2, 0)):
+        engine.step([(sequence, num_new)])
+    assert_offline(engine, [sequence])
+
+
+def test_drafts_see_the_tokens_of_their_step_as_later_ones_do():
+    """As single tokens would, where chunks of prompts see theirs exactly."""
+    config = AntKVConfig(recency="none", prefix=0, prefill_reads_cache=False)
+    outputs = []
+    for build in (TritonOperations, ReferenceOperations):
+        engine, sequence = Engine(config, ONE_HEAD, build, num_drafts=3), draw_request(ONE_HEAD, (126, 6))
+        for num_new in (126, 4, 2):
+            engine.step([(sequence, num_new)])
+        outputs.append(sequence.output)
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
+
+
 def test_warming_up_counts_nothing_and_leaves_nothing_that_anybody_sees(monkeypatch):
     monkeypatch.setattr(warm_up, "_PROMPT", 140)
     monkeypatch.setattr(warm_up, "_BATCH", 3)
@@ -124,18 +175,20 @@ def test_warming_up_counts_nothing_and_leaves_nothing_that_anybody_sees(monkeypa
     assert_offline(engine, serve(engine))
 
 
-def test_warming_up_tunes_decoding_on_a_decode_step(monkeypatch):
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_warming_up_tunes_decoding_on_a_decode_step(monkeypatch, num_drafts):
     """The first launch is the one that tunes: with a prompt, every program would return at once."""
     query_lens = []
 
-    def recorded(rows, output, partial_output, partial_lse, pages, tables, batch, shape, scale):
+    def recorded(rows, output, partial_output, partial_lse, pages, tables, batch, shape, scale, singles):
         query_lens.append(batch.query_start_loc.diff().tolist())
 
     monkeypatch.setattr(warm_up, "_PROMPT", 140)
     monkeypatch.setattr(warm_up, "_BATCH", 3)
     monkeypatch.setattr(triton_operations, "decode", recorded)
-    warm_up.warm_up(TritonOperations, Engine(AntKVConfig(), ONE_HEAD, TritonOperations).state)
-    assert query_lens[0] == [1, 1, 1]
+    engine = Engine(AntKVConfig(), ONE_HEAD, TritonOperations, num_drafts=num_drafts)
+    warm_up.warm_up(TritonOperations, engine.state)
+    assert query_lens[0] == [1 + num_drafts] * 3
 
 
 def test_warming_up_has_block_tables_as_wide_as_in_serving(monkeypatch):
@@ -183,7 +236,7 @@ class Decoding(ReferenceOperations):
         self._triton = TritonOperations(layer)
 
     def attend(self, rows, output, step):
-        operations = self._triton if step.max_query_len == 1 else super()
+        operations = self._triton if step.max_query_len <= self._layer.recency.score_slots else super()
         operations.attend(rows, output, step)
 
 
@@ -229,10 +282,17 @@ def test_a_long_past(monkeypatch, share, anchor_dtype, num_splits, error):
     assert_offline(engine, serve(engine, [(1330, 700), (1, 1), (1, 1)]))
 
 
-@pytest.mark.parametrize("shape", [Shape("antkv-1bit", 48, 2, 1, reorders=True), Shape("antkv-0.75bit", 48, 2, 1)])
-def test_pages_are_those_of_the_reference(shape):
+@pytest.mark.parametrize(
+    ("shape", "num_drafts"),
+    [
+        (Shape("antkv-1bit", 48, 2, 1, reorders=True), 0),
+        (Shape("antkv-1bit", 48, 2, 1, reorders=True), 3),
+        (Shape("antkv-0.75bit", 48, 2, 1), 0),
+    ],
+)
+def test_pages_are_those_of_the_reference(shape, num_drafts):
     """An odd number of 12-bit codes; tiles of the sizes that GPUs run."""
-    assert_pages_are_those_of_the_reference(TritonOperations, shape)
+    assert_pages_are_those_of_the_reference(TritonOperations, shape, num_drafts)
 
 
 def test_anchors_are_stored_as_the_reference_stores_them():
@@ -293,6 +353,25 @@ def test_prompts_through_a_kernel_for_plain_rows(monkeypatch, shape, window, anc
     config = AntKVConfig(recency=f"sliding:{window}", anchor_share=0.03, anchor_dtype=anchor_dtype, prefix=5)
     engine = Engine(config, shape, through_a_varlen_kernel)
     assert_offline(engine, serve(engine, [(150, 3), (1, 140), (170, 1), (2, 120)]))
+
+
+class Overestimating(TritonOperations):
+    """The host knows lengths of requests with drafts as upper bounds alone."""
+
+    def run(self, rows, output, step):
+        decodes = step.query_start_loc_cpu.diff() <= self._layer.recency.score_slots
+        super().run(rows, output, replace(step, seq_lens_cpu=step.seq_lens_cpu + 9 * decodes))
+
+
+def test_drafts_beside_prompts_through_a_kernel_for_plain_rows(monkeypatch):
+    monkeypatch.setattr(triton_operations, "prefill", None)
+    shape = Shape("antkv-1bit", 48, 3, 1, error=1.0)
+
+    def operations(layer: LayerState) -> TritonOperations:
+        return Overestimating(replace(layer, varlen=varlen(400)))
+
+    engine = Engine(AntKVConfig(recency="sliding:32"), shape, operations, num_drafts=3)
+    assert_offline(engine, serve_drafts(engine))
 
 
 @pytest.mark.parametrize("nothing", [torch.inf, -torch.inf])

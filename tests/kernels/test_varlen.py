@@ -135,6 +135,13 @@ def test_no_round_has_more_pages_than_there_is_room_for():
     assert rows == [*range(428), *range(429, 685)]
 
 
+def test_drafts_are_left_to_other_kernels():
+    limits = Limits(window=32, piece=4, num_pages=9, longest_decode=4)
+    assert plan([4, 1, 2], [400, 7, 130], limits) == []
+    (only,) = plan([4, 5, 3], [400, 5, 300], limits)
+    assert {page.request for page in only.pages} == {1}
+
+
 @pytest.mark.parametrize(
     ("settings_", "suited"),
     [

@@ -13,6 +13,10 @@ from vllm_antkv.ops.paged import ReferenceOperations
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 #: Block edges from both sides, single tokens, decodes beside prefills, and a block that closes by one token.
 SCHEDULE = [(127, 1), (1, 1), (2, 127), (1, 1)]
+#: Prompts, then new tokens and how many are rejected: around the edge of a block, beside chunks and single tokens.
+#: The last step leaves scores of drafts.
+PROMPTS = (123, 3)
+DRAFTED = [((4, 2), (30, 0)), ((4, 3), (1, 0)), ((4, 1), (95, 0)), ((4, 3), (3, 1)), ((2, 0), (1, 0)), ((4, 1), (4, 2))]
 ONE_HEAD = Shape(num_heads=1, num_kv_heads=1)
 
 SHAPES = [
@@ -53,18 +57,37 @@ def serve(engine: Engine, schedule: list[tuple[int, int]] = SCHEDULE) -> list[Se
     return sequences
 
 
+def serve_drafts(engine: Engine) -> list[Sequence]:
+    """Likewise, with `DRAFTED`."""
+    accepted = [sum(num_new - rejected for num_new, rejected in steps) for steps in zip(*DRAFTED, strict=True)]
+    lengths = [prompt + count for prompt, count in zip(PROMPTS, accepted, strict=True)]
+    sequences = [draw_sequence(seed, length + 2, engine.shape) for seed, length in enumerate(lengths)]
+    engine.step(list(zip(sequences, PROMPTS, strict=True)))
+    for step in DRAFTED:
+        for sequence, (_, num_rejected) in zip(sequences, step, strict=True):
+            sequence.num_rejected = num_rejected
+        engine.step([(sequence, num_new) for sequence, (num_new, _) in zip(sequences, step, strict=True)])
+    return sequences
+
+
 def assert_offline(engine: Engine, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         tolerance = TOLERANCE[engine.shape.dtype]
-        torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=tolerance)
+        ours, expected = (rows[: sequence.computed] for rows in (sequence.output.double(), engine.offline(sequence)))
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=tolerance)
 
 
-def assert_pages_are_those_of_the_reference(operations: Callable[[LayerState], LayerOperations], shape: Shape) -> None:
+def assert_pages_are_those_of_the_reference(
+    operations: Callable[[LayerState], LayerOperations], shape: Shape, num_drafts: int = 0
+) -> None:
     """Codes, rows, scores, anchors and counts, after steps around the edge of a block."""
     config = AntKVConfig(anchor_share=0.03, prefix=4)
-    engines = [Engine(config, shape, build) for build in (operations, ReferenceOperations)]
+    engines = [Engine(config, shape, build, num_drafts=num_drafts) for build in (operations, ReferenceOperations)]
     for engine in engines:
-        serve(engine, [(126, 1), (1, 1), (1, 0), (3, 1)])
+        if num_drafts:
+            serve_drafts(engine)
+        else:
+            serve(engine, [(126, 1), (1, 1), (1, 0), (3, 1)])
     ours, theirs = (engine.state for engine in engines)
     for name in ("k_codes", "v_codes", "anchor_offsets"):
         assert torch.equal(getattr(ours.vq, name), getattr(theirs.vq, name)), name

@@ -277,6 +277,11 @@ class RecencyPages:
             sections.take((layout.score_slots * 2, size), torch.float32, layout.score_slots * 2 * 4 * size),
         )
 
+    @property
+    def score_slots(self) -> int:
+        """See above: the most new tokens of a request that may be an answer's."""
+        return self.scores.shape[2] // 2
+
 
 class _Sections:
     """Cuts the content dimension of raw pages into typed sections, left to right."""

@@ -226,7 +226,7 @@ def _layer(layer: LayerState, tables: dict[str, torch.Tensor], variant: Variant)
         num_centroids=num_centroids,
         code_bytes=layer.vq.k_codes.shape[-1],
         prefix=config.prefix,
-        score_slots=recency.scores.shape[2] // 2,
+        score_slots=recency.score_slots,
         has_anchors=config.anchor_share > 0,
         exact_anchors=config.anchor_dtype == "model",
         prefill_reads_cache=config.prefill_reads_cache,

@@ -113,8 +113,9 @@ class CudaOperations:
         self._backend.load(self._build)
         self._scratch = layer.scratch
         self._has_anchors = layer.config.anchor_rows > 0
-        # The kernels count votes of queries that see the keys of their block exactly.
-        self._votes = self._has_anchors and sees_own_block(layer.last_query)
+        # The kernels count votes of queries that see the keys of their block exactly, and that nobody rejects.
+        sees_keys = self._has_anchors and sees_own_block(layer.last_query)
+        self._votes = sees_keys and layer.recency.score_slots == 1
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
         self._layer = layer_argument(layer, self._tensors, self._build, self._split)
@@ -159,7 +160,7 @@ class CudaOperations:
     def _attend(self, rows: StepRows, output: torch.Tensor, step: Step, votes: bool) -> None:
         """Longer queries are Triton's; single tokens beside them get the bits that they get alone."""
         if step.max_query_len > 1:
-            self._triton.prefill(rows, output, step)
+            self._triton.attend(rows, output, step, singles=False)
         if step.num_reqs:
             self._decode(rows, output, step, votes)
 
@@ -214,4 +215,4 @@ class CudaOperations:
 def _triton(layer: LayerState) -> "TritonOperations":
     from vllm_antkv.ops.triton import TritonOperations
 
-    return TritonOperations(layer, decodes=False)
+    return TritonOperations(layer, decodes=layer.recency.score_slots > 1)

@@ -79,7 +79,7 @@ class ReferenceOperations:
             exact_key = self._exact_rows(rows.key, self._layer.recency.k, positions, step, request)
             scores = self._carried_scores(positions, begin, step, request)
             # The next step may continue behind any of the last queries.
-            unsettled = range(max(begin + 1, request.end - self._score_slots + 1), end)
+            unsettled = range(max(begin + 1, request.end - self._layer.recency.score_slots + 1), end)
             for upto in (*unsettled, end):
                 new = request.rows(begin, upto)
                 seen = rules.visible(torch.arange(begin, upto, device=rows.key.device)[:, None], positions)
@@ -94,13 +94,9 @@ class ReferenceOperations:
             if end % VQ_BLOCK_SIZE == 0:
                 self._close(scores, rows, positions, step, request)
 
-    @property
-    def _score_slots(self) -> int:
-        return self._layer.recency.scores.shape[2] // 2
-
     def _slot(self, end: int) -> slice:
         """Where the scores are kept that queries before `end` add up to."""
-        first = (end - 1) % self._score_slots * 2
+        first = (end - 1) % self._layer.recency.score_slots * 2
         return slice(first, first + 2)
 
     def _keep_scores(self, scores: torch.Tensor, positions: torch.Tensor, step: Step, request: StepRequest) -> None:
@@ -111,10 +107,15 @@ class ReferenceOperations:
         kept = scores[:, :, : len(positions)].permute(2, 1, 0)[real].float()
         self._layer.recency.scores[pages[real], :, slot, offsets[real]] = kept
 
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
-        """See `LayerOperations`."""
+    def attend(self, rows: StepRows, output: torch.Tensor, step: Step, singles: bool = True) -> None:
+        """See `LayerOperations`.
+
+        singles: from requests with one new token, too; else their rows may hold anything.
+        """
         rules, weights = self._layer.rules, self._layer.jensen_weights.to(self._dtype)
         for request in step_requests(step):
+            if request.end - request.start == 1 and not singles:
+                continue
             num_blocks = -(-request.end // VQ_BLOCK_SIZE)
             # Blocks that no query of the step sees are gone.
             first_block = rules.first_visible(request.start) // VQ_BLOCK_SIZE
@@ -152,7 +153,7 @@ class ReferenceOperations:
     def _seen_exactly(self, keys: torch.Tensor, queries: torch.Tensor, request: StepRequest) -> torch.Tensor:
         seen = self._layer.last_query[keys] >= queries
         # A token behind the prompt, and drafts behind it.
-        decodes = request.end - request.start <= self._score_slots and not request.is_prefilling
+        decodes = request.end - request.start <= self._layer.recency.score_slots and not request.is_prefilling
         return seen if decodes or self._layer.config.prefill_reads_cache else seen | (keys >= request.start)
 
     def _store_codes(

@@ -21,7 +21,7 @@ class Step:
         in another order for single queries do so behind a prompt only: its results must not depend on how it is cut.
         None where nobody says.
     query_start_loc_cpu, seq_lens_cpu: in the host's memory; lengths may be upper bounds for requests with a single new
-        token, as long as their number of new tokens is right. None where nobody says.
+        token or with drafts, as long as their number of new tokens is right. None where nobody says.
     shared: what a layer made of all this in this step, for those behind it.
     """
 

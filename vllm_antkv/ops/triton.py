@@ -31,7 +31,7 @@ _MAX_SPLITS = 64
 class TritonOperations:
     """See `LayerOperations`.
 
-    decodes: `attend` is called, which needs scratch; other kernels may decode.
+    decodes: `attend` decodes, which needs scratch; other kernels may do it.
     """
 
     def __init__(self, layer: LayerState, decodes: bool = True) -> None:
@@ -94,11 +94,13 @@ class TritonOperations:
         layer = self._layer
         return layer.counters.anchor_rows(2 * self._shape.num_kv_heads) if layer.counts_rows else None
 
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
-        """See `LayerOperations`."""
+    def attend(self, rows: StepRows, output: torch.Tensor, step: Step, singles: bool = True) -> None:
+        """See `ReferenceOperations`."""
         check_heads(output)
-        if step.max_query_len > 1:
-            self.prefill(rows, output, step)
+        if step.max_query_len > self._shape.score_slots:
+            self._prefill(rows, output, step)
+        if not singles and self._shape.score_slots == 1:
+            return
         partial_output, partial_lse = self._partials(step.num_reqs, step.max_seq_len)
         decode(
             _rows(rows),
@@ -110,10 +112,11 @@ class TritonOperations:
             _batch(step),
             self._shape,
             self._layer.rules.scale,
+            singles,
         )
 
-    def prefill(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
-        """Attend from the requests with several new tokens; rows of the others are left alone or hold anything."""
+    def _prefill(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+        """Attend from the requests with more new tokens; rows of the others are left alone or hold anything."""
         if self._varlen is not None and step.seq_lens_cpu is not None:
             self._varlen.attend(rows, output, step)
         else:
@@ -138,7 +141,8 @@ class TritonOperations:
 
     def _partials(self, num_reqs: int, max_seq_len: int) -> list[torch.Tensor]:
         """Scratch of `decode`: what the splits leave to be merged, and its log-sum-exp."""
-        sizes = (num_reqs, self._layer.num_heads, self._num_splits(num_reqs, max_seq_len))
+        num_splits = self._num_splits(num_reqs, max_seq_len)
+        sizes = (num_reqs, self._shape.score_slots, self._layer.num_heads, num_splits)
         return self._layer.scratch(((*sizes, self._shape.head_size), torch.float32), (sizes, torch.float32))
 
     def _num_splits(self, num_reqs: int, max_seq_len: int) -> int:
@@ -168,6 +172,7 @@ def _shape(layer: LayerState) -> Shape:
         num_kv_heads=num_kv_heads,
         group=group,
         group_pad=triton.next_power_of_2(group),
+        queries_pad=triton.next_power_of_2(min(layer.recency.score_slots, VQ_BLOCK_SIZE)),
         sub_vector_size=size,
         num_sub_vectors=num_sub_vectors,
         sub_pad=sub_pad,
@@ -186,6 +191,7 @@ def _shape(layer: LayerState) -> Shape:
         corrections=in_fp8,
         exact_anchor=EXACT_ANCHOR if layer.config.sinks or not in_fp8 else 0,
         page_size=layer.recency.k.shape[2],
+        score_slots=layer.recency.score_slots,
         block_size=VQ_BLOCK_SIZE,
         reads_cache=layer.config.prefill_reads_cache,
         exact_prefix=exact_prefix,

@@ -79,7 +79,7 @@ def dequantised_size(layer: LayerState) -> int:
 
 
 class VarlenPrefill:
-    """Attention of the requests with several new tokens; rows of the others are overwritten with anything."""
+    """Attention of the requests that do not decode; rows of the others are overwritten with anything."""
 
     def __init__(self, layer: LayerState, write: DequantisedPageWriter, extend: Extend, merge: Merge) -> None:
         assert layer.varlen is not None
@@ -88,7 +88,8 @@ class VarlenPrefill:
         self._size = dequantised_size(layer)
         # The step's tokens lie in so many blocks of a request, beside a piece and the block before them.
         num_pages = PREFILL_CHUNK_BLOCKS + self._varlen.max_num_tokens // VQ_BLOCK_SIZE + 3
-        self._limits = Limits(layer.config.recency_policy.window, PREFILL_CHUNK_BLOCKS, num_pages)
+        window, longest_decode = layer.config.recency_policy.window, layer.recency.score_slots
+        self._limits = Limits(window, PREFILL_CHUNK_BLOCKS, num_pages, longest_decode)
         self._scratch()
 
     def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:

@@ -62,8 +62,7 @@ class Call:
 class Round:
     """Pages that are there at once, and the calls on them.
 
-    first_row, num_rows: of the step's tensors. Rows of requests with a single new token lie between others, and see
-        nothing.
+    first_row, num_rows: of the step's tensors. Rows of requests that decode lie between others, and see nothing.
     is_first: nothing was computed for these rows before.
     """
 
@@ -77,20 +76,22 @@ class Round:
 @dataclass(frozen=True)
 class Limits:
     """window: W of `sliding:W`, at most VQ_BLOCK_SIZE. piece: blocks of a past at once. num_pages: that there is room
-    for, which must do for a piece and the blocks of a step's tokens.
+    for, which must do for a piece and the blocks of a step's tokens. longest_decode: requests with so many new tokens
+    or fewer are left to other kernels.
     """
 
     window: int
     piece: int
     num_pages: int
+    longest_decode: int = 1
 
 
 def plan(query_lens: Sequence[int], seq_lens: Sequence[int], limits: Limits) -> list[Round]:
-    """What computes attention of the requests with several new tokens, at the end of so long sequences."""
+    """What computes attention of the requests that do not decode, at the end of so long sequences."""
     rounds: list[_Round] = []
     row = 0
     for request, (num_new, end) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        num_pieces = 0 if num_new < 2 else -(-end // (limits.piece * VQ_BLOCK_SIZE))
+        num_pieces = 0 if num_new <= limits.longest_decode else -(-end // (limits.piece * VQ_BLOCK_SIZE))
         for index in range(num_pieces):
             piece = _Piece(request, end - num_new, end, index * limits.piece, (index + 1) * limits.piece)
             spans = list(piece.spans(limits.window))

@@ -26,14 +26,15 @@ def warm_up(build: Callable[[LayerState], LayerOperations], layer: LayerState) -
     if len(layer.recency.k) < 2:
         return
     device = layer.last_query.device
-    length = min(_PROMPT, len(layer.last_query) - 1)
+    num_decoded = layer.recency.score_slots
+    length = min(_PROMPT, len(layer.last_query) - num_decoded)
     num_prompts = min(-(-_PROMPT // length), layer.max_num_reqs)
     num_reqs = min(_BATCH, layer.max_num_reqs)
     # What is counted here is nobody's, but the kernels must be those that count.
     operations = build(replace(layer, counters=Counters(device, "warm-up")))
     # Attending must meet no anchor beyond a block.
     layer.vq.anchor_offsets.fill_(NO_ANCHOR)
-    decodes = _step(layer, [1] * num_reqs, length + 1)
+    decodes = _step(layer, [num_decoded] * num_reqs, length + num_decoded)
     prompts = _step(layer, [length] * num_prompts, length)
     for step in (decodes, prompts):
         for with_sinks in (False, True):

@@ -90,19 +90,24 @@ def _anchor_score_kernel(
     keys = block * shape.block_size + tl.arange(0, shape.block_size)
 
     request = Request(found, start, first_row, head)
-    k_scores, v_scores = carried_scores(keys, keys < begin, request, pages, batch, shape)
+    k_scores, v_scores = carried_scores(keys, keys < begin, begin - 1, request, pages, batch, shape)
     k_rows = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, keys < stop, request, pages, batch, shape)
-    k_votes, v_votes = count_votes(k_rows, keys, begin, stop, request, scale, rows, tables, shape, BLOCK_M)
-    k_scores += k_votes
-    v_scores += v_votes
-    if HAS_SINKS:
-        new = (keys >= begin) & (keys < stop)
-        sink = tl.load(is_sink + first_row + keys - start, mask=new, other=0) != 0
-        k_scores = tl.where(sink, float("inf"), k_scores)
-        v_scores = tl.where(sink, float("inf"), v_scores)
-    if stop % shape.block_size > 0:
-        keep_scores(k_scores, v_scores, keys, keys < stop, request, pages, batch, shape)
-    else:
+    first = begin
+    # The next step may continue behind any of the last queries.
+    settled = tl.maximum(begin + 1, end - shape.score_slots + 1)
+    for upto in range(tl.minimum(settled, stop), stop + 1):
+        k_votes, v_votes = count_votes(k_rows, keys, first, upto, request, scale, rows, tables, shape, BLOCK_M)
+        k_scores += k_votes
+        v_scores += v_votes
+        if HAS_SINKS:
+            new = (keys >= first) & (keys < upto)
+            sink = tl.load(is_sink + first_row + keys - start, mask=new, other=0) != 0
+            k_scores = tl.where(sink, float("inf"), k_scores)
+            v_scores = tl.where(sink, float("inf"), v_scores)
+        if upto % shape.block_size > 0:
+            keep_scores(k_scores, v_scores, keys, keys < upto, upto - 1, request, pages, batch, shape)
+        first = upto
+    if stop % shape.block_size == 0:
         close_block(
             k_scores, v_scores, k_rows, keys, request, prefix, count, rows, pages, tables, batch, shape, policy, COUNTS
         )
@@ -146,33 +151,39 @@ def close_block(
 
 
 @triton.jit
-def score_slots(
+def score_pointers(
     keys: tl.tensor,
     mask: tl.tensor,
+    query: tl.tensor,
     request: Request,
     pages: Pages,
     batch: Batch,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Pointers to the K scores of tokens, and which tokens own a page; those of V are `page_size` on."""
+    """Pointers to the K scores that tokens have after the query at position `query`, and which of them own a page.
+
+    Those of V are `page_size` on.
+    """
     table = batch.recency_table + request.index * batch.recency_table_stride
     page = tl.load(table + keys // shape.page_size, mask=mask, other=0).to(tl.int64)
-    return in_recency_page(pages.scores, page, request.head, pages) + keys % shape.page_size, mask & (page > 0)
+    slot = in_recency_page(pages.scores, page, request.head, pages) + query % shape.score_slots * (2 * shape.page_size)
+    return slot + keys % shape.page_size, mask & (page > 0)
 
 
 @triton.jit
 def carried_scores(
     keys: tl.tensor,
     mask: tl.tensor,
+    query: tl.tensor,
     request: Request,
     pages: Pages,
     batch: Batch,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Scores of K and V, (block_size,) float32, that tokens of earlier steps bring along; else 0."""
-    slots, owned = score_slots(keys, mask, request, pages, batch, shape)
-    k_scores = tl.load(slots, mask=owned, other=0.0)
-    return k_scores, tl.load(slots + shape.page_size, mask=owned, other=0.0)
+    """Scores of K and V, (block_size,) float32, that tokens had after the query at position `query`; else 0."""
+    pointers, owned = score_pointers(keys, mask, query, request, pages, batch, shape)
+    k_scores = tl.load(pointers, mask=owned, other=0.0)
+    return k_scores, tl.load(pointers + shape.page_size, mask=owned, other=0.0)
 
 
 @triton.jit
@@ -181,15 +192,16 @@ def keep_scores(
     v_scores: tl.tensor,
     keys: tl.tensor,
     mask: tl.tensor,
+    query: tl.tensor,
     request: Request,
     pages: Pages,
     batch: Batch,
     shape: tl.constexpr,
 ) -> None:
-    """Write the scores of a block that stays open to the recency pages."""
-    slots, owned = score_slots(keys, mask, request, pages, batch, shape)
-    tl.store(slots, k_scores, mask=owned)
-    tl.store(slots + shape.page_size, v_scores, mask=owned)
+    """Write the scores that tokens have after the query at position `query` to the recency pages."""
+    pointers, owned = score_pointers(keys, mask, query, request, pages, batch, shape)
+    tl.store(pointers, k_scores, mask=owned)
+    tl.store(pointers + shape.page_size, v_scores, mask=owned)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ class Pages(NamedTuple):
     k_exact, v_exact: (num_blocks, num_kv_heads, anchor_rows // 2, head_size) model dtype: the same, two rows being one.
     anchor_offsets: (num_blocks, num_kv_heads, 2, anchor_rows) int16, K then V, negative where unused.
     recent_k, recent_v: (num_blocks, num_kv_heads, page_size, head_size) model dtype, K after RoPE.
-    scores: (num_blocks, num_kv_heads, 2, page_size) float32.
+    scores: (num_blocks, num_kv_heads, score_slots * 2, page_size) float32.
     positions: (num_blocks, block_size, 3) int32, those of the tokens of VQ pages; not read where tokens have one.
     vq_*_stride: of the first seven; recency_*_stride: of the next three. In units of 16 bytes, so that the compiler
         knows that rows are aligned and reads 16 bytes at a time. position_stride: from block to block, in entries.
@@ -176,6 +176,7 @@ class Shape(NamedTuple):
 
     half_pad, head_pad: padded `head_size / 2` and `head_size`, large enough for a matrix product.
     group, group_pad: query heads per KV head.
+    queries_pad: padded number of new tokens of a request that `decode` takes.
     sub_pad: padded number of sub-vectors.
     code_bytes: of one row.
     ordered: decoded K rows have their channels in another order than rows in full precision.
@@ -187,8 +188,8 @@ class Shape(NamedTuple):
     anchor_rows, anchor_bytes: per block, K and V each; of a row.
     corrections: some anchors are kept as what their codes lose.
     exact_anchor: added to the offset of an anchor that is kept as it is; 0 where none is.
-    page_size: tokens per recency page.
-    reads_cache: queries see the tokens of their own step as they see older ones; else exactly.
+    page_size, score_slots: tokens per recency page, and its Anchor Scores of each (`cache.pages`).
+    reads_cache: queries of prompts see the tokens of their own step as they see older ones; else exactly.
     exact_prefix, exact_reach: a query sees tokens of closed blocks exactly only if they are among the first
         `exact_prefix` of the sequence, or at most `exact_reach` before it.
     window: tokens that a query sees, itself included; 0 for all before it.
@@ -204,6 +205,7 @@ class Shape(NamedTuple):
     num_kv_heads: int
     group: int
     group_pad: int
+    queries_pad: int
     sub_vector_size: int
     num_sub_vectors: int
     sub_pad: int
@@ -222,6 +224,7 @@ class Shape(NamedTuple):
     corrections: bool
     exact_anchor: int
     page_size: int
+    score_slots: int
     block_size: int
     reads_cache: bool
     exact_prefix: int

@@ -64,13 +64,17 @@ def attend_tile(
     tables: Tables,
     batch: Batch,
     shape: tl.constexpr,
+    READS_CACHE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> Softmax:
-    """Attend to BLOCK_N keys from `tile` on, a multiple of BLOCK_N, which divides the VQ block."""
+    """Attend to BLOCK_N keys from `tile` on, a multiple of BLOCK_N, which divides the VQ block.
+
+    READS_CACHE: queries see the tokens of their own step as they see older ones; else exactly.
+    """
     keys = tile + tl.arange(0, BLOCK_N)
     present = keys <= queries.latest
     seen_until = tl.load(tables.last_query + keys, mask=present, other=-1)
-    if not shape.reads_cache:
+    if not READS_CACHE:
         seen_until = tl.where(present & (keys >= request.start), ALWAYS, seen_until)
     visible = keys[None, :] <= queries.positions[:, None]
     if shape.window > 0:

@@ -76,7 +76,7 @@ def _close_blocks_kernel(
         if (num_new == 1) & (end % shape.block_size == 0):
             keys = end - shape.block_size + tl.arange(0, shape.block_size)
             request = Request(index, end - 1, first_row, head)
-            k_scores, v_scores = carried_scores(keys, keys >= 0, request, pages, batch, shape)
+            k_scores, v_scores = carried_scores(keys, keys >= 0, end - 1, request, pages, batch, shape)
             k_rows = exact_rows(
                 pages.recent_k, rows.key, rows.key_stride, keys, keys >= 0, request, pages, batch, shape
             )

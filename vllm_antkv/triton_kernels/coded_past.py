@@ -1,9 +1,9 @@
-"""Attention of a single query to the part of its past that it sees through codes alone: where decode spends its time.
+"""Attention of few queries to the part of their past that all see through codes alone: where decode spends its time.
 
 `attention.attend_tile` takes any tile. Here every key is there, coded, visible, and in a closed block other than the
-query's, so that most of the work on a key can be done on something smaller:
+queries', so that most of the work on a key can be done on something smaller:
 
-* The query is rotated back to the first position of a tile, and keys by their offset in the tile alone: all tiles need
+* Queries are rotated back to the first position of a tile, and keys by their offset in the tile alone: all tiles need
   the same cosines and sines, which stay in registers.
 * Anchors leave the tiles. What the corrections of several blocks add to the logits is one product with the query; a
   tile picks its own by a product with a matrix of ones and zeros. Weights of V anchors are picked out the same way, and
@@ -62,7 +62,7 @@ def attend_past(
     """Attend to the keys `begin .. end`, multiples of BLOCK_N with `begin < end`, which divides the VQ block.
 
     Args:
-        at: (M,) pointers to the queries of a KV head at one position.
+        at: (M,) pointers to the queries of a KV head at positions of one VQ block.
         real: (M,) which of them there are.
         scale, bias: see `Queries`.
     """

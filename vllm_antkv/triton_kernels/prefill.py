@@ -1,4 +1,4 @@
-"""Attention of requests with several new tokens, to coded and exact rows.
+"""Attention of requests with more new tokens than `decode` takes, to coded and exact rows.
 
 Grid (num_tokens // Q + 2 num_reqs, num_kv_heads), Q queries a tile: see `common.find_request`. The rows of a tile are Q
 queries times the heads of the group, so that a decoded row serves all of them.
@@ -30,7 +30,7 @@ def prefill(
     shape: Shape,
     scale: float,
 ) -> None:
-    """Attend from the requests that have more than one new token.
+    """Attend from the requests that have more than `score_slots` new tokens.
 
     Args:
         output: (num_tokens, num_heads, head_size) model dtype, heads contiguous; written.
@@ -85,7 +85,7 @@ def _prefill_kernel(
     end = tl.load(batch.seq_lens + found)
     start = end - num_new
     tile_begin = (start // TILE + index - first_tile(batch.query_start_loc, found, TILE)) * TILE
-    if (num_new < 2) | (tile_begin >= end):
+    if (num_new <= shape.score_slots) | (tile_begin >= end):
         return
 
     row = tl.arange(0, TILE * shape.group_pad)
@@ -108,7 +108,9 @@ def _prefill_kernel(
     if shape.window > 0:
         first_key = tl.maximum(earliest - shape.window + 1, 0) // BLOCK_N * BLOCK_N
     for tile in range(first_key, final_query + 1, BLOCK_N):
-        softmax = attend_tile(queries, tile, request, softmax, rows, pages, tables, batch, shape, BLOCK_N)
+        softmax = attend_tile(
+            queries, tile, request, softmax, rows, pages, tables, batch, shape, shape.reads_cache, BLOCK_N
+        )
     channels = tl.arange(0, shape.head_pad)[None, :]
     pointers = output + (tokens.to(tl.int64) * output_stride + heads * shape.head_size)[:, None] + channels
     result = (softmax.weighted / softmax.total[:, None]).to(output.dtype.element_ty)

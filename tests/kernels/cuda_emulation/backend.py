@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.kernels.cuda_emulation.build import library_of
-from tests.kernels.cuda_emulation.cases import WithPrefill
 from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_backend import Argument
 from vllm_antkv.ops.cuda_build import Build
@@ -77,7 +76,7 @@ class EmulatedBackend:
 
 def operations(backend: EmulatedBackend | None = None) -> Callable[[LayerState], CudaOperations]:
     """Builds a layer's operations, emulated."""
-    return lambda layer: CudaOperations(layer, backend=backend or EmulatedBackend(), triton=WithPrefill(layer))
+    return lambda layer: CudaOperations(layer, backend=backend or EmulatedBackend(), triton=ReferenceOperations(layer))
 
 
 def decoding(backend: EmulatedBackend | None = None) -> Callable[[LayerState], CudaOperations]:

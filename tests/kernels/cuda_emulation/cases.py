@@ -3,7 +3,6 @@
 import torch
 
 from tests.kernels.engine import Engine, Sequence, Shape
-from vllm_antkv.ops.paged import ReferenceOperations
 
 FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 
@@ -21,12 +20,6 @@ LAYERS = [
 
 #: Outputs are rounded to the dtype, and codes of float32 may be others than those of float64 where centroids are close.
 TOLERANCES = {FLOAT16: 5e-3, BFLOAT16: 4e-2}
-
-
-class WithPrefill(ReferenceOperations):
-    """In the place of Triton's kernels."""
-
-    prefill = ReferenceOperations.attend
 
 
 def decode_from(engine: Engine, sequences: list[Sequence], prompts: list[int], num_steps: int) -> None:

@@ -81,9 +81,14 @@ def _attachments(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def _cudagraph_support(vllm_config: VllmConfig) -> AttentionCGSupport:
-    """CUDA graphs hold steps in which every request has one new token: everything about them is in tensors."""
-    on_gpu = any(attachment.kernels.on_gpu for attachment in _attachments(vllm_config).values())
-    return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if on_gpu else AttentionCGSupport.NEVER
+    """CUDA graphs hold steps in which every request has one new token, or all drafts that it may have behind it.
+
+    Everything about these is in tensors.
+    """
+    if not any(attachment.kernels.on_gpu for attachment in _attachments(vllm_config).values()):
+        return AttentionCGSupport.NEVER
+    drafts = vllm_config.num_speculative_tokens > 0
+    return AttentionCGSupport.UNIFORM_BATCH if drafts else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
@@ -129,7 +134,7 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
     def _metadata(self, common_attn_metadata: CommonAttentionMetadata) -> VQMetadata:
         num_reqs = common_attn_metadata.num_reqs
         is_prefilling = common_attn_metadata.is_prefilling
-        # Exact for prompts, and for all others but drafts of asynchronous scheduling, which are refused.
+        # Exact but for drafts of asynchronous scheduling, of which nobody asks.
         seq_lens_cpu = common_attn_metadata.seq_lens_cpu_upper_bound
         return VQMetadata(
             num_tokens=common_attn_metadata.num_actual_tokens,

@@ -136,8 +136,6 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         "prefix caching beside Mamba-2 on CPUs (on by default: --no-enable-prefix-caching)": (
             current_platform.is_cpu() and bool(cache_config.enable_prefix_caching) and has_mamba2(text_config)
         ),
-        # Their kernels score by drafts before they are accepted.
-        "speculative decoding on GPUs": method is not None and not current_platform.is_cpu(),
         f"speculative decoding by {method}": method is not None and method not in _DRAFTS,
         # VLLM then keeps more tokens than a window for them, which recency pages do not.
         "speculative decoding by several layers of MTP": method == "mtp" and speculative.use_multi_module_mtp(),
