@@ -134,6 +134,24 @@ def test_the_page_follows_a_request(page: Any, server: Server) -> None:
     page.wait_for_function("!document.getElementById('spark').ariaLabel.startsWith('Now 0, at most 0')")
 
 
+def test_the_page_adds_up_engines(page: Any) -> None:
+    """The server's only one, taken for two."""
+    seen: list[dict[str, Any]] = []
+
+    def twice(route: Any) -> None:
+        answer = route.fetch().json()
+        seen.append(answer["engines"][0])
+        route.fulfill(json=answer | {"engines": 2 * answer["engines"]})
+
+    page.route("**/antkv/status", twice)
+    log_in(page)
+    page.get_by_text("Live").wait_for()
+    assert page.locator("#total").inner_text() == f"{2 * seen[-1]['tokens_stored']:,}"
+    for name, work in seen[-1]["operations"].items():
+        cell = page.locator("#operations").get_by_text(name, exact=True).locator("xpath=../td")
+        assert cell.inner_text() == f"{2 * work['calls']:,} calls, {2 * work['seconds']:.1f} s"
+
+
 def test_the_page_says_when_the_server_does_not_answer(page: Any) -> None:
     log_in(page)
     page.get_by_text("Live").wait_for()

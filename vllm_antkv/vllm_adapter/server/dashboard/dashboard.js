@@ -142,8 +142,10 @@ function showSetup(status) {
   rows($("operations"), [
     ["kernels", first.implementation],
     ...(first.fallbacks === null ? [] : [["fall-backs", sum(engines.map((engine) => engine.fallbacks))]]),
-    ...Object.entries(first.operations).map(([name, work]) => [name,
-      `${count(work.calls)} calls, ${work.seconds.toFixed(1)} s`]),
+    ...Object.keys(first.operations).map((name) => {
+      const [calls, seconds] = ["calls", "seconds"].map((key) => sum(engines.map((engine) => engine.operations[name][key])));
+      return [name, `${count(calls)} calls, ${seconds.toFixed(1)} s`];
+    }),
   ]);
 }
 
