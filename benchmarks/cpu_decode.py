@@ -75,11 +75,6 @@ class Shape:
             min(MAX_LEN, text.max_position_embeddings),
         )
 
-    @property
-    def full_heads(self) -> int:
-        """KV heads of all layers that see the whole context."""
-        return self.num_kv_heads * sum(window is None for window in self.windows)
-
 
 def main() -> None:
     """Run all sides in turns, print the table, write the JSON."""
@@ -107,7 +102,7 @@ def main() -> None:
         ]
     report = {"kv_cache_dtype": arguments.kv_cache_dtype, "kernels": arguments.kernels}
     report |= {"model": arguments.model and arguments.model.name, "dtype": options["dtype"]}
-    report |= {"group": shape.group, "full_heads": shape.full_heads}
+    report |= {"group": shape.group}
     report |= {"machine": processor() | {"cpus": os.cpu_count(), "bandwidth": bandwidth}, "rows": rows}
     print(_table(report))
     if arguments.json:
@@ -299,31 +294,12 @@ def _table(report: dict[str, Any]) -> str:
             *(f"{row[side]['prefill_ratio']:.2f}" for side in others),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*lines, "", *_growth(report, sides)])
+    return "\n".join(lines)
 
 
 def _with_quartiles(side: dict[str, Any]) -> str:
     first, third = side["speedup_quartiles"]
     return f"{side['speedup']:.2f} ({first:.2f} to {third:.2f})"
-
-
-def _growth(report: dict[str, Any], sides: list[str]) -> list[str]:
-    """For every batch, what a token more in the context adds to a step: the cost of attention without all the rest."""
-    rows, lines = report["rows"], []
-    for batch in sorted({row["batch"] for row in rows}):
-        same = sorted((row for row in rows if row["batch"] == batch), key=lambda row: row["context"])
-        first, last = same[0], same[-1]
-        if first is last:
-            continue
-        tokens = batch * (last["context"] - first["context"]) * report["full_heads"]
-        seconds = {side: last[side]["step_seconds"] - first[side]["step_seconds"] for side in sides}
-        ns = {side: grown / tokens * 1e9 for side, grown in seconds.items()}
-        lines.append(
-            f"Batch {batch}, from {first['context']} to {last['context']} tokens: a step grows by "
-            + ", ".join(f"{ns[side]:.1f} ns ({side})" for side in sides)
-            + " per token, layer and KV head."
-        )
-    return lines
 
 
 if __name__ == "__main__":

@@ -1,23 +1,29 @@
 """What a request takes of the pool in models of which some layers keep a state, as vLLM itself plans it.
 
-`python -m scripts.hybrid_pool` prints the table of docs/compatibility.md. No weights and no GPU are needed.
+No weights and no GPU are needed.
 """
 
 import json
-import os
 import tempfile
 import tomllib
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import ModelRegistry
+from vllm.v1.attention.backends.utils import record_kv_cache_layout
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-LENGTHS = (8192, 32768, 131072)
-PRESETS_SHOWN = ("antkv-1bit", "antkv-2bit", "antkv-4bit")
+from scripts.moved import kv_cache_planning
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.layer_windows import has_mamba2, layer_windows, num_state_layers
+from vllm_antkv.presets import PRESETS
+from vllm_antkv.vllm_adapter.attention.blocks import block_plan, make_plan
+from vllm_antkv.vllm_adapter.attention.footprint import served_layouts
+from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
+
 _COMMON = {"vocab_size": 128256, "max_position_embeddings": 131072, "dtype": "bfloat16"}
 _POOL = 1 << 42
 #: Layers of Nemotron-H.
@@ -32,25 +38,18 @@ for _shape in MODELS.values():
 class Pool(NamedTuple):
     """What one request takes.
 
-    block_size: tokens of a block of codes.
     num_groups: of layers, each with a block table.
     total: bytes of all its blocks.
     wasted: share of them that holds no page.
     """
 
-    block_size: int
     num_groups: int
     total: int
     wasted: float
 
 
-def measure(shape: dict[str, Any], preset: str | None, length: int) -> Pool:
-    """Of a server for requests of so many tokens, with an antkv cache, or with `auto` for None."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.attention.backends.utils import record_kv_cache_layout
-
-    from scripts.moved import kv_cache_planning
-    from vllm_antkv.layer_windows import layer_windows, num_state_layers
+def measure(shape: dict[str, Any], preset: str, length: int) -> Pool:
+    """Of a server for requests of so many tokens."""
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_COMMON | shape))
@@ -59,12 +58,12 @@ def measure(shape: dict[str, Any], preset: str | None, length: int) -> Pool:
         ).create_engine_config()
     # As the model has them. On CPUs, vLLM keeps some twice as large.
     config.cache_config.mamba_ssm_cache_dtype = shape.get("mamba_ssm_dtype", "auto")
-    specs, state, padding = _of_auto(config) if preset is None else _coded(config, preset)
+    specs, state, padding = _coded(config, preset)
     text_config = config.model_config.hf_text_config
     layers: dict[str, KVCacheSpec] = {f"layers.{layer}.state": state for layer in range(num_state_layers(text_config))}
     for name, spec in specs.items():
         layers |= {f"layers.{layer}.{name}": spec for layer in range(len(layer_windows(text_config)))}
-    record_kv_cache_layout(config.cache_config, "LBHNC" if preset is None else "BLHNC")
+    record_kv_cache_layout(config.cache_config, "BLHNC")
     planning = kv_cache_planning()
     groups = planning.get_kv_cache_groups(config, layers)
     block = _POOL // planning.get_kv_cache_config_from_groups(config, groups, _POOL).num_blocks
@@ -75,38 +74,11 @@ def measure(shape: dict[str, Any], preset: str | None, length: int) -> Pool:
         total += num_blocks * block
         held += num_blocks * sum(layers[name].real_page_size_bytes for name in group.layer_names)
         held -= num_blocks * padding * sum(name.endswith(".attention") for name in group.layer_names)
-    return Pool(specs["attention"].block_size, len(groups), total, 1 - held / total)
+    return Pool(len(groups), total, 1 - held / total)
 
 
-def _of_auto(config: "VllmConfig") -> "tuple[dict[str, KVCacheSpec], MambaSpec, int]":
-    """Pages of an attention layer and of a state, and bytes of the former that hold nothing.
-
-    VLLM makes blocks so long that one is as large as the other.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    current_platform._align_hybrid_block_size(config, CPUAttentionBackend)
-    model_config = config.model_config
-    spec = FullAttentionSpec(
-        block_size=config.cache_config.block_size,
-        num_kv_heads=model_config.get_num_kv_heads(config.parallel_config),
-        head_size=model_config.get_head_size(),
-        dtype=model_config.dtype,
-    )
-    return {"attention": spec}, replace(_state(config), page_size_padded=spec.page_size_bytes), 0
-
-
-def _coded(config: "VllmConfig", preset: str) -> "tuple[dict[str, KVCacheSpec], MambaSpec, int]":
+def _coded(config: VllmConfig, preset: str) -> tuple[dict[str, KVCacheSpec], MambaSpec, int]:
     """Pages of an attention layer with codes and of a state, and bytes of the former that hold nothing."""
-    from vllm_antkv.config import AntKVConfig
-    from vllm_antkv.layer_windows import layer_windows
-    from vllm_antkv.presets import PRESETS
-    from vllm_antkv.vllm_adapter.attention.blocks import block_plan, make_plan
-    from vllm_antkv.vllm_adapter.attention.footprint import served_layouts
-    from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
-
     settings, model_config = AntKVConfig(), config.model_config
     presets = [PRESETS[preset]] * len(layer_windows(model_config.hf_text_config))
     layouts_of = partial(served_layouts, config, settings, presets, ())
@@ -118,12 +90,7 @@ def _coded(config: "VllmConfig", preset: str) -> "tuple[dict[str, KVCacheSpec], 
     return {"attention": vq_spec(layout, num_kv_heads), "antkv_recent": recent}, _state(config), padding
 
 
-def _state(config: "VllmConfig") -> "MambaSpec":
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    from vllm_antkv.layer_windows import has_mamba2
-
+def _state(config: VllmConfig) -> MambaSpec:
     architecture = config.model_config.architecture
     model_class, _ = ModelRegistry.resolve_model_cls(architecture, model_config=config.model_config)
     return MambaSpec(
@@ -134,22 +101,3 @@ def _state(config: "VllmConfig") -> "MambaSpec":
         # Mamba-2 has a block more for a prompt that is being read.
         num_prefill_checkpoint_blocks=int(has_mamba2(config.model_config.hf_text_config)),
     )
-
-
-def main() -> None:
-    """The command."""
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-    print("|at 1 bit|tokens of a block|wasted|1 bit|2 bits|4 bits|\n|---|---|---|---|---|---|")
-    for name, shape in MODELS.items():
-        auto = [measure(shape, None, length).total for length in LENGTHS]
-        found = {preset: [measure(shape, preset, length) for length in LENGTHS] for preset in PRESETS_SHOWN}
-        ratios = (
-            "/".join(f"{of_auto / pool.total:.1f}" for of_auto, pool in zip(auto, pools, strict=True))
-            for pools in found.values()
-        )
-        served = found[PRESETS_SHOWN[0]][1]
-        print(f"|{name}|{served.block_size:,}|{served.wasted:.1%}|{'|'.join(ratios)}|", flush=True)
-
-
-if __name__ == "__main__":
-    main()
