@@ -143,9 +143,10 @@ def test_drafts_leave_no_trace_if_they_are_rejected(config, shape, lengths, num_
     assert_offline(engine, [sequence])
 
 
-def test_drafts_over_splits():
-    """Queries of two blocks see anchors of several chunks of blocks."""
-    shape = Shape(num_heads=2, num_kv_heads=1, max_len=1300, error=1.0)
+@pytest.mark.parametrize("window", [None, 321])
+def test_drafts_over_splits(window):
+    """Queries of two blocks see anchors of several chunks of blocks; windows of some of them begin with a tile."""
+    shape = Shape(num_heads=2, num_kv_heads=1, max_len=1300, error=1.0, window=window)
     engine, sequence = Engine(AntKVConfig(), shape, Decoding, num_drafts=3), draw_request(shape, (1150, 6))
     engine.step([(sequence, 1150)])
     for num_new, sequence.num_rejected in ((4, 3), (4, 1), (2, 0)):
