@@ -1,5 +1,5 @@
 # make demo   serve the embedded model at 1 bit and ask it something (ARGS=--once: then stop)
-# make test   lint, type-check and test, in about twelve minutes on two cores
+# make test   lint, type-check and test, in about ten minutes on two cores
 # make test-long   the tests that take longer: every family of models, other processors and GPUs, several processes
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name

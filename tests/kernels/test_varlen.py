@@ -88,6 +88,7 @@ def run(engine: Engine, sequences: list, draw) -> None:
         torch.testing.assert_close(sequence.output, engine.offline(sequence), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(
     window=st.sampled_from([1, 2, 32, 100, 128]),

@@ -142,6 +142,7 @@ def test_asking_changes_no_answer_and_leaves_nothing_behind(engine: Engine, prom
     assert sum(report["sampled_attention"].values()) == pytest.approx(before + 1)
 
 
+@pytest.mark.long
 def test_an_engine_at_rest_does_not_wake_its_workers(
     engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_prompts_with_the_prefix_are_served_as_the_evaluator_computes_them(
         assert any(abs(logprob - float(expected[token])) > 0.02 for token, logprob in before.top_logprobs[0].items())
 
 
+@pytest.mark.long
 def test_the_same_where_blocks_are_found_in_the_cache(engine, asked, plain, alone) -> None:
     """Prompts that leave the prefix go first: blocks of their first tokens are there to be mistaken for others'."""
     for first, then, expected in (("trained", "untouched", plain["untouched"]), ("untouched", "trained", alone)):

@@ -140,7 +140,7 @@ def quantised(original: Path, folder: Path, **changes: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("where", ["config", "card"])
+@pytest.mark.parametrize("where", ["config", pytest.param("card", marks=pytest.mark.long)])
 def test_for_quantised_weights_the_original_is_taken(
     tiny_llama: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
