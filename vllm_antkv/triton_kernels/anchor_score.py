@@ -93,9 +93,10 @@ def _anchor_score_kernel(
     k_scores, v_scores = carried_scores(keys, keys < begin, begin - 1, request, pages, batch, shape)
     k_rows = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, keys < stop, request, pages, batch, shape)
     first = begin
-    # The next step may continue behind any of the last queries.
-    settled = tl.maximum(begin + 1, end - shape.score_slots + 1)
-    for upto in range(tl.minimum(settled, stop), stop + 1):
+    # The next step may continue behind any of the last queries. Of one, the compiler sees that there is no loop.
+    settled = stop if shape.score_slots == 1 else tl.minimum(tl.maximum(begin + 1, end - shape.score_slots + 1), stop)
+    for later in range(1 if shape.score_slots == 1 else stop + 1 - settled):
+        upto = settled + later
         k_votes, v_votes = count_votes(k_rows, keys, first, upto, request, scale, rows, tables, shape, BLOCK_M)
         k_scores += k_votes
         v_scores += v_votes
