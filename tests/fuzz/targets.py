@@ -67,24 +67,37 @@ def _good_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-#: (place as a share of the file or of its header, in the header?, bytes to leave out there, bytes to put there).
+#: (operation, place as a share of the file or of its header, in the header?, bytes).
 _EDITS = st.lists(
     st.tuples(
+        st.sampled_from(["overwrite", "insert", "delete", "flip", "cut", "double"]),
         st.floats(0, 1, exclude_max=True),
         st.booleans(),
-        st.integers(0, 16) | st.just(1 << 30),
-        st.binary(max_size=16) | st.sampled_from([b"0", b"9" * 20, b'"', b"{", b"]", b"\0", b"\xff", b'"k",' * 25]),
+        st.binary(min_size=1, max_size=16) | st.sampled_from([b"0", b"9" * 20, b'"', b"{", b"]", b"\0", b"\xff"]),
     ),
     min_size=1,
     max_size=4,
 )  # fmt: skip
 
 
-def _check_bytes(edits: list[tuple[float, bool, int, bytes]], path: Path) -> None:
-    content = bytearray(_good_bytes(path))
-    for share, in_header, length, new in edits:
-        at = int(share * (min(len(content), 2000) if in_header else len(content)))
-        content[at : at + length] = new
+def _check_bytes(edits: list[tuple[str, float, bool, bytes]], path: Path) -> None:
+    good = _good_bytes(path)
+    content = bytearray(good)
+    for operation, share, in_header, new in edits:
+        end = min(len(content), 2000) if in_header else len(content)
+        at = int(share * end)
+        if operation == "overwrite":
+            content[at : at + len(new)] = new
+        elif operation == "insert":
+            content[at:at] = new
+        elif operation == "delete":
+            del content[at : at + len(new)]
+        elif operation == "flip" and at < len(content):
+            content[at] ^= 1 << (new[0] % 8)
+        elif operation == "cut":
+            del content[at:]
+        elif operation == "double":
+            content[at:at] = content[at : at + 100]
     path.write_bytes(content)
     try:
         loaded = Codebook.load(path)

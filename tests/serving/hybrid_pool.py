@@ -1,7 +1,4 @@
-"""What a request takes of the pool in models of which some layers keep a state, as vLLM itself plans it.
-
-No weights and no GPU are needed.
-"""
+"""What a request takes of the pool in models of which some layers keep a state, as vLLM itself plans it."""
 
 import json
 import tempfile
@@ -91,13 +88,13 @@ def _coded(config: VllmConfig, preset: str) -> tuple[dict[str, KVCacheSpec], Mam
 
 
 def _state(config: VllmConfig) -> MambaSpec:
-    architecture = config.model_config.architecture
-    model_class, _ = ModelRegistry.resolve_model_cls(architecture, model_config=config.model_config)
+    model_config = config.model_config
+    model_class, _ = ModelRegistry.resolve_model_cls(model_config.architecture, model_config=model_config)
     return MambaSpec(
         shapes=model_class.get_mamba_state_shape_from_config(config),
         dtypes=model_class.get_mamba_state_dtype_from_config(config),
         block_size=config.cache_config.mamba_block_size,
         mamba_cache_mode="align",
         # Mamba-2 has a block more for a prompt that is being read.
-        num_prefill_checkpoint_blocks=int(has_mamba2(config.model_config.hf_text_config)),
+        num_prefill_checkpoint_blocks=int(has_mamba2(model_config.hf_text_config)),
     )

@@ -90,11 +90,10 @@ def process_serving(model: Path, log: Path, **options: str) -> Iterator[Server]:
             yield running
 
 
-def answer(url: str, prompt: list[int], **headers: str) -> list[int]:
+def answer(url: str, prompt: list[int]) -> list[int]:
     """Eight tokens."""
     body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    body["return_token_ids"] = True
-    response = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE)
+    response = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=PATIENCE)
     response.raise_for_status()
     tokens: list[int] = response.json()["choices"][0]["token_ids"]
     return tokens

@@ -13,18 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
-from tests.serving.server import MODEL_NAME, PRESET, serving
+from tests.serving.server import PRESET, answer, serving
 
 pytestmark = [pytest.mark.serving, pytest.mark.long]
-
-
-def answer(url: str, prompt: list[int]) -> list[int]:
-    """Eight tokens."""
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    response = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=PATIENCE)
-    response.raise_for_status()
-    tokens: list[int] = response.json()["choices"][0]["token_ids"]
-    return tokens
 
 
 def stored(url: str) -> dict[str, float]:

@@ -17,7 +17,7 @@ from vllm_antkv.presets import Preset
 GRADIENT_POWER = 1
 #: Least weight of a token, relative to the mean.
 _MIN_WEIGHT = 1e-4
-#: More would not change their mean squares by a percent.
+#: Four times as many gave SmolLM2 no smaller divergence.
 _TOKENS_OF_ERRORS = 4_096
 
 
