@@ -125,6 +125,7 @@ BFLOAT16_SHAPES = [
 ]
 
 
+@pytest.mark.long
 @settings(max_examples=10, deadline=None)
 @given(
     config=CONFIGS,

@@ -18,12 +18,16 @@ PRESET = "antkv-1bit"
 Start = Callable[..., Any]
 
 #: Settings whose results must not depend on scheduling, as those of `test_cuts.py`. prefill_reads_cache false may.
-ORDINARY = {
-    "log recency": {"recency": "log:8"},
-    "no recency": {"recency": "none", "prefix": 1},
-    "many anchors": {"anchor_share": 0.1, "anchor_dtype": "model", "recency": "sliding:100", "prefix": 20},
-    "codes alone": {"anchor_share": 0.0, "sinks": False, "recency": "none", "prefix": 0},
-}
+ORDINARY = [
+    pytest.param({"recency": "log:8"}, id="log recency"),
+    pytest.param({"recency": "none", "prefix": 1}, id="no recency", marks=pytest.mark.long),
+    pytest.param(
+        {"anchor_share": 0.1, "anchor_dtype": "model", "recency": "sliding:100", "prefix": 20},
+        id="many anchors",
+        marks=pytest.mark.long,
+    ),
+    pytest.param({"anchor_share": 0.0, "sinks": False, "recency": "none", "prefix": 0}, id="codes alone"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,7 @@ def test_codes_alone_differ_from_auto(alone: list[Completion], auto: list[Comple
         assert_all_same(alone, auto)
 
 
-@pytest.mark.parametrize("settings", ORDINARY.values(), ids=ORDINARY.keys())
+@pytest.mark.parametrize("settings", ORDINARY)
 def test_same_however_a_prompt_is_chunked_batched_or_cached(
     start_engine: Start, default: dict[str, Any], prompts: list[list[int]], settings: dict[str, Any]
 ) -> None:

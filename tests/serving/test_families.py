@@ -95,6 +95,7 @@ def test_layers_of_jamba_that_attend(start_engine: Start, tmp_path: Path) -> Non
     assert_served(start_engine, make_model(tmp_path / "model", "jamba", changes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model_type", "changes", "dtype", "preset"), KIND.values(), ids=KIND.keys())
 def test_kind(
     start_engine: Start, tmp_path: Path, model_type: str, changes: dict[str, Any], dtype: str, preset: str

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.serving
 BARE = AntKVConfig(anchor_share=0.0, recency="none", prefix=0, sinks=False)
 
 
+@pytest.mark.long
 def test_served_retrieval_agrees_with_offline(eager: None) -> None:
     card = ModelCard.read(str(ROOT / "models" / "retrieval"))
     prompts = make_prompts(card.tokenizer, ["pairs", "passkey"], [400], [0.0, 0.5], 6)

@@ -71,7 +71,7 @@ def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
 @pytest.mark.parametrize(
     ("method", "num_drafts", "settings"),
     [
-        ("ngram", 5, {"recency": "sliding:1024"}),
+        pytest.param("ngram", 5, {"recency": "sliding:1024"}, marks=pytest.mark.long),
         ("ngram", 5, {"anchor_share": 1.0, "anchor_dtype": "model"}),
         pytest.param("mtp", 1, {"anchor_share": 1.0, "anchor_dtype": "model"}, marks=pytest.mark.long),
     ],

@@ -58,6 +58,7 @@ def check(report: TasksReport) -> None:
     assert 1 <= report.answer_tokens <= CAP
 
 
+@pytest.mark.long
 def test_an_engine_of_its_own(run: TaskRun, eager: None) -> None:
     check_tasks(run)
     report = evaluate_tasks(ModelCard.read(str(EMBEDDED)), "antkv-1bit", AntKVConfig(), run)

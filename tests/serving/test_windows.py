@@ -101,7 +101,7 @@ def texts() -> list[list[int]]:
     return [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate((5, 127, 128, 300, 431, 700))]
 
 
-@pytest.mark.parametrize("windows", ["coded", "exact"])
+@pytest.mark.parametrize("windows", ["coded", pytest.param("exact", marks=pytest.mark.long)])
 def test_serves_what_the_evaluator_computes(
     start: Start, model: Path, texts: list[list[int]], auto: list[Completion], windows: str
 ) -> None:
