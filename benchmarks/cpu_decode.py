@@ -6,7 +6,6 @@ included. The engines take turns every few steps, and a ratio is the median over
 second is so for all of them.
 
     python -m benchmarks.cpu_decode                          # the table of docs/performance.md
-    python -m benchmarks.cpu_decode --contexts 1024 --batches 1 --rounds 1
     python -m benchmarks.cpu_decode --kernels avx512         # insists on kernels, as the setting of that name
     python -m benchmarks.cpu_decode --model FOLDER --dtype float32 --contexts 1024 2048 4096 8000
 """
@@ -15,20 +14,16 @@ import argparse
 import json
 import os
 import platform
-import re
 import statistics
 import tempfile
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks.cpu_engine import EngineProcess, Setting
-
-if TYPE_CHECKING:
-    import torch
 
 HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS = 128, 2, 4
 MAX_LEN = 33_000
@@ -39,52 +34,16 @@ TURNS, STEPS, WARM_UP = 8, 6, 2
 Measured = dict[str, list[Any]]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What decides how many bytes a cache has.
-
-    group: query heads per KV head.
-    windows: of every layer, None for one without.
-    max_len: tokens of the longest request.
-    """
-
-    head_size: int
-    num_kv_heads: int
-    group: int
-    windows: tuple[int | None, ...]
-    dtype: "torch.dtype"
-    max_len: int
-
-    @classmethod
-    def of(cls, model: Path, dtype: str) -> Self:
-        """Of a model's folder, computed in `dtype`; auto: the checkpoint's."""
-        import torch
-        from transformers import AutoConfig
-
-        from vllm_antkv.codebook import ModelIdentity
-        from vllm_antkv.layer_windows import layer_windows
-
-        config = AutoConfig.from_pretrained(model)
-        text, identity = config.get_text_config(), ModelIdentity.from_hf_config(config)
-        return cls(
-            identity.head_size,
-            identity.num_kv_heads,
-            identity.num_attention_heads // identity.num_kv_heads,
-            tuple(layer_windows(text)),
-            config.dtype if dtype == "auto" else getattr(torch, dtype),
-            min(MAX_LEN, text.max_position_embeddings),
-        )
-
-
 def main() -> None:
     """Run all sides in turns, print the table, write the JSON."""
+    from transformers import AutoConfig
+
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or _make_model(Path(folder), arguments.kv_cache_dtype, arguments.group)
-        shape = Shape.of(model, arguments.dtype)
-        options = {"max_model_len": shape.max_len, "dtype": str(shape.dtype).removeprefix("torch.")}
+        longest = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
+        options = {"max_model_len": min(MAX_LEN, longest), "dtype": arguments.dtype}
         options["additional_config"] = {"antkv": {"kernels": arguments.kernels}}
-        bandwidth = _memory_bandwidth()
         dtypes = {"auto": "auto", "fp8": "fp8", "antkv": arguments.kv_cache_dtype}
         if "avx512_f" not in processor()["instructions"]:
             print("Without fp8: vLLM has no FP8 cache on processors without AVX-512.")
@@ -96,14 +55,11 @@ def main() -> None:
             engine.decode(STEPS)
             engine.finish()
         settings = [Setting(context, batch) for context in arguments.contexts for batch in arguments.batches]
-        rows = [
-            _row(setting, _measure(sides, setting, arguments.rounds), arguments.kv_cache_dtype, shape, bandwidth)
-            for setting in tqdm(settings)
-        ]
+        rows = [_row(setting, _measure(sides, setting, arguments.rounds)) for setting in tqdm(settings)]
     report = {"kv_cache_dtype": arguments.kv_cache_dtype, "kernels": arguments.kernels}
-    report |= {"model": arguments.model and arguments.model.name, "dtype": options["dtype"]}
-    report |= {"group": shape.group}
-    report |= {"machine": processor() | {"cpus": os.cpu_count(), "bandwidth": bandwidth}, "rows": rows}
+    random = f"random weights, {arguments.group} query heads per KV head"
+    report |= {"model": arguments.model.name if arguments.model else random}
+    report |= {"dtype": arguments.dtype, "machine": processor() | {"cpus": os.cpu_count()}, "rows": rows}
     print(_table(report))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=2))
@@ -170,87 +126,39 @@ def _make_model(folder: Path, preset_name: str, group: int) -> Path:
 def _measure(sides: dict[str, EngineProcess], setting: Setting, rounds: int) -> dict[str, Measured]:
     """A setting, `rounds` times from its prompts on; who is first changes from turn to turn."""
     measured: dict[str, Measured] = {side: {"prefills": [], "turns": []} for side in sides}
-    names = list(sides)
-    for number in range(rounds):
-        for side in _from(names, number):
+    orders = cycle((list(sides), list(reversed(sides))))
+    for _ in range(rounds):
+        for side in next(orders):
             measured[side]["prefills"].append(sides[side].prefill(setting, TURNS * (STEPS + WARM_UP)))
-        for turn in range(TURNS):
-            for side in _from(names, turn):
+        for _ in range(TURNS):
+            for side in next(orders):
                 measured[side]["turns"].append(sides[side].decode(STEPS + WARM_UP)[WARM_UP:])
         for engine in sides.values():
             engine.finish()
     return measured
 
 
-def _from(names: list[str], first: int) -> list[str]:
-    first %= len(names)
-    return names[first:] + names[:first]
-
-
-def _memory_bandwidth() -> float:
-    """Bytes per second of reading 512 MiB with all threads, the best of five."""
-    import torch
-
-    data = torch.ones(128 << 20, dtype=torch.float32)
-    best = min(_seconds(data.sum) for _ in range(5))
-    return data.nbytes / best
-
-
-def _seconds(call: Any) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _kv_bytes(dtype: str, setting: Setting, shape: Shape) -> float:
-    """Bytes of the cache that a decode step reads."""
-    from vllm_antkv.cache.footprint import footprint
-    from vllm_antkv.cache.pages import PageLayout
-    from vllm_antkv.config import AntKVConfig
-    from vllm_antkv.presets import get_preset
-
-    heads = shape.num_kv_heads * setting.batch
-    if dtype in ("auto", "fp8"):
-        rows = sum(min(setting.context, window or setting.context) for window in shape.windows)
-        return heads * rows * shape.head_size * 2 * (shape.dtype.itemsize if dtype == "auto" else 1)
-    config = AntKVConfig()
-    layout = PageLayout.of(config, get_preset(dtype), shape.head_size, shape.dtype)
-    parts = footprint([layout] * len(shape.windows), config, setting.context, shape.windows)
-    return heads * (parts.codes + parts.anchors + parts.recency)
-
-
 def processor() -> dict[str, Any]:
-    """The model of this processor, its clock where known, its caches, and what matters of its instructions."""
+    """The model of this processor, and what matters of its instructions."""
     import torch
 
     has = torch.cpu.get_capabilities()
-    clocks = re.findall(r"cpu MHz\s*: ([\d.]+)", Path("/proc/cpuinfo").read_text())
     instructions = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16")
     return {
         "processor": has.get("cpu_name") or platform.processor() or platform.machine(),
-        "mhz": float(clocks[0]) if clocks else None,
         "instructions": [name for name in instructions if has.get(name)],
-        "l1d_bytes": has.get("l1d_cache_size"),
-        "l2_bytes": has.get("l2_cache_size"),
     }
 
 
-def _row(
-    setting: Setting, measured: dict[str, Measured], kv_cache_dtype: str, shape: Shape, bandwidth: float
-) -> dict[str, Any]:
+def _row(setting: Setting, measured: dict[str, Measured]) -> dict[str, Any]:
     row: dict[str, Any] = asdict(setting)
     turns = {side: [statistics.median(steps) for steps in found["turns"]] for side, found in measured.items()}
     for side in turns:
-        step = statistics.median(turns[side])
-        quartiles = statistics.quantiles(turns[side])
-        kv_bytes = _kv_bytes(kv_cache_dtype if side == "antkv" else side, setting, shape)
+        first, median, third = statistics.quantiles(turns[side])
         row[side] = {
-            "step_seconds": step,
-            "step_spread": quartiles[2] - quartiles[0],
-            "tokens_per_second": setting.batch / step,
+            "step_seconds": median,
+            "step_spread": third - first,
             "prefill_seconds": min(measured[side]["prefills"]),
-            "kv_bytes": kv_bytes,
-            "share_of_bandwidth": kv_bytes / step / bandwidth,
         }
     for side in turns.keys() - {"auto"}:
         ratios = [auto / other for auto, other in zip(turns["auto"], turns[side], strict=True)]
@@ -265,22 +173,18 @@ def _row(
 
 def _table(report: dict[str, Any]) -> str:
     machine, rows = report["machine"], report["rows"]
-    clock = f" at {machine['mhz'] / 1000:.1f} GHz" if machine["mhz"] else ""
-    caches = [f"{machine[f'{level}_bytes'] // 1024} KiB of {level.upper()}" for level in ("l1d", "l2")]
     sides = [name for name, side in rows[0].items() if isinstance(side, dict)]
     others = sides[1:]
     columns = [
         *("context", "batch"),
         *(f"{side}: ms per step" for side in sides),
         *(f"{side}: tokens/s against auto" for side in others),
-        *("auto: KV MB read", "antkv: KV MB read"),
         *(f"{side}: prefill time against auto" for side in others),
     ]
     lines = [
         f"{report['kv_cache_dtype']} (kernels: {report['kernels']}) against vLLM's own caches; "
-        f"{report['model'] or 'random weights'} in {report['dtype']}, {report['group']} query heads per KV head.",
-        f"{machine['processor']}{clock} ({', '.join(machine['instructions'])}), {machine['cpus']} CPUs with "
-        f"{' and '.join(caches)} each, {machine['bandwidth'] / 1e9:.1f} GB/s.",
+        f"{report['model']}; dtype {report['dtype']}.",
+        f"{machine['processor']} ({', '.join(machine['instructions'])}), {machine['cpus']} CPUs.",
         "",
         f"| {' | '.join(columns)} |",
         "|---:" * len(columns) + "|",
@@ -290,7 +194,6 @@ def _table(report: dict[str, Any]) -> str:
             *(row["context"], row["batch"]),
             *(f"{row[side]['step_seconds'] * 1e3:.2f} ± {row[side]['step_spread'] * 5e2:.2f}" for side in sides),
             *(_with_quartiles(row[side]) for side in others),
-            *(f"{row[side]['kv_bytes'] / 1e6:.1f}" for side in ("auto", "antkv")),
             *(f"{row[side]['prefill_ratio']:.2f}" for side in others),
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
