@@ -6,7 +6,6 @@ included. The engines take turns every few steps, and a ratio is the median over
 second is so for all of them.
 
     python -m benchmarks.cpu_decode                          # the table of docs/performance.md
-    python -m benchmarks.cpu_decode --kernels avx512         # insists on kernels, as the setting of that name
     python -m benchmarks.cpu_decode --model FOLDER --dtype float32 --contexts 1024 2048 4096 8000
 """
 
@@ -29,9 +28,6 @@ HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS = 128, 2, 4
 MAX_LEN = 33_000
 #: Turns of each engine for a setting, and decode steps of a turn after those that only warm up.
 TURNS, STEPS, WARM_UP = 8, 6, 2
-
-#: What was measured of a side: seconds of each prefill, and of the steps of each turn.
-Measured = dict[str, list[Any]]
 
 
 def main() -> None:
@@ -56,9 +52,8 @@ def main() -> None:
             engine.finish()
         settings = [Setting(context, batch) for context in arguments.contexts for batch in arguments.batches]
         rows = [_row(setting, _measure(sides, setting, arguments.rounds)) for setting in tqdm(settings)]
-    report = {"kv_cache_dtype": arguments.kv_cache_dtype, "kernels": arguments.kernels}
-    random = f"random weights, {arguments.group} query heads per KV head"
-    report |= {"model": arguments.model.name if arguments.model else random}
+    name = arguments.model.name if arguments.model else f"random weights, {arguments.group} query heads per KV head"
+    report = {"kv_cache_dtype": arguments.kv_cache_dtype, "kernels": arguments.kernels, "model": name}
     report |= {"dtype": arguments.dtype, "machine": processor() | {"cpus": os.cpu_count()}, "rows": rows}
     print(_table(report))
     if arguments.json:
@@ -123,9 +118,9 @@ def _make_model(folder: Path, preset_name: str, group: int) -> Path:
     return folder
 
 
-def _measure(sides: dict[str, EngineProcess], setting: Setting, rounds: int) -> dict[str, Measured]:
-    """A setting, `rounds` times from its prompts on; who is first changes from turn to turn."""
-    measured: dict[str, Measured] = {side: {"prefills": [], "turns": []} for side in sides}
+def _measure(sides: dict[str, EngineProcess], setting: Setting, rounds: int) -> dict[str, dict[str, list[Any]]]:
+    """Of each side, seconds of each prefill and of the steps of each turn; who is first changes from turn to turn."""
+    measured: dict[str, dict[str, list[Any]]] = {side: {"prefills": [], "turns": []} for side in sides}
     orders = cycle((list(sides), list(reversed(sides))))
     for _ in range(rounds):
         for side in next(orders):
@@ -150,7 +145,7 @@ def processor() -> dict[str, Any]:
     }
 
 
-def _row(setting: Setting, measured: dict[str, Measured]) -> dict[str, Any]:
+def _row(setting: Setting, measured: dict[str, dict[str, list[Any]]]) -> dict[str, Any]:
     row: dict[str, Any] = asdict(setting)
     turns = {side: [statistics.median(steps) for steps in found["turns"]] for side, found in measured.items()}
     for side in turns:

@@ -30,9 +30,8 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3, help="Tokens that are drafted in a step.")
     given = parser.parse_args()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    spawn = multiprocessing.get_context("spawn")
     print("| cache | accepted | tokens/s without | with | ratio |\n|---|---:|---:|---:|---:|", flush=True)
-    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as fresh:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as fresh:
         for dtype in given.kv_cache_dtypes:
             plain, _ = fresh.submit(answer, given, dtype, 0).result()
             speed, accepted = fresh.submit(answer, given, dtype, given.drafts).result()

@@ -32,9 +32,11 @@ def with_layers_mixed(job: Job, learned: Mapping[str, Codebook], work: Workspace
     if not job.parts:
         return [learned[preset.name] for preset in job.presets]
     measured = list(dict.fromkeys(part for parts in job.parts.values() for part in parts))
+    books = [learned[part.name] for part in measured]
     windows = split(job.windows)[0][:_MEASURED_WINDOWS]
-    with job.model_again(work.folder / "weights") as model, progress_bar("Measuring layers", len(windows)) as progress:
-        divergences = layer_divergences(model, [learned[part.name] for part in measured], windows, progress.update)
+    num_steps = len(windows) * books[0].header.model.num_layers
+    with job.model_again(work.folder / "weights") as model, progress_bar("Measuring layers", num_steps) as progress:
+        divergences = layer_divergences(model, books, windows, progress.update)
     found = {part.name: divergences[:, number] for number, part in enumerate(measured)}
     return [
         _mixed(preset, [learned[part.name] for part in job.parts[preset.name]], found)

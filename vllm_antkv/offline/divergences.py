@@ -34,21 +34,22 @@ def layer_divergences(
         model: frozen, in evaluation mode.
         books: of one preset each, all with the same `k_scale`.
         windows: (num_windows, seq_len) int64.
-        advance: called after every window.
+        advance: called after every layer of every window.
 
     Returns:
         (num_layers, num_books) float64, nats per token.
     """
     found = np.zeros((books[0].header.model.num_layers, len(books)))
     for window in windows.to(model.device):
-        with _measured(model, books, len(window), found), torch.enable_grad():
+        with _measured(model, books, len(window), found, advance), torch.enable_grad():
             loss_of(model, window).backward()
-        advance()
     return found / windows.numel()
 
 
 @contextmanager
-def _measured(model: PreTrainedModel, books: Sequence[Codebook], num_tokens: int, found: np.ndarray) -> Iterator[None]:
+def _measured(
+    model: PreTrainedModel, books: Sequence[Codebook], num_tokens: int, found: np.ndarray, advance: Callable[[], object]
+) -> Iterator[None]:
     """While open, every backward pass adds to `found`, in nats."""
     methods = [_method(book) for book in books]
     with watched_run(model, methods[0], num_tokens) as run:
@@ -64,6 +65,7 @@ def _measured(model: PreTrainedModel, books: Sequence[Codebook], num_tokens: int
                 for number, method in enumerate(methods):
                     moved = attend_window(window, method, run.sinks_seen(window)) - output
                     found[window.layer, number] += (gradient * moved).sum((-2, -1)).square().sum().item() / 2
+                advance()
 
             attended.output.register_hook(on_gradient)
 

@@ -164,8 +164,10 @@ class OneLayer:
 
 
 def test_what_a_layer_costs_is_close_to_the_divergence_when_it_alone_is_coded(books, model, windows) -> None:
-    found = divergences_module.layer_divergences(model, books, windows, lambda: None)
+    steps: list[None] = []
+    found = divergences_module.layer_divergences(model, books, windows, lambda: steps.append(None))
     assert found.shape == (3, 4)
+    assert len(steps) == 3 * len(windows)
     assert (found[0] > 10 * found[1:]).all(), "the other layers hardly count"
     assert (np.diff(found[0]) > 0).all(), "fewer bits, more divergence"
     for layer in (1, 2):  # little enough that the second order is all

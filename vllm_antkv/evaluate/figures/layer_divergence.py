@@ -18,7 +18,7 @@ def numbers(scene: Scene) -> dict[str, Any]:
     books = [book for book in map(Codebook.load, paths) if book.header.layers is None]
     if not books:
         raise CodebookError("All codebooks here mix presets: layer-divergence needs one made with --bits uniform.")
-    steps = iter(track(range(len(scene.windows)), "layer-divergence"))
+    steps = iter(track(range(len(scene.windows) * scene.card.identity.num_layers), "layer-divergence"))
     found = layer_divergences(scene.model, books, scene.windows, lambda: next(steps, None))
     return {"divergence": {book.preset.name: found[:, number].tolist() for number, book in enumerate(books)}}
 
