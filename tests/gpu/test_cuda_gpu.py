@@ -3,7 +3,7 @@
 import pytest
 
 from tests.gpu.on_device import DEVICE, OnDevice
-from tests.kernels.cuda_emulation.cases import LAYERS, assert_decoded, decode_from
+from tests.kernels.cuda_emulation.cases import LAYERS, assert_decoded, assert_drafts_are_as_single_tokens, decode_from
 from tests.kernels.engine import Engine, draw_sequence
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import cuda, cuda_backend
@@ -41,14 +41,18 @@ def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape):
     assert_decoded(engine, sequences, prompts, 4)
 
 
+@pytest.mark.parametrize("shape", [shape for shape, _ in LAYERS], ids=str)
+def test_drafts_get_the_bits_of_single_tokens(monkeypatch, shape):
+    monkeypatch.setattr(cuda, "SPLIT", 256)
+    assert_drafts_are_as_single_tokens(shape, on_device)
+
+
 def test_machine_code_is_compiled_once_for_a_source_and_an_architecture(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda_backend, "user_cache_path", lambda name: tmp_path)
-    layer = Build(64, 3, 4, 256, bfloat16=False, fp8=False, bulk=True)
+    layer = Build(64, 3, 4, 256, bfloat16=False, bulk=True)
     first = cuda_backend.cubin("encode_store", layer, "sm_90")
     written = first.stat().st_mtime_ns
     assert cuda_backend.cubin("encode_store", layer, "sm_90") == first
     assert first.stat().st_mtime_ns == written
     assert cuda_backend.cubin("encode_store", layer, "sm_80") != first
-    assert (
-        cuda_backend.cubin("encode_store", Build(64, 3, 8, 256, bfloat16=False, fp8=False, bulk=True), "sm_90") != first
-    )
+    assert cuda_backend.cubin("encode_store", Build(64, 3, 8, 256, bfloat16=False, bulk=True), "sm_90") != first

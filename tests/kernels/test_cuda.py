@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 from tests.kernels import engine as engine_module
 from tests.kernels.anchor_bytes import assert_reads_every_byte
 from tests.kernels.cuda_emulation.backend import EmulatedBackend, decoding, library, needs_emulation, operations
-from tests.kernels.cuda_emulation.cases import BFLOAT16, FLOAT16, LAYERS, assert_decoded, decode_from
+from tests.kernels.cuda_emulation.cases import (
+    BFLOAT16,
+    FLOAT16,
+    LAYERS,
+    assert_decoded,
+    assert_drafts_are_as_single_tokens,
+    decode_from,
+)
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.guarded import guarding
-from tests.kernels.test_drafts import AT_THE_EDGE, EDGE, draw_request
 from tests.kernels.test_operations import CONFIGS
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
@@ -136,15 +142,9 @@ def test_who_else_is_served_changes_no_bit(chunk):
     assert torch.equal(*outputs)
 
 
-def test_drafts_are_left_to_others_and_leave_no_trace():
-    """Beside single tokens, whose votes are counted where rejected ones can be taken back."""
-    engine = Engine(AntKVConfig(anchor_share=0.05), SMALL, operations(), num_drafts=3)
-    other, sequence = draw_sequence(1, 120 + len(AT_THE_EDGE), SMALL), draw_request(SMALL, EDGE)
-    engine.step([(other, 120), (sequence, EDGE[0])])
-    for num_new, sequence.num_rejected in AT_THE_EDGE:
-        engine.step([(other, 1), (sequence, num_new)])
-    assert_decoded(engine, [sequence], [EDGE[0]], EDGE[1])
-    assert_decoded(engine, [other], [120], len(AT_THE_EDGE))
+def test_drafts_get_the_bits_of_single_tokens_and_leave_no_trace(monkeypatch):
+    monkeypatch.setattr(cuda, "SPLIT", 256)
+    assert_drafts_are_as_single_tokens(SMALL, operations())
 
 
 def test_requests_that_a_graph_is_padded_with_are_left_alone():

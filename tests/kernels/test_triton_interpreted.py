@@ -181,7 +181,7 @@ def test_warming_up_tunes_decoding_on_a_decode_step(monkeypatch, num_drafts):
     """The first launch is the one that tunes: with a prompt, every program would return at once."""
     query_lens = []
 
-    def recorded(rows, output, partial_output, partial_lse, pages, tables, batch, shape, scale, singles):
+    def recorded(rows, output, partial_output, partial_lse, pages, tables, batch, shape, scale):
         query_lens.append(batch.query_start_loc.diff().tolist())
 
     monkeypatch.setattr(warm_up, "_PROMPT", 140)

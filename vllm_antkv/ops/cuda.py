@@ -115,12 +115,13 @@ class CudaOperations:
         self._has_anchors = layer.config.anchor_rows > 0
         # The kernels count votes of queries that see the keys of their block exactly, and that nobody rejects.
         sees_keys = self._has_anchors and sees_own_block(layer.last_query)
-        self._votes = sees_keys and layer.recency.score_slots == 1
+        self._score_slots = layer.recency.score_slots
+        self._votes = sees_keys and self._score_slots == 1
         # The structure holds addresses: these tensors must live as long.
         self._tensors = {name: tensor.contiguous() for name, tensor in tables_of(layer, self._build).items()}
         self._layer = layer_argument(layer, self._tensors, self._build, self._split)
         self._workers = max(self._backend.multiprocessors // len(layer.k_centroids), 1)
-        self._pool_splits = len(layer.vq.k_codes) * VQ_BLOCK_SIZE // self._split
+        self._pool_splits = self._score_slots * (len(layer.vq.k_codes) * VQ_BLOCK_SIZE // self._split)
         # As much as any step will take.
         self._partials(layer.max_num_reqs, len(layer.last_query))
 
@@ -158,20 +159,20 @@ class CudaOperations:
         )
 
     def _attend(self, rows: StepRows, output: torch.Tensor, step: Step, votes: bool) -> None:
-        """Longer queries are Triton's; single tokens beside them get the bits that they get alone."""
-        if step.max_query_len > 1:
-            self._triton.attend(rows, output, step, singles=False)
+        """Longer queries are Triton's; single tokens and drafts beside them get the bits that they get alone."""
+        if step.max_query_len > self._score_slots:
+            self._triton.attend(rows, output, step, fewest=self._score_slots + 1)
         if step.num_reqs:
             self._decode(rows, output, step, votes)
 
     def _decode(self, rows: StepRows, output: torch.Tensor, step: Step, votes: bool) -> None:
         num_kv_heads, is_sink = rows.key.shape[1], rows.is_sink
-        partials, request_splits = self._partials(step.num_reqs, step.max_seq_len)
+        partials, query_splits = self._partials(step.num_reqs, step.max_seq_len)
         capacity = len(partials)
         results = ResultsArgument(
             rows_argument(output),
             partials.data_ptr(),
-            request_splits.data_ptr(),
+            query_splits.data_ptr(),
             capacity,
             is_sink.data_ptr() if votes and is_sink is not None else None,
             votes,
@@ -195,24 +196,25 @@ class CudaOperations:
         self._backend.launch(
             build,
             "antkv_merge",
-            (step.num_reqs, num_kv_heads),
+            (step.num_reqs * self._score_slots, num_kv_heads),
             build.merge_threads,
             0,
             (self._layer, step_argument(step), results),
         )
 
     def _partials(self, num_reqs: int, max_seq_len: int) -> list[torch.Tensor]:
-        """Scratch for what the splits leave to be merged, and where each request's start.
+        """Scratch for what the splits leave to be merged, and where each query's start.
 
         All sequences together are rarely longer than the pool, even where they share blocks. Where they are, the
         kernels make do with it (csrc/cuda/split_scheduler.cuh).
         """
-        capacity = min(num_reqs * -(-max_seq_len // self._split), num_reqs + self._pool_splits)
+        num_queries = num_reqs * self._score_slots
+        capacity = min(num_queries * -(-max_seq_len // self._split), num_queries + self._pool_splits)
         shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)
-        return self._scratch((shape, torch.float32), ((num_reqs, 2), torch.int32))
+        return self._scratch((shape, torch.float32), ((num_queries, 2), torch.int32))
 
 
 def _triton(layer: LayerState) -> "TritonOperations":
     from vllm_antkv.ops.triton import TritonOperations
 
-    return TritonOperations(layer, decodes=layer.recency.score_slots > 1)
+    return TritonOperations(layer, decodes=False)

@@ -29,7 +29,7 @@ class LayerArgument(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
         *((name, ctypes.c_int32) for name in ("num_kv_heads", "rotary_dim", "is_neox_style", "rotary_rows")),
         *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "split", "staged_bytes")),
-        ("num_blocks", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("num_blocks", "score_slots")),
     ]
 
 
@@ -38,7 +38,7 @@ class ResultsArgument(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("output", RowsArgument),
-        *((name, ctypes.c_void_p) for name in ("partials", "request_splits")),
+        *((name, ctypes.c_void_p) for name in ("partials", "query_splits")),
         ("capacity", ctypes.c_int64),
         ("is_sink", ctypes.c_void_p),
         ("votes", ctypes.c_int32),
@@ -80,6 +80,7 @@ def layer_argument(layer: LayerState, tables: dict[str, torch.Tensor], build: Bu
         split=split,
         staged_bytes=2 * VQ_BLOCK_SIZE * build.code_bytes + (anchor_bytes(layer) if build.staged_rows else 0),
         num_blocks=len(layer.vq.k_codes),
+        score_slots=layer.recency.score_slots,
     )
 
 

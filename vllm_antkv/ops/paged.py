@@ -107,14 +107,14 @@ class ReferenceOperations:
         kept = scores[:, :, : len(positions)].permute(2, 1, 0)[real].float()
         self._layer.recency.scores[pages[real], :, slot, offsets[real]] = kept
 
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step, singles: bool = True) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: Step, fewest: int = 1) -> None:
         """See `LayerOperations`.
 
-        singles: from requests with one new token, too; else their rows may hold anything.
+        fewest: new tokens of a request; rows of those with fewer may hold anything.
         """
         rules, weights = self._layer.rules, self._layer.jensen_weights.to(self._dtype)
         for request in step_requests(step):
-            if request.end - request.start == 1 and not singles:
+            if request.end - request.start < fewest:
                 continue
             num_blocks = -(-request.end // VQ_BLOCK_SIZE)
             # Blocks that no query of the step sees are gone.

@@ -94,12 +94,12 @@ class TritonOperations:
         layer = self._layer
         return layer.counters.anchor_rows(2 * self._shape.num_kv_heads) if layer.counts_rows else None
 
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step, singles: bool = True) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: Step, fewest: int = 1) -> None:
         """See `ReferenceOperations`."""
         check_heads(output)
         if step.max_query_len > self._shape.score_slots:
             self._prefill(rows, output, step)
-        if not singles and self._shape.score_slots == 1:
+        if fewest > self._shape.score_slots:
             return
         partial_output, partial_lse = self._partials(step.num_reqs, step.max_seq_len)
         decode(
@@ -112,7 +112,6 @@ class TritonOperations:
             _batch(step),
             self._shape,
             self._layer.rules.scale,
-            singles,
         )
 
     def _prefill(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:

@@ -36,7 +36,6 @@ def decode(
     batch: Batch,
     shape: Shape,
     scale: float,
-    singles: bool,
 ) -> None:
     """Attend from the requests that have at most `score_slots` new tokens.
 
@@ -46,13 +45,11 @@ def decode(
             splits.
         partial_lse: (num_reqs, score_slots, num_heads, num_splits) float32 scratch.
         scale: multiplies the logits.
-        singles: also from those with one.
     """
     num_reqs, score_slots, num_heads, num_splits = partial_lse.shape
     num_blocks = (score_slots - 2) // shape.block_size + 2
-    fewest = 1 if singles else 2
     _decode_kernel[(num_reqs * num_blocks, shape.num_kv_heads, num_splits)](
-        rows, partial_output, partial_lse, pages, tables, batch, num_splits, scale, shape, fewest, num_blocks
+        rows, partial_output, partial_lse, pages, tables, batch, num_splits, scale, shape, num_blocks
     )
     _merge_kernel[(num_reqs * score_slots, num_heads)](
         output,
@@ -63,7 +60,6 @@ def decode(
         batch,
         num_splits,
         shape,
-        fewest,
         num_warps=4,
     )
 
@@ -80,7 +76,6 @@ def _decode_kernel(
     num_splits: tl.tensor,
     scale: tl.tensor,
     shape: tl.constexpr,
-    FEWEST: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
@@ -88,7 +83,7 @@ def _decode_kernel(
     index, head, split = tl.program_id(0) // NUM_BLOCKS, tl.program_id(1), tl.program_id(2)
     first_row = tl.load(batch.query_start_loc + index)
     num_new = tl.load(batch.query_start_loc + index + 1) - first_row
-    if (num_new < FEWEST) | (num_new > shape.score_slots):
+    if num_new > shape.score_slots:
         return
     start = tl.load(batch.seq_lens + index) - num_new
     own_block = start // shape.block_size + tl.program_id(0) % NUM_BLOCKS
@@ -168,7 +163,6 @@ def _merge_kernel(
     batch: Batch,
     num_splits: tl.tensor,
     shape: tl.constexpr,
-    FEWEST: tl.constexpr,
 ) -> None:
     """Merge the splits of one (query of a request, head). Their LSE is in powers of two."""
     num_heads: tl.constexpr = shape.num_kv_heads * shape.group
@@ -176,7 +170,7 @@ def _merge_kernel(
     request = query // shape.score_slots
     first_row = tl.load(batch.query_start_loc + request)
     num_new = tl.load(batch.query_start_loc + request + 1) - first_row
-    if (num_new < FEWEST) | (num_new > shape.score_slots) | (query % shape.score_slots >= num_new):
+    if (num_new > shape.score_slots) | (query % shape.score_slots >= num_new):
         return
     token = first_row + query % shape.score_slots
     channels = tl.arange(0, shape.head_pad)

@@ -1,8 +1,13 @@
 """Layers and schedules that the CUDA kernels are tested on, emulated and on a GPU."""
 
+from collections.abc import Callable
+
 import torch
 
-from tests.kernels.engine import Engine, Sequence, Shape
+from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
+from tests.kernels.test_drafts import AT_THE_EDGE, EDGE, draw_request
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.ops.layer import LayerOperations, LayerState
 
 FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 
@@ -38,3 +43,18 @@ def assert_decoded(engine: Engine, sequences: list[Sequence], prompts: list[int]
         decoded = slice(prompt, prompt + num_steps)
         expected = engine.offline(sequence)[decoded]
         torch.testing.assert_close(sequence.output[decoded].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_drafts_are_as_single_tokens(shape: Shape, build: Callable[[LayerState], LayerOperations]) -> None:
+    """At the edge of a block and of a split of 256: not all queries of a step have as many splits."""
+    lengths, outputs = (EDGE[0] + 128, EDGE[1]), []
+    for steps in (AT_THE_EDGE, [(1, 0)] * EDGE[1]):
+        engine = Engine(AntKVConfig(anchor_share=0.05), shape, build, num_drafts=3)
+        other, sequence = draw_sequence(1, 120 + len(steps), shape), draw_request(shape, lengths)
+        engine.step([(other, 120), (sequence, lengths[0])])
+        for num_new, sequence.num_rejected in steps:
+            engine.step([(other, 1), (sequence, num_new)])
+        assert_decoded(engine, [sequence], [lengths[0]], lengths[1])
+        assert_decoded(engine, [other], [120], len(steps))
+        outputs.append(sequence.output[lengths[0] :])
+    assert torch.equal(*outputs)

@@ -1,5 +1,5 @@
-// Attention of single queries to the cache: one CTA per multiprocessor has the centroids of a KV head at hand and walks
-// the splits of all requests; `antkv_merge` joins the splits of a request by their log-sum-exp.
+// Attention of single tokens and drafts to the cache: one CTA per multiprocessor has the centroids of a KV head at hand and
+// walks the splits of all queries; `antkv_merge` joins the splits of a query by their log-sum-exp.
 //
 // Angles are linear in the position, so the query is rotated back by the first position of a span of tokens, and decoded
 // K rows are rotated by their offsets in it alone. A warp always has the same offsets: their cosines stay in registers.
@@ -117,7 +117,7 @@ ANTKV_DEVICE void leave_logits(const Tile& tile, Span& span) {
     }
 }
 
-// Join the warps, a few queries at a time: that is what shared memory has room for. The only split of a request is its
+// Join the warps, a few queries of the group at a time: that is what shared memory has room for. An only split is the
 // output.
 ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const SplitDesc& desc, const Sums& sums,
                               Lane lane, int warp) {
@@ -227,14 +227,15 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     }
 }
 
-// Grid: (num_reqs, num_kv_heads); a thread per query of the group and channel, or as many as a CTA can have.
+// Grid: (num_reqs * score_slots, num_kv_heads); a thread per query of the group and channel, or as many as a CTA can have.
 constexpr int kMergeThreads = smaller(kGroup * kHeadSize, 1024);
 ANTKV_KERNEL(kMergeThreads)
 antkv_merge(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, ANTKV_ARGUMENT(Results) results) {
-    const int request = (int)blockIdx.x, head = (int)blockIdx.y;
-    // Whether there is anything in `request_splits`.
-    if (num_splits_of(layer, step, request) == 0) return;
-    const RequestSplits splits = results.request_splits[request];
+    const int head = (int)blockIdx.y;
+    const Query query(layer, step, (int)blockIdx.x);
+    // Whether there is anything in `query_splits`.
+    if (query.length == 0) return;
+    const QuerySplits splits = results.query_splits[blockIdx.x];
     if (splits.num_splits == 1) return;
     const float* first = partial_at(layer, results, splits.item, head);
     const i64 stride = (i64)layer.num_kv_heads * kPartial;
@@ -248,6 +249,6 @@ antkv_merge(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, ANTKV_ARGUME
             total += weight * totals[i * stride];
             result += weight * first[i * stride + at];
         }
-        write_output(results, step.query_start_loc[request], head, q, at % kHeadSize, result / total);
+        write_output(results, query.row, head, q, at % kHeadSize, result / total);
     }
 }

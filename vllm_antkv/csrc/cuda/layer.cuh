@@ -38,6 +38,7 @@ struct Layer {
     i32 split;                                  // tokens of a split, whatever the batch
     i32 staged_bytes;                           // of a page that decoding brings at once: its codes, or all of it
     i32 num_blocks;                             // pages of codes; of recent rows there are no more
+    i32 score_slots;                            // one more than there are drafts in a step
 };
 
 // What a step computes; see vllm_antkv/ops/step.py. Table strides are in entries.
@@ -53,8 +54,8 @@ struct Rows {
     ANTKV_DEVICE u16* at(i64 token, int head) const { return data + token * stride + (i64)head * kHeadSize; }
 };
 
-// Where a request's partial results start, and how many there are.
-struct RequestSplits {
+// Where a query's partial results start, and how many there are.
+struct QuerySplits {
     i32 item, num_splits;
 };
 
@@ -62,7 +63,7 @@ struct RequestSplits {
 struct Results {
     Rows output;
     float* partials;  // (capacity, num_kv_heads, kPartial): of the items of `SplitScheduler`
-    RequestSplits* request_splits;  // (num_reqs)
+    QuerySplits* query_splits;  // (num_reqs, score_slots)
     i64 capacity;
     const u8* is_sink;  // (num_tokens) of 0 and 1, or null; for votes
     i32 votes;          // add those of single tokens on their own blocks to the scores

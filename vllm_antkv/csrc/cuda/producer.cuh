@@ -195,33 +195,34 @@ struct Ring {
 ANTKV_DEVICE void produce_split(Ring& ring, const SplitScheduler& scheduler, int item) {
     const Inputs& in = ring.in;
     const Lane lane = ring.lane;
-    const int length = in.step.seq_lens[scheduler.request], query_row = in.step.query_start_loc[scheduler.request];
+    const Query own(in.layer, in.step, scheduler.query);
+    const int position = own.length - 1;
     const int begin = scheduler.split * in.layer.split;
-    const int end = scheduler.split + 1 == scheduler.num_splits ? length : begin + in.layer.split;
+    const int end = scheduler.split + 1 == scheduler.num_splits ? own.length : begin + in.layer.split;
     if (in.head == 0 && scheduler.split == 0 && lane.index == 0)
-        in.results.request_splits[scheduler.request] = {item, scheduler.num_splits};
-    const Plain plain(in, query_row, lane);
-    RotatedQuery query = rotate_back(in, begin, query_row, lane);
+        in.results.query_splits[scheduler.query] = {item, scheduler.num_splits};
+    const Plain plain(in, own.row, lane);
+    RotatedQuery query = rotate_back(in, begin, own.row, lane);
     const RotationBy by_half(in.layer, 16, lane), by_rest(in.layer, kSpan - 16, lane);
     for (int token = begin; token < end; token += kSpan, ring.at.advance()) {
         const bool is_last = token + kSpan >= end;
         const int num_pages = smaller((end - token + kBlockSize - 1) / kBlockSize, kSpanPages);
         const u8* page = nullptr;
         if (lane.index < num_pages)
-            page = vq_page(in.layer, in.step, scheduler.request, in.head, token / kBlockSize + lane.index);
-        const u32 exact = find_exact(in.layer.last_query, token, end, length - 1, lane);
+            page = vq_page(in.layer, in.step, own.request, in.head, token / kBlockSize + lane.index);
+        const u32 exact = find_exact(in.layer.last_query, token, end, position, lane);
         Span& span = ring.acquire_slot();
-        produce_pages(in, span, page, num_pages, query_row, ring.full(), lane);
+        produce_pages(in, span, page, num_pages, own.row, ring.full(), lane);
         plain.write(span, lane);
         write_query(query, span.query[0], lane);
         by_half.apply(query);
         write_query(query, span.query[1], lane);
         by_rest.apply(query);
         write_exact(exact, span.exact, lane);
-        if (is_last && is_voted_on(in, end, length - 1)) ring.due |= 1u << ring.at.slot;
+        if (is_last && is_voted_on(in, end, position)) ring.due |= 1u << ring.at.slot;
         if (lane.index < kSpanPages) span.pages_at[lane.index] = page;
         if (lane.index == 0)
-            span.desc = {token, end, length - 1, is_last, query_row, scheduler.request, item, scheduler.num_splits};
+            span.desc = {token, end, position, is_last, own.row, own.request, item, scheduler.num_splits};
         sync_warp();
         if (lane.index == 0) arrive(ring.full());
     }

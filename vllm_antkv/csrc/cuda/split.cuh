@@ -71,7 +71,7 @@ struct alignas(16) SplitDesc {
     i32 position;         // of the query
     i32 is_last;          // of the split
     i32 query_row, request;  // row of the query in the step's tensors, whose it is
-    i32 item, num_splits; // the split's number in `Results`; of the request
+    i32 item, num_splits; // the split's number in `Results`; of the query
 };
 constexpr int kNoMore = -1;
 
