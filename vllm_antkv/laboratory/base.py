@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.offline.method import AnchorScope, Method, Quantiser
+from vllm_antkv.offline.retention import Retention, shared, sliding
 
 
 class CountedQuantiser(Quantiser, Protocol):
@@ -63,10 +64,28 @@ class MethodRequest:
     sample: Sample | None = None
     anchor_scope: AnchorScope = "block"
 
-    @property
-    def recency_name(self) -> str:
-        """What methods of the literature keep, for the settings of a figure."""
-        return "own" if self.own_recency else self.config.recency
+    def retention(self, window: int = 1, first: int = 0, learn: int = 0) -> Retention:
+        """The recency that all methods share, or the paper's; the first `learn` tokens are learned from."""
+        if not self.own_recency:
+            recent, first = shared(self.config), 0
+        else:
+            recent = sliding(window)
+        return Retention(recent, recent, first=first, learn=learn)
+
+    def rounded(
+        self, name: str, quantiser: Callable[[int], Quantiser], retention: Retention, **provenance: Any
+    ) -> Method:
+        """A method called `...-Nbit`, which rounds to so many bits."""
+        bits = int(name.removesuffix("bit").rpartition("-")[2])
+        recency = "own" if self.own_recency else self.config.recency
+        return Method(
+            name=name,
+            nominal_bits=bits,
+            config=self.config,
+            quantiser=quantiser(bits),
+            retention=retention,
+            provenance={"recency": recency, **provenance},
+        )
 
 
 #: Builds the method called `name`; raises AntKVError when what it needs is missing.

@@ -46,17 +46,9 @@ class Kivi:
 
 def build(name: str, request: MethodRequest) -> Method:
     """Residual of the paper, or the recency that all methods share."""
-    bits = int(name.removeprefix("kivi-").removesuffix("bit"))
     if request.own_recency:
         retention = Retention(until_group_closes(_RESIDUAL), sliding(_RESIDUAL))
     else:
         recent = shared(request.config)
         retention = Retention(later_of(recent, until_group_closes(_GROUP)), recent)
-    return Method(
-        name=name,
-        nominal_bits=bits,
-        config=request.config,
-        quantiser=Kivi(bits),
-        retention=retention,
-        provenance={"recency": request.recency_name, "group": _GROUP, "residual": _RESIDUAL},
-    )
+    return request.rounded(name, Kivi, retention, group=_GROUP, residual=_RESIDUAL)

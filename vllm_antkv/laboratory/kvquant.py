@@ -20,7 +20,6 @@ from vllm_antkv.laboratory.base import MethodRequest, Sample
 from vllm_antkv.laboratory.learn import FIRST_TOKENS, learned_from, learning_rows
 from vllm_antkv.laboratory.lloyd import lloyd_max, round_to_levels
 from vllm_antkv.offline.method import Method
-from vllm_antkv.offline.retention import Retention, shared, sliding
 from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
 
 NAMES = ("kvquant-1bit", "kvquant-2bit", "kvquant-3bit", "kvquant-4bit")
@@ -114,22 +113,9 @@ def _own_range(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def build(name: str, request: MethodRequest) -> Method:
     """First tokens of the paper, or the recency that all methods share."""
-    bits = int(name.removeprefix("kvquant-").removesuffix("bit"))
-    recent = sliding(1) if request.own_recency else shared(request.config)
-    return Method(
-        name=name,
-        nominal_bits=bits,
-        config=request.config,
-        quantiser=KVQuant(bits, request.sample),
-        retention=Retention(
-            recent,
-            recent,
-            first=_FIRST if request.own_recency else 0,
-            learn=FIRST_TOKENS if request.sample is None else 0,
-        ),
-        provenance={
-            "recency": request.recency_name,
-            "outliers": _OUTLIERS,
-            "learned_from": learned_from(request.sample),
-        },
+    sample = request.sample
+    retention = request.retention(first=_FIRST, learn=FIRST_TOKENS if sample is None else 0)
+    learned = learned_from(sample)
+    return request.rounded(
+        name, lambda bits: KVQuant(bits, sample), retention, outliers=_OUTLIERS, learned_from=learned
     )

@@ -11,7 +11,6 @@ from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.laboratory import uniform
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.method import Method
-from vllm_antkv.offline.retention import Retention, shared, sliding
 from vllm_antkv.ops.rope import RotaryTable
 
 NAMES = ("rtn-2bit", "rtn-3bit", "rtn-4bit")
@@ -41,13 +40,4 @@ class RoundToNearest:
 
 def build(name: str, request: MethodRequest) -> Method:
     """No token stays exact but those of the recency that all methods share."""
-    bits = int(name.removeprefix("rtn-").removesuffix("bit"))
-    recent = sliding(1) if request.own_recency else shared(request.config)
-    return Method(
-        name=name,
-        nominal_bits=bits,
-        config=request.config,
-        quantiser=RoundToNearest(bits),
-        retention=Retention(recent, recent),
-        provenance={"recency": request.recency_name, "group": _GROUP},
-    )
+    return request.rounded(name, RoundToNearest, request.retention(), group=_GROUP)

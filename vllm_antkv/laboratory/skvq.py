@@ -15,7 +15,6 @@ from vllm_antkv.laboratory import uniform
 from vllm_antkv.laboratory.base import MethodRequest, Sample
 from vllm_antkv.laboratory.learn import FIRST_TOKENS, learned_from, learning_rows
 from vllm_antkv.offline.method import Method
-from vllm_antkv.offline.retention import Retention, shared, sliding
 from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
 
 NAMES = ("skvq-1bit", "skvq-2bit", "skvq-4bit")
@@ -80,22 +79,8 @@ def _grouped(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def build(name: str, request: MethodRequest) -> Method:
     """Sinks and window of the paper, or the recency that all methods share."""
-    bits = int(name.removeprefix("skvq-").removesuffix("bit"))
-    recent = sliding(_WINDOW) if request.own_recency else shared(request.config)
-    return Method(
-        name=name,
-        nominal_bits=bits,
-        config=request.config,
-        quantiser=Skvq(bits, request.sample),
-        retention=Retention(
-            recent,
-            recent,
-            first=_SINKS if request.own_recency else 0,
-            learn=FIRST_TOKENS if request.sample is None else 0,
-        ),
-        provenance={
-            "recency": request.recency_name,
-            "group": _GROUP,
-            "learned_from": learned_from(request.sample),
-        },
+    sample = request.sample
+    retention = request.retention(_WINDOW, _SINKS, FIRST_TOKENS if sample is None else 0)
+    return request.rounded(
+        name, lambda bits: Skvq(bits, sample), retention, group=_GROUP, learned_from=learned_from(sample)
     )

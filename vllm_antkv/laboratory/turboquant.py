@@ -18,7 +18,6 @@ from vllm_antkv.laboratory import uniform
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.laboratory.lloyd import lloyd_max, round_to_levels
 from vllm_antkv.offline.method import Method
-from vllm_antkv.offline.retention import Retention, shared, sliding
 from vllm_antkv.ops.rope import RotaryTable
 
 NAMES = ("turboquant-2bit", "turboquant-3bit", "turboquant-4bit")
@@ -69,13 +68,4 @@ def normal_levels(bits: int) -> torch.Tensor:
 
 def build(name: str, request: MethodRequest) -> Method:
     """No token stays exact but those of the recency that all methods share."""
-    bits = int(name.removeprefix("turboquant-").removesuffix("bit"))
-    recent = sliding(1) if request.own_recency else shared(request.config)
-    return Method(
-        name=name,
-        nominal_bits=bits,
-        config=request.config,
-        quantiser=TurboQuant(bits),
-        retention=Retention(recent, recent),
-        provenance={"recency": request.recency_name},
-    )
+    return request.rounded(name, TurboQuant, request.retention())

@@ -17,12 +17,8 @@ BACKEND_NAME = "ANTKV"
 SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128, 256)
 
 
-class AntKVBackend(AttentionBackend):
-    """Attention over VQ pages and recency pages."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(PRESETS)  # type: ignore[assignment]
-    forward_includes_kv_cache_update = True
+class _Backend(AttentionBackend):
+    """What both are called and how their pages lie."""
 
     @staticmethod
     def get_name() -> str:
@@ -31,8 +27,21 @@ class AntKVBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[AntKVImpl]:
-        """What an Attention layer runs."""
+        """What an Attention layer runs, which reads the recency pages too."""
         return AntKVImpl
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Block outermost: pages of different sizes lie side by side in a pool block."""
+        return (KVCacheLayout.BLHNC,)
+
+
+class AntKVBackend(_Backend):
+    """Attention over VQ pages and recency pages."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(PRESETS)  # type: ignore[assignment]
+    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_builder_cls() -> type[VQMetadataBuilder]:
@@ -55,11 +64,6 @@ class AntKVBackend(AttentionBackend):
         return list(SUPPORTED_HEAD_SIZES)
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Block outermost: pages of different sizes lie side by side in a pool block."""
-        return (KVCacheLayout.BLHNC,)
-
-    @classmethod
     def supports_sliding_window(cls) -> bool:
         """Pages past the window are freed."""
         return True
@@ -75,25 +79,10 @@ class AntKVBackend(AttentionBackend):
         return True
 
 
-class RecencyBackend(AttentionBackend):
+class RecencyBackend(_Backend):
     """Recency pages have no attention of their own; this tells vLLM how to lay them out."""
-
-    @staticmethod
-    def get_name() -> str:
-        """The attention layer's."""
-        return BACKEND_NAME
-
-    @staticmethod
-    def get_impl_cls() -> type[AntKVImpl]:
-        """Never instantiated: the attention layer reads the pages."""
-        return AntKVImpl
 
     @staticmethod
     def get_builder_cls() -> type[RecencyMetadataBuilder]:
         """What passes on the block table."""
         return RecencyMetadataBuilder
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """As for VQ pages."""
-        return (KVCacheLayout.BLHNC,)
