@@ -6,6 +6,7 @@ Prompts that the prefill server does not answer for are computed by the other on
 """
 
 import argparse
+import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,8 +18,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.background import BackgroundTask
 
 GENERATING = ("v1/completions", "v1/chat/completions")
-#: After it the decode server computes the prompt itself.
-PREFILL_SECONDS = 120
 #: Of one connection: httpx sets them anew.
 _NOT_PASSED_ON = ("connection", "content-length", "host", "transfer-encoding")
 
@@ -30,13 +29,16 @@ def main() -> None:
     parser.add_argument("--decode", required=True, help="URL of the server that loads them (kv_consumer)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--timeout", type=float, default=120, help="seconds; then the decode server computes the prompt"
+    )
     given = parser.parse_args()
-    app = make_app(given.prefill, given.decode)
+    app = make_app(given.prefill, given.decode, given.timeout)
     uvicorn.run(app, host=given.host, port=given.port, server_header=False, date_header=False)
 
 
-def make_app(prefill: str, decode: str) -> FastAPI:
-    """The proxy of two servers with these URLs."""
+def make_app(prefill: str, decode: str, seconds: float) -> FastAPI:
+    """The proxy of two servers with these URLs; what the first does not answer in time is left to the second."""
     app = FastAPI(openapi_url=None)
     # A connection that was kept might end just when it is used again.
     client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_keepalive_connections=0))
@@ -46,10 +48,9 @@ def make_app(prefill: str, decode: str) -> FastAPI:
         body, headers = await request.body(), _kept(request.headers)
         if request.method == "POST" and path in GENERATING:
             # A body that is not one of JSON, and a prompt that is refused, are the decode server's to answer.
-            with suppress(httpx.HTTPError, ValueError, TypeError):
-                await client.post(
-                    f"{prefill}/{path}", json=_prompt_only(body), headers=headers, timeout=PREFILL_SECONDS
-                )
+            with suppress(httpx.HTTPError, ValueError, TypeError, TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await client.post(f"{prefill}/{path}", json=_prompt_only(body), headers=headers)
         to_decode = client.build_request(
             request.method, f"{decode}/{path}", params=request.query_params, content=body, headers=headers
         )

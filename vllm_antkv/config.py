@@ -150,6 +150,11 @@ class AntKVConfig(BaseModel):
             ) from None
 
     @property
+    def of_pages(self) -> dict[str, Any]:
+        """The settings that decide pages and answers: not where codebooks are found, nor what is shown."""
+        return self.model_dump(exclude={"codebooks", "calibrate", "calibration_text", "dashboard_text"})
+
+    @property
     def recency_policy(self) -> Recency:
         """`recency`, parsed."""
         return Recency.parse(self.recency)

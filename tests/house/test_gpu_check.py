@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import re
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from benchmarks import gpu_end_to_end
 from benchmarks.gpu import tables
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 
 ROOT = Path(__file__).parents[2]
 MAKE = ("make", "--keep-going", "--file", "benchmarks/gpu.mk")
@@ -70,15 +69,11 @@ def test_a_second_run_goes_on_where_the_first_one_was_cut_off(check, tmp_path):
 def test_cutting_the_check_off_ends_the_step_that_runs(check, tmp_path):
     """It would hold the GPU."""
     run = check("echo $$; sleep 3600")
-    log, deadline = tmp_path / "graphs.failed.txt", time.monotonic() + PATIENCE
-    while not (log.exists() and log.read_text().count("\n") == 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    log = tmp_path / "graphs.failed.txt"
+    wait_for(lambda: log.exists() and log.read_text().count("\n") == 2)
     run.terminate()
     run.wait(PATIENCE)
-    while Path(f"/proc/{log.read_text().split()[1]}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: not Path(f"/proc/{log.read_text().split()[1]}").exists())
 
 
 #: Functions of vLLM that cannot be imported without a GPU, and where they are.

@@ -5,7 +5,6 @@ vLLM refuses them, with checks of its own: what must not happen is that one of t
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 from tests.serving.embedded_server import API_KEY, MAX_MODEL_LEN, MODEL_NAME, Server
 from vllm_antkv.vllm_adapter.server.routes import STATUS_PATH
 
@@ -106,7 +105,4 @@ def test_a_client_that_goes_away_in_the_middle_of_its_request(client: httpx.Clie
 
 def test_the_server_goes_on_as_before(client: httpx.Client, answer_before: dict[str, Any]) -> None:
     assert probe(client) == answer_before
-    deadline = time.monotonic() + PATIENCE
-    while any(client.get(STATUS_PATH).json()["engines"][0]["pages_in_use"].values()):
-        assert time.monotonic() < deadline, "a refused request holds pages"
-        time.sleep(0.1)
+    wait_for(lambda: not any(client.get(STATUS_PATH).json()["engines"][0]["pages_in_use"].values()))

@@ -1,6 +1,7 @@
 """One engine over two machines, by vLLM's `--nnodes`: here two processes with folders of their own."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from loadtest.server import Start, free_port, running
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 from tests.serving.conftest import EMBEDDED
 from tests.serving.server import MODEL_NAME, PRESET, answer, vllm_environment
 
@@ -20,22 +21,21 @@ pytestmark = [pytest.mark.serving, pytest.mark.long]
 
 
 @contextmanager
-def machines(folder: Path, codebooks: tuple[str, str], kind: str, *options: str) -> Iterator[list[Start]]:
-    """Two that share the ranks of one engine.
-
-    codebooks: where each finds its own.
-    kind: of the ranks: "tensor" or "pipeline".
-    """
+def machines(folder: Path, kind: str, *settings: dict[str, Any]) -> Iterator[list[Start]]:
+    """Two that share the ranks of one engine, "tensor" or "pipeline"; settings: of each."""
     master, port = free_port(), free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(EMBEDDED), "--served-model-name", MODEL_NAME]
-    command += ["--kv-cache-dtype", PRESET, "--dtype", "float32", "--max-model-len", "1024", *options]
+    command += ["--kv-cache-dtype", PRESET, "--dtype", "float32", "--max-model-len", "1024"]
+    # VLLM's stages do not start with it on CPUs.
+    command += ["--enforce-eager"] if kind == "tensor" else []
     command += [f"--{kind}-parallel-size=2", "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={master}"]
 
     @contextmanager
     def machine(rank: int, *arguments: str) -> Iterator[Start]:
-        settings = json.dumps({"antkv": {"codebooks": codebooks[rank]}})
-        own, log = [f"--node-rank={rank}", "--additional-config", settings], folder / f"{rank}.log"
-        with running([*command, *own, *arguments], log, vllm_environment()) as process:
+        own, log = json.dumps({"antkv": settings[rank]}), folder / f"{rank}.log"
+        with running(
+            [*command, f"--node-rank={rank}", "--additional-config", own, *arguments], log, vllm_environment()
+        ) as process:
             yield Start(PRESET, f"http://127.0.0.1:{port}", log, process, time.monotonic() + PATIENCE)
 
     with machine(0, f"--port={port}") as first, machine(1, "--headless") as second:
@@ -56,11 +56,15 @@ def another(codebooks: str, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
-def test_ranks_with_different_codebooks_do_not_start(codebooks: str, another: str, tmp_path: Path, kind: str) -> None:
-    with machines(tmp_path, (codebooks, another), kind) as starts:
+def test_ranks_that_differ_do_not_start(default: dict[str, Any], another: str, tmp_path: Path, kind: str) -> None:
+    theirs, differing = {
+        "tensor": ({"codebooks": another}, r"codebook \(\w+, \w+\)"),
+        "pipeline": ({"anchor_share": 0.03, "prefix": 0}, r"anchor_share \(0.015, 0.03\) and prefix \(0, 8\)"),
+    }[kind]
+    with machines(tmp_path, kind, default, {**default, **theirs}) as starts:
         for start in starts:
             assert start.process.wait(PATIENCE) != 0
-            assert "CodebookError: The server and its ranks do not have the same" in start.log.read_text()
+            assert re.search(f"SettingsError: The server and its ranks differ in {differing}: ", start.log.read_text())
 
 
 def test_two_machines_answer_as_one(
@@ -68,7 +72,6 @@ def test_two_machines_answer_as_one(
 ) -> None:
     with start_engine(EMBEDDED, PRESET, default) as engine:
         alone = [list(completion.tokens) for completion in engine.complete(prompts[-2:])]
-    with machines(tmp_path, (default["codebooks"],) * 2, "tensor", "--enforce-eager") as (first, _):
-        while not first.is_healthy():
-            time.sleep(0.5)
+    with machines(tmp_path, "tensor", default, default) as (first, _):
+        wait_for(first.is_healthy)
         assert [answer(first.url, prompt) for prompt in prompts[-2:]] == alone

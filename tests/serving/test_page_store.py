@@ -65,10 +65,6 @@ def kept(
         return folder, engine.complete(prompts, together=False)
 
 
-def _count(engine: Engine, name: str) -> float:
-    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == f"vllm:{name}")
-
-
 def _is_hit(engine: Engine, prompt: list[int]) -> Completion:
     """What a hit in the store answers."""
     assert engine.llm.reset_prefix_cache()
@@ -293,11 +289,11 @@ def test_hits_beside_preemption_and_aborts(start: Start, prompts: list[list[int]
     options = {"max_model_len": 512, "num_gpu_blocks_override": 110}
     with start(tmp_path, **options) as engine:
         alone = engine.complete(some, max_tokens=100, together=False)
-        assert _count(engine, "num_preemptions") == 0
+        assert engine.count("num_preemptions") == 0
         assert engine.llm.reset_prefix_cache()
         assert_all_same(engine.complete(2 * some, max_tokens=100), 2 * alone)
-        assert _count(engine, "num_preemptions") > 0
-        hits = _count(engine, "external_prefix_cache_hits")
+        assert engine.count("num_preemptions") > 0
+        hits = engine.count("external_prefix_cache_hits")
         assert hits > 0
         engine.assert_all_blocks_free()
         for num_steps in range(1, 4):
@@ -312,7 +308,7 @@ def test_hits_beside_preemption_and_aborts(start: Start, prompts: list[list[int]
             while running.has_unfinished_requests():
                 running.step()
             engine.assert_all_blocks_free()
-        assert _count(engine, "external_prefix_cache_hits") > hits
+        assert engine.count("external_prefix_cache_hits") > hits
 
 
 @pytest.mark.long

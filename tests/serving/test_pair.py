@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -16,56 +15,42 @@ import httpx
 import pytest
 
 from loadtest.server import Start, free_port, running
-from tests.patience import PATIENCE
+from loadtest.watch import metrics
+from tests.patience import PATIENCE, wait_for
 from tests.serving.conftest import EMBEDDED, ROOT
-from tests.serving.server import MODEL_NAME, PRESET, process_serving
+from tests.serving.server import MODEL_NAME, PRESET, answer, process_serving
 
 pytestmark = [pytest.mark.serving, pytest.mark.long]
 
 
-def body(prompt: list[int], num_tokens: int, **options: Any) -> dict[str, Any]:
-    return {
-        "model": MODEL_NAME,
-        "prompt": prompt,
-        "max_tokens": num_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        **options,
-    }
-
-
-def ask(url: str, prompt: list[int], num_tokens: int = 30) -> str:
-    """A completion."""
-    answer = httpx.post(f"{url}/v1/completions", json=body(prompt, num_tokens), timeout=PATIENCE)
-    return str(answer.raise_for_status().json()["choices"][0]["text"])
+def body(prompt: list[int], num_tokens: int) -> dict[str, Any]:
+    return {"model": MODEL_NAME, "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
 
 
 def stream(url: str, prompt: list[int], num_tokens: int) -> Iterator[str]:
     """A completion as it is made."""
-    asked = body(prompt, num_tokens, stream=True, stream_options={"include_usage": False})
-    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=PATIENCE) as answer:
-        answer.raise_for_status()
-        for line in answer.iter_lines():
+    asked = {**body(prompt, num_tokens), "stream": True, "stream_options": {"include_usage": False}}
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=PATIENCE) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
 
 
-def loaded_tokens(url: str) -> int:
+def loaded_tokens(url: str) -> float:
     """Tokens whose pages a server has had from the folder."""
-    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE).text
-    return sum(int(float(n)) for n in re.findall(r"^vllm:external_prefix_cache_hits_total\S* (\S+)", metrics, re.M))
+    return metrics(url)["vllm:external_prefix_cache_hits_total"]
 
 
 @contextmanager
-def proxy(log: Path, prefill: str, decode: str) -> Iterator[str]:
+def proxy(log: Path, prefill: str, decode: str, *options: str) -> Iterator[str]:
     """The URL of one."""
     port = free_port()
     script = str(ROOT / "docker" / "prefill_proxy.py")
-    command = [sys.executable, script, "--prefill", prefill, "--decode", decode, "--port", str(port)]
+    command = [sys.executable, script, "--prefill", prefill, "--decode", decode, "--port", str(port), *options]
     with running(command, log, os.environ) as process:
         start = Start(PRESET, f"http://127.0.0.1:{port}", log, process, time.monotonic() + PATIENCE)
-        while not start.is_healthy():
-            time.sleep(0.1)
+        wait_for(start.is_healthy)
         yield start.url
 
 
@@ -92,8 +77,8 @@ def test_no_request_ends_with_the_prefill_server(
         serve("kv_consumer") as decode,
         proxy(tmp_path / "proxy.log", prefill.url, decode.url) as url,
     ):
-        alone = [ask(prefill.url, prompt, 100) for prompt in some]
-        assert [ask(url, prompt, 100) for prompt in some] == alone
+        alone = ["".join(stream(prefill.url, prompt, 100)) for prompt in some]
+        assert ["".join(stream(url, prompt, 100)) for prompt in some] == alone
         hits = loaded_tokens(decode.url)
         assert hits == sum((len(prompt) - 1) // 128 * 128 for prompt in some) > 0
         refused = httpx.post(f"{url}/v1/completions", json=body(some[0], 10_000), timeout=PATIENCE)
@@ -105,13 +90,15 @@ def test_no_request_ends_with_the_prefill_server(
         # It accepts requests, and computes none.
         os.killpg(prefill.pid, signal.SIGSTOP)
         with ThreadPoolExecutor(len(others)) as clients:
-            waiting = [clients.submit(ask, url, prompt) for prompt in others]
+            waiting = [clients.submit(answer, url, prompt) for prompt in others]
             # Of the decode server's own.
             assert [begin + "".join(rest) for begin, rest in zip(begun, streams, strict=True)] == alone
+            with proxy(tmp_path / "impatient.log", prefill.url, decode.url, "--timeout=1") as impatient:
+                assert answer(impatient, others[0][:100]) == answer(decode.url, others[0][:100])
             os.killpg(prefill.pid, signal.SIGKILL)
             answers = [each.result() for each in waiting]
-        assert answers == [ask(decode.url, prompt) for prompt in others]
-        assert ask(url, others[0][1:], 5)
+        assert answers == [answer(decode.url, prompt) for prompt in others]
+        assert answer(url, others[0][1:])
         assert loaded_tokens(decode.url) == hits
         os.killpg(decode.pid, signal.SIGKILL)
         gone = httpx.post(f"{url}/v1/completions", json=body(some[0], 5), timeout=PATIENCE)

@@ -24,9 +24,10 @@ from loadtest.scenario import Scenario
 from loadtest.server import Server
 from loadtest.soak import soak
 from loadtest.stream import StreamReader
-from loadtest.watch import metrics
+from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE
-from tests.serving.embedded_server import API_KEY, MODEL_NAME, STORE, SharedServers
+from tests.serving.embedded_server import API_KEY, MODEL_NAME, STORE, SharedServers, embedded_server
+from tests.serving.test_pair import proxy
 
 pytestmark = [pytest.mark.serving, pytest.mark.long]
 
@@ -71,16 +72,42 @@ def spoil(folder: Path, is_over: threading.Event) -> None:
                 folder.unlink()
 
 
-def test_a_soak_with_a_store_that_is_spoilt(shared_servers):
-    server, is_over = shared_servers.running(STORE), threading.Event()
+def pause(pid: int, is_over: threading.Event) -> None:
+    """Let a server stand still half of the time."""
+    for number in itertools.cycle([signal.SIGSTOP, signal.SIGCONT]):
+        os.killpg(pid, number)
+        if is_over.wait(2):
+            return os.killpg(pid, signal.SIGCONT)
+
+
+def soak_beside(server, disturb, *arguments):
+    """A soak while something else is done, which changes no answer."""
+    is_over = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        spoiling = pool.submit(spoil, server.pages, is_over)
+        disturbing = pool.submit(disturb, *arguments, is_over)
         try:
             report = soak(server, SOAK_MINUTES)
         finally:
             is_over.set()
-        spoiling.result(PATIENCE)
+        disturbing.result(PATIENCE)
     assert report.complaints(MAX_SLOPE) == [], report.model_dump_json(indent=2)
+
+
+def test_a_soak_behind_a_slow_prefill_server(shared_servers, tmp_path):
+    decode = shared_servers.running(STORE)
+    (tmp_path / "pages").symlink_to(decode.pages)
+    with (
+        embedded_server(tmp_path, STORE) as prefill,
+        proxy(tmp_path / "proxy.log", prefill.url, decode.url, "--timeout=1") as url,
+    ):
+        soak_beside(Server(url, decode.pid), pause, prefill.pid)
+        # Nor do prompts that were not waited for hold pages there.
+        assert wait_until_idle(prefill.url, PATIENCE) == {}
+
+
+def test_a_soak_with_a_store_that_is_spoilt(shared_servers):
+    server = shared_servers.running(STORE)
+    soak_beside(server, spoil, server.pages)
     assert any(server.pages.parent.glob("pages?*")), "nothing was spoilt"
     # It is used as before.
     prompt = list(range(50, 250))

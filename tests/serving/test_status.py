@@ -1,8 +1,7 @@
 """A real server shows its antkv cache under /antkv/ and at /metrics, and refuses what it cannot serve."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 from tests.serving.conftest import EMBEDDED
 from tests.serving.embedded_server import EXACT, MODEL_NAME, PRESET, Server, SharedServers
 from tests.serving.server import run_vllm
@@ -32,13 +31,6 @@ def status(server: Server) -> dict[str, Any]:
     response = server.get(STATUS_PATH)
     assert response.status_code == 200, response.text
     return response.json()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 def samples(server: Server) -> dict[tuple[str, ...], float]:
@@ -197,10 +189,7 @@ def test_the_routes_are_in_the_servers_api_description(server: Server) -> None:
 def test_a_server_whose_plugins_are_not_named_has_metrics_and_no_routes(shared_servers: SharedServers) -> None:
     server = shared_servers.running(EXACT)
     server.complete(PROMPT, OUTPUT)
-    deadline = time.monotonic() + PATIENCE
-    while "vllm:antkv_tokens_stored_total" not in server.get("/metrics").text:
-        assert time.monotonic() < deadline, "no metrics of the cache"
-        time.sleep(0.5)
+    wait_for(lambda: "vllm:antkv_tokens_stored_total" in server.get("/metrics").text)
     assert {server.get(route).status_code for route in [f"{PREFIX}/", *ROUTES]} == {404}
 
 

@@ -51,12 +51,12 @@ def attach(
     of_step: of a model with M-RoPE, as in `PositionLayer`.
 
     Raises:
-        CodebookError: the file changed since start-up, or is another than other ranks have.
+        CodebookError, SettingsError: the file cannot be served, or is not that of start-up or of other ranks.
         UnsupportedModelError: a layer cannot be served.
     """
     settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
     resolved = resolved_codebook(vllm_config)
-    codebook = load_codebook(resolved)
+    codebook = load_codebook(vllm_config)
     found = attention_layers(model, codebook.header.model, resolved.exact)
     around = decoder_layers(model, found.every[min(found.every)])
     here = [index for index, layer in enumerate(around) if not isinstance(layer, PPMissingLayer)]

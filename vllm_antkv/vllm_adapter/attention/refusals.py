@@ -115,8 +115,8 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
     transfer = vllm_config.kv_transfer_config
     in_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     not_in_stages = {
-        # A stage with one kind of layers alone ends in a `StopIteration` of vLLM.
-        "layers that have a sliding window": any(layer_windows(text_config)),
+        # Where a stage has no layer of one of vLLM's groups, vLLM ends in a `StopIteration`.
+        "layers of several windows": len(set(layer_windows(text_config))) > 1,
         "layers that keep states": vllm_config.model_config.is_hybrid,
         "M-RoPE": vllm_config.model_config.uses_mrope,
         "layers that share the KV cache of others": num_sharing_layers(text_config) > 0,

@@ -1,38 +1,52 @@
-"""Loads the codebook in a worker, and refuses to start when another rank of the engine has another.
+"""Loads the codebook in a worker, and refuses to start when ranks of the engine would not make the same pages.
 
-Over several machines a path may lead to other files, and with vLLM's `--nnodes` each finds, or learns, its own.
+Over several machines a path may lead to other files, and with vLLM's `--nnodes` each has its own command line, its own
+version of this package, and finds, or learns, its own codebook.
 """
 
 from pathlib import Path
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
 
+from vllm_antkv import __version__
 from vllm_antkv.codebook import Codebook
-from vllm_antkv.errors import CodebookError
-from vllm_antkv.vllm_adapter.attention.startup import ResolvedCodebook
+from vllm_antkv.config import AntKVConfig
+from vllm_antkv.errors import SettingsError
+from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 
 
-def load_codebook(resolved: ResolvedCodebook) -> Codebook:
+def load_codebook(vllm_config: VllmConfig) -> Codebook:
     """The codebook that was chosen at start-up. All ranks of the engine call this.
 
     Raises:
-        CodebookError: the file cannot be served, changed since start-up, or is another than other ranks have.
+        CodebookError, SettingsError: the file cannot be served; it changed since start-up, or ranks differ.
     """
+    resolved = resolved_codebook(vllm_config)
     codebook = Codebook.load(Path(resolved.path))
-    found = _of_all_ranks({resolved.identity, codebook.identity})
-    if len(found) > 1:
-        raise CodebookError(
-            f"The server and its ranks do not have the same {resolved.path} (they have {', '.join(sorted(found))}): "
-            "copy one file to all machines, and start again."
+    mine = {
+        "version": __version__,
+        "--kv-cache-dtype": vllm_config.cache_config.cache_dtype,
+        "--kv-cache-dtype-skip-layers": list(resolved.exact),
+        **AntKVConfig.from_additional_config(vllm_config.additional_config).of_pages,
+        "codebook": resolved.identity,
+    }
+    found = _of_all_ranks({*((name, str(value)) for name, value in mine.items()), ("codebook", codebook.identity)})
+    values = {name: sorted(value for of, value in found if of == name) for name in mine}
+    differing = [f"{name} ({', '.join(each)})" for name, each in values.items() if len(each) > 1]
+    if differing:
+        raise SettingsError(
+            f"The server and its ranks differ in {' and '.join(differing)}: give all machines the same version of "
+            "vllm-antkv, the same options and the same codebook."
         )
     return codebook
 
 
-def _of_all_ranks(found: set[str]) -> set[str]:
-    """Identities on all ranks of all stages of a pipeline; those of other engines have nothing to do with ours."""
+def _of_all_ranks(found: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """What is found on all ranks of all stages of a pipeline; other engines have nothing to do with ours."""
     for group in (get_tp_group(), get_pp_group()):
-        gathered: list[set[str]] = [set()] * group.world_size
+        gathered: list[set[tuple[str, str]]] = [set()] * group.world_size
         torch.distributed.all_gather_object(gathered, found, group=group.cpu_group)
         found = set().union(*gathered)
     return found

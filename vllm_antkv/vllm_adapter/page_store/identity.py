@@ -23,8 +23,6 @@ FOLDER_KEY = "folder"
 IDENTITY_KEY = "identity"
 
 _FILES = ("*.safetensors", "*.bin", "*.pt", "*.py")
-#: Settings that say where codebooks are found, and what is shown.
-_OTHER_SETTINGS = {"codebooks", "calibrate", "calibration_text", "dashboard_text"}
 
 
 def is_used(vllm_config: VllmConfig) -> bool:
@@ -73,7 +71,7 @@ def _identity(vllm_config: VllmConfig, settings: AntKVConfig, codes: dict[str, A
         "max_model_len": model_config.max_model_len,
         "cache_dtype": cache_config.cache_dtype,
         "hashes": cache_config.prefix_caching_hash_algo,
-        "settings": settings.model_dump(exclude=_OTHER_SETTINGS),
+        "settings": settings.of_pages,
         **codes,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
