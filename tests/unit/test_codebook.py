@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from tests.codebooks import random_codebook
+from tests.unit import spoilt
 from vllm_antkv.codebook import (
     Codebook,
     ModelIdentity,
@@ -31,15 +32,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import PRESETS, get_preset
 
-MODEL = ModelIdentity(
-    architecture="LlamaForCausalLM",
-    num_layers=2,
-    num_attention_heads=4,
-    num_kv_heads=2,
-    head_size=32,
-    hidden_size=64,
-    vocab_size=100,
-)
+MODEL = spoilt.MODEL.model_copy(update={"head_size": 32})
 SINKS = SinkRule(layer=1, channels=(3, 17), threshold=12.5)
 same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 

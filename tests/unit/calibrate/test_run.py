@@ -269,27 +269,21 @@ def test_too_little_memory_or_disk_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     reads_well: Callable[[BaseException], str],
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(resources, "_available_ram", lambda: 1000)
-        with pytest.raises(CalibrationError) as refused:
-            calibrate_small(tiny_llama, text_file, tmp_path)
-    assert "memory" in reads_well(refused.value)
-
     usage = shutil.disk_usage(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(resources.shutil, "disk_usage", lambda folder: usage._replace(free=1000))
-        with pytest.raises(CalibrationError) as refused:
-            calibrate_small(tiny_llama, text_file, tmp_path)
-    assert "disk" in reads_well(refused.value)
 
     def exhaust(*args: Any) -> None:
         raise MemoryError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(source, "capture_window", exhaust)
-        with pytest.raises(CalibrationError) as refused:
-            calibrate_small(tiny_llama, text_file, tmp_path)
-    assert "ran out" in reads_well(refused.value)
+    for where, name, instead, words in (
+        (resources, "_available_ram", lambda: 1000, "memory"),
+        (resources.shutil, "disk_usage", lambda folder: usage._replace(free=1000), "disk"),
+        (source, "capture_window", exhaust, "ran out"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, instead)
+            with pytest.raises(CalibrationError, match=words) as refused:
+                calibrate_small(tiny_llama, text_file, tmp_path)
+        reads_well(refused.value)
 
 
 def test_two_runs_do_not_work_in_one_folder(

@@ -6,20 +6,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, BloomConfig, Gemma2Config, LlamaConfig, Qwen3NextConfig
 
+from scripts import capacity_figure
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.gpus import GPUS
 from vllm_antkv.evaluate.plan import make_plan
 
-LLAMA_3_8B = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-)
+LLAMA_3_8B = LlamaConfig(**capacity_figure.LLAMA_3_8B)
 
 
 @pytest.fixture(scope="module")
