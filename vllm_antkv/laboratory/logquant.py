@@ -7,6 +7,7 @@ that names another `log:W`.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -64,15 +65,9 @@ class LogQuant:
 
 def build(name: str, request: MethodRequest) -> Method:
     """W of the settings where they ask for `log:W`, and otherwise the paper's."""
-    bits = int(name.removeprefix("logquant-").removesuffix("bit"))
     policy = request.config.recency_policy
     window = policy.window if policy.kind == "log" and not request.own_recency else _WINDOW
-    quantiser = LogQuant(bits, window)
-    return Method(
-        name=name,
-        nominal_bits=bits,
-        config=request.config,
-        quantiser=quantiser,
-        retention=Retention(quantiser.last_query, quantiser.last_query),
-        provenance={"recency": f"log:{window} (own)", "group": _GROUP},
-    )
+    quantiser = partial(LogQuant, window=window)
+    last_query = quantiser(0).last_query
+    recency = f"log:{window} (own)"
+    return request.rounded(name, quantiser, Retention(last_query, last_query), recency=recency, group=_GROUP)
