@@ -33,7 +33,7 @@ from vllm_antkv.vllm_adapter.attention.layer import RecencyLayer, recency_layer_
 from vllm_antkv.vllm_adapter.attention.model_layers import ModelLayers, attention_layers, decoder_layers, set_spec
 from vllm_antkv.vllm_adapter.attention.positions import PositionLayer, position_layer_name
 from vllm_antkv.vllm_adapter.attention.probe import probe
-from vllm_antkv.vllm_adapter.attention.same_codebook import load_codebook
+from vllm_antkv.vllm_adapter.attention.same_on_ranks import load_codebook
 from vllm_antkv.vllm_adapter.attention.sinks import SinkFlags, hand_on, watch
 from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 from vllm_antkv.vllm_adapter.attention.trained_prefix import LayerPrefix, PrefixTokens
