@@ -1,4 +1,4 @@
-"""Before two servers that share a folder of pages: one computes prompts, the other loads their pages and generates.
+"""Before two servers with a KV connector: one computes prompts, the other has their pages from it and generates.
 
     python docker/prefill_proxy.py --prefill http://a:8000 --decode http://b:8000
 
@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.background import BackgroundTask
 
 GENERATING = ("v1/completions", "v1/chat/completions")
+_PARAMS = "kv_transfer_params"
 #: Of one connection: httpx sets them anew.
 _NOT_PASSED_ON = ("connection", "content-length", "host", "transfer-encoding")
 
@@ -25,8 +26,8 @@ _NOT_PASSED_ON = ("connection", "content-length", "host", "transfer-encoding")
 def main() -> None:
     """Listen until stopped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefill", required=True, help="URL of the server that saves pages (kv_producer)")
-    parser.add_argument("--decode", required=True, help="URL of the server that loads them (kv_consumer)")
+    parser.add_argument("--prefill", required=True, help="URL of the server that computes prompts (kv_producer)")
+    parser.add_argument("--decode", required=True, help="URL of the server that generates (kv_consumer)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
@@ -50,7 +51,9 @@ def make_app(prefill: str, decode: str, seconds: float) -> FastAPI:
             # A body that is not one of JSON, and a prompt that is refused, are the decode server's to answer.
             with suppress(httpx.HTTPError, ValueError, TypeError, TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await client.post(f"{prefill}/{path}", json=_prompt_only(body), headers=headers)
+                    computed = await client.post(f"{prefill}/{path}", json=_prompt_only(body), headers=headers)
+                    # Where pages are, which NIXL's servers say to each other through their clients.
+                    body = json.dumps({**json.loads(body), _PARAMS: computed.json().get(_PARAMS)}).encode()
         to_decode = client.build_request(
             request.method, f"{decode}/{path}", params=request.query_params, content=body, headers=headers
         )
@@ -69,7 +72,7 @@ def _prompt_only(body: bytes) -> dict[str, object]:
     """The same request for one token."""
     asked = {**json.loads(body), "stream": False, "max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "n": 1}
     asked.pop("stream_options", None)
-    return asked
+    return {**asked, _PARAMS: {"do_remote_decode": True}}
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -78,11 +78,11 @@ def serving(model: Path, log: Path, **options: str) -> Iterator[str]:
 
 
 @contextmanager
-def process_serving(model: Path, log: Path, **options: str) -> Iterator[Server]:
-    """As `serving`, with the process that it is."""
+def process_serving(model: Path, log: Path, also: Mapping[str, str] = {}, **options: str) -> Iterator[Server]:
+    """As `serving`, with the process that it is; also: more of its environment."""
     options = {"--served-model-name": MODEL_NAME, "--dtype": "float32", "--max-model-len": "1024", **options}
     arguments = ["--enforce-eager", *(part for pair in options.items() for part in pair)]
-    environment = vllm_environment()
+    environment = vllm_environment() | also
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ.keys() - environment.keys():
             patch.delenv(name)

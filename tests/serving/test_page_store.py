@@ -24,10 +24,10 @@ from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
 from tests.serving.tiny import GEMMA, make_codebook, make_model
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
-from vllm_antkv.vllm_adapter.page_store import files as page_files
-from vllm_antkv.vllm_adapter.page_store import identity
-from vllm_antkv.vllm_adapter.page_store.connector import AntKVStore
-from vllm_antkv.vllm_adapter.page_store.files import PageFiles
+from vllm_antkv.vllm_adapter.kv_transfer import files as page_files
+from vllm_antkv.vllm_adapter.kv_transfer import identity
+from vllm_antkv.vllm_adapter.kv_transfer.files import PageFiles
+from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
 
 pytestmark = pytest.mark.serving
 

@@ -1,11 +1,11 @@
-"""A server that computes prompts and one that generates, behind `docker/prefill_proxy.py`, share a folder of pages."""
+"""A server that computes prompts, and one that has their pages from it, behind `docker/prefill_proxy.py`."""
 
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.server import Start, free_port, running
-from loadtest.watch import metrics
+from loadtest.server import Server, Start, free_port, running
+from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE, wait_for
 from tests.serving.conftest import EMBEDDED, ROOT
 from tests.serving.server import MODEL_NAME, PRESET, answer, process_serving
+from tests.serving.tiny import GEMMA, make_codebook, make_model
 
 pytestmark = [pytest.mark.serving, pytest.mark.long]
 
@@ -42,6 +43,11 @@ def loaded_tokens(url: str) -> float:
     return metrics(url)["vllm:external_prefix_cache_hits_total"]
 
 
+def num_pulls(url: str) -> float:
+    """How often its ranks have had a request's pages through NIXL: vLLM counts as loaded what it asks for."""
+    return metrics(url)["vllm:nixl_bytes_transferred_count"]
+
+
 @contextmanager
 def proxy(log: Path, prefill: str, decode: str, *options: str) -> Iterator[str]:
     """The URL of one."""
@@ -54,27 +60,44 @@ def proxy(log: Path, prefill: str, decode: str, *options: str) -> Iterator[str]:
         yield start.url
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Callable[[str], Any]:
-    """Starts a server in this role."""
-
-    def started(role: str) -> Any:
-        extra = {"folder": str(tmp_path / "pages")}
-        transfer = {"kv_connector": "AntKVStore", "kv_role": role, "kv_connector_extra_config": extra}
-        return process_serving(EMBEDDED, tmp_path / f"{role}.log", **{"--kv-transfer-config": json.dumps(transfer)})
-
-    return started
+def connector(name: str, folder: Path) -> dict[str, Any]:
+    """The value of --kv-transfer-config, without the role."""
+    if name == "MultiConnector":
+        inner = [{**connector(each, folder), "kv_role": "kv_both"} for each in ("NixlConnector", "AntKVStore")]
+        return {"kv_connector": name, "kv_connector_extra_config": {"connectors": inner}}
+    extra = {"kv_connector_extra_config": {"folder": str(folder)}} if name == "AntKVStore" else {}
+    return {"kv_connector": name, **extra}
 
 
-def test_no_request_ends_with_the_prefill_server(
-    serve: Callable[[str], Any], prompts: list[list[int]], tmp_path: Path
-) -> None:
+@contextmanager
+def pair(name: str, folder: Path, model: Path = EMBEDDED, **options: str) -> Iterator[tuple[Server, Server]]:
+    """A server that computes prompts and one that has their pages from it, by this connector."""
+    if name != "AntKVStore":
+        pytest.importorskip("nixl", reason="NIXL is not installed")
+    with (
+        one(name, "kv_producer", folder, model, **options) as prefill,
+        one(name, "kv_consumer", folder, model, **options) as decode,
+    ):
+        yield prefill, decode
+
+
+@contextmanager
+def one(name: str, role: str, folder: Path, model: Path = EMBEDDED, **options: str) -> Iterator[Server]:
+    """Of such a pair."""
+    transfer = json.dumps({**connector(name, folder / "pages"), "kv_role": role})
+    also = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    options = {"--kv-transfer-config": transfer, **options}
+    with process_serving(model, folder / f"{role}.log", also, **options) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", ["AntKVStore", "NixlConnector", "MultiConnector"])
+def test_no_request_ends_with_the_prefill_server(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
     """Those that it computes then, and later ones, are computed by the decode server; what is refused says why."""
     some = prompts[-3:]
     others = [prompt[::-1] for prompt in some]
     with (
-        serve("kv_producer") as prefill,
-        serve("kv_consumer") as decode,
+        pair(name, tmp_path) as (prefill, decode),
         proxy(tmp_path / "proxy.log", prefill.url, decode.url) as url,
     ):
         alone = ["".join(stream(prefill.url, prompt, 100)) for prompt in some]
@@ -104,3 +127,63 @@ def test_no_request_ends_with_the_prefill_server(
         gone = httpx.post(f"{url}/v1/completions", json=body(some[0], 5), timeout=PATIENCE)
         assert gone.status_code == httpx.codes.BAD_GATEWAY
         assert "decode server does not answer" in gone.json()["error"]["message"]
+
+
+def computed(prefill: str, prompt: list[int]) -> dict[str, Any]:
+    """Where the pages of a prompt are that this server has just computed."""
+    asked = {**body(prompt, 1), "kv_transfer_params": {"do_remote_decode": True}}
+    response = httpx.post(f"{prefill}/v1/completions", json=asked, timeout=PATIENCE).raise_for_status()
+    params: dict[str, Any] = response.json()["kv_transfer_params"]
+    return params
+
+
+def answers(url: str, prompt: list[int], params: dict[str, Any] | None = None, n: int = 1) -> list[Any]:
+    """Each with the log-probabilities of its tokens."""
+    likeliest = {"temperature": 1, "top_k": 1, "n": n}
+    asked = {**body(prompt, 40), **likeliest, "logprobs": 1, "kv_transfer_params": params}
+    response = httpx.post(f"{url}/v1/completions", json=asked, timeout=PATIENCE).raise_for_status()
+    return [(choice["text"], choice["logprobs"]["token_logprobs"]) for choice in response.json()["choices"]]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2], ids=["windows, one exact", "two ranks"])
+def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]], tmp_path: Path) -> None:
+    model, options = EMBEDDED, {"--tensor-parallel-size": str(num_ranks)}
+    if num_ranks == 1:
+        changes = {**GEMMA, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+        model = make_model(tmp_path / "model", "gemma2", changes)
+        make_codebook(tmp_path / "codebooks", model, PRESET)
+        options["--additional-config"] = json.dumps({"antkv": {"codebooks": str(tmp_path / "codebooks")}})
+        options["--kv-cache-dtype-skip-layers"] = "0"
+    with pair("NixlConnector", tmp_path, model, **options) as (prefill, decode):
+        # Of the last one, some pages are those of a local hit.
+        for number, prompt in enumerate((prompts[-1][:129], prompts[-2], prompts[-1]), start=1):
+            answers(prefill.url, prompt)
+            local = answers(prefill.url, prompt)
+            assert answers(decode.url, prompt, computed(prefill.url, prompt)) == local
+            assert num_pulls(decode.url) == number * num_ranks
+        # Their pages are given up once they are there.
+        assert not wait_until_idle(prefill.url, PATIENCE)
+
+
+def test_pages_that_are_gone_or_foreign_are_computed(prompts: list[list[int]], tmp_path: Path) -> None:
+    some, other, last = prompts[-1], prompts[-1][::-1], prompts[-2]
+    foreign = {"--additional-config": json.dumps({"antkv": {"recency": "sliding:40"}})}
+    (tmp_path / "foreign").mkdir()
+    with (
+        pair("NixlConnector", tmp_path) as (prefill, decode),
+        one("NixlConnector", "kv_consumer", tmp_path / "foreign", **foreign) as stranger,
+    ):
+        assert answers(stranger.url, some, computed(prefill.url, some))
+        assert num_pulls(stranger.url) == 0
+        params = computed(prefill.url, some)
+        # Offered are the pages of other tokens.
+        assert answers(decode.url, other, params) == answers(prefill.url, other)
+        assert num_pulls(decode.url) == 0
+        # After the first of two answers has the pages, the prefill server gives them up.
+        assert answers(decode.url, some, params, n=2) == 2 * answers(prefill.url, some)
+        assert num_pulls(decode.url) == 1
+        alone = answers(prefill.url, last)
+        params = computed(prefill.url, last)
+        os.killpg(prefill.pid, signal.SIGKILL)
+        assert answers(decode.url, last, params) == alone
+        assert num_pulls(decode.url) == 1

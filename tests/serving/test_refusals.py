@@ -116,12 +116,16 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative_config": {"model": str(EMBEDDED), "num_speculative_tokens": 1, "kv_cache_dtype": "fp8"}},
         "a kv_cache_dtype of what drafts",
     ),
-    "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors other than AntKVStore"),
-    "several KV connectors": ({"kv_transfer_config": SEVERAL}, "KV connectors other than AntKVStore"),
+    "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors other than AntKVStore and NixlConnector"),
+    "several KV connectors": ({"kv_transfer_config": SEVERAL}, "KV connectors other than AntKVStore and NixlConnector"),
     "KV offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size, which knows nothing of recency pages"),
     "pages in a folder, of drafts": (
         {"kv_transfer_config": STORE, "speculative_config": {"model": str(EMBEDDED), "num_speculative_tokens": 1}},
         "AntKVStore with speculative decoding",
+    ),
+    "pages through NIXL, in stages": (
+        {"kv_transfer_config": {**STORE, "kv_connector": "NixlConnector"}, "pipeline_parallel_size": 2},
+        "NixlConnector with pipeline parallelism",
     ),
     "pages in a folder, without hashes": (
         {"kv_transfer_config": STORE, "enable_prefix_caching": False},

@@ -15,8 +15,8 @@ from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.families import SERVED_ARCHITECTURES
 from vllm_antkv.features import num_sharing_layers, rope_types, unserved_feature
 from vllm_antkv.layer_windows import has_mamba2, layer_kinds, layer_windows, num_state_layers
+from vllm_antkv.vllm_adapter import kv_transfer
 from vllm_antkv.vllm_adapter.attention.backend import BACKEND_NAME, SUPPORTED_HEAD_SIZES
-from vllm_antkv.vllm_adapter.page_store import CONNECTOR
 
 logger = logging.getLogger("vllm.antkv")
 
@@ -112,7 +112,7 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
     text_config = vllm_config.model_config.hf_text_config
     speculative = vllm_config.speculative_config
     method = None if speculative is None else speculative.method
-    transfer = vllm_config.kv_transfer_config
+    transfer = kv_transfer.names(vllm_config.kv_transfer_config)
     in_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     not_in_stages = {
         # Where a stage has no layer of one of vLLM's groups, vLLM ends in a `StopIteration`.
@@ -123,10 +123,10 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         "--kv-cache-dtype-skip-layers": bool(cache_config.kv_cache_dtype_skip_layers),
         "speculative decoding": speculative is not None,
     }
-    not_stored = {
+    not_transferred = {
         "on GPUs, where it has not been tested": not current_platform.is_cpu(),
         "without prefix caching, whose hashes it needs": not cache_config.enable_prefix_caching,
-        "in models with states, which it does not store": vllm_config.model_config.is_hybrid,
+        "in models with states, which it does not know": vllm_config.model_config.is_hybrid,
         "with speculative decoding, with which it has not been tested": speculative is not None,
         # Weights of other sources cannot be told from each other.
         "with this --load-format": vllm_config.load_config.load_format not in ("auto", "safetensors"),
@@ -143,10 +143,11 @@ def _options(vllm_config: VllmConfig) -> dict[str, bool]:
         "a kv_cache_dtype of what drafts": speculative is not None and speculative.kv_cache_dtype not in (None, "auto"),
         # vLLM offloads through a connector: the option that was given is to be named.
         "--kv-offloading-size, which knows nothing of recency pages": cache_config.kv_offloading_size is not None,
-        f"KV connectors other than {CONNECTOR}, which know nothing of recency pages": (
-            transfer is not None and transfer.kv_connector != CONNECTOR
+        f"KV connectors other than {' and '.join(kv_transfer.MODULES)}, which know nothing of recency pages": (
+            not transfer <= kv_transfer.MODULES.keys()
         ),
-        **{f"{CONNECTOR} {where}": transfer is not None and is_so for where, is_so in not_stored.items()},
+        **{f"{name} {where}": is_so for name in transfer for where, is_so in not_transferred.items()},
+        f"{kv_transfer.NIXL} with pipeline parallelism": kv_transfer.NIXL in transfer and in_stages,
         **{
             f"pipeline parallelism with {what}, with which it has not been tested": in_stages and is_so
             for what, is_so in not_in_stages.items()

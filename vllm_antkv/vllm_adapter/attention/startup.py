@@ -20,7 +20,7 @@ from vllm_antkv.vllm_adapter.attention.blocks import block_plan, make_plan
 from vllm_antkv.vllm_adapter.attention.exact_layers import read_skipped
 from vllm_antkv.vllm_adapter.attention.footprint import describe, outgrown_windows, served_layouts
 from vllm_antkv.vllm_adapter.attention.refusals import refuse_unsupported
-from vllm_antkv.vllm_adapter.page_store import identity as page_store
+from vllm_antkv.vllm_adapter.kv_transfer import identity as kv_transfer
 
 logger = logging.getLogger("vllm.antkv")
 
@@ -113,8 +113,7 @@ def complete(vllm_config: VllmConfig) -> None:
         _SETTINGS_KEY: settings.model_dump(),
         _RESOLVED_KEY: asdict(resolved),
     }
-    if page_store.is_used(vllm_config):
-        page_store.prepare(vllm_config, settings, codebook=resolved.identity, exact=exact)
+    kv_transfer.prepare(vllm_config, settings, codebook=resolved.identity, exact=exact)
     make_plan(vllm_config, settings, partial(served_layouts, vllm_config, settings, resolved.presets, exact))
     num_pages = block_plan(vllm_config).num_pages
     if exact and num_pages > 1:

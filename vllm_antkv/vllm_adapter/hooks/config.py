@@ -7,12 +7,17 @@ class the worker processes make.
 import functools
 from typing import Any
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_antkv.errors import SettingsError
 from vllm_antkv.presets import get_preset
+from vllm_antkv.releases import minor_release
 from vllm_antkv.vllm_adapter.hooks.base import Hook, new_plugin_groups
 from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.signatures import changed_signature
+from vllm_antkv.vllm_adapter.kv_transfer import NIXL, names
 
 _WORKER = "vllm_antkv.vllm_adapter.hooks.worker.AntKVWorker"
 
@@ -30,10 +35,18 @@ def _install(patches: Patches) -> None:
         refuse_context_parallelism(self)
         vllm_config = original(self, *args, **kwargs)
         complete(vllm_config)
+        _refuse_another_nixl(vllm_config)
         vllm_config.parallel_config.worker_cls = _WORKER
         return vllm_config
 
     patches.set(EngineArgs, "create_engine_config", create_engine_config)
+
+
+def _refuse_another_nixl(vllm_config: VllmConfig) -> None:
+    """Raises SettingsError where vLLM's connector, of which ours is a part, is not as we know it."""
+    is_used = NIXL in names(vllm_config.kv_transfer_config)
+    if is_used and (change := changed_signature("nixl", minor_release(vllm.__version__))):
+        raise SettingsError(f"This vLLM has another {NIXL} than vllm-antkv knows: {change}.")
 
 
 def _is_no_preset(kv_cache_dtype: str) -> bool:

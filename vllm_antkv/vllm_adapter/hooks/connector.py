@@ -4,12 +4,12 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from vllm_antkv.vllm_adapter.hooks.base import Hook, new_plugin_groups
 from vllm_antkv.vllm_adapter.hooks.patches import Patches
-from vllm_antkv.vllm_adapter.page_store import CONNECTOR
+from vllm_antkv.vllm_adapter.kv_transfer import MODULES, STORE
 
 
 def _install(patches: Patches) -> None:
-    KVConnectorFactory.register_connector(CONNECTOR, "vllm_antkv.vllm_adapter.page_store.connector", CONNECTOR)
-    patches.on_undo(lambda: KVConnectorFactory._registry.pop(CONNECTOR))
+    KVConnectorFactory.register_connector(STORE, MODULES[STORE], STORE)
+    patches.on_undo(lambda: KVConnectorFactory._registry.pop(STORE))
 
 
 HOOK = Hook(

@@ -1,7 +1,7 @@
 """What the hooks wrap, override and call of vLLM, and the parameters it had when they were written.
 
-By hook, and by class ("module:Class") or module: function -> parameters without annotations, the same in every
-supported release; or release -> parameters where not all of them have the function.
+By hook ("nixl": of `kv_transfer.nixl`), and by class ("module:Class") or module: function -> parameters without
+annotations, the same in every supported release; or release -> parameters where not all of them have the function.
 """
 
 from collections.abc import Mapping
@@ -142,6 +142,23 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
     "connector": {
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": {
             "register_connector": "(name, module_path, class_name)",
+        },
+    },
+    "nixl": {
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler:NixlPullConnectorScheduler": {
+            "get_exchange_clipped_blocks": "(self, block_ids, clip_ssm=True)",
+            "_prefill_backoff": "(self)",
+            "_truncate_request_for_prefill": "(self, request)",
+            "_get_remote_prefill_token_count": "(self, num_prompt_tokens)",
+        },
+        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker:NixlPullConnectorWorker": {
+            "register_kv_caches": "(self, kv_caches)",
+            "_apply_prefix_caching": (
+                "(self, decode_block_ids, prefill_block_ids, decode_physical_per_logical, prefill_physical_per_logical)"
+            ),
+        },
+        "vllm.v1.core.kv_cache_utils": {
+            "resolve_kv_cache_block_sizes": "(kv_cache_config, vllm_config)",
         },
     },
     "prefix_salt": {

@@ -21,7 +21,6 @@ from vllm_antkv.vllm_adapter.attention.attach import attach
 from vllm_antkv.vllm_adapter.attention.inspection import Inspector
 from vllm_antkv.vllm_adapter.attention.trained_prefix import PrefixTokens
 from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
-from vllm_antkv.vllm_adapter.page_store.connector import AntKVStore
 
 if current_platform.is_cpu() and not TYPE_CHECKING:
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -86,20 +85,20 @@ class AntKVWorker(Worker):
         super().initialize_from_config(kv_cache_config)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Load other weights; what is in the page store was computed with those before."""
-        self._stop_page_store()
+        """Load other weights; what KV connectors have was computed with those before."""
+        self._stop_kv_transfer()
         super().reload_weights(*args, **kwargs)
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Take other weights; see `reload_weights`."""
-        self._stop_page_store()
+        self._stop_kv_transfer()
         super().update_weights(update_info)
 
-    def _stop_page_store(self) -> None:
+    def _stop_kv_transfer(self) -> None:
         if has_kv_transfer_group():
-            store = get_kv_transfer_group()
-            assert isinstance(store, AntKVStore)
-            store.stop()
+            connector = get_kv_transfer_group()
+            for each in getattr(connector, "sub_connectors", [connector]):
+                each.stop()
 
     def antkv_report(self) -> Report:
         """What the layers counted; see `Inspector.report`."""

@@ -18,7 +18,7 @@ class PageFiles:
     """The files of one tensor-parallel rank of servers whose pages are interchangeable.
 
     root: the folder that the user named.
-    identity: of these servers, see `page_store.identity`.
+    identity: of these servers, see `kv_transfer.identity`.
     rank, num_ranks: which layers and KV heads the pages have.
     """
 

@@ -29,9 +29,9 @@ from vllm.v1.request import Request
 
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
-from vllm_antkv.vllm_adapter.page_store import CONNECTOR
-from vllm_antkv.vllm_adapter.page_store.files import PageFiles
-from vllm_antkv.vllm_adapter.page_store.identity import FOLDER_KEY, IDENTITY_KEY
+from vllm_antkv.vllm_adapter.kv_transfer import STORE
+from vllm_antkv.vllm_adapter.kv_transfer.files import PageFiles
+from vllm_antkv.vllm_adapter.kv_transfer.identity import FOLDER_KEY, IDENTITY_KEY, has_lasting_hashes
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -63,7 +63,7 @@ class AntKVStore(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
         if IDENTITY_KEY not in extra:
-            raise SettingsError(f"{CONNECTOR} stores pages of an antkv cache: use one, or another KV connector.")
+            raise SettingsError(f"{STORE} stores pages of an antkv cache: use one, or another KV connector.")
         num_ranks = vllm_config.parallel_config.world_size
         ranks = range(num_ranks) if role == KVConnectorRole.SCHEDULER else [vllm_config.parallel_config.rank]
         self._files = [PageFiles(Path(extra[FOLDER_KEY]), extra[IDENTITY_KEY], rank, num_ranks) for rank in ranks]
@@ -96,14 +96,14 @@ class AntKVStore(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens beyond those of a local hit whose pages are in files; they are loaded between steps."""
         is_on = self._kv_transfer_config.is_kv_consumer and not self._stopped
-        if not is_on or not _is_kept(request) or request.request_id in self._failed:
+        if not is_on or not has_lasting_hashes(request) or request.request_id in self._failed:
             return 0, False
         found = self._longest_hit(request, num_computed_tokens) - num_computed_tokens
         return found, found > 0
 
     def update_state_after_alloc(self, request: Request, blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Note which blocks of an admitted request to load, and that none of its blocks was looked at."""
-        if not _is_kept(request):
+        if not has_lasting_hashes(request):
             return
         self._seen[request.request_id] = [0] * len(blocks.blocks)
         if num_external_tokens:
@@ -236,11 +236,6 @@ class AntKVStore(KVConnectorBase_V1, SupportsHMA):
             page.copy_(loaded[at : at + num_bytes].view(page.dtype).view(page.shape))
             at += num_bytes
         return True
-
-
-def _is_kept(request: Request) -> bool:
-    """Not where vLLM's hashes have names that may stand for something else tomorrow: of adapters, of images."""
-    return request.lora_request is None and not request.mm_features
 
 
 def _read_at(boundary: int, manager: SingleTypeKVCacheManager) -> list[int]:

@@ -11,12 +11,13 @@ from typing import Any
 import vllm
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.request import Request
 
 from vllm_antkv import __version__
 from vllm_antkv.codebook.revision import revision_of
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.vllm_adapter.page_store import CONNECTOR
+from vllm_antkv.vllm_adapter.kv_transfer import EXTRA_KEY, MODULES, STORE, connectors
 
 FOLDER_KEY = "folder"
 #: Where `prepare` leaves the identity, for the scheduler and the workers.
@@ -25,35 +26,40 @@ IDENTITY_KEY = "identity"
 _FILES = ("*.safetensors", "*.bin", "*.pt", "*.py")
 
 
-def is_used(vllm_config: VllmConfig) -> bool:
-    """Whether this server keeps pages in a folder."""
-    transfer = vllm_config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector == CONNECTOR
-
-
 def prepare(vllm_config: VllmConfig, settings: AntKVConfig, **codes: Any) -> None:
-    """Complete the connector's configuration.
+    """Complete the configuration of connectors.
 
     Args:
-        vllm_config: of a server that uses the store.
+        vllm_config: of a server with an antkv cache.
         settings: the user's, completed.
-        codes: what else decides them: the codebook's identity, the layers without codes.
+        codes: what else decides pages: the codebook's identity, the layers without codes.
 
     Raises:
         SettingsError, CodebookError: no folder, or no files of weights.
     """
     transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    extra = transfer.kv_connector_extra_config
-    folder = extra.get(FOLDER_KEY)
-    if not isinstance(folder, str) or not Path(folder).is_absolute():
-        raise SettingsError(
-            f'{CONNECTOR} needs the folder for its pages, as an absolute path: "kv_connector_extra_config": '
-            f'{{"{FOLDER_KEY}": "/var/cache/antkv"}} in --kv-transfer-config.'
-        )
-    extra[IDENTITY_KEY] = _identity(vllm_config, settings, codes)
+    if transfer is None:
+        return
+    identity = _identity(vllm_config, settings, codes)
+    for connector in connectors(transfer):
+        extra = connector.setdefault(EXTRA_KEY, {})
+        folder = extra.get(FOLDER_KEY)
+        if connector["kv_connector"] == STORE and not (isinstance(folder, str) and Path(folder).is_absolute()):
+            raise SettingsError(
+                f'{STORE} needs the folder for its pages, as an absolute path: "kv_connector_extra_config": '
+                f'{{"{FOLDER_KEY}": "/var/cache/antkv"}} in --kv-transfer-config.'
+            )
+        extra[IDENTITY_KEY] = identity
+        connector["kv_connector_module_path"] = MODULES[connector["kv_connector"]]
+    if transfer.kv_connector in MODULES:
+        transfer.kv_connector_module_path = MODULES[transfer.kv_connector]
     # A page that turns out to be damaged is one that is not there. vLLM's default ends the request.
     transfer.kv_load_failure_policy = "recompute"
+
+
+def has_lasting_hashes(request: Request) -> bool:
+    """Not where vLLM's hashes have names that may stand for something else tomorrow: of adapters, of images."""
+    return request.lora_request is None and not request.mm_features
 
 
 def _identity(vllm_config: VllmConfig, settings: AntKVConfig, codes: dict[str, Any]) -> str:
@@ -84,7 +90,7 @@ def _weights(model: str, revision: str | None) -> str:
         return revision_of(model, revision)
     files = sorted(path for pattern in _FILES for path in folder.glob(pattern))
     if not files:
-        raise SettingsError(f"{CONNECTOR} tells weights by their files, and {folder} has none.")
+        raise SettingsError(f"KV connectors tell weights by their files, and {folder} has none.")
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:
