@@ -83,6 +83,16 @@ class AntKVWorker(Worker):
         if self._prefix_tokens is not None:
             self._prefix_tokens.allocate(kv_cache_config.num_blocks)
         super().initialize_from_config(kv_cache_config)
+        if current_platform.is_cpu():
+            self._zero_exact_pages()
+
+    def _zero_exact_pages(self) -> None:
+        from vllm_antkv.vllm_adapter.attention.packed_cpu import PackedCPUBackend, zeroing
+
+        layers = self.compilation_config.static_forward_context.values()
+        exact = [layer for layer in layers if getattr(layer, "attn_backend", None) is PackedCPUBackend]
+        if exact:
+            self.model_runner._zero_block_ids = zeroing(exact, self.model_runner._zero_block_ids)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load other weights; what KV connectors have was computed with those before."""
