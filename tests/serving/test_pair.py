@@ -159,7 +159,10 @@ def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]],
         for number, prompt in enumerate((prompts[-1][:129], prompts[-2], prompts[-1]), start=1):
             answers(prefill.url, prompt)
             local = answers(prefill.url, prompt)
-            assert answers(decode.url, prompt, computed(prefill.url, prompt)) == local
+            ((text, logprobs),) = answers(decode.url, prompt, computed(prefill.url, prompt))
+            # VLLM's own attention, of the exact layer, rounds by where a prompt was cut.
+            tolerance = 1e-5 if model != EMBEDDED else 0
+            assert [(text, pytest.approx(logprobs, rel=0, abs=tolerance))] == local
             assert num_pulls(decode.url) == number * num_ranks
         # Their pages are given up once they are there.
         assert not wait_until_idle(prefill.url, PATIENCE)
