@@ -25,7 +25,6 @@ from vllm_antkv.codebook import (
     shipped_folder,
     user_folder,
 )
-from vllm_antkv.codebook import file as file_module
 from vllm_antkv.codebook.prefix import TrainedPrefix, starts_with
 from vllm_antkv.codebook.tensors import checksum_of
 from vllm_antkv.config import AntKVConfig
@@ -226,7 +225,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
 
     for step in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(file_module.os, step, full_disk)
+            patch.setattr(os, step, full_disk)
             with pytest.raises(OSError, match="No space"):
                 make(seed=2).save(path)
         assert path.read_bytes() == before
