@@ -5,12 +5,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from scripts.capacity_figure import LLAMA_3_8B
 from tests.adapters import make_adapter, merged
 from tests.unit.conftest import Refused
 from vllm_antkv.calibrate import learn, resources, source
@@ -156,11 +158,8 @@ def test_the_work_folder_of_another_model_is_not_taken_up(
     folder = tmp_path / "model"
     shutil.copytree(make_model("llama"), folder)
 
-    def fail(*args: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(learn, "learn_layer", fail)
+        patch.setattr(learn, "learn_layer", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             calibrate_small(folder, text_file, tmp_path / "out")
 
@@ -313,10 +312,7 @@ def test_runs_for_other_presets_work_side_by_side_and_each_goes_on_after_a_kill(
 def test_the_order_of_presets_is_no_other_command(
     tiny_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(learn, "learn_layer", kill)
+    monkeypatch.setattr(learn, "learn_layer", Mock(side_effect=KeyboardInterrupt))
     for presets in (("antkv-1bit", "antkv-4bit"), ("antkv-4bit", "antkv-1bit", "antkv-4bit")):
         with pytest.raises(KeyboardInterrupt):
             calibrate_small(tiny_llama, text_file, tmp_path, *presets)
@@ -327,15 +323,7 @@ def test_the_memory_estimate_is_what_a_llama_8b_needs() -> None:
     """The estimate of docs/calibration.md: it fits a GPU of 80 GB with room, at the default window."""
     from transformers import LlamaConfig
 
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        dtype="bfloat16",
-    )
+    config = LlamaConfig(**LLAMA_3_8B)
     gib = resources.memory_need(config, 2048, torch.device("cuda")).total / 2**30
     assert 15 < gib < 30
     assert resources.needs_checkpointing(config, 2048, torch.bfloat16)

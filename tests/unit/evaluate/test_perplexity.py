@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.evaluate.conftest import VOCAB
-from vllm_antkv.codebook import ModelIdentity
+from tests.unit.spoilt import MODEL
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.compare import gap_closed
@@ -95,15 +95,7 @@ def test_windows_that_do_not_fit_the_model(card, loaded, refused, context) -> No
 
 
 def bits(context: int, **settings: object) -> float:
-    identity = ModelIdentity(
-        architecture="Any",
-        num_layers=2,
-        num_attention_heads=8,
-        num_kv_heads=2,
-        head_size=64,
-        hidden_size=512,
-        vocab_size=100,
-    )
+    identity = MODEL.model_copy(update={"head_size": 64})
     config = AntKVConfig.model_validate({"anchor_share": 0, "sinks": False, "prefix": 0, "recency": "none", **settings})
     method = Method("antkv-1bit", 1.0, config, layers=(PRESETS["antkv-1bit"],) * identity.num_layers)
     return effective_bits(method, identity, torch.bfloat16, context)
