@@ -1,6 +1,7 @@
 """Results of a load test: one record per request, and figures over all requests, in total and by kind."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
@@ -31,15 +32,7 @@ class Record(BaseModel):
     @classmethod
     def of(cls, kind: Kind, ended: float, answer: Answer) -> Self:
         """The record of an answered request."""
-        return cls(
-            kind=kind,
-            ended=ended,
-            seconds=answer.seconds,
-            first=answer.first,
-            gaps=answer.gaps,
-            prompt_tokens=answer.prompt_tokens,
-            output_tokens=answer.output_tokens,
-        )
+        return cls(kind=kind, ended=ended, **asdict(answer))
 
 
 class Figures(BaseModel):

@@ -14,13 +14,6 @@ from tests.serving.conftest import EMBEDDED, Completion
 pytestmark = [pytest.mark.gpu, pytest.mark.serving]
 
 
-@pytest.fixture(scope="module")
-def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
-    """What vLLM answers without us."""
-    with start_engine(EMBEDDED, "auto") as engine:
-        return engine.complete(prompts)
-
-
 @pytest.mark.parametrize("settings", [{"prefix": 1024}, {"recency": "sliding:1024"}], ids=str)
 def test_equals_auto_where_every_token_is_exact(
     start_engine: Start,

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from tests.codebooks import random_codebook
 from tests.kernels.guarded import guarded, guarded_pool
 from tests.kernels.three_positions import draw_positions
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.cache.positions import NUM_POSITIONS, POSITION_PAGE_BYTES, store_positions, view_positions
-from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, SinkRule
+from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.offline.attention import attend_window
 from vllm_antkv.offline.layer_window import LayerWindow
@@ -98,10 +99,6 @@ def k_order(shape: Shape) -> list[int] | None:
 
 
 def codebook(shape: Shape) -> Codebook:
-    kind = PRESETS[shape.preset]
-    generator = torch.Generator().manual_seed(1)
-    table = (shape.num_kv_heads, kind.num_sub_vectors(shape.head_size), kind.num_centroids, kind.sub_vector_size)
-    k, v = (served(torch.randn(table, generator=generator).half()) for _ in "kv")
     identity = ModelIdentity(
         architecture="X",
         num_layers=1,
@@ -111,15 +108,9 @@ def codebook(shape: Shape) -> Codebook:
         hidden_size=8,
         vocab_size=8,
     )
-    header = CodebookHeader(
-        format_version=FORMAT_VERSION,
-        preset=shape.preset,
-        model=identity,
-        sinks=None,
-        k_orders={} if (order := k_order(shape)) is None else {shape.preset: tuple(order)},
-        calibration={},
-    )
-    return Codebook(header, (k,), (v,), k_errors=key_errors(shape))
+    k_orders = {} if (order := k_order(shape)) is None else {shape.preset: tuple(order)}
+    book = random_codebook(identity, shape.preset, seed=1, k_orders=k_orders)
+    return replace(book, k=(served(*book.k),), v=(served(*book.v),), k_errors=key_errors(shape))
 
 
 def key_errors(shape: Shape) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.cuda_emulation.backend import EmulatedBackend
+from tests.kernels.cuda_emulation.backend import EmulatedBackend, needs_emulation
 from tests.kernels.cuda_emulation.cases import LAYERS
 from tests.kernels.engine import Engine, draw_sequence
 from tests.kernels.forked import forked
@@ -38,10 +37,7 @@ def test_only_a_tensor_itself_can_be_read(size):
     assert ending(lambda: [read(address) for address in range(copy.data_ptr(), end - 4096 * (size // 1024 + 2), -1)])
 
 
-@pytest.mark.skipif(
-    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="the emulation needs g++ and an x86-64 processor with F16C",
-)
+@needs_emulation
 @pytest.mark.parametrize(("missing", "signal_"), [(0, 0), (200, signal.SIGSEGV)])
 def test_a_kernel_that_reads_behind_a_table_is_stopped(missing, signal_):
     """Told of a table of positions that is shorter than the sequence."""

@@ -273,3 +273,17 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 def default(codebooks: str) -> dict[str, Any]:
     """Default settings, with sinks to be found."""
     return {"codebooks": codebooks}
+
+
+@pytest.fixture(scope="module")
+def auto(start_engine: Callable[..., Any], prompts: list[list[int]]) -> list[Completion]:
+    """What vLLM answers without us."""
+    with start_engine(EMBEDDED, "auto") as engine:
+        return engine.complete(prompts)
+
+
+@pytest.fixture(scope="module")
+def alone(start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
+    """Default settings, one request at a time, whole prompts, nothing shared."""
+    with start_engine(EMBEDDED, "antkv-1bit", default, enable_prefix_caching=False) as engine:
+        return engine.complete(prompts, together=False)

@@ -30,20 +30,6 @@ ORDINARY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
-    """What vLLM answers without us."""
-    with start_engine(EMBEDDED, "auto") as engine:
-        return engine.complete(prompts)
-
-
-@pytest.fixture(scope="module")
-def alone(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
-    """Default settings, one request at a time, whole prompts, nothing shared."""
-    with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
-        return engine.complete(prompts, together=False)
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -25,13 +25,8 @@ DRAFTS_OF_MODELS = [("draft_model", 3), ("eagle", 3), ("eagle3", 2), ("mtp", 1),
 MAX_TOKENS = 24
 
 
-def counted(engine: Engine, name: str) -> int:
-    """A counter of vLLM's."""
-    return sum(metric.value for metric in engine.llm.get_metrics() if metric.name == name)
-
-
 def assert_drafts_were_right_and_wrong(engine: Engine) -> None:
-    proposed, accepted = (counted(engine, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
+    proposed, accepted = (engine.count(f"spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
     assert 0.05 * proposed < accepted < 0.95 * proposed
 
 
@@ -169,6 +164,6 @@ def test_same_after_preemption(
     }
     with start_engine(EMBEDDED, PRESET, default, **options) as engine:
         assert_all_same(engine.complete(2 * short, 110), 2 * alone)
-        assert counted(engine, "vllm:num_preemptions") > 0
+        assert engine.count("num_preemptions") > 0
         assert_drafts_were_right_and_wrong(engine)
         engine.assert_all_blocks_free()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.conftest import Refused
 from tests.unit.spoilt import (
     MODEL,
     PRESET,
@@ -164,16 +165,13 @@ def spoilt(tmp_path: Path) -> Callable[[Spoil], Path]:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_bad_codebook(name: str, spoilt: Callable[[Spoil], Path], reads_well: Callable[[BaseException], str]) -> None:
+def test_a_bad_codebook(name: str, spoilt: Callable[[Spoil], Path], refused: Refused) -> None:
     how, words = TABLE[name]
     path = spoilt(how)
     before = os.listdir(path.parent)
-    with pytest.raises(CodebookError) as caught:
+    with refused(CodebookError, words, str(path)) as caught:
         Codebook.load(path, PRESET, MODEL)
-    sentence = reads_well(caught.value)
-    assert words in sentence
-    assert str(path) in sentence
-    assert sentence.isprintable()
+    assert str(caught.value).isprintable()
     assert os.listdir(path.parent) == before
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -17,37 +18,25 @@ from vllm_antkv.errors import CalibrationError, CodebookError, SettingsError
 from vllm_antkv.evaluate.compare import gap_closed
 from vllm_antkv.evaluate.report import PerplexityReport
 
+RESULT_FIELDS = {
+    "model": {"type": "string"},
+    "method": {"type": "string"},
+    "text": {"type": "string"},
+    "context": {"type": "integer"},
+    "windows": {"type": "integer", "minimum": 1},
+    "tokens": {"type": "integer", "minimum": 1},
+    "perplexity": {"type": "number", "minimum": 1},
+    "nll": {"type": "number", "minimum": 0},
+    "nominal_bits": {"type": "number", "exclusiveMinimum": 0},
+    "effective_bits": {"type": "number", "exclusiveMinimum": 0},
+    "settings": {"type": "object"},
+    "versions": {"type": "object", "required": ["vllm-antkv", "python", "torch", "transformers"]},
+}
 RESULT_SCHEMA = {
     "type": "object",
     "additionalProperties": False,
-    "required": [
-        "model",
-        "method",
-        "text",
-        "context",
-        "windows",
-        "tokens",
-        "perplexity",
-        "nll",
-        "nominal_bits",
-        "effective_bits",
-        "settings",
-        "versions",
-    ],
-    "properties": {
-        "model": {"type": "string"},
-        "method": {"type": "string"},
-        "text": {"type": "string"},
-        "context": {"type": "integer"},
-        "windows": {"type": "integer", "minimum": 1},
-        "tokens": {"type": "integer", "minimum": 1},
-        "perplexity": {"type": "number", "minimum": 1},
-        "nll": {"type": "number", "minimum": 0},
-        "nominal_bits": {"type": "number", "exclusiveMinimum": 0},
-        "effective_bits": {"type": "number", "exclusiveMinimum": 0},
-        "settings": {"type": "object"},
-        "versions": {"type": "object", "required": ["vllm-antkv", "python", "torch", "transformers"]},
-    },
+    "required": list(RESULT_FIELDS),
+    "properties": RESULT_FIELDS,
 }
 
 
@@ -182,20 +171,14 @@ def test_help_answers_before_heavy_imports() -> None:
     ],
 )
 def test_errors_of_commands_become_one_line(capsys, monkeypatch, error, code, tmp_path) -> None:
-    def calibrate(*args: object, **kwargs: object) -> list[Path]:
-        raise error
-
-    monkeypatch.setattr("vllm_antkv.calibrate.run.calibrate", calibrate)
+    monkeypatch.setattr("vllm_antkv.calibrate.run.calibrate", Mock(side_effect=error))
     assert cli.run(["calibrate", "M", "--preset", "antkv-1bit", "--text", "T", "--out", str(tmp_path)]) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("antkv: ")
 
 
 def test_an_interrupt_ends_quietly(monkeypatch, capsys, tmp_path) -> None:
-    def calibrate(*args: object, **kwargs: object) -> list[Path]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("vllm_antkv.calibrate.run.calibrate", calibrate)
+    monkeypatch.setattr("vllm_antkv.calibrate.run.calibrate", Mock(side_effect=KeyboardInterrupt))
     assert cli.run(["calibrate", "M", "--preset", "antkv-1bit", "--text", "T", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err == ""
 

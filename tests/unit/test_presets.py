@@ -29,23 +29,20 @@ def test_bytes_of_k_and_v_at_head_size_128(name, bytes_per_token):
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_sub_vectors_fill_the_head_or_it_is_refused(preset, head_size, reads_well):
+def test_sub_vectors_fill_the_head_or_it_is_refused(preset, head_size, refused):
     if head_size % preset.sub_vector_size == 0:
         assert preset.num_sub_vectors(head_size) * preset.sub_vector_size == head_size
         assert preset.code_bytes(head_size) * 8 >= preset.nominal_bits * head_size
         assert preset.code_bytes(head_size) * 8 < preset.nominal_bits * head_size + 8
     else:
-        with pytest.raises(SettingsError) as caught:
+        with refused(SettingsError, f"head size {head_size}"):
             preset.num_sub_vectors(head_size)
-        assert f"head size {head_size}" in reads_well(caught.value)
 
 
 @pytest.mark.parametrize("name", ["antkv-1", "antkv-1bits", "ANTKV-1BIT", "", "auto"])
-def test_an_unknown_preset_is_answered_with_the_known_ones(name, reads_well):
-    with pytest.raises(SettingsError) as caught:
+def test_an_unknown_preset_is_answered_with_the_known_ones(name, refused):
+    with refused(SettingsError, *PRESETS):
         get_preset(name)
-    text = reads_well(caught.value)
-    assert all(known in text for known in PRESETS)
 
 
 @pytest.mark.parametrize(

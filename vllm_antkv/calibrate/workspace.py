@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_antkv.calibrate.training import Progress
 from vllm_antkv.errors import CalibrationError
+from vllm_antkv.whole_file import write_whole
 
 _WINDOWS_DONE = "windows.json"
 
@@ -33,7 +34,7 @@ class Workspace:
 
     def set_windows_done(self, count: int) -> None:
         """Record that the first `count` windows are captured."""
-        self._replace(self.folder / _WINDOWS_DONE, json.dumps(count).encode())
+        write_whole(self.folder / _WINDOWS_DONE, json.dumps(count).encode())
 
     def load_layer(self, preset: str, layer: int) -> np.ndarray | None:
         """The centroids of a finished layer, or None."""
@@ -73,12 +74,6 @@ class Workspace:
 
     def _training_path(self, name: str) -> Path:
         return self.folder / f"{name}.training.safetensors"
-
-    @staticmethod
-    def _replace(path: Path, content: bytes) -> None:
-        part = path.with_suffix(".part")
-        part.write_bytes(content)
-        os.replace(part, path)
 
 
 @contextmanager

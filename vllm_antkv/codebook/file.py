@@ -5,10 +5,8 @@ model before anything is served; see `docs/calibration.md` for the format.
 """
 
 import json
-import os
 import stat
 import struct
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +31,7 @@ from vllm_antkv.codebook.tensors import (
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import Preset, get_preset
+from vllm_antkv.whole_file import write_whole
 
 _HEADER_KEY = "antkv"
 #: A header is a few hundred bytes; more is not a header.
@@ -110,16 +109,7 @@ class Codebook:
         checksum = checksum_of(json.loads(self.header.model_dump_json()), tensors)
         header = self.header.model_copy(update={"checksum": checksum})
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(save(tensors, {_HEADER_KEY: header.model_dump_json()}))
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_whole(path, save(tensors, {_HEADER_KEY: header.model_dump_json()}))
 
     @classmethod
     def load(cls, path: Path, preset: str | None = None, model: ModelIdentity | None = None) -> Self:

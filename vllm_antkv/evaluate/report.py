@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from vllm_antkv import __version__
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.offline.fidelity import OwnFidelity
+from vllm_antkv.whole_file import write_whole
 
 
 class PerplexityReport(BaseModel):
@@ -82,13 +82,4 @@ def as_json(content: dict[str, Any]) -> str:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write atomically: readers see the old file or the whole new one."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(as_json(content))
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    write_whole(path, as_json(content).encode())

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_antkv.codebook import ModelIdentity
+from vllm_antkv.codebook import Codebook, ModelIdentity, find_codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.offline.method import AnchorScope, Method, Quantiser
 from vllm_antkv.offline.retention import Retention, shared, sliding
@@ -63,6 +63,11 @@ class MethodRequest:
     own_recency: bool = False
     sample: Sample | None = None
     anchor_scope: AnchorScope = "block"
+
+    def codebook(self, preset: str) -> Codebook:
+        """What the server would load; CodebookError when there is none, or a bad one."""
+        folder = None if self.codebooks is None else str(self.codebooks)
+        return Codebook.load(find_codebook(self.model_name, self.identity, preset, folder), preset, self.identity)
 
     def retention(self, window: int = 1, first: int = 0, learn: int = 0) -> Retention:
         """The recency that all methods share, or the paper's; the first `learn` tokens are learned from."""

@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import importlib.resources
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from platformdirs import user_cache_path
 
 from vllm_antkv.ops.cuda_build import Build
+from vllm_antkv.whole_file import write_whole
 
 #: What a kernel takes: structures by value, integers of 64 bits, addresses.
 Argument = ctypes.Structure | ctypes.c_int64 | ctypes.c_void_p
@@ -120,13 +120,7 @@ def cubin(source: str, build: Build, architecture: str) -> Path:
             raise RuntimeError(f"csrc/cuda/{source}.cu: {nvrtc.getProgramLog(program)}") from error
         finally:
             nvrtc.destroyProgram(program)
-        _write_atomically(path, code)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Other processes may compile the same.
+        write_whole(path, code)
     return path
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Other processes see the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)

@@ -6,13 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from transformers import AutoConfig
 
+from tests.unit.conftest import Refused
 from vllm_antkv.calibrate.calibrate_on_start import main
 from vllm_antkv.calibrate.original import original_of
 from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, codebook_path, own_folder
@@ -64,40 +64,34 @@ def test_whoever_comes_while_it_is_made_waits_and_takes_it(
 
 @pytest.mark.parametrize("settings", [{"calibrate": "never"}, {"codebooks": "elsewhere"}], ids=str)
 def test_none_is_made_where_none_is_wanted(
-    tiny_llama: Path, users_cache: Path, settings: dict[str, str], reads_well: Callable[[BaseException], str]
+    tiny_llama: Path, users_cache: Path, settings: dict[str, str], refused: Refused
 ) -> None:
-    with pytest.raises(NoCodebookError) as refused:
+    with refused(NoCodebookError, f"make one with `antkv calibrate {tiny_llama}"):
         find_or_make(wanted(tiny_llama), AntKVConfig(**settings))
-    assert f"make one with `antkv calibrate {tiny_llama}" in reads_well(refused.value)
     assert not users_cache.exists()
 
 
-def test_a_text_that_is_not_there_is_refused(tiny_llama: Path, reads_well: Callable[[BaseException], str]) -> None:
-    with pytest.raises(SettingsError) as refused:
+def test_a_text_that_is_not_there_is_refused(tiny_llama: Path, refused: Refused) -> None:
+    with refused(SettingsError, "no-such-file"):
         find_or_make(wanted(tiny_llama), AntKVConfig(calibration_text="no-such-file"))
-    assert "no-such-file" in reads_well(refused.value)
 
 
 @pytest.mark.long
-def test_a_calibration_that_fails_is_one_sentence(
-    tiny_llama: Path, tmp_path: Path, reads_well: Callable[[BaseException], str]
-) -> None:
+def test_a_calibration_that_fails_is_one_sentence(tiny_llama: Path, tmp_path: Path, refused: Refused) -> None:
     text = tmp_path / "short.txt"
     text.write_text("Seven words are not enough for it.")
-    with pytest.raises(CodebookError) as refused:
+    with refused(CodebookError, "fewer than one window"):
         find_or_make(wanted(tiny_llama), AntKVConfig(calibration_text=str(text)))
-    assert "fewer than one window" in reads_well(refused.value)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence_that_names_the_variable(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, reads_well: Callable[[BaseException], str]
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
-    with pytest.raises(CodebookError) as refused:
+    words = "XDG_CACHE_HOME in the server's environment puts it elsewhere"
+    with refused(CodebookError, words, "/proc/vllm-antkv/"):
         find_or_make(wanted(tiny_llama), AntKVConfig())
-    assert "XDG_CACHE_HOME in the server's environment puts it elsewhere" in reads_well(refused.value)
-    assert "/proc/vllm-antkv/" in str(refused.value)
 
 
 def test_a_file_system_without_locks_is_one_sentence_too(

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.codebooks import random_codebook
 from vllm_antkv.calibrate import prefix
 from vllm_antkv.calibrate.prefix import train_prefix
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import prefix_ids, with_prefix
 from vllm_antkv.calibrate.training import Progress, Schedule
-from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity
+from vllm_antkv.codebook import Codebook, ModelIdentity
 from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CalibrationError
@@ -37,11 +39,7 @@ def model(long_llama: Path) -> PreTrainedModel:
 def codebook(model: PreTrainedModel) -> Codebook:
     """Centroids of nothing: what is read through them is far from what it was."""
     k, v = torch.zeros(2, 2, 2, 2, 256, 8).half()
-    identity = ModelIdentity.from_hf_config(model.config)
-    header = CodebookHeader(
-        format_version=FORMAT_VERSION, preset="antkv-1bit", model=identity, sinks=None, calibration={}
-    )
-    return Codebook(header, tuple(k), tuple(v))
+    return replace(random_codebook(ModelIdentity.from_hf_config(model.config)), k=tuple(k), v=tuple(v))
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,13 @@
 """Texts become windows: BOS first, no more than asked for, drawn from all over, reproducible."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.conftest import Refused
 from vllm_antkv.calibrate.texts import Text, built_in_text, read_text, text_hash, token_windows
 from vllm_antkv.errors import CalibrationError
 
@@ -48,10 +48,9 @@ def test_a_short_text_gives_fewer_windows(tokenizer: Any) -> None:
     assert len(token_windows([text], tokenizer, 100, 32, 0)) == num_tokens // 31
 
 
-def test_too_short_for_one_window(tokenizer: Any, reads_well: Callable[[BaseException], str]) -> None:
-    with pytest.raises(CalibrationError) as refused:
+def test_too_short_for_one_window(tokenizer: Any, refused: Refused) -> None:
+    with refused(CalibrationError, "--seq-len"):
         token_windows([Text("short", "why")], tokenizer, 4, 64, 0)
-    assert "--seq-len" in reads_well(refused.value)
 
 
 def test_a_large_text_is_tokenised_only_as_far_as_needed(tokenizer: Any) -> None:
@@ -84,13 +83,10 @@ def test_the_name_has_no_folder(text_file: Path) -> None:
     assert read_text(str(text_file)).name == "words.txt"
 
 
-def test_a_data_set_without_the_library(
-    monkeypatch: pytest.MonkeyPatch, reads_well: Callable[[BaseException], str]
-) -> None:
+def test_a_data_set_without_the_library(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(CalibrationError) as refused:
+    with refused(CalibrationError, "pip install datasets"):
         read_text("no/such-set")
-    assert "pip install datasets" in reads_well(refused.value)
 
 
 def test_the_text_of_the_package_fills_the_default_windows_of_a_tokenizer_of_english(tokenizer: Any) -> None:

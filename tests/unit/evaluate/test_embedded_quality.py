@@ -1,15 +1,17 @@
 """On the models of this repository: what the papers say of methods, settings and codebooks, by more than noise."""
 
 import pydoc_data.topics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.codebooks import random_codebook
 from vllm_antkv.calibrate.mix import mix
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
-from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, find_codebook
+from vllm_antkv.codebook import Codebook, find_codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.windows import load_windows
@@ -71,10 +73,8 @@ def codebook(card: ModelCard, model, windows: torch.Tensor) -> Codebook:
     method = Method("lossless", 16.0, AntKVConfig(recency="none", prefix=0), sampling)
     with torch.inference_mode(), quantised_past(model, method, windows.shape[1]):
         model(windows[1:], use_cache=False)
-    header = CodebookHeader(
-        format_version=FORMAT_VERSION, preset=PRESET.name, model=card.identity, sinks=None, calibration={}
-    )
-    return Codebook(header, *zip(*sampling.centroids, strict=True))
+    k, v = zip(*sampling.centroids, strict=True)
+    return replace(random_codebook(card.identity, PRESET.name), k=k, v=v)
 
 
 @torch.inference_mode()

@@ -11,19 +11,9 @@ from vllm_antkv import cli
 def compare(model_folder, codebook_folder, text_file, tmp_path):
     def run(methods: str, *more: object) -> dict[str, dict]:
         out = tmp_path / "out.json"
-        args = [
-            "--text",
-            text_file,
-            "--codebooks",
-            codebook_folder,
-            "--context",
-            200,
-            "--max-windows",
-            2,
-            "--json",
-            out,
-        ]
-        command = ["eval", "compare", model_folder, "--methods", methods, *args, *more]
+        limits = ["--context", 200, "--max-windows", 2]
+        files = ["--text", text_file, "--codebooks", codebook_folder, "--json", out]
+        command = ["eval", "compare", model_folder, "--methods", methods, *limits, *files, *more]
         assert cli.run([str(part) for part in command]) == 0
         return {result["method"]: result for result in json.loads(out.read_text())["results"]}
 

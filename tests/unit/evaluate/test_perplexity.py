@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit.evaluate.conftest import VOCAB
-from vllm_antkv.codebook import ModelIdentity
+from tests.unit.spoilt import MODEL
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.compare import gap_closed
@@ -88,23 +88,14 @@ def test_predictions_are_compared_with_the_models_own(card, loaded, windows, cod
 
 
 @pytest.mark.parametrize("context", [1, 513])
-def test_windows_that_do_not_fit_the_model(card, loaded, reads_well, context) -> None:
+def test_windows_that_do_not_fit_the_model(card, loaded, refused, context) -> None:
     windows = TextWindows(Path("text.txt"), torch.ones(1, context, dtype=torch.int64))
-    with pytest.raises(SettingsError) as caught:
+    with refused(SettingsError, str(context)):
         evaluate_perplexity(card, loaded, FP16, windows)
-    assert str(context) in reads_well(caught.value)
 
 
 def bits(context: int, **settings: object) -> float:
-    identity = ModelIdentity(
-        architecture="Any",
-        num_layers=2,
-        num_attention_heads=8,
-        num_kv_heads=2,
-        head_size=64,
-        hidden_size=512,
-        vocab_size=100,
-    )
+    identity = MODEL.model_copy(update={"head_size": 64})
     config = AntKVConfig.model_validate({"anchor_share": 0, "sinks": False, "prefix": 0, "recency": "none", **settings})
     method = Method("antkv-1bit", 1.0, config, layers=(PRESETS["antkv-1bit"],) * identity.num_layers)
     return effective_bits(method, identity, torch.bfloat16, context)

@@ -49,16 +49,14 @@ def test_exact_ids_are_taken_as_they_are(tokenizer, write_ids) -> None:
         ([[1, 2, 3, -1]], "vocabulary: 64"),
     ],
 )
-def test_ids_that_cannot_be_used(tokenizer, write_ids, reads_well, content, words) -> None:
-    with pytest.raises(SettingsError) as caught:
+def test_ids_that_cannot_be_used(tokenizer, write_ids, refused, content, words) -> None:
+    with refused(SettingsError, words):
         load_windows(write_ids(content), tokenizer, context=4)
-    assert words in reads_well(caught.value)
 
 
-def test_text_that_cannot_be_used(tokenizer, tmp_path, text_file, reads_well) -> None:
+def test_text_that_cannot_be_used(tokenizer, tmp_path, text_file, refused) -> None:
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x00")
     for path, context in ((tmp_path / "missing.txt", 8), (tmp_path, 8), (binary, 8), (text_file, 1002)):
-        with pytest.raises(SettingsError) as caught:
+        with refused(SettingsError):
             load_windows(path, tokenizer, context)
-        reads_well(caught.value)

@@ -4,7 +4,6 @@ from typing import Any
 
 from matplotlib.figure import Figure as Canvas
 
-from vllm_antkv.codebook import Codebook, find_codebook
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.evaluate.figures.scene import Scene, track
 from vllm_antkv.evaluate.figures.style import canvas, label, lines
@@ -13,9 +12,7 @@ from vllm_antkv.offline.divergences import layer_divergences
 
 def numbers(scene: Scene) -> dict[str, Any]:
     """Divergence when one layer alone goes through the codes of a preset, for every preset with one for all layers."""
-    folder = None if scene.request.codebooks is None else str(scene.request.codebooks)
-    paths = [find_codebook(scene.card.name, scene.card.identity, preset, folder) for preset in scene.presets]
-    books = [book for book in map(Codebook.load, paths) if book.header.layers is None]
+    books = [book for book in map(scene.request.codebook, scene.presets) if book.header.layers is None]
     if not books:
         raise CodebookError("All codebooks here mix presets: layer-divergence needs one made with --bits uniform.")
     steps = iter(track(range(len(scene.windows) * scene.card.identity.num_layers), "layer-divergence"))

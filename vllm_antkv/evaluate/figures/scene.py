@@ -121,7 +121,4 @@ def track(items: Iterable[T], what: str) -> Iterator[T]:
 def numbers_of(tensor: torch.Tensor) -> list[Any]:
     """As JSON keeps them, with the six digits that a figure can use at most."""
     flat = [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
-    result: list[Any] = flat
-    for size in reversed(tensor.shape[1:]):
-        result = [result[start : start + size] for start in range(0, len(result), size)]
-    return result
+    return torch.tensor(flat, dtype=torch.float64).view(tensor.shape).tolist()

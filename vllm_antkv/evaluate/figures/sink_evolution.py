@@ -4,7 +4,6 @@ from typing import Any
 
 from matplotlib.figure import Figure as Canvas
 
-from vllm_antkv.codebook import Codebook, SinkRule, find_codebook
 from vllm_antkv.evaluate.figures.activations import hidden_states
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of
 from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label, lines
@@ -16,7 +15,7 @@ TOP = 4
 def numbers(scene: Scene) -> dict[str, Any]:
     """Largest and median magnitudes after every decoder layer, and the outlier channels along the first window."""
     magnitude = hidden_states(scene.model, scene.windows[0]).abs()
-    rule = _rule(scene)
+    rule = scene.request.codebook(scene.preset).header.sinks
     sample = scene.request.sample
     assert sample is not None
     layer, channels = (rule.layer, rule.channels) if rule else (sample.sink_layer, sample.sink_channels)
@@ -32,12 +31,6 @@ def numbers(scene: Scene) -> dict[str, Any]:
         "by_token": {str(channel): numbers_of(magnitude[layer, :, channel]) for channel in channels},
         "channel_by_layer": {str(channel): numbers_of(magnitude[..., channel].amax(1)) for channel in channels},
     }
-
-
-def _rule(scene: Scene) -> SinkRule | None:
-    folder = None if scene.request.codebooks is None else str(scene.request.codebooks)
-    path = find_codebook(scene.card.name, scene.card.identity, scene.preset, folder)
-    return Codebook.load(path, scene.preset, scene.card.identity).header.sinks
 
 
 def draw(numbers: dict[str, Any]) -> Canvas:

@@ -1,14 +1,14 @@
 """How all figures look, and how they are saved."""
 
 import io
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+
+from vllm_antkv.whole_file import write_whole
 
 #: Colours that stay apart for colour-blind readers (Okabe and Ito), darkest first.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
@@ -71,12 +71,4 @@ def save(figure: Canvas, folder: Path, name: str) -> None:
         content = io.BytesIO()
         with mpl.rc_context(_RC):
             figure.savefig(content, format=form, metadata={"Date": None} if form == "svg" else None)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{name}.", delete=False) as file:
-            try:
-                file.write(content.getbuffer())
-                file.flush()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, folder / f"{name}.{form}")
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_whole(folder / f"{name}.{form}", content.getvalue())

@@ -1,6 +1,5 @@
 """`antkv-Xbit`: what is served with `--kv-cache-dtype antkv-Xbit` under the same settings."""
 
-from vllm_antkv.codebook import Codebook, find_codebook
 from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
@@ -11,9 +10,7 @@ NAMES = tuple(PRESETS)
 
 def build(name: str, request: MethodRequest) -> Method:
     """Load the codebook that the server would load, with its sink rule and its trained prefix."""
-    folder = None if request.codebooks is None else str(request.codebooks)
-    path = find_codebook(request.model_name, request.identity, name, folder)
-    codebook = Codebook.load(path, name, request.identity)
+    codebook = request.codebook(name)
     return Method(
         name=name,
         nominal_bits=nominal_bits(codebook.header.layer_presets),
