@@ -1,7 +1,8 @@
 """What the hooks wrap, override and call of vLLM, and the parameters it had when they were written.
 
-By hook ("nixl": of `kv_transfer.nixl`), and by class ("module:Class") or module: function -> parameters without
-annotations, the same in every supported release; or release -> parameters where not all of them have the function.
+By hook, and by class ("module:Class") or module: function -> parameters without annotations, the same in every
+supported release; or release -> parameters where not all of them have the function. "nixl" is of `kv_transfer.nixl`,
+and "exact" of the worker: tests alone ask for it, since its module takes long to import.
 """
 
 from collections.abc import Mapping
@@ -159,6 +160,11 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
         },
         "vllm.v1.core.kv_cache_utils": {
             "resolve_kv_cache_block_sizes": "(kv_cache_config, vllm_config)",
+        },
+    },
+    "exact": {
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": {
+            "_zero_block_ids": "(self, block_ids)",
         },
     },
     "prefix_salt": {
