@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
+from loadtest.server import free_port
 from tests.adapters import make_adapter
 from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_same
 from tests.serving.tiny import GEMMA, make_codebook, make_model
@@ -48,8 +49,8 @@ def start(start_engine: Start, default: dict[str, Any]) -> Start:
 
     def started(folder: Path, model: Path = EMBEDDED, role: str = "kv_both", **options: Any) -> Any:
         settings = {**default, **options.pop("settings", {})}
-        options = {"max_num_batched_tokens": 300, "disable_log_stats": False, **options}
-        return start_engine(model, PRESET, settings, kv_transfer_config=transfer(folder, role), **options)
+        options = {"kv_transfer_config": transfer(folder, role), "max_num_batched_tokens": 300, **options}
+        return start_engine(model, PRESET, settings, disable_log_stats=False, **options)
 
     return started
 
@@ -328,6 +329,17 @@ def test_other_weights_and_adapters_are_not_kept(start: Start, prompts: list[lis
         assert [answer.num_cached_tokens for answer in engine.complete(prompts[-2:], together=False)] == [0, 0]
         assert sorted(folder.rglob("*")) == before
         engine.assert_all_blocks_free()
+
+
+def test_weights_stay_beside_nixl(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other servers were told where pages are of the weights before."""
+    pytest.importorskip("nixl", reason="NIXL is not installed")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
+    with (
+        start(tmp_path, kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_both"}) as engine,
+        pytest.raises(SettingsError, match="cannot be reloaded beside NixlConnector"),
+    ):
+        engine.llm.collective_rpc("reload_weights")
 
 
 @pytest.mark.long

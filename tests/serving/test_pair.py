@@ -91,7 +91,7 @@ def one(name: str, role: str, folder: Path, model: Path = EMBEDDED, **options: s
         yield server
 
 
-@pytest.mark.parametrize("name", ["AntKVStore", "NixlConnector", "MultiConnector"])
+@pytest.mark.parametrize("name", ["AntKVStore", "MultiConnector"])
 def test_no_request_ends_with_the_prefill_server(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
     """Those that it computes then, and later ones, are computed by the decode server; what is refused says why."""
     some = prompts[-3:]

@@ -46,8 +46,10 @@ class _Scheduler(NixlPullConnectorScheduler):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Those that the other server offers, unless it means other tokens or has given them up."""
         params = request.kv_transfer_params or {}
-        prefix = self._prefix(request, self._get_remote_prefill_token_count(request.num_prompt_tokens))
-        if prefix is None or params.get(_PREFIX_KEY) != prefix or params.get("remote_request_id") in self._pulled:
+        offered = params.get(_PREFIX_KEY)
+        if offered is None or params.get("remote_request_id") in self._pulled:
+            return 0, False
+        if offered != self._prefix(request, self._get_remote_prefill_token_count(request.num_prompt_tokens)):
             return 0, False
         found: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
