@@ -12,7 +12,7 @@ from matplotlib.figure import Figure as Canvas
 
 from vllm_antkv.evaluate.figures.activations import LayerRows
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of, track
-from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label
+from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label, number_layers
 from vllm_antkv.offline.kmeans import learn_centroids
 from vllm_antkv.ops.reference import decode, encode
 from vllm_antkv.ops.rope import unrotate
@@ -72,7 +72,7 @@ def draw(numbers: dict[str, Any]) -> Canvas:
         values = numbers["squared_error"][side]
         bars = [position + 0.4 * (index - 0.5) for position in range(len(values))]
         error.bar(bars, values, width=0.4, color=COLOURS[index], label=side)
-    error.set_xticks(range(len(numbers["squared_error"][BEFORE])))
+    number_layers(error)
     label(spread, f"Spread of each channel, layer {layer}", "channel", "standard deviation over tokens")
     label(error, "Vector quantisation at 1 bit, held-out text", "layer", "mean squared error of a channel")
     return figure

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure as Canvas
 
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.evaluate.figures.scene import Scene, track
-from vllm_antkv.evaluate.figures.style import canvas, label, lines
+from vllm_antkv.evaluate.figures.style import canvas, label, lines, number_layers
 from vllm_antkv.offline.divergences import layer_divergences
 
 
@@ -27,6 +27,6 @@ def draw(numbers: dict[str, Any]) -> Canvas:
     layers = range(len(next(iter(divergence.values()))))
     lines(panel, layers, divergence)
     panel.set_yscale("log")
-    panel.set_xticks(layers)
+    number_layers(panel)
     label(panel, "One layer through codes, all others exact", "layer", "KL from the model's own predictions, nats")
     return figure

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure as Canvas
 
 from vllm_antkv.evaluate.figures.activations import hidden_states
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of
-from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label, lines
+from vllm_antkv.evaluate.figures.style import COLOURS, canvas, label, lines, number_layers
 
 #: Largest values of a layer that are followed.
 TOP = 4
@@ -47,7 +47,7 @@ def draw(numbers: dict[str, Any]) -> Canvas:
         linestyle=":",
         label="emergence layer" if numbers["calibrated"] else "layer shown",
     )
-    layers.set_xticks(depth)
+    number_layers(layers)
     label(layers, "Largest values of the first window", "after decoder layer", "magnitude of the hidden state")
     channels.plot(numbers["by_channel"], color=COLOURS[0], linewidth=0.8)
     for channel in numbers["channels"]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import MaxNLocator
 
 from vllm_antkv.whole_file import write_whole
 
@@ -47,6 +48,11 @@ def label(panel: Axes, title: str, x: str, y: str, legend: bool = True) -> None:
     panel.set_ylabel(y)
     if legend:
         panel.legend()
+
+
+def number_layers(panel: Axes) -> None:
+    """The horizontal axis counts layers: label as many as there is room for."""
+    panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def legend_beside(figure: Canvas, panel: Axes, width: float) -> None:
