@@ -53,9 +53,13 @@ def weights_of(query: torch.Tensor, key: torch.Tensor, rules: LogitRules, head: 
     return weights
 
 
-def test_error_of_a_row_is_what_coding_it_alone_changes(rows: LayerRows) -> None:
+@pytest.mark.parametrize("first", [1, 10], ids=["", "first key takes all or nothing"])
+def test_error_of_a_row_is_what_coding_it_alone_changes(rows: LayerRows, first: float) -> None:
     generator = torch.Generator().manual_seed(1)
     coded = [part + 0.5 * torch.randn(part.shape, generator=generator) for part in (rows.key, rows.value)]
+    rows.key[0] *= first
+    if first > 1:
+        coded[0][0] = -rows.key[0]
     seen = rows.visible & (torch.rand(TOKENS, TOKENS, generator=generator) < 0.7)
     errors = row_errors(rows, *coded, seen)
     for row, head in ((0, 0), (7, 1), (39, 1)):

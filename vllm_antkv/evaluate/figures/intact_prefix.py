@@ -3,11 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import MaxNLocator
 
 from vllm_antkv.evaluate.figures.activations import hidden_states
 from vllm_antkv.evaluate.figures.scene import Scene, numbers_of, track
-from vllm_antkv.evaluate.figures.style import canvas, label, legend_beside, lines
+from vllm_antkv.evaluate.figures.style import canvas, label
 from vllm_antkv.offline.attention import quantised_past
 
 SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -34,16 +37,15 @@ def draw(numbers: dict[str, Any]) -> Canvas:
     errors = numbers["mean_squared_error"]
     layers = list(zip(*errors.values(), strict=True))
     places = range(len(errors))
-    lines(absolute, places, {f"layer {index}": layer for index, layer in enumerate(layers)})
+    shades = ScalarMappable(Normalize(0, len(layers) - 1), "viridis")
+    for index, layer in enumerate(layers):
+        absolute.plot(places, layer, color=shades.to_rgba(index))
+        relative.plot(places, [100 * e / layer[0] if layer[0] else 100 for e in layer], color=shades.to_rgba(index))
     absolute.set_yscale("log")
-    ratios = {
-        f"layer {index}": [100 * e / layer[0] if layer[0] else 100 for e in layer] for index, layer in enumerate(layers)
-    }
-    lines(relative, places, ratios)
     for panel in (absolute, relative):
         panel.set_xticks(places, list(errors))
     x = "tokens in the intact prefix"
     label(absolute, "After each decoder layer", x, "mean squared error of the hidden state", legend=False)
-    label(relative, "Relative to no prefix", x, "% of the error without a prefix")
-    legend_beside(figure, relative, 11.0)
+    label(relative, "Relative to no prefix", x, "% of the error without a prefix", legend=False)
+    figure.colorbar(shades, ax=relative, label="layer", ticks=MaxNLocator(integer=True))
     return figure

@@ -9,7 +9,7 @@ its attention to row j. If row j alone comes back from the cache,
 The error of the row is the sum of the norms of these changes over the queries that see its code.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,12 +39,20 @@ def row_errors(rows: LayerRows, coded_key: torch.Tensor, coded_value: torch.Tens
         error_of_key = key.new_zeros(len(key))
         mass = key.new_zeros(len(key))
         for query_head in rows.heads_of(head):
-            weights = query_head.attention
-            output = weights @ value
-            growth = torch.expm1(query_head.logits(coded_key[:, head]) - query_head.logits(key))
-            share = weights * growth / (1 + weights * growth)
-            error_of_key += (share.abs() * torch.cdist(output, value) * seen).sum(0)
-            mass += (weights * seen).sum(0)
+            # In float64, and without products of matrices: next to a sink, o_i is almost v_j.
+            exact = replace(query_head, query=query_head.query.double(), key=key.double())
+            output = exact.attention @ value.double()
+            change = exact.logits(coded_key[:, head].double()) - exact.logits(exact.key)
+            distance = torch.cdist(output, value.double(), compute_mode="donot_use_mm_for_euclid_dist")
+            error_of_key += (_share(exact.attention, change) * distance * seen).sum(0).to(key.dtype)
+            mass += (query_head.attention * seen).sum(0)
         of_key.append(error_of_key)
         of_value.append(mass * value_error.norm(dim=-1))
     return RowScores(torch.stack(of_key), torch.stack(of_value))
+
+
+def _share(weights: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+    """The magnitude of s_ij, without overflow; 0 where row j has all the attention of a query, or none."""
+    others, shrunk = 1 - weights, torch.exp(-change.abs())
+    total = torch.where(change > 0, others * shrunk + weights, others + weights * shrunk)
+    return torch.where((weights > 0) & (others > 0), weights * (1 - shrunk) / total, 0)
