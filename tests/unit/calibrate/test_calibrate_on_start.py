@@ -54,7 +54,6 @@ def test_whoever_comes_while_it_is_made_waits_and_takes_it(
     command = [sys.executable, "-m", "vllm_antkv.calibrate.calibrate_on_start", str(tiny_llama), PRESET, str(tmp_path)]
     with FileLock(tmp_path / f".{PRESET}.lock"):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert process.stderr is not None
         assert "waiting" in process.stderr.readline()
         path.write_text("of the first")
     process.communicate()

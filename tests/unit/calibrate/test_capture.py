@@ -81,7 +81,6 @@ def test_rows_and_norms_are_those_of_attention(family: str, make_model: Callable
         )
         torch.testing.assert_close(rows[1], value[0].transpose(0, 1), rtol=2e-3, atol=2e-3)
         for kind, tensor in enumerate((key, value)):
-            assert tensor.grad is not None
             # YaRN's turn makes keys longer.
             stretch = tables[layer].cos[:1].max() if kind == 0 and tables[layer].rotary_dim else 1
             expected = stretch * tensor.grad[0].norm(dim=-1).transpose(0, 1)

@@ -92,9 +92,7 @@ def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama:
         for kind, centroids in ((0, book.k[layer].float()), (1, book.v[layer].float())):
             own = rows[layer, kind][1:]
             if kind == 0:
-                order = book.header.k_order(layer)
-                assert order is not None
-                own = own[..., list(order)]
+                own = own[..., list(book.header.k_order(layer))]
             right = error(own, centroids)
             assert right < 0.05 * float(own.square().mean())
             assert right < error(own, centroids.flip(0))
@@ -183,7 +181,6 @@ def test_sinks_are_found_and_left_out(make_model: Callable[..., Path], text_file
             model.get_input_embeddings().weight[[0, 20], 11] = 500.0  # type: ignore[operator, union-attr]
 
     (book,) = calibrate_small(make_model("llama", edit=plant), text_file, tmp_path)
-    assert book.header.sinks is not None
     assert book.header.sinks.layer == 0
     assert book.header.sinks.channels == (11,)
     assert 50 < book.header.sinks.threshold < 500
