@@ -147,7 +147,10 @@ def _why_auto(saved: float) -> str:
 
 
 def _where_none_holds_all(speeds: dict[str, float], holds: dict[str, int], batch: int) -> tuple[str, str]:
-    recommended = {name: speed for name, speed in speeds.items() if _is_recommended(name)} or speeds
+    # Fewer bits than one are for those who have measured what they cost.
+    recommended = {
+        name: speed for name, speed in speeds.items() if name not in PRESETS or PRESETS[name].nominal_bits >= 1
+    } or speeds
     name = max(recommended, key=lambda name: recommended[name])
     most = "it gets the most done"
     if speeds[name] < _WORTH_A_CODEBOOK * speeds.get("fp8", 0):
@@ -156,11 +159,6 @@ def _where_none_holds_all(speeds: dict[str, float], holds: dict[str, int], batch
         f"Use {name}: none holds all {batch} requests at once, and {most} with the {holds[name]} that it holds; the "
         "others wait. A second GPU, or a shorter context, holds more."
     )
-
-
-def _is_recommended(name: str) -> bool:
-    """Fewer bits than one are for those who have measured what they cost."""
-    return name not in PRESETS or PRESETS[name].nominal_bits >= 1
 
 
 def _cache_plan(
