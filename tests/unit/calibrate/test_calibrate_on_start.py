@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 from transformers import AutoConfig
 
-from tests.unit.conftest import Refused
+from tests.conftest import Refused
 from vllm_antkv.calibrate.calibrate_on_start import main
 from vllm_antkv.calibrate.original import original_of
 from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, codebook_path, own_folder

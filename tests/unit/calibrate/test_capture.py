@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from tests.conftest import Refused
 from tests.unit.calibrate.conftest import FAMILY_SETTINGS
-from tests.unit.conftest import Refused
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape, capture_window, checkpointed
 from vllm_antkv.calibrate.models import load_model
 from vllm_antkv.codebook import ModelIdentity

@@ -14,7 +14,7 @@ from torch import nn
 
 from scripts.capacity_figure import LLAMA_3_8B
 from tests.adapters import make_adapter, merged
-from tests.unit.conftest import Refused
+from tests.conftest import Refused
 from vllm_antkv.calibrate import learn, resources, source
 from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.layers import Clustering

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.conftest import Refused
+from tests.conftest import Refused
 from vllm_antkv.calibrate.texts import Text, built_in_text, read_text, text_hash, token_windows
 from vllm_antkv.errors import CalibrationError
 
