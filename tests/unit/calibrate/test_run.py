@@ -15,6 +15,7 @@ from torch import nn
 from scripts.capacity_figure import LLAMA_3_8B
 from tests.adapters import make_adapter, merged
 from tests.conftest import Refused
+from tests.unit.damaged import config_with
 from vllm_antkv.calibrate import learn, resources, source
 from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.layers import Clustering
@@ -234,9 +235,7 @@ def test_nothing_is_trained_through_quantised_weights(
 ) -> None:
     folder = tmp_path / "quantised"
     shutil.copytree(tiny_llama, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
+    config_with(quantization_config={"quant_method": "awq", "bits": 4})(folder)
     with refused(UnsupportedModelError, "calibrate the unquantised model"):
         calibrate_small(folder, text_file, tmp_path / "out", **changes)
 
@@ -253,14 +252,10 @@ def test_too_little_memory_or_disk_is_refused(
     tiny_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-
-    def exhaust(*args: Any) -> None:
-        raise MemoryError
-
     for where, name, instead, words in (
         (resources, "_available_ram", lambda: 1000, "memory"),
         (resources.shutil, "disk_usage", lambda folder: usage._replace(free=1000), "disk"),
-        (source, "capture_window", exhaust, "ran out"),
+        (source, "capture_window", Mock(side_effect=MemoryError), "ran out"),
     ):
         with monkeypatch.context() as patch, refused(CalibrationError, words):
             patch.setattr(where, name, instead)
@@ -293,13 +288,11 @@ def test_runs_for_other_presets_work_side_by_side_and_each_goes_on_after_a_kill(
         calibrate_small(tiny_llama, text_file, tmp_path, "antkv-4bit")
         raise KeyboardInterrupt
 
-    def capture_nothing(*args: Any) -> None:
-        pytest.fail("everything was captured before the kill")
-
     monkeypatch.setattr(learn, "learn_layer", other_run_then_kill)
     with pytest.raises(KeyboardInterrupt):
         calibrate_small(tiny_llama, text_file, tmp_path, "antkv-1bit")
-    monkeypatch.setattr(source, "capture_window", capture_nothing)
+    # Everything was captured before the kill.
+    monkeypatch.setattr(source, "capture_window", Mock(side_effect=AssertionError))
     calibrate_small(tiny_llama, text_file, tmp_path, "antkv-1bit")
     for preset in ("antkv-1bit", "antkv-4bit"):
         assert codebook_path(tmp_path, preset).read_bytes() == codebook_path(learned, preset).read_bytes()

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoConfig, BloomConfig, Gemma2Config, LlamaConfig, Qwen3NextConfig
 
 from scripts import capacity_figure
+from tests.unit.damaged import config_with
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.gpus import GPUS
@@ -170,8 +171,7 @@ def test_what_cannot_be_planned_is_refused(llama: str, tmp_path: Path, capsys: p
     BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(bloom)
     AutoConfig.for_model("kimi_linear", architectures=["KimiLinearForCausalLM"]).save_pretrained(kimi)
     LLAMA_3_8B.save_pretrained(quantised)
-    config = quantised / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    config_with(quantization_config={"quant_method": "awq"})(quantised)
     for model, gpu, code, words in [
         (llama, "h100", 2, f"but must be one of {', '.join(GPUS)}."),
         (tmp_path / "none", "h100-80", 2, "there is no such folder"),
