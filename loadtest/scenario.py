@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 Kind = Literal["chat", "completion", "rag", "multi_turn"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Spread(_Frozen):
+class Spread(BaseModel, extra="forbid", frozen=True):
     """A truncated log-normal distribution, as in logs of chat services. `sigma: 0` is a constant."""
 
     median: Annotated[float, Field(gt=0)]
@@ -35,7 +31,7 @@ class Spread(_Frozen):
         return min(max(rng.lognormvariate(math.log(self.median), self.sigma), self.low), self.high)
 
 
-class Traffic(_Frozen):
+class Traffic(BaseModel, extra="forbid", frozen=True):
     """One kind of users. Lengths are in tokens.
 
     shared: tokens at the start of every prompt that all users of the kind have in common (a system prompt).
@@ -49,7 +45,7 @@ class Traffic(_Frozen):
     turns: Annotated[int, Field(ge=1)] = 1
 
 
-class Scenario(_Frozen):
+class Scenario(BaseModel, extra="forbid", frozen=True):
     """A load test.
 
     seconds: how long requests are sent; running ones are then awaited.

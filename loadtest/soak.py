@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from loadtest.api import chat, completion, headers, prose_for, served_model
 from loadtest.server import EMBEDDED, Server, ServerError, running_server
@@ -41,15 +41,13 @@ _IDLE_SECONDS = 60
 _TIMEOUT = 300.0
 
 
-class Report(BaseModel):
+class Report(BaseModel, frozen=True):
     """Results of a soak test.
 
     requests: by action.
     answers: how often each answer to the probe came; exactly one is right.
     held_at_end: metrics that should be 0 and are not.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     requests: dict[str, int]
     errors: list[str]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from rich.table import Table
 
 from loadtest.scenario import KINDS, Kind
@@ -15,10 +15,8 @@ from loadtest.stream import Answer
 PERCENTILES = (50, 95, 99)
 
 
-class Record(BaseModel):
+class Record(BaseModel, frozen=True):
     """A request. Times are in seconds; `ended` is the time of day."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: Kind
     ended: float
@@ -35,13 +33,11 @@ class Record(BaseModel):
         return cls(kind=kind, ended=ended, **asdict(answer))
 
 
-class Figures(BaseModel):
+class Figures(BaseModel, frozen=True):
     """Figures over a number of requests. Percentiles are in milliseconds, by name: `p50`, `p95`, `p99`.
 
     output_tokens_per_second: over all requests, from the first one's start to the last one's end.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     requests: int
     failures: int
@@ -54,10 +50,8 @@ class Figures(BaseModel):
     whole_request: dict[str, float]
 
 
-class Summary(BaseModel):
+class Summary(BaseModel, frozen=True):
     """Summary of one run."""
-
-    model_config = ConfigDict(frozen=True)
 
     scenario: str
     model: str

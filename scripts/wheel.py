@@ -14,8 +14,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-#: All that a wheel is made of.
-FOLDERS = ("vllm_antkv",)
+#: All that a wheel is made of, beside the package.
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 KERNELS = Path("vllm_antkv", "ops")
 
@@ -47,8 +46,7 @@ def distributions(folder: Path) -> tuple[Path, Path]:
 def copy_of_sources(to: Path) -> Path:
     """What the checkout has, without what was made there; returns `to`."""
     to.mkdir()
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(ROOT / "vllm_antkv", to / "vllm_antkv", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in FILES:
         shutil.copy2(ROOT / name, to)
     return to

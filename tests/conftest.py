@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -28,6 +29,8 @@ hypothesis.settings.register_profile(
 #: For minutes of fuzzing: `pytest tests/fuzz --hypothesis-profile fuzz`.
 hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=20_000, suppress_health_check=SLOW)
 hypothesis.settings.load_profile("antkv")
+
+Refused = Callable[..., AbstractContextManager[pytest.ExceptionInfo[BaseException]]]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,6 +73,21 @@ def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
         return text
 
     return check
+
+
+@pytest.fixture
+def refused(reads_well: Callable[[BaseException], str]) -> Refused:
+    """`refused(kind, *words)`: a block that must end with an error of this kind: one sentence with these words."""
+
+    @contextmanager
+    def expect(kind: type[BaseException], *words: str) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+        with pytest.raises(kind) as caught:
+            yield caught
+        sentence = reads_well(caught.value)
+        for each in words:
+            assert each in sentence
+
+    return expect
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import re
 import reprlib
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from vllm_antkv.errors import SettingsError, first_problem
 
@@ -15,14 +15,12 @@ _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MAX_PATH = 4096
 
 
-class Recency(BaseModel):
+class Recency(BaseModel, frozen=True, extra="forbid"):
     """Which recent tokens stay in full precision, written `sliding:W`, `log:W` or `none`.
 
     kind: `sliding` keeps the last `window` tokens; `log` keeps up to 3 `window` tokens, log-distributed (LogQuant,
     algorithm 1); `none` leaves a token in full precision for itself alone.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["sliding", "log", "none"]
     window: int = Field(ge=0)
@@ -42,11 +40,11 @@ class Recency(BaseModel):
         return self.kind if self.kind == "none" else f"{self.kind}:{self.window}"
 
 
-class AntKVConfig(BaseModel):
-    """Everything a user can set about the cache, beside the preset. Frozen; unknown keys are an error."""
+class AntKVConfig(BaseModel, frozen=True, extra="forbid", strict=True):
+    """Everything a user can set about the cache, beside the preset. Frozen; unknown keys are an error.
 
-    # Strict: "false" is no truth value and 8.5 no number of tokens.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    Strict: "false" is no truth value and 8.5 no number of tokens.
+    """
 
     codebooks: str | None = Field(
         default=None,

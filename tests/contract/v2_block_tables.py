@@ -84,8 +84,6 @@ def what_the_runner_reads(kv_cache_config: KVCacheConfig) -> dict[str, Any]:
         path = Path(folder, "loop_of_the_model_runner.py")
         path.write_text(ast.unparse(loops[0]))
         spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         vars(module).update(names)
         spec.loader.exec_module(module)

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.gpu.on_device import DEVICE, OnDevice
-from tests.kernels.cuda_emulation.cases import LAYERS, assert_decoded, assert_drafts_are_as_single_tokens, decode_from
-from tests.kernels.engine import Engine, draw_sequence
+from tests.kernels.cuda_emulation.cases import LAYERS, assert_decodes, assert_drafts_are_as_single_tokens
+from tests.kernels.engine import Engine
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import cuda, cuda_backend
 from vllm_antkv.ops.cuda import CudaOperations
@@ -34,11 +34,7 @@ def on_device(layer):
 @pytest.mark.parametrize("shape", [shape for shape, _ in LAYERS], ids=str)
 def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape):
     monkeypatch.setattr(cuda, "SPLIT", 256)
-    prompts = [0, 1, 126, 255, 330, *[3] * 33]
-    engine = Engine(config, shape, on_device)
-    sequences = [draw_sequence(seed, prompt + 4, shape) for seed, prompt in enumerate(prompts)]
-    decode_from(engine, sequences, prompts, 4)
-    assert_decoded(engine, sequences, prompts, 4)
+    assert_decodes(Engine(config, shape, on_device), [0, 1, 126, 255, 330, *[3] * 33], 4)
 
 
 @pytest.mark.parametrize("shape", [shape for shape, _ in LAYERS], ids=str)

@@ -18,6 +18,7 @@ from tests.kernels.cuda_emulation.cases import (
     FLOAT16,
     LAYERS,
     assert_decoded,
+    assert_decodes,
     assert_drafts_are_as_single_tokens,
     decode_from,
 )
@@ -67,21 +68,14 @@ def test_decoding_gives_what_the_evaluator_computes(monkeypatch, shape, shared_b
         num_steps=st.integers(1, 4),
     )
     def check(config, prompts, num_steps):
-        engine = Engine(config, shape, decoding(EmulatedBackend(shared_bytes)))
-        sequences = [draw_sequence(seed, prompt + num_steps, shape) for seed, prompt in enumerate(prompts)]
-        decode_from(engine, sequences, prompts, num_steps)
-        assert_decoded(engine, sequences, prompts, num_steps)
+        assert_decodes(Engine(config, shape, decoding(EmulatedBackend(shared_bytes))), prompts, num_steps)
 
     check()
 
 
 def test_more_splits_than_ctas_and_more_requests_than_a_warp_looks_at(monkeypatch):
     monkeypatch.setattr(cuda, "SPLIT", 256)
-    engine = Engine(AntKVConfig(), SMALL, operations())
-    prompts = [300, 256, 1, *[3] * 33, 380]
-    sequences = [draw_sequence(seed, prompt + 2, SMALL) for seed, prompt in enumerate(prompts)]
-    decode_from(engine, sequences, prompts, 2)
-    assert_decoded(engine, sequences, prompts, 2)
+    assert_decodes(Engine(AntKVConfig(), SMALL, operations()), [300, 256, 1, *[3] * 33, 380], 2)
 
 
 def test_requests_that_together_are_longer_than_the_pool(monkeypatch):
@@ -89,10 +83,7 @@ def test_requests_that_together_are_longer_than_the_pool(monkeypatch):
     monkeypatch.setattr(cuda, "SPLIT", 256)
     engine = Engine(AntKVConfig(), SMALL, operations())
     monkeypatch.setattr(engine.operations, "_pool_splits", 1)
-    prompts = [300, 380, 3]
-    sequences = [draw_sequence(seed, prompt + 2, SMALL) for seed, prompt in enumerate(prompts)]
-    decode_from(engine, sequences, prompts, 2)
-    assert_decoded(engine, sequences, prompts, 2)
+    assert_decodes(engine, [300, 380, 3], 2)
 
 
 def test_a_row_whose_page_is_gone_is_seen_as_its_code():
@@ -272,16 +263,14 @@ def test_every_lane_reads_its_part_of_a_row_once():
     ],
     ids=str,
 )
-def test_layers_without_code_are_refused(shape, words, reads_well):
-    with pytest.raises(UnsupportedModelError, match=words) as error:
+def test_layers_without_code_are_refused(shape, words, refused):
+    with refused(UnsupportedModelError, words, "kernels=triton"):
         Engine(AntKVConfig(), shape, operations())
-    assert "kernels=triton" in reads_well(error.value)
 
 
-def test_a_gpu_with_too_little_shared_memory_is_refused(reads_well):
-    with pytest.raises(UnsupportedModelError, match="shared memory") as error:
+def test_a_gpu_with_too_little_shared_memory_is_refused(refused):
+    with refused(UnsupportedModelError, "shared memory"):
         Engine(AntKVConfig(), LAYERS[0][0], operations(EmulatedBackend(101376)))
-    reads_well(error.value)
 
 
 def test_missing_says_why():

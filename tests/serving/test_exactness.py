@@ -4,7 +4,7 @@ Float32, so that rounding in batched matrix products stays far below the toleran
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,6 +30,12 @@ ORDINARY = [
 ]
 
 
+@pytest.fixture
+def start(start_engine: Start, default: dict[str, Any]) -> Start:
+    """An engine of the embedded model, with changes to the default settings."""
+    return lambda settings={}, **options: start_engine(EMBEDDED, PRESET, default | settings, **options)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -41,13 +47,9 @@ ORDINARY = [
     ids=str,
 )
 def test_equals_auto_where_every_token_is_exact(
-    start_engine: Start,
-    default: dict[str, Any],
-    auto: list[Completion],
-    prompts: list[list[int]],
-    settings: dict[str, Any],
+    start: Start, auto: list[Completion], prompts: list[list[int]], settings: dict[str, Any]
 ) -> None:
-    with start_engine(EMBEDDED, PRESET, default | settings, max_num_batched_tokens=300) as engine:
+    with start(settings, max_num_batched_tokens=300) as engine:
         assert_all_same(engine.complete(prompts), auto)
 
 
@@ -59,18 +61,17 @@ def test_codes_alone_differ_from_auto(alone: list[Completion], auto: list[Comple
 
 @pytest.mark.parametrize("settings", ORDINARY)
 def test_same_however_a_prompt_is_chunked_batched_or_cached(
-    start_engine: Start, default: dict[str, Any], prompts: list[list[int]], settings: dict[str, Any]
+    start: Start, prompts: list[list[int]], settings: dict[str, Any]
 ) -> None:
-    options = {"max_num_batched_tokens": 1024, "prefix_cache_retention_interval": 256}
-    with start_engine(EMBEDDED, PRESET, default | settings, **options) as engine:
+    with start(settings, max_num_batched_tokens=1024, prefix_cache_retention_interval=256) as engine:
         assert_scheduling_is_not_seen(engine, prompts, chunks=[200])
 
 
-def test_same_after_preemption(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> None:
+def test_same_after_preemption(start: Start, prompts: list[list[int]]) -> None:
     """Requests that fit when they are short, and preempt each other as they grow."""
     short = [prompt[:40] for prompt in prompts[1:5]]
     options = {"max_model_len": 256, "num_gpu_blocks_override": 120, "enable_prefix_caching": False}
-    with start_engine(EMBEDDED, PRESET, default, disable_log_stats=False, **options) as engine:
+    with start(disable_log_stats=False, **options) as engine:
         alone = engine.complete(short, max_tokens=110, together=False)
         assert engine.count("num_preemptions") == 0
         assert_all_same(engine.complete(2 * short, max_tokens=110), 2 * alone)
@@ -79,68 +80,58 @@ def test_same_after_preemption(start_engine: Start, default: dict[str, Any], pro
 
 
 @pytest.mark.long
-def test_same_compiled(
-    start_engine: Start, default: dict[str, Any], alone: list[Completion], prompts: list[list[int]]
-) -> None:
-    with start_engine(EMBEDDED, PRESET, default, enforce_eager=False) as engine:
+def test_same_compiled(start: Start, alone: list[Completion], prompts: list[list[int]]) -> None:
+    with start(enforce_eager=False) as engine:
         assert_all_same(engine.complete(prompts), alone)
 
 
-def test_sinks_change_what_is_served(
-    start_engine: Start, default: dict[str, Any], alone: list[Completion], prompts: list[list[int]]
-) -> None:
+def test_sinks_change_what_is_served(start: Start, alone: list[Completion], prompts: list[list[int]]) -> None:
     """The comparisons of this file cover sinks: with them switched off the log-probabilities are others."""
-    with start_engine(EMBEDDED, PRESET, {**default, "sinks": False}) as engine, pytest.raises(AssertionError):
+    with start({"sinks": False}) as engine, pytest.raises(AssertionError):
         assert_all_same(engine.complete(prompts), alone)
 
 
 @pytest.mark.long
 def test_same_with_tensor_parallelism(
-    start_engine: Start,
-    default: dict[str, Any],
-    alone: list[Completion],
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    start: Start, alone: list[Completion], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two worker processes with a KV head each."""
     # There as here (`made_quickly`).
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    with start_engine(EMBEDDED, PRESET, default, tensor_parallel_size=2) as engine:
+    with start(tensor_parallel_size=2) as engine:
         assert_all_same(engine.complete(prompts), alone)
 
 
 def test_reused_blocks_show_nothing_of_their_former_request(
-    start_engine: Start, default: dict[str, Any], alone: list[Completion], prompts: list[list[int]]
+    start: Start, alone: list[Completion], prompts: list[list[int]]
 ) -> None:
     """Every byte of the cache is NaN before the first request, and after it whatever the former requests left."""
-    with start_engine(
-        EMBEDDED, PRESET, default, num_gpu_blocks_override=400, max_num_batched_tokens=300, enable_prefix_caching=False
-    ) as engine:
+    options = {"num_gpu_blocks_override": 400, "max_num_batched_tokens": 300, "enable_prefix_caching": False}
+    with start(**options) as engine:
         for pages in engine.kv_tensors():
             pages.view(torch.uint8).fill_(0xFF)
         assert_all_same(engine.complete(prompts), alone)
         assert_all_same(engine.complete(prompts[::-1]), alone[::-1])
 
 
-@pytest.fixture
-def small_engine(start_engine: Start, default: dict[str, Any]) -> Iterator[Engine]:
-    """An engine whose pool holds only a few of its requests at a time."""
-    with start_engine(
-        EMBEDDED, PRESET, default, num_gpu_blocks_override=200, max_num_batched_tokens=256, max_model_len=256
-    ) as engine:
-        yield engine
+def test_random_requests_and_aborts_leave_every_block_free(start: Start, prompts: list[list[int]]) -> None:
+    """In a pool that holds only a few of them at a time."""
+    with start(num_gpu_blocks_override=200, max_num_batched_tokens=256, max_model_len=256) as engine:
+        abort_some(engine, prompts[3:])
+        engine.assert_all_blocks_free()
 
 
-def test_random_requests_and_aborts_leave_every_block_free(small_engine: Engine, prompts: list[list[int]]) -> None:
+def abort_some(engine: Engine, sources: list[list[int]]) -> None:
+    """Run beginnings of prompts beside each other until all are done or aborted."""
     from vllm import SamplingParams
 
     generator = random.Random(0)
-    llm_engine = small_engine.llm.llm_engine
+    llm_engine = engine.llm.llm_engine
     running: set[str] = set()
     submitted = 0
     while submitted < 250 or running:
         while submitted < 250 and len(running) < 32:
-            source = generator.choice(prompts[3:])
+            source = generator.choice(sources)
             ids = source[: generator.randint(1, 20) if generator.random() < 0.9 else 200]
             params = SamplingParams(max_tokens=generator.randint(1, 4), temperature=1.0)
             llm_engine.add_request(str(submitted), {"prompt_token_ids": ids}, params)
@@ -155,4 +146,3 @@ def test_random_requests_and_aborts_leave_every_block_free(small_engine: Engine,
                 running.discard(output.request_id)
     while llm_engine.has_unfinished_requests():
         llm_engine.step()
-    small_engine.assert_all_blocks_free()

@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -63,18 +64,13 @@ def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch, said: list[
 
 
 def test_registering_twice_changes_nothing() -> None:
-    before = (
-        known_dtypes(),
-        type(current_platform).get_attn_backend_cls.__func__,
-        EngineArgs.create_engine_config,
-    )
+    def installed() -> tuple[Any, ...]:
+        backend = type(current_platform).get_attn_backend_cls.__func__
+        return known_dtypes(), backend, EngineArgs.create_engine_config
+
+    before = installed()
     plugin.register()
-    after = (
-        known_dtypes(),
-        type(current_platform).get_attn_backend_cls.__func__,
-        EngineArgs.create_engine_config,
-    )
-    assert before == after
+    assert before == installed()
     assert len(set(before[0])) == len(before[0])
 
 

@@ -49,7 +49,6 @@ def another(codebooks: str, tmp_path: Path) -> str:
 
     codebook = Codebook.load(codebook_path(Path(codebooks), PRESET))
     sinks = codebook.header.sinks
-    assert sinks is not None
     header = codebook.header.model_copy(update={"sinks": sinks.model_copy(update={"threshold": 2 * sinks.threshold})})
     replace(codebook, header=header).save(codebook_path(tmp_path / "other", PRESET))
     return str(tmp_path / "other")

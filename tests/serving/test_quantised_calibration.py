@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.serving.conftest import EMBEDDED, made_quickly
+from tests.serving.documented import TEXT
 from tests.serving.quantised import quantise
 from tests.serving.server import PRESET, make_odd_model
 from vllm_antkv.calibrate import calibrate_on_start
@@ -79,9 +80,7 @@ def test_weights_that_vllm_cannot_run_end_with_a_sentence(
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Of the embedded model itself, which both can run; vLLM is told to."""
     out = tmp_path_factory.mktemp("job")
-    text = out / "text.txt"
-    text.write_text((EMBEDDED.parents[1] / "LICENSE").read_text())
-    settings = CalibrationSettings(str(EMBEDDED), [PRESET], [str(text)], out, WINDOWS, SEQ_LEN)
+    settings = CalibrationSettings(str(EMBEDDED), [PRESET], [str(TEXT)], out, WINDOWS, SEQ_LEN)
     return replace(prepare(settings), why_vllm=HIDDEN)
 
 
@@ -137,10 +136,8 @@ def test_rows_that_get_attention_weigh_more(engine: Source, job: Job, tmp_path: 
 
 
 def test_the_record_says_how_tokens_counted(w8a8: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text((EMBEDDED.parents[1] / "LICENSE").read_text())
     records = [
-        prepare(CalibrationSettings(str(w8a8), [PRESET], [str(text)], tmp_path, weights=weights)).record
+        prepare(CalibrationSettings(str(w8a8), [PRESET], [str(TEXT)], tmp_path, weights=weights)).record
         for weights in ("grad", "none")
     ]
     assert [record["weights"] for record in records] == ["votes", "none"]

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from tests.conftest import Refused
 from tests.serving.conftest import EMBEDDED
 from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN
 from vllm_antkv.codebook import NoCodebookError
@@ -53,6 +54,7 @@ DRAFT = {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max"
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 STORE = {"kv_connector": "AntKVStore", "kv_role": "kv_both"}
 SEVERAL = {**STORE, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [STORE, CONNECTOR]}}
+NEVER = {"antkv": {"calibrate": "never"}}
 
 #: model type, architecture, its config, words of the sentence.
 MODELS = {
@@ -164,62 +166,53 @@ def llama(tmp_path: Path) -> Path:
     return make_config(tmp_path / "llama", "llama", "LlamaForCausalLM", {"head_dim": 64})
 
 
-def refusal(model: Path, **options: Any) -> AntKVError:
-    """The error with which real vLLM refuses to make its configuration."""
-    with pytest.raises(AntKVError) as caught:
-        EngineArgs(model=str(model), **{"kv_cache_dtype": "antkv-1bit", **options}).create_engine_config()
-    return caught.value
+def configure(model: Path, **options: Any) -> None:
+    """Let real vLLM make its configuration."""
+    EngineArgs(model=str(model), **{"kv_cache_dtype": "antkv-1bit", **options}).create_engine_config()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_refused(tmp_path: Path, refused: Refused, name: str) -> None:
+    model_type, architecture, changes, words = MODELS[name]
+    model = make_config(tmp_path, model_type, architecture, changes)
+    with refused(UnsupportedModelError, words, "serve this model with --kv-cache-dtype auto"):
+        configure(model)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_is_refused(llama: Path, refused: Refused, name: str) -> None:
+    options, words = OPTIONS[name]
+    with refused(UnsupportedModelError, words, "--kv-cache-dtype auto"):
+        configure(llama, **options)
+
+
+def test_prefix_caching_beside_mamba2_is_refused_on_cpus(tmp_path: Path, refused: Refused) -> None:
+    model = make_config(tmp_path, "falcon_h1", "FalconH1ForCausalLM", {"head_dim": 32})
+    with refused(AntKVError, "--no-enable-prefix-caching"):
+        configure(model)
+
+
+def test_several_layers_that_draft_are_refused(tmp_path: Path, refused: Refused) -> None:
+    model = make_config(tmp_path, "glm4_moe", "Glm4MoeForCausalLM", {"head_dim": 32, "num_nextn_predict_layers": 2})
+    with refused(AntKVError, "several layers of MTP"):
+        configure(model, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
 
 
 @pytest.mark.parametrize(
-    ("model_type", "architecture", "changes", "words"),
-    MODELS.values(),
-    ids=MODELS.keys(),
+    ("options", "words"),
+    [
+        ({"block_size": 64}, "--block-size 64"),
+        ({"kv_cache_dtype": "antkv-0.375bit"}, "does not divide"),
+        ({"kv_cache_dtype_skip_layers": ["2"]}, "names '2', which is neither"),
+        ({"kv_cache_dtype_skip_layers": ["0", "1"]}, "names all layers"),
+        ({"additional_config": {"antkv": {"shares": 1}}}, "'shares'"),
+    ],
+    ids=str,
 )
-def test_a_model_is_refused(
-    tmp_path: Path,
-    reads_well: Callable[[BaseException], str],
-    model_type: str,
-    architecture: str,
-    changes: dict[str, Any],
-    words: str,
-) -> None:
-    error = refusal(make_config(tmp_path, model_type, architecture, changes))
-    assert isinstance(error, UnsupportedModelError)
-    assert words in reads_well(error)
-    assert "serve this model with --kv-cache-dtype auto" in str(error)
-
-
-@pytest.mark.parametrize(("options", "words"), OPTIONS.values(), ids=OPTIONS.keys())
-def test_an_option_is_refused(
-    llama: Path, reads_well: Callable[[BaseException], str], options: dict[str, Any], words: str
-) -> None:
-    error = refusal(llama, **options)
-    assert isinstance(error, UnsupportedModelError)
-    assert words in reads_well(error)
-    assert "--kv-cache-dtype auto" in str(error)
-
-
-def test_prefix_caching_beside_mamba2_is_refused_on_cpus(
-    tmp_path: Path, reads_well: Callable[[BaseException], str]
-) -> None:
-    model = make_config(tmp_path, "falcon_h1", "FalconH1ForCausalLM", {"head_dim": 32})
-    assert "--no-enable-prefix-caching" in reads_well(refusal(model))
-
-
-def test_several_layers_that_draft_are_refused(tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:
-    model = make_config(tmp_path, "glm4_moe", "Glm4MoeForCausalLM", {"head_dim": 32, "num_nextn_predict_layers": 2})
-    drafts = {"method": "mtp", "num_speculative_tokens": 2}
-    assert "several layers of MTP" in reads_well(refusal(model, speculative_config=drafts))
-
-
-def test_a_setting_is_refused(tmp_path: Path, reads_well: Callable[[BaseException], str]) -> None:
+def test_a_setting_is_refused(tmp_path: Path, refused: Refused, options: dict[str, Any], words: str) -> None:
     wide = make_config(tmp_path, "llama", "LlamaForCausalLM", {"head_dim": 80})
-    assert "--block-size 64" in reads_well(refusal(wide, block_size=64))
-    assert "does not divide" in reads_well(refusal(wide, kv_cache_dtype="antkv-0.375bit"))
-    for named, words in ((["2"], "names '2', which is neither"), (["0", "1"], "names all layers")):
-        assert words in reads_well(refusal(wide, kv_cache_dtype_skip_layers=named))
-    assert "'shares'" in reads_well(refusal(wide, additional_config={"antkv": {"shares": 1}}))
+    with refused(AntKVError, words):
+        configure(wide, **options)
 
 
 def test_a_starting_engine_is_refused_with_the_same_sentence(llama: Path, start_engine: Callable[..., Any]) -> None:
@@ -233,24 +226,26 @@ def test_a_starting_engine_is_refused_with_the_same_sentence(llama: Path, start_
 
 def test_what_a_refusal_advises_is_not_refused(llama: Path) -> None:
     """What is then missing is a codebook, which is not to be learned here."""
-    never = {"antkv": {"calibrate": "never"}}
-    assert isinstance(refusal(llama, attention_backend="ANTKV", additional_config=never), NoCodebookError)
+    with pytest.raises(NoCodebookError):
+        configure(llama, attention_backend="ANTKV", additional_config=NEVER)
 
 
 def test_auto_is_not_refused(llama: Path) -> None:
-    EngineArgs(model=str(llama), kv_cache_dtype="auto", speculative_config=DRAFT).create_engine_config()
+    configure(llama, kv_cache_dtype="auto", speculative_config=DRAFT)
 
 
 def test_an_architecture_that_is_not_tested_is_served_with_one_warning(tmp_path: Path, said: list[str]) -> None:
     arcee = make_config(tmp_path, "arcee", "ArceeForCausalLM", {"head_dim": 32})
-    assert isinstance(refusal(arcee, additional_config={"antkv": {"calibrate": "never"}}), NoCodebookError)
+    with pytest.raises(NoCodebookError):
+        configure(arcee, additional_config=NEVER)
     (warning,) = [line for line in said if "not among the models" in line]
     assert "ArceeForCausalLM" in warning
     assert f"`antkv doctor {arcee} --verify`" in warning
 
 
 def test_a_tested_architecture_is_served_without_a_warning(llama: Path, said: list[str]) -> None:
-    refusal(llama, additional_config={"antkv": {"calibrate": "never"}})
+    with pytest.raises(NoCodebookError):
+        configure(llama, additional_config=NEVER)
     assert not [line for line in said if "not among the models" in line]
 
 

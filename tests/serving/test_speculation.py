@@ -1,7 +1,7 @@
 """Greedy answers are, token by token, what they are without speculation, however many drafts are right."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,18 @@ def served(method: str, default: dict[str, Any], folder: Path) -> tuple[Path, di
     return model, {**default, "codebooks": str(folder)}
 
 
+@pytest.fixture
+def drafting(start_engine: Start, default: dict[str, Any], tmp_path: Path) -> Start:
+    """An engine that answers as the embedded model, with drafts."""
+
+    def start(method: str, num_drafts: int, settings: Mapping[str, Any] = {}, **options: Any) -> Any:
+        model, own = served(method, default, tmp_path)
+        options |= {"speculative_config": speculation(method, num_drafts, tmp_path), "disable_log_stats": False}
+        return start_engine(model, PRESET, own | settings, **options)
+
+    return start
+
+
 #: Prompts, and what they are answered without speculation, one request at a time.
 Answered = tuple[list[list[int]], list[Completion]]
 
@@ -73,19 +85,14 @@ def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
     ids=str,
 )
 def test_equals_auto_where_every_token_is_exact(
-    start_engine: Start,
-    default: dict[str, Any],
+    drafting: Start,
     auto: list[Completion],
     prompts: list[list[int]],
     method: str,
     num_drafts: int,
     settings: dict[str, Any],
-    tmp_path: Path,
 ) -> None:
-    model, default = served(method, default, tmp_path)
-    config = speculation(method, num_drafts, tmp_path)
-    options = {"speculative_config": config, "max_num_batched_tokens": 300, "disable_log_stats": False}
-    with start_engine(model, PRESET, default | settings, **options) as engine:
+    with drafting(method, num_drafts, settings, max_num_batched_tokens=300) as engine:
         assert_all_same(engine.complete(prompts, MAX_TOKENS), auto)
         assert_drafts_were_right_and_wrong(engine)
 
@@ -99,19 +106,11 @@ def test_equals_auto_where_every_token_is_exact(
     ],
 )
 def test_same_as_without_speculation(
-    start_engine: Start,
-    default: dict[str, Any],
-    alone: tuple[Answered, Answered],
-    method: str,
-    num_drafts: int,
-    tmp_path: Path,
+    drafting: Start, alone: tuple[Answered, Answered], method: str, num_drafts: int
 ) -> None:
     """Alone, in batches, in chunks, and behind prefixes that were found."""
     (prompts, answers), (longer, answers_of_longer) = alone
-    model, default = served(method, default, tmp_path)
-    config = speculation(method, num_drafts, tmp_path)
-    options = {"speculative_config": config, "max_num_batched_tokens": 200, "disable_log_stats": False}
-    with start_engine(model, PRESET, default, **options) as engine:
+    with drafting(method, num_drafts, max_num_batched_tokens=200) as engine:
         assert_all_same(engine.complete(prompts, MAX_TOKENS, together=False), answers)
         hits = engine.complete(prompts, MAX_TOKENS)
         assert any(completion.num_cached_tokens for completion in hits)
@@ -126,18 +125,13 @@ def test_same_as_without_speculation(
 
 @pytest.mark.long
 def test_same_with_tensor_parallelism(
-    start_engine: Start,
-    default: dict[str, Any],
-    alone: tuple[Answered, Answered],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    drafting: Start, alone: tuple[Answered, Answered], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two worker processes with a KV head each, and one of what drafts that both have."""
     # There as here (`made_quickly`).
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     (prompts, answers), _ = alone
-    options = {"speculative_config": speculation("eagle", 3, tmp_path), "disable_log_stats": False}
-    with start_engine(EMBEDDED, PRESET, default, tensor_parallel_size=2, **options) as engine:
+    with drafting("eagle", 3, tensor_parallel_size=2) as engine:
         assert_all_same(engine.complete(prompts, MAX_TOKENS), answers)
         assert_drafts_were_right_and_wrong(engine)
 
@@ -147,22 +141,17 @@ def test_same_with_tensor_parallelism(
 @pytest.mark.parametrize(("method", "num_blocks"), [("ngram", 120), ("draft_model", 40)])
 def test_same_after_preemption(
     start_engine: Start,
+    drafting: Start,
     default: dict[str, Any],
     prompts: list[list[int]],
     method: str,
     num_blocks: int,
-    tmp_path: Path,
 ) -> None:
     short = [prompt[:40] for prompt in prompts[1:5]]
     options = {"max_model_len": 256, "enable_prefix_caching": False}
     with start_engine(EMBEDDED, PRESET, default, **options) as engine:
         alone = engine.complete(short, 110, together=False)
-    options |= {
-        "num_gpu_blocks_override": num_blocks,
-        "disable_log_stats": False,
-        "speculative_config": speculation(method, 3, tmp_path),
-    }
-    with start_engine(EMBEDDED, PRESET, default, **options) as engine:
+    with drafting(method, 3, num_gpu_blocks_override=num_blocks, **options) as engine:
         assert_all_same(engine.complete(2 * short, 110), 2 * alone)
         assert engine.count("num_preemptions") > 0
         assert_drafts_were_right_and_wrong(engine)

@@ -1,7 +1,6 @@
 """Models that cannot be used, made from one that can: what users have after a broken download or a wrong edit."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,13 +81,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         _PROJECTION,
     ),
 }
-
-
-def damaged(model: Path, folder: Path, damage: str) -> Path:
-    """A copy of a model, damaged."""
-    shutil.copytree(model, folder)
-    DAMAGES[damage][0](folder)
-    return folder
 
 
 def shrink_vocabulary(model: Path, vocab_size: int) -> None:

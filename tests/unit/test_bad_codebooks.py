@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.conftest import Refused
+from tests.conftest import Refused
 from tests.unit.spoilt import (
     MODEL,
     PRESET,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.conftest import Refused
+from tests.conftest import Refused
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 

@@ -4,12 +4,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.damaged import DAMAGES, WEIGHTS, damaged, shrink_vocabulary, weights_with
+from tests.unit.damaged import DAMAGES, shrink_vocabulary, weights_with
 from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
 from vllm_antkv import cli
 
@@ -21,8 +20,9 @@ Fails = Callable[..., tuple[int, str]]
 def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
     """Runs a command line that must fail with one sentence; returns the exit code and the sentence."""
 
-    def check(*args: object) -> tuple[int, str]:
-        code = cli.run([str(arg) for arg in args])
+    def check(*args: object, **options: object) -> tuple[int, str]:
+        given = [part for name, value in options.items() for part in (f"--{name}", value)]
+        code = cli.run([str(arg) for arg in (*args, *given)])
         captured = capsys.readouterr()
         assert captured.out == ""
         # Progress bars of what went well before may stand above.
@@ -35,18 +35,26 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
     return check
 
 
-def calibration(model: Path, text: Path, out: Path, **changes: Any) -> list[object]:
-    options = {"preset": "antkv-1bit", "text": text, "out": out, "samples": 8, "seq-len": 64, "device": "cpu"}
-    return ["calibrate", model, *_flat({**options, **changes})]
+@pytest.fixture
+def calibrate(fails: Fails, model_folder: Path, text_file: Path, tmp_path: Path) -> Fails:
+    """`antkv calibrate`, which works unless a model or an option is another."""
+    small = {"preset": "antkv-1bit", "samples": 8, "seq-len": 64, "device": "cpu"}
+    good = {"text": text_file, "out": tmp_path / "out", **small}
+    return lambda model=model_folder, **changes: fails("calibrate", model, **{**good, **changes})
 
 
-def evaluation(model: Path, text: Path, codebooks: Path, json: Path, **changes: Any) -> list[object]:
-    options = {"method": "antkv-1bit", "codebooks": codebooks, "text": text, "json": json, "context": 100}
-    return ["eval", "perplexity", model, *_flat({**options, "max-windows": 1, **changes})]
+@pytest.fixture
+def evaluate(fails: Fails, model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path) -> Fails:
+    """`antkv eval perplexity`, in the same way."""
+    small = {"method": "antkv-1bit", "context": 100, "max-windows": 1}
+    good = {"codebooks": codebook_folder, "text": text_file, "json": tmp_path / "o.json", **small}
+    return lambda model=model_folder, **changes: fails("eval", "perplexity", model, **{**good, **changes})
 
 
-def _flat(options: dict[str, Any]) -> list[object]:
-    return [part for name, value in options.items() for part in (f"--{name}", value)]
+@pytest.fixture
+def copied(model_folder: Path, tmp_path: Path) -> Path:
+    """A model that a test may spoil."""
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 @pytest.fixture
@@ -60,100 +68,79 @@ def no_text(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_model(
-    fails: Fails, model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path, damage: str
-) -> None:
-    model = damaged(model_folder, tmp_path / "model", damage)
-    words = DAMAGES[damage][1]
-    code, sentence = fails(*calibration(model, text_file, tmp_path / "out"))
+def test_a_damaged_model(calibrate: Fails, evaluate: Fails, copied: Path, tmp_path: Path, damage: str) -> None:
+    spoil, words = DAMAGES[damage]
+    spoil(copied)
+    code, sentence = calibrate(copied)
     assert code == 1
     assert words in sentence
     assert list((tmp_path / "out").glob("*")) == []
     # fp16 needs no codebook, whose check would come first.
-    code, sentence = fails(*evaluation(model, text_file, codebook_folder, tmp_path / "o.json", method="fp16"))
+    code, sentence = evaluate(copied, method="fp16")
     assert code in (1, 2)
     assert words in sentence
 
 
-def test_no_model_at_all(fails: Fails, codebook_folder: Path, text_file: Path, tmp_path: Path) -> None:
+def test_no_model_at_all(calibrate: Fails, evaluate: Fails, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     for model in (tmp_path / "missing", tmp_path / "file", tmp_path / "folder", "", "no such/name", "no/such-model"):
-        assert "No model can be read" in fails(*calibration(model, text_file, tmp_path / "out"))[1]
-        assert "No model can be read" in fails(*evaluation(model, text_file, codebook_folder, tmp_path / "o.json"))[1]
+        assert "No model can be read" in calibrate(model)[1]
+        assert "No model can be read" in evaluate(model)[1]
 
 
 @pytest.mark.parametrize("damage", ["config missing", "config with words for numbers", "tokenizer cut"])
 def test_served_reads_the_model_before_it_starts_an_engine(
-    fails: Fails, model_folder: Path, text_file: Path, tmp_path: Path, damage: str
+    fails: Fails, copied: Path, text_file: Path, tmp_path: Path, damage: str
 ) -> None:
-    model = damaged(model_folder, tmp_path / "model", damage)
+    spoil, words = DAMAGES[damage]
+    spoil(copied)
     options = {"kv-cache-dtype": "antkv-1bit", "text": text_file, "json": tmp_path / "o.json"}
-    code, sentence = fails("eval", "served", model, *_flat(options))
-    assert (code, DAMAGES[damage][1] in sentence) == (2, True)
+    code, sentence = fails("eval", "served", copied, **options)
+    assert (code, words in sentence) == (2, True)
 
 
-def test_a_tokenizer_of_another_model(
-    fails: Fails, model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(model_folder, model)
-    shrink_vocabulary(model, 30)
-    code, sentence = fails(*calibration(model, text_file, tmp_path / "out"))
+def test_a_tokenizer_of_another_model(calibrate: Fails, evaluate: Fails, copied: Path) -> None:
+    shrink_vocabulary(copied, 30)
+    code, sentence = calibrate(copied)
     assert (code, "belongs to another model" in sentence) == (1, True)
-    code, sentence = fails(*evaluation(model, text_file, codebook_folder, tmp_path / "o.json", method="fp16"))
+    code, sentence = evaluate(copied, method="fp16")
     assert (code, "belongs to another model" in sentence) == (2, True)
 
 
-def test_weights_that_are_not_numbers(
-    fails: Fails, model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(model_folder, model)
-    weights_with(lambda tensors: [tensor.fill_(torch.nan) for tensor in tensors.values()])(model)
-    assert (model / WEIGHTS).exists()
-    assert fails(*calibration(model, text_file, tmp_path / "out"))[0] == 1
-    code, sentence = fails(*evaluation(model, text_file, codebook_folder, tmp_path / "o.json"))
+def test_weights_that_are_not_numbers(calibrate: Fails, evaluate: Fails, copied: Path, tmp_path: Path) -> None:
+    weights_with(lambda tensors: [tensor.fill_(torch.nan) for tensor in tensors.values()])(copied)
+    assert calibrate(copied)[0] == 1
+    code, sentence = evaluate(copied)
     assert (code, "not a number" in sentence) == (1, True)
     assert not (tmp_path / "o.json").exists()
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "empty", "binary"])
-def test_no_text(
-    fails: Fails,
-    model_folder: Path,
-    codebook_folder: Path,
-    no_text: dict[str, Path],
-    tmp_path: Path,
-    kind: str,
-) -> None:
+def test_no_text(calibrate: Fails, evaluate: Fails, no_text: dict[str, Path], kind: str) -> None:
     text = no_text[kind]
-    code, sentence = fails(*calibration(model_folder, text, tmp_path / "out"))
-    assert (code, str(text) in sentence) == (1, True)
-    code, sentence = fails(*evaluation(model_folder, text, codebook_folder, tmp_path / "o.json"))
-    assert (code, str(text) in sentence) == (2, True)
+    for command, expected in ((calibrate, 1), (evaluate, 2)):
+        code, sentence = command(text=text)
+        assert (code, str(text) in sentence) == (expected, True)
 
 
-def test_folders_that_cannot_be_written(
-    fails: Fails, model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_folders_that_cannot_be_written(calibrate: Fails, evaluate: Fails, tmp_path: Path) -> None:
     file, closed = tmp_path / "file", tmp_path / "closed"
     file.touch()
     closed.mkdir(mode=0o500)
     # Who may write anywhere, as root may, still cannot write into /proc.
     unwritable = Path("/proc") if os.access(closed, os.W_OK) else closed
     for out in (file, file / "below", unwritable):
-        code, sentence = fails(*calibration(model_folder, text_file, out))
+        code, sentence = calibrate(out=out)
         assert (code, f"{out} cannot be written" in sentence) == (1, True)
-        code, sentence = fails(*evaluation(model_folder, text_file, codebook_folder, out / "o.json"))
+        code, sentence = evaluate(json=out / "o.json")
         assert (code, "cannot be written" in sentence) == (2, True)
-    assert "is a folder" in fails(*evaluation(model_folder, text_file, codebook_folder, tmp_path))[1]
+    assert "is a folder" in evaluate(json=tmp_path)[1]
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name.startswith("config")])
-def test_doctor_reports_a_damaged_config(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
-    assert cli.run(["doctor", str(damaged(model_folder, tmp_path / "model", damage))]) == 1
+def test_doctor_reports_a_damaged_config(copied: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    DAMAGES[damage][0](copied)
+    assert cli.run(["doctor", str(copied)]) == 1
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err

@@ -28,20 +28,12 @@ def test_words_are_never_cut() -> None:
 
 
 def test_a_comparison(capsys) -> None:
-    report = PerplexityReport(
-        model="m",
+    report = PerplexityReport.model_construct(
         method="kvquant-1bit+kvsink-5",
-        text="t",
-        context=2048,
-        windows=1,
-        tokens=2047,
         perplexity=12345.6789,
-        nll=9.4,
         nominal_bits=0.375,
         effective_bits=1.234,
         fidelity=OwnFidelity(kl=1.23456, top1_agreement=0.98765, by_position=()),
-        settings={},
-        versions={},
     )
     lines = shown(compare._table([report], {"kvquant-1bit+kvsink-5": 0.876}), capsys)
     assert max(map(len, lines)) <= 80
@@ -55,16 +47,8 @@ def test_retrieval_at_the_default_lengths_through_vllm(capsys) -> None:
         for length in (512, 1024, 2048)
         for depth in (0, 0.5, 1)
     ]
-    report = RetrievalReport(
-        model="m",
-        method="antkv-0.375bit",
-        served=True,
-        exact_match=1,
-        nominal_bits=0.375,
-        effective_bits=0.83,
-        cells=cells,
-        settings={},
-        versions={},
+    report = RetrievalReport.model_construct(
+        method="antkv-0.375bit", served=True, exact_match=1, effective_bits=0.83, cells=cells
     )
     lines = shown(retrieval._table([report]), capsys)
     assert max(map(len, lines)) <= 80

@@ -2,6 +2,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,12 +97,26 @@ def test_a_trained_prefix_is_loaded_and_makes_room_for_itself(tmp_path):
     assert (tmp_path / "without").read_bytes() == (tmp_path / "plain").read_bytes()
 
 
-def test_errors_of_keys_are_loaded(tmp_path):
-    errors = torch.rand(MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)
-    replace(make(), k_errors=errors).save(tmp_path / "c")
-    assert torch.equal(Codebook.load(tmp_path / "c").k_errors, errors)
+CHANNELS = (MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("k_errors", torch.rand(CHANNELS)), ("k_scale", torch.randint(-7, 8, CHANNELS).float().exp2())],
+    ids=["k_errors", "k_scale"],
+)
+def test_what_is_known_of_the_channels_of_keys_is_loaded(tmp_path, name, rows):
+    replace(make(), **{name: rows}).save(tmp_path / "c")
+    assert torch.equal(getattr(Codebook.load(tmp_path / "c"), name), rows)
     make().save(tmp_path / "without")
-    assert Codebook.load(tmp_path / "without").k_errors is None
+    assert getattr(Codebook.load(tmp_path / "without"), name) is None
+
+
+def first_times(factor):
+    """Of one channel alone."""
+    factors = torch.ones(CHANNELS)
+    factors[0, 0, 0] = factor
+    return lambda rows: factors * rows
 
 
 @pytest.mark.parametrize(
@@ -111,30 +126,15 @@ def test_errors_of_keys_are_loaded(tmp_path):
         ("k_errors", lambda rows: rows.half(), "must be F32"),
         ("k_errors", lambda rows: -rows, "below 0"),
         ("k_errors", lambda rows: rows / 0, "finite"),
+        # Logits would change.
+        ("k_scale", first_times(-1), "below 0"),
+        ("k_scale", first_times(0), "powers of two"),
+        ("k_scale", first_times(1.5), "powers of two"),
+        ("k_scale", first_times(256), "powers of two"),
     ],
 )
-def test_errors_of_keys_that_cannot_be_are_refused(tmp_path, refused, name, change, said):
-    errors = torch.rand(MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size) + 0.1
-    rewrite(tmp_path / "c", tensors={name: change(errors)})
-    with refused(CodebookError, str(tmp_path / "c"), said):
-        Codebook.load(tmp_path / "c")
-
-
-def test_scales_of_keys_are_loaded(tmp_path):
-    scale = torch.randint(-7, 8, (MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)).float().exp2()
-    replace(make(), k_scale=scale).save(tmp_path / "c")
-    assert torch.equal(Codebook.load(tmp_path / "c").k_scale, scale)
-    make().save(tmp_path / "without")
-    assert Codebook.load(tmp_path / "without").k_scale is None
-
-
-@pytest.mark.parametrize(
-    ("factor", "said"), [(-1, "below 0"), (0, "powers of two"), (1.5, "powers of two"), (256, "powers of two")]
-)
-def test_scales_of_keys_that_would_change_logits_are_refused(tmp_path, refused, factor, said):
-    scale = torch.ones(MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)
-    scale[0, 0, 0] *= factor
-    rewrite(tmp_path / "c", tensors={"k_scale": scale})
+def test_what_cannot_be_of_the_channels_of_keys_is_refused(tmp_path, refused, name, change, said):
+    rewrite(tmp_path / "c", tensors={name: change(torch.ones(CHANNELS))})
     with refused(CodebookError, str(tmp_path / "c"), said):
         Codebook.load(tmp_path / "c")
 
@@ -219,10 +219,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     path = tmp_path / "c"
     make(seed=1).save(path)
     before = path.read_bytes()
-
-    def full_disk(*_):
-        raise OSError("No space left on device")
-
+    full_disk = Mock(side_effect=OSError("No space left on device"))
     for step in ("fsync", "replace"):
         with monkeypatch.context() as patch:
             patch.setattr(os, step, full_disk)

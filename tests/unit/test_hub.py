@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
-from tests.unit.conftest import Refused
+from tests.conftest import Refused
 from tests.unit.hub_server import Hub, running_hub
 from tests.unit.test_codebook import MODEL, make
 from vllm_antkv import cli

@@ -52,8 +52,7 @@ def mix(preset: Preset, parts: Sequence[Codebook], divergences: np.ndarray) -> C
     chosen = choose(divergences, costs, len(divergences) * preset.code_bytes(head_size))
     mixed = _made_of([parts[number] for number in chosen], preset)
     expected = float(divergences[np.arange(len(chosen)), chosen].sum())
-    calibration = {**mixed.header.calibration, "divergence_of_mix": expected}
-    return replace(mixed, header=mixed.header.model_copy(update={"calibration": calibration}))
+    return mixed.recording(divergence_of_mix=expected)
 
 
 def _made_of(layers: Sequence[Codebook], preset: Preset) -> Codebook:

@@ -2,13 +2,10 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.mix import mix
@@ -50,7 +47,7 @@ def write_codebook(job: Job, codebook: Codebook, work: Workspace) -> Path:
     """Train the prefix where that was asked for, and write the file."""
     if job.prefix:
         prefix, loss = _train_prefix(job, codebook, work)
-        codebook = _recorded(codebook.with_prefix(prefix), prefix_loss=loss)
+        codebook = codebook.with_prefix(prefix).recording(prefix_loss=loss)
     path = codebook_path(job.settings.out, codebook.preset.name)
     # Whatever a kill leaves of it is then removed with the work folder.
     written = codebook_path(work.folder, codebook.preset.name)
@@ -69,12 +66,6 @@ def _mixed(preset: Preset, parts: Sequence[Codebook], divergences: Mapping[str, 
     return codebook
 
 
-def _recorded(codebook: Codebook, **values: Any) -> Codebook:
-    """With more of the calibration in its header."""
-    record = {**codebook.header.calibration, **values}
-    return replace(codebook, header=codebook.header.model_copy(update={"calibration": record}))
-
-
 def _train_prefix(job: Job, codebook: Codebook, work: Workspace) -> tuple[TrainedPrefix | None, tuple[float, float]]:
     """Train the prefix of one preset."""
     name = codebook.preset.name
@@ -82,13 +73,11 @@ def _train_prefix(job: Job, codebook: Codebook, work: Workspace) -> tuple[Traine
         job.model_again(work.folder / "weights") as model,
         progress_bar(f"Training the prefix for {name}", PREFIX_STEPS) as progress,
     ):
-        schedule = _schedule(job, PREFIX_STEPS, work, f"{name}-prefix", progress)
+        work_name = f"{name}-prefix"
+        keep = partial(work.save_training, work_name)
+        schedule = Schedule(PREFIX_STEPS, job.settings.seed, work.training(work_name), keep, progress.update)
         windows = with_prefix(job.windows, job.prefix)
         prefix, (before, after) = train_prefix(model, codebook, job.prefix, windows, schedule)
     kept = "" if prefix else " (not better: no trained prefix is kept)"
     say(f"{name}: layer-wise error on held-out text {before:.5g} -> {after:.5g}{kept}")
     return prefix, (before, after)
-
-
-def _schedule(job: Job, steps: int, work: Workspace, name: str, progress: tqdm) -> Schedule:
-    return Schedule(steps, job.settings.seed, work.training(name), partial(work.save_training, name), progress.update)

@@ -80,16 +80,15 @@ class KeptOptions:
 
     def config(self) -> AntKVConfig:
         """As the server has them; SettingsError when one cannot be used."""
-        return self._config()
-
-    def _config(self, **more: Any) -> AntKVConfig:
-        folder = None if self.codebooks is None else str(self.codebooks)
-        values = {"codebooks": folder, "sinks": self.sinks > 0, "prefix": self.prefix, "recency": self.recency, **more}
         try:
-            return AntKVConfig(**values)
+            return AntKVConfig(**self._settings())
         except ValidationError as error:
             setting, problem = first_problem(error, whole="antkv")
             raise SettingsError(f"The setting {setting} is not usable ({problem}).") from None
+
+    def _settings(self) -> dict[str, Any]:
+        folder = None if self.codebooks is None else str(self.codebooks)
+        return {"codebooks": folder, "sinks": self.sinks > 0, "prefix": self.prefix, "recency": self.recency}
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,8 @@ class CacheOptions(KeptOptions):
     anchors: Anchors = DEFAULTS.anchor_share
     anchor_dtype: AnchorsAs = DEFAULTS.anchor_dtype
 
-    def config(self) -> AntKVConfig:
-        """As the server has them; SettingsError when one cannot be used."""
-        return self._config(**self._of_anchors())
-
-    def _of_anchors(self) -> dict[str, Any]:
-        return {"anchor_share": self.anchors, "anchor_dtype": self.anchor_dtype}
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "anchor_share": self.anchors, "anchor_dtype": self.anchor_dtype}
 
 
 @dataclass(frozen=True)
@@ -138,10 +133,8 @@ class MethodOptions(CacheOptions):
         """Whether methods of the literature keep the recent tokens of their own papers."""
         return self.recency == _OWN
 
-    def config(self) -> AntKVConfig:
-        """As the server has them; SettingsError when one cannot be used."""
-        recency = DEFAULTS.recency if self.own_recency else self.recency
-        return self._config(recency=recency, **self._of_anchors())
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), **({"recency": DEFAULTS.recency} if self.own_recency else {})}
 
 
 @dataclass(frozen=True)

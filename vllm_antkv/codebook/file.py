@@ -83,6 +83,11 @@ class Codebook:
         rows = {"prefix_k": None, "prefix_v": None} if prefix is None else {"prefix_k": prefix.k, "prefix_v": prefix.v}
         return replace(self, header=header, **rows)
 
+    def recording(self, **values: Any) -> Self:
+        """The same codebook with more about its calibration in the header."""
+        calibration = {**self.header.calibration, **values}
+        return replace(self, header=self.header.model_copy(update={"calibration": calibration}))
+
     def settings(self, config: AntKVConfig) -> AntKVConfig:
         """`config` with at least the trained prefix unquantised, as it was trained."""
         return config.model_copy(update={"prefix": max(config.prefix, len(self.header.prefix or ()))})

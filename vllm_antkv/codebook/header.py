@@ -8,7 +8,7 @@ import reprlib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from vllm_antkv import __version__
 from vllm_antkv.codebook.identity import MAX_LAYERS, ModelIdentity
@@ -20,23 +20,19 @@ FORMAT_VERSION = 1
 MAX_PREFIX = 4096
 
 
-class SinkRule(BaseModel):
+class SinkRule(BaseModel, frozen=True, extra="forbid"):
     """KVSink: after decoder layer `layer`, a token is a sink when |hidden[c]| > threshold for a c in `channels`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layer: int = Field(ge=0)
     channels: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
     threshold: float = Field(gt=0, allow_inf_nan=False)
 
 
-class RopeLayout(BaseModel):
+class RopeLayout(BaseModel, frozen=True, extra="forbid"):
     """RoPE of a layer: it rotates the first `rotary_dim` channels of K; 0: the layer has no RoPE.
 
     neighbours: a rotary pair is two neighbouring channels (GPT-J), else channels half of `rotary_dim` apart (Llama).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rotary_dim: int = Field(default=0, ge=0)
     neighbours: bool = False
@@ -48,10 +44,8 @@ class RopeLayout(BaseModel):
         return f"rotates {self.rotary_dim} channels of K in pairs of {'neighbours' if self.neighbours else 'halves'}"
 
 
-class CodebookHeader(BaseModel):
+class CodebookHeader(BaseModel, frozen=True, extra="forbid"):
     """The JSON header of a codebook file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: int
     preset: str

@@ -5,7 +5,7 @@ import json
 import reprlib
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.layer_windows import attention_layers
@@ -16,14 +16,12 @@ MAX_LAYERS = 4096
 Size = Annotated[int, Field(gt=0, lt=1 << 31)]
 
 
-class ModelIdentity(BaseModel):
+class ModelIdentity(BaseModel, frozen=True, extra="forbid"):
     """What the model of a codebook and the served model must have in common.
 
     num_layers: those that attend, which are all that have K and V.
     attention_layers: their indices among the decoder layers, where others do not attend; None, and left out: all do.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     architecture: str = Field(pattern=r"^[\w.-]{1,100}$")
     num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)]

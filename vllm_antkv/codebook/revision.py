@@ -25,16 +25,13 @@ def revision_of(model: str, revision: str | None = None) -> str:
         CodebookError: it is neither.
     """
     try:
-        folder = Path(model) if Path(model).is_dir() else _snapshot(model, revision)
+        folder = Path(model)
+        if not folder.is_dir():
+            folder = Path(hf_hub_download(model, "config.json", revision=revision)).parent
         # A folder in the hub's cache is named after the commit; vLLM passes it when it is offline.
         return (folder.name if folder.parent.name == "snapshots" else _content_hash(folder))[:_LETTERS]
     except Exception as error:  # the hub's client raises errors of many libraries
         raise CodebookError(f"It cannot be told which weights '{model}' stands for ({reason(error)}).") from None
-
-
-def _snapshot(model: str, revision: str | None) -> Path:
-    """The folder of a commit in the hub's cache."""
-    return Path(hf_hub_download(model, "config.json", revision=revision)).parent
 
 
 def _content_hash(folder: Path) -> str:

@@ -106,11 +106,15 @@ def check_answers(model: str, codebooks: str | None, dtype: str | None = None) -
         codebooks: folder with codebooks, or None for the places that are always searched.
         dtype: of the model and its rows; None: float32 on a CPU, otherwise that of the checkpoint.
     """
+    import torch
+
     from vllm_antkv.offline.models import ModelCard
 
     remedy = "Give a model that vLLM serves without an antkv cache."
+    # Differences that are not rounding show best in float32; on GPUs not every attention of vLLM has it.
+    exactest = None if torch.cuda.is_available() else "float32"
     try:
-        card = ModelCard.read(model, dtype or _exactest())
+        card = ModelCard.read(model, dtype or exactest)
         preset = _preset(card, codebooks)
         prompts = _prompts(card)
         with _engine(card, "auto", AntKVConfig()) as (llm, tolerance):
@@ -152,31 +156,19 @@ def _prompts(card: "ModelCard") -> list[list[int]]:
     return [ids[10 * i : 10 * i + min(length, room)] for i, length in enumerate(LENGTHS)]
 
 
-def _exactest() -> str | None:
-    """The dtype in which differences that are not rounding show best; on GPUs not every attention of vLLM has it."""
-    import torch
-
-    return None if torch.cuda.is_available() else "float32"
-
-
 @contextmanager
 def _engine(card: "ModelCard", kv_cache_dtype: str, config: AntKVConfig) -> "Iterator[tuple[LLM, float]]":
     """An engine, and how much its log-probabilities may differ from those of another.
 
     Raises UnsupportedModelError where vLLM does not start, or fails while this is open.
     """
-    from vllm_antkv.evaluate.served import engine_options, shut_down, starting
+    from vllm_antkv.evaluate.served import running_engine
 
-    options: dict[str, Any] = engine_options(card, kv_cache_dtype, config, min(MAX_MODEL_LEN, card.max_context))
-    from vllm import LLM
-
-    with starting():
-        llm = LLM(**options, max_num_batched_tokens=STEP_TOKENS, enforce_eager=True)
-    try:
-        yield llm, TOLERANCE[options["dtype"]]
-    except Exception as error:  # anything can fail in the code of a model that nobody has run here
-        raise UnsupportedModelError(
-            f"vLLM cannot answer with this model and --kv-cache-dtype {kv_cache_dtype} ({reason(error)})."
-        ) from error
-    finally:
-        shut_down(llm)
+    context, steps = min(MAX_MODEL_LEN, card.max_context), {"max_num_batched_tokens": STEP_TOKENS}
+    with running_engine(card, kv_cache_dtype, config, context, **steps, enforce_eager=True) as llm:
+        try:
+            yield llm, TOLERANCE[str(card.dtype).removeprefix("torch.")]
+        except Exception as error:  # anything can fail in the code of a model that nobody has run here
+            raise UnsupportedModelError(
+                f"vLLM cannot answer with this model and --kv-cache-dtype {kv_cache_dtype} ({reason(error)})."
+            ) from error

@@ -8,7 +8,7 @@ most of the probability.
 from dataclasses import dataclass
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 #: Of each position; the most that vLLM gives by default.
 TOP_TOKENS = 20
@@ -42,7 +42,7 @@ class TopTokens:
         return cls(torch.cat([part.ids for part in parts]), torch.cat([part.logprobs for part in parts]))
 
 
-class Fidelity(BaseModel):
+class Fidelity(BaseModel, frozen=True):
     """Part of the JSON of `antkv eval served --against`.
 
     kv_cache_dtype: what is compared with.
@@ -51,8 +51,6 @@ class Fidelity(BaseModel):
     kl: mean Kullback-Leibler divergence from `kv_cache_dtype` to what was evaluated, in nats, over top_tokens.
     top_tokens: tokens of each position that are told apart.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     kv_cache_dtype: str
     perplexity: float

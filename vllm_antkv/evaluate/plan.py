@@ -1,6 +1,6 @@
 """Which cache to serve a model with on a GPU: what each holds and reads, and which one to take, from sizes alone."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
@@ -17,10 +17,8 @@ from vllm_antkv.presets import PRESETS
 _WORTH_A_CODEBOOK = 1.5
 
 
-class Step(BaseModel):
+class Step(BaseModel, frozen=True):
     """A decode step: what it reads, and what it takes at least."""
-
-    model_config = ConfigDict(frozen=True)
 
     batch: int = Field(description="Requests in it: those asked for, or as many as the cache holds.")
     read_bytes: float = Field(description="By one GPU: weights, and everything in the cache.")
@@ -28,10 +26,8 @@ class Step(BaseModel):
     tokens_per_second: float = Field(description="At most, of all its requests.")
 
 
-class CachePlan(BaseModel):
+class CachePlan(BaseModel, frozen=True):
     """What one `--kv-cache-dtype` makes of a GPU."""
-
-    model_config = ConfigDict(frozen=True)
 
     kv_cache_dtype: str
     bits: float = Field(description="Per K or V element that the next token of a sequence sees, everything counted.")
@@ -41,10 +37,8 @@ class CachePlan(BaseModel):
     step: Step | None = Field(description="Null where not even one request fits.")
 
 
-class Plan(BaseModel):
+class Plan(BaseModel, frozen=True):
     """The JSON of `antkv plan`."""
-
-    model_config = ConfigDict(frozen=True)
 
     model: str
     gpu: str
@@ -153,7 +147,10 @@ def _why_auto(saved: float) -> str:
 
 
 def _where_none_holds_all(speeds: dict[str, float], holds: dict[str, int], batch: int) -> tuple[str, str]:
-    recommended = {name: speed for name, speed in speeds.items() if _is_recommended(name)} or speeds
+    # Fewer bits than one are for those who have measured what they cost.
+    recommended = {
+        name: speed for name, speed in speeds.items() if name not in PRESETS or PRESETS[name].nominal_bits >= 1
+    } or speeds
     name = max(recommended, key=lambda name: recommended[name])
     most = "it gets the most done"
     if speeds[name] < _WORTH_A_CODEBOOK * speeds.get("fp8", 0):
@@ -162,11 +159,6 @@ def _where_none_holds_all(speeds: dict[str, float], holds: dict[str, int], batch
         f"Use {name}: none holds all {batch} requests at once, and {most} with the {holds[name]} that it holds; the "
         "others wait. A second GPU, or a shorter context, holds more."
     )
-
-
-def _is_recommended(name: str) -> bool:
-    """Fewer bits than one are for those who have measured what they cost."""
-    return name not in PRESETS or PRESETS[name].nominal_bits >= 1
 
 
 def _cache_plan(

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from vllm_antkv import __version__
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
@@ -16,7 +16,7 @@ from vllm_antkv.offline.fidelity import OwnFidelity
 from vllm_antkv.whole_file import write_whole
 
 
-class PerplexityReport(BaseModel):
+class PerplexityReport(BaseModel, frozen=True):
     """The JSON of `antkv eval perplexity` and `antkv eval served`; `antkv eval compare` holds a list of them.
 
     tokens: positions scored, over all windows.
@@ -25,8 +25,6 @@ class PerplexityReport(BaseModel):
     effective_bits: bits per K or V element, everything the cache holds for one sequence of `context` tokens.
     fidelity: how close predictions are to the model's own, where that was asked for; not part of this JSON.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     model: str
     method: str

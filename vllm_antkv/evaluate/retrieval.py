@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from transformers import PreTrainedModel
 
 from vllm_antkv.evaluate.effective_bits import effective_bits
@@ -24,10 +24,8 @@ from vllm_antkv.offline.score import Progress
 _TOKENS_PER_PASS = 8192
 
 
-class RetrievalCell(BaseModel):
+class RetrievalCell(BaseModel, frozen=True):
     """The prompts of one kind, length and depth."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: str
     length: int
@@ -36,14 +34,12 @@ class RetrievalCell(BaseModel):
     exact_match: float
 
 
-class RetrievalReport(BaseModel):
+class RetrievalReport(BaseModel, frozen=True):
     """One method in the JSON of `antkv eval retrieval`.
 
     exact_match: share of right answers over all cells.
     effective_bits: bits per K or V element for one sequence of the longest length.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     model: str
     method: str

@@ -127,7 +127,7 @@ def serve_windows(
     if not config.prefill_reads_cache:
         raise SettingsError("Served perplexity needs prefill_reads_cache, or positions would see an unquantised past.")
     total, tops = 0.0, []
-    with _engine(card, kv_cache_dtype, config, context) as engine:
+    with running_engine(card, kv_cache_dtype, config, context) as engine:
         for batch in windows.split(_SEQUENCES_PER_CALL):
             for output in _score(engine, card.adapter, batch, TOP_TOKENS if with_top else 0):
                 steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
@@ -164,7 +164,7 @@ def evaluate_retrieval_served(
 
     longest = max(len(prompt.prompt) + len(prompt.answer) for prompt in prompts) + _ANSWER_SLACK
     right = []
-    with _engine(card, kv_cache_dtype, config, min(longest, card.max_context)) as engine:
+    with running_engine(card, kv_cache_dtype, config, min(longest, card.max_context)) as engine:
         for start in range(0, len(prompts), _SEQUENCES_PER_CALL):
             batch = prompts[start : start + _SEQUENCES_PER_CALL]
             outputs = engine.generate(
@@ -250,12 +250,15 @@ def shut_down(engine: "LLM") -> None:
 
 
 @contextmanager
-def _engine(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int) -> "Iterator[LLM]":
+def running_engine(
+    card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int, **more: Any
+) -> "Iterator[LLM]":
+    """An engine while this is open, `more` of vLLM's arguments; errors as of `engine_options` and `starting`."""
     options = engine_options(card, kv_cache_dtype, config, context)
     from vllm import LLM
 
     with starting():
-        engine = LLM(**options)
+        engine = LLM(**options, **more)
     try:
         yield engine
     finally:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from vllm_antkv.errors import AntKVError
 from vllm_antkv.evaluate.fidelity import TOP_TOKENS, TopTokens, divergence
@@ -28,10 +28,8 @@ class ServerError(AntKVError):
     """A server that cannot be asked, or does not answer as vLLM does."""
 
 
-class TokenDifference(BaseModel):
+class TokenDifference(BaseModel, frozen=True):
     """A token of the text that both were given."""
-
-    model_config = ConfigDict(frozen=True)
 
     token: str
     kl: float = Field(description="From the other server's prediction to this server's, in nats.")
@@ -39,10 +37,8 @@ class TokenDifference(BaseModel):
     best: tuple[str, str] = Field(description="What this server and the other find most likely in its place.")
 
 
-class Comparison(BaseModel):
+class Comparison(BaseModel, frozen=True):
     """The JSON of `antkv diff`."""
-
-    model_config = ConfigDict(frozen=True)
 
     servers: tuple[str, str]
     models: tuple[str, str]

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 _CONCURRENT_REQUESTS = 8
 
 
-class TaskScore(BaseModel):
+class TaskScore(BaseModel, frozen=True):
     """One metric of one task; `stderr` is None where the harness has none."""
-
-    model_config = ConfigDict(frozen=True)
 
     task: str
     metric: str
@@ -35,7 +33,7 @@ class TaskScore(BaseModel):
     stderr: float | None
 
 
-class TasksReport(BaseModel):
+class TasksReport(BaseModel, frozen=True):
     """One `--kv-cache-dtype` in the JSON of `antkv eval tasks`.
 
     kv_cache_dtype: as served, or the name given to a running server.
@@ -43,8 +41,6 @@ class TasksReport(BaseModel):
     answer_tokens: mean length of an answer.
     cap_hits: share of answers that were cut off by the limit on their length.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     model: str
     kv_cache_dtype: str
@@ -56,7 +52,7 @@ class TasksReport(BaseModel):
     versions: dict[str, str]
 
 
-class TaskRun(BaseModel):
+class TaskRun(BaseModel, frozen=True):
     """What is asked of the harness.
 
     tasks: names of tasks or groups.
@@ -65,8 +61,6 @@ class TaskRun(BaseModel):
     max_gen_toks: cap on answers of tasks that set none.
     context: longest sequence; None is the model's own.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     tasks: tuple[str, ...]
     include_path: Path | None = None

@@ -9,7 +9,7 @@ import torch
 
 from vllm_antkv.codebook import Codebook, ModelIdentity, find_codebook
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.offline.method import AnchorScope, Method, Quantiser
+from vllm_antkv.offline.method import AnchorScope, Eviction, Method, Quantiser
 from vllm_antkv.offline.retention import Retention, shared, sliding
 
 
@@ -23,6 +23,17 @@ class CountedQuantiser(Quantiser, Protocol):
         its `num_tokens` tokens. Tables learned from a calibration text are per model and not counted.
         """
         ...
+
+
+@dataclass(frozen=True)
+class SmallCache:
+    """What drops rows so that `size` tokens per KV head are left; see `Eviction`."""
+
+    size: int
+
+    def kept(self, num_tokens: int) -> int:
+        """See `Eviction.kept`."""
+        return min(self.size, num_tokens)
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,11 @@ class MethodRequest:
             retention=retention,
             provenance={"recency": recency, **provenance},
         )
+
+    def evicting(self, name: str, eviction: Callable[[int], Eviction], **provenance: Any) -> Method:
+        """A method called `...-N`, whose cache holds so many tokens: no codes, what is kept is kept in 16 bits."""
+        size = int(name.rpartition("-")[2])
+        return Method(name, 16.0, self.config, eviction=eviction(size), provenance={"cache": size, **provenance})
 
 
 #: Builds the method called `name`; raises AntKVError when what it needs is missing.

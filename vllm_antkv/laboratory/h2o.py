@@ -5,21 +5,16 @@ queries, over the heads of the group (algorithm 1). The attention that is summed
 cache of every query is found by going through the window token by token. Takes no other recency.
 """
 
-from dataclasses import dataclass
-
 import torch
 
-from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.laboratory.base import MethodRequest, SmallCache
 from vllm_antkv.offline.method import Method
 
 NAMES = ("h2o-64", "h2o-128", "h2o-256")
 
 
-@dataclass(frozen=True)
-class HeavyHitters:
+class HeavyHitters(SmallCache):
     """A cache of `size` tokens per KV head, of which the last half stays whatever its score."""
-
-    size: int
 
     def visible(self, query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
         """See `Eviction.visible`; a query sees the cache as its predecessor left it, and its own token."""
@@ -42,14 +37,7 @@ class HeavyHitters:
                 held.scatter_(-1, weakest, False)
         return torch.stack(steps, dim=2)
 
-    def kept(self, num_tokens: int) -> int:
-        """See `Eviction.kept`."""
-        return min(self.size, num_tokens)
-
 
 def build(name: str, request: MethodRequest) -> Method:
-    """No codes: what is kept is kept in 16 bits."""
-    size = int(name.removeprefix("h2o-"))
-    return Method(
-        name=name, nominal_bits=16.0, config=request.config, eviction=HeavyHitters(size), provenance={"cache": size}
-    )
+    """Of the size that the name says."""
+    return request.evicting(name, HeavyHitters)

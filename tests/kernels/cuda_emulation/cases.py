@@ -45,6 +45,13 @@ def assert_decoded(engine: Engine, sequences: list[Sequence], prompts: list[int]
         torch.testing.assert_close(sequence.output[decoded].double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def assert_decodes(engine: Engine, prompts: list[int], num_steps: int) -> None:
+    """Both, for random sequences with these prompts."""
+    sequences = [draw_sequence(seed, prompt + num_steps, engine.shape) for seed, prompt in enumerate(prompts)]
+    decode_from(engine, sequences, prompts, num_steps)
+    assert_decoded(engine, sequences, prompts, num_steps)
+
+
 def assert_drafts_are_as_single_tokens(shape: Shape, build: Callable[[LayerState], LayerOperations]) -> None:
     """At the edge of a block and of a split of 256: not all queries of a step have as many splits."""
     lengths, outputs = (EDGE[0] + 128, EDGE[1]), []

@@ -2,17 +2,18 @@
 
 import errno
 import fcntl
-import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from filelock import FileLock
 from transformers import AutoConfig
 
-from tests.unit.conftest import Refused
+from tests.conftest import Refused
+from tests.unit.damaged import config_with
 from vllm_antkv.calibrate.calibrate_on_start import main
 from vllm_antkv.calibrate.original import original_of
 from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, codebook_path, own_folder
@@ -47,14 +48,11 @@ def test_the_first_start_makes_it_and_the_second_finds_it(tiny_llama: Path, user
 
 
 @pytest.mark.long
-def test_whoever_comes_while_it_is_made_waits_and_takes_it(
-    tiny_llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_whoever_comes_while_it_is_made_waits_and_takes_it(tiny_llama: Path, tmp_path: Path) -> None:
     path = codebook_path(tmp_path, PRESET)
     command = [sys.executable, "-m", "vllm_antkv.calibrate.calibrate_on_start", str(tiny_llama), PRESET, str(tmp_path)]
     with FileLock(tmp_path / f".{PRESET}.lock"):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert process.stderr is not None
         assert "waiting" in process.stderr.readline()
         path.write_text("of the first")
     process.communicate()
@@ -97,10 +95,7 @@ def test_a_cache_that_cannot_be_written_is_one_sentence_that_names_the_variable(
 def test_a_file_system_without_locks_is_one_sentence_too(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_locks(*args: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     monkeypatch.setattr(sys, "argv", ["once", str(tiny_llama), PRESET, str(tmp_path / "out")])
     assert main() == 1
     said = capsys.readouterr().err.strip()
@@ -128,9 +123,8 @@ def test_other_weights_and_other_texts_have_folders_of_their_own(tiny_llama: Pat
 def quantised(original: Path, folder: Path, **changes: object) -> Path:
     """The config of a quantised version of a model; nothing reads its weights."""
     folder.mkdir()
-    config = json.loads((original / "config.json").read_text())
-    quantisation = {"quantization_config": {"quant_method": "awq", "bits": 4}}
-    (folder / "config.json").write_text(json.dumps({**config, **quantisation, **changes}))
+    shutil.copy(original / "config.json", folder)
+    config_with(quantization_config={"quant_method": "awq", "bits": 4}, **changes)(folder)
     return folder
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from tests.conftest import Refused
 from tests.unit.calibrate.conftest import FAMILY_SETTINGS
-from tests.unit.conftest import Refused
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape, capture_window, checkpointed
 from vllm_antkv.calibrate.models import load_model
 from vllm_antkv.codebook import ModelIdentity
@@ -34,14 +34,23 @@ def load(folder: Path) -> tuple[PreTrainedModel, ModelIdentity]:
     return load_model(str(folder), config, CPU), ModelIdentity.from_hf_config(config)
 
 
-def shape_for(identity: ModelIdentity, num_sink_channels: int = 0, num_windows: int = 1) -> CaptureShape:
-    return CaptureShape(
-        identity.num_layers, num_windows, SEQ_LEN, identity.num_kv_heads, identity.head_size, num_sink_channels
-    )
-
-
 def a_window() -> torch.Tensor:
     return torch.randint(2, 300, (SEQ_LEN,), generator=torch.Generator().manual_seed(1))
+
+
+def captured(
+    model: PreTrainedModel,
+    identity: ModelIdentity,
+    folder: Path,
+    weighted: bool = True,
+    sinks: SinkChannels | None = None,
+) -> CaptureFiles:
+    """Of one window; the folder is made if it does not exist."""
+    folder.mkdir(exist_ok=True)
+    sizes = identity.num_layers, 1, SEQ_LEN, identity.num_kv_heads, identity.head_size
+    files = CaptureFiles(folder, CaptureShape(*sizes, len(sinks.channels) if sinks else 0))
+    capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, weighted, sinks))
+    return files
 
 
 def attention_inputs(model: nn.Module, window: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -66,12 +75,9 @@ def attention_inputs(model: nn.Module, window: torch.Tensor) -> list[tuple[torch
 def test_rows_and_norms_are_those_of_attention(family: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
     """Captured K, rotated, is the K that attention gets; RoPE turns, so the gradients' norms agree too."""
     model, identity = load(make_model(family))
-    window = a_window()
-    files = CaptureFiles(tmp_path, shape_for(identity))
-    capture_window(model, window, 0, Capture(rotary_tables(model, SEQ_LEN), files, True, None))
-
+    files = captured(model, identity, tmp_path)
     positions, tables = torch.arange(SEQ_LEN), rotary_tables(model, SEQ_LEN)
-    seen = attention_inputs(model, window)
+    seen = attention_inputs(model, a_window())
     assert len(seen) == identity.num_layers
     for layer, (key, value) in enumerate(seen):
         rows = torch.from_numpy(np.array(files.rows(layer)[:, 0])).float()
@@ -81,7 +87,6 @@ def test_rows_and_norms_are_those_of_attention(family: str, make_model: Callable
         )
         torch.testing.assert_close(rows[1], value[0].transpose(0, 1), rtol=2e-3, atol=2e-3)
         for kind, tensor in enumerate((key, value)):
-            assert tensor.grad is not None
             # YaRN's turn makes keys longer.
             stretch = tables[layer].cos[:1].max() if kind == 0 and tables[layer].rotary_dim else 1
             expected = stretch * tensor.grad[0].norm(dim=-1).transpose(0, 1)
@@ -91,45 +96,32 @@ def test_rows_and_norms_are_those_of_attention(family: str, make_model: Callable
 
 def test_checkpointing_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None:
     model, identity = load(tiny_llama)
-    captured = []
+    found = []
     for active in (False, True):
-        folder = tmp_path / str(active)
-        folder.mkdir()
-        files = CaptureFiles(folder, shape_for(identity))
         with checkpointed(model, active):
-            capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, True, None))
-        captured.append([np.array(array) for layer in range(2) for array in (files.rows(layer), files.norms(layer))])
-    for plain, recomputed in zip(*captured, strict=True):
+            files = captured(model, identity, tmp_path / str(active))
+        found.append([np.array(array) for layer in range(2) for array in (files.rows(layer), files.norms(layer))])
+    for plain, recomputed in zip(*found, strict=True):
         np.testing.assert_allclose(plain, recomputed, rtol=1e-5)
     assert not any(module.training for module in model.modules())
 
 
 def test_without_gradients_rows_are_the_same_and_no_norms_are_written(tiny_llama: Path, tmp_path: Path) -> None:
     model, identity = load(tiny_llama)
-    rows = []
-    for weighted in (True, False):
-        folder = tmp_path / str(weighted)
-        folder.mkdir()
-        files = CaptureFiles(folder, shape_for(identity))
-        capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, weighted, None))
-        rows.append(np.array(files.rows(1)))
-    np.testing.assert_array_equal(*rows)
+    both = [captured(model, identity, tmp_path / str(weighted), weighted) for weighted in (True, False)]
+    np.testing.assert_array_equal(*(np.array(files.rows(1)) for files in both))
     assert not list((tmp_path / "False").glob("norms*"))
 
 
 def test_files_take_the_bytes_they_promise(tiny_llama: Path, tmp_path: Path) -> None:
-    model, identity = load(tiny_llama)
-    shape = shape_for(identity, num_sink_channels=1)
-    files = CaptureFiles(tmp_path, shape)
-    capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, True, SinkChannels(0, (3,))))
+    files = captured(*load(tiny_llama), tmp_path, sinks=SinkChannels(0, (3,)))
     files.flush()
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == shape.num_bytes
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == files.shape.num_bytes
 
 
 def test_sink_values_are_the_hidden_state_after_the_layer(tiny_llama: Path, tmp_path: Path) -> None:
     model, identity = load(tiny_llama)
-    files = CaptureFiles(tmp_path, shape_for(identity, num_sink_channels=2))
-    capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, False, SinkChannels(0, (5, 2))))
+    files = captured(model, identity, tmp_path, weighted=False, sinks=SinkChannels(0, (5, 2)))
     hidden = model(a_window()[None], output_hidden_states=True).hidden_states[1][0]
     expected = hidden[:, [5, 2]].abs().detach().numpy()
     np.testing.assert_allclose(files.sink_values()[0], expected, rtol=1e-5)
@@ -137,8 +129,7 @@ def test_sink_values_are_the_hidden_state_after_the_layer(tiny_llama: Path, tmp_
 
 def test_hooks_are_gone_afterwards(tiny_llama: Path, tmp_path: Path) -> None:
     model, identity = load(tiny_llama)
-    files = CaptureFiles(tmp_path, shape_for(identity))
-    capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, True, None))
+    captured(model, identity, tmp_path)
     with captured_hidden(decoder_layers(model), lambda hidden: None):
         pass
     assert not any(module._forward_hooks for module in model.modules())
@@ -147,6 +138,5 @@ def test_hooks_are_gone_afterwards(tiny_llama: Path, tmp_path: Path) -> None:
 def test_values_beyond_float16_are_refused(make_model: Callable[..., Path], tmp_path: Path, refused: Refused) -> None:
     model, identity = load(make_model("llama"))
     decoder_layers(model)[1].self_attn.v_proj.weight.mul_(1e6)  # type: ignore[operator, union-attr]
-    files = CaptureFiles(tmp_path, shape_for(identity))
     with refused(CalibrationError, "Layer 1"):
-        capture_window(model, a_window(), 0, Capture(rotary_tables(model, SEQ_LEN), files, False, None))
+        captured(model, identity, tmp_path, weighted=False)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import Refused
 from tests.unit.calibrate.test_run import calibrate_small
-from tests.unit.conftest import Refused
 from vllm_antkv.calibrate import resources
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.job import Job, prepare

@@ -110,7 +110,6 @@ def windows(model) -> torch.Tensor:
 def test_bits_go_where_they_are_needed(learned: Path) -> None:
     book = load(learned / "mixed")
     assert book.header.preset == PRESET
-    assert book.header.layers is not None
     assert book.header.layers[0] == "antkv-4bit"
     assert sum(get_preset(name).nominal_bits for name in book.header.layers) <= 3 * 2
     assert book.header.calibration["bits"] == "mixed"
@@ -132,7 +131,6 @@ def test_a_preset_without_a_dearer_one_stays_as_it_is(learned: Path) -> None:
 def test_a_mixed_codebook_quantises_each_layer_with_its_own_preset(books) -> None:
     # (layers, parts): the first layer minds a lot.
     mixed = mix.mix(get_preset(PRESET), books, np.array([[0, 9, 9, 9], [0, 0, 0, 0], [0, 0, 0, 0]], float))
-    assert mixed.header.layers is not None
     by_name = {book.preset.name: book for book in books}
     assert set(mixed.header.k_orders) == set(mixed.header.layers)
     angles = torch.arange(256)[:, None] * torch.logspace(0, -3, 8)
@@ -173,7 +171,6 @@ def test_what_a_layer_costs_is_close_to_the_divergence_when_it_alone_is_coded(bo
     for layer in (1, 2):  # little enough that the second order is all
         method = Method("x", 4.0, divergences_module._SERVED, OneLayer(VectorQuantiser(books[0]), layer))
         fidelity = score(model, method, windows, against_own=True).fidelity
-        assert fidelity is not None
         assert found[layer, 0] == pytest.approx(fidelity.kl, rel=0.5)
 
 

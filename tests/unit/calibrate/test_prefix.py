@@ -71,7 +71,6 @@ def test_the_first_error_is_that_of_the_plain_prefix_and_training_lowers_it(
     assert standing is None, "rows that are not better are not kept"
     assert loss[0] == standing_loss[0] == standing_loss[1]
     assert loss[1] < loss[0]
-    assert trained is not None
     assert trained.token_ids == IDS
     # Untrained rows are the model's own, K after RoPE.
     own = torch.stack(prefix._own_rows(model, IDS))
@@ -108,7 +107,6 @@ def test_calibrate_writes_the_prefix_into_the_codebook(
     before, after = trained.header.calibration["prefix_loss"]
     assert after < before
     assert f"held-out text {before:.5g} -> {after:.5g}\n" in capsys.readouterr().err
-    assert trained.prefix is not None
     assert trained.prefix.token_ids[0] == 0
     assert len(trained.prefix.token_ids) > 1
 

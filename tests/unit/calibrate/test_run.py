@@ -14,7 +14,8 @@ from torch import nn
 
 from scripts.capacity_figure import LLAMA_3_8B
 from tests.adapters import make_adapter, merged
-from tests.unit.conftest import Refused
+from tests.conftest import Refused
+from tests.unit.damaged import config_with
 from vllm_antkv.calibrate import learn, resources, source
 from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.layers import Clustering
@@ -92,9 +93,7 @@ def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama:
         for kind, centroids in ((0, book.k[layer].float()), (1, book.v[layer].float())):
             own = rows[layer, kind][1:]
             if kind == 0:
-                order = book.header.k_order(layer)
-                assert order is not None
-                own = own[..., list(order)]
+                own = own[..., list(book.header.k_order(layer))]
             right = error(own, centroids)
             assert right < 0.05 * float(own.square().mean())
             assert right < error(own, centroids.flip(0))
@@ -183,7 +182,6 @@ def test_sinks_are_found_and_left_out(make_model: Callable[..., Path], text_file
             model.get_input_embeddings().weight[[0, 20], 11] = 500.0  # type: ignore[operator, union-attr]
 
     (book,) = calibrate_small(make_model("llama", edit=plant), text_file, tmp_path)
-    assert book.header.sinks is not None
     assert book.header.sinks.layer == 0
     assert book.header.sinks.channels == (11,)
     assert 50 < book.header.sinks.threshold < 500
@@ -237,9 +235,7 @@ def test_nothing_is_trained_through_quantised_weights(
 ) -> None:
     folder = tmp_path / "quantised"
     shutil.copytree(tiny_llama, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
+    config_with(quantization_config={"quant_method": "awq", "bits": 4})(folder)
     with refused(UnsupportedModelError, "calibrate the unquantised model"):
         calibrate_small(folder, text_file, tmp_path / "out", **changes)
 
@@ -256,14 +252,10 @@ def test_too_little_memory_or_disk_is_refused(
     tiny_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-
-    def exhaust(*args: Any) -> None:
-        raise MemoryError
-
     for where, name, instead, words in (
         (resources, "_available_ram", lambda: 1000, "memory"),
         (resources.shutil, "disk_usage", lambda folder: usage._replace(free=1000), "disk"),
-        (source, "capture_window", exhaust, "ran out"),
+        (source, "capture_window", Mock(side_effect=MemoryError), "ran out"),
     ):
         with monkeypatch.context() as patch, refused(CalibrationError, words):
             patch.setattr(where, name, instead)
@@ -296,13 +288,11 @@ def test_runs_for_other_presets_work_side_by_side_and_each_goes_on_after_a_kill(
         calibrate_small(tiny_llama, text_file, tmp_path, "antkv-4bit")
         raise KeyboardInterrupt
 
-    def capture_nothing(*args: Any) -> None:
-        pytest.fail("everything was captured before the kill")
-
     monkeypatch.setattr(learn, "learn_layer", other_run_then_kill)
     with pytest.raises(KeyboardInterrupt):
         calibrate_small(tiny_llama, text_file, tmp_path, "antkv-1bit")
-    monkeypatch.setattr(source, "capture_window", capture_nothing)
+    # Everything was captured before the kill.
+    monkeypatch.setattr(source, "capture_window", Mock(side_effect=AssertionError))
     calibrate_small(tiny_llama, text_file, tmp_path, "antkv-1bit")
     for preset in ("antkv-1bit", "antkv-4bit"):
         assert codebook_path(tmp_path, preset).read_bytes() == codebook_path(learned, preset).read_bytes()

@@ -57,7 +57,6 @@ def test_threshold_parts_planted_sinks_with_margin() -> None:
     values[sinks, 1] = 60
     found = SinkChannels(2, (9, 4))
     rule = find_rule(found, values)
-    assert rule is not None
     assert rule.layer == 2
     assert rule.channels == (9, 4)
     assert values[~sinks].max() * 1.4 < rule.threshold < 80 / 1.4
@@ -69,7 +68,6 @@ def test_a_channel_in_which_other_tokens_are_large_is_left_out() -> None:
     values[:, 0] = 1000
     values[:, 200:, 1] = 100
     rule = find_rule(SinkChannels(0, (9, 4)), values)
-    assert rule is not None
     assert rule.channels == (9,)
 
 
@@ -84,8 +82,6 @@ def test_threshold_is_on_raw_values() -> None:
     values[:, 0] = 1000
     found = SinkChannels(0, (1,))
     rule, scaled = find_rule(found, values), find_rule(found, values * 4)
-    assert rule is not None
-    assert scaled is not None
     np.testing.assert_allclose(scaled.threshold, 4 * rule.threshold, rtol=1e-6)
 
 

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoConfig, BloomConfig, Gemma2Config, LlamaConfig, Qwen3NextConfig
 
 from scripts import capacity_figure
+from tests.unit.damaged import config_with
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.gpus import GPUS
@@ -73,7 +74,6 @@ def test_the_figures_of_a_cache_belong_together(llama: str) -> None:
     plan = make_plan(llama, "h100-80", 32768, 64, AntKVConfig())
     for cache in plan.caches:
         assert cache.requests == cache.tokens // 32768
-        assert cache.step is not None
         assert cache.step.batch == min(64, cache.requests)
         kv_bytes = cache.step.batch * 32768 * 2 * 32 * 8 * 128 * cache.bits / 8
         assert cache.step.read_bytes == pytest.approx(2 * 7_504_658_432 + kv_bytes)
@@ -89,8 +89,6 @@ def test_two_gpus_hold_more_than_twice_as_much_as_one_and_read_half_each(llama: 
         assert together.codebook_bytes == alone.codebook_bytes / 2
         # Weights and codebooks are there once, what is left of two GPUs is for the cache.
         assert together.requests > 2 * alone.requests
-        assert alone.step is not None
-        assert together.step is not None
         per_request = [
             (step.read_bytes - 2 * 7_504_658_432 / n) / step.batch for step, n in ((alone.step, 1), (together.step, 2))
         ]
@@ -108,9 +106,7 @@ def test_windows_bound_what_is_held_and_read(tmp_path: Path, capsys: pytest.Capt
     assert auto.bits == 16
     assert 1 < one_bit.bits < 1.5
     heads, head_size = 26 * 4, 256
-    assert auto.step is not None
     weights = make_plan(str(tmp_path), "h100-80", 1, 1, AntKVConfig()).caches[0].step
-    assert weights is not None
     read = auto.step.read_bytes - (weights.read_bytes - 4 * heads * head_size)
     assert read == pytest.approx(auto.step.batch * plan.seen * 4 * heads * head_size)
     assert cli.run(["plan", str(tmp_path), "--gpu", "h100-80", "--context", "32768"]) == 0
@@ -175,8 +171,7 @@ def test_what_cannot_be_planned_is_refused(llama: str, tmp_path: Path, capsys: p
     BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(bloom)
     AutoConfig.for_model("kimi_linear", architectures=["KimiLinearForCausalLM"]).save_pretrained(kimi)
     LLAMA_3_8B.save_pretrained(quantised)
-    config = quantised / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    config_with(quantization_config={"quant_method": "awq"})(quantised)
     for model, gpu, code, words in [
         (llama, "h100", 2, f"but must be one of {', '.join(GPUS)}."),
         (tmp_path / "none", "h100-80", 2, "there is no such folder"),

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.codebooks import random_codebook
+from tests.unit.evaluate.conftest import VOCAB
 from vllm_antkv import cli
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
@@ -17,8 +18,6 @@ from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
-
-from .conftest import VOCAB
 
 EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 ANSWER = 3
@@ -39,10 +38,6 @@ def greedy(model: PreTrainedModel, method: Method, prompt: list[int]) -> list[in
     return ids[len(prompt) :]
 
 
-def prompt_of(ids: list[int], answer: list[int]) -> RetrievalPrompt:
-    return RetrievalPrompt("pairs", len(ids) + ANSWER, 0.5, tuple(ids), tuple(answer), "")
-
-
 def test_right_is_what_greedy_decoding_writes(model: PreTrainedModel) -> None:
     torch.manual_seed(0)
     texts = [torch.randint(VOCAB, (length,)).tolist() for length in (150, 20, 150)]
@@ -50,7 +45,10 @@ def test_right_is_what_greedy_decoding_writes(model: PreTrainedModel) -> None:
     for method in methods(model):
         answers = written[method.name] = [greedy(model, method, text) for text in texts]
         wrong = [[*answer[:-1], (answer[-1] + 1) % VOCAB] for answer in answers]
-        given = [prompt_of(text, answer) for text, answer in zip(texts * 2, answers + wrong, strict=True)]
+        given = [
+            RetrievalPrompt("pairs", len(text) + ANSWER, 0.5, tuple(text), tuple(answer), "")
+            for text, answer in zip(texts * 2, answers + wrong, strict=True)
+        ]
         assert answers_right(model, method, given) == [True] * 3 + [False] * 3
     assert written["fp16"] != written["antkv-1bit"], "the quantiser must have something to do"
 

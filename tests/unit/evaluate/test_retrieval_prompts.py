@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.unit.conftest import Refused
+from tests.conftest import Refused
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.retrieval_prompts import KINDS, is_right, make_prompts
 

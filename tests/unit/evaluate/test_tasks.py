@@ -17,16 +17,7 @@ HARNESS = importlib.util.find_spec("lm_eval") is not None
 
 
 def report(dtype: str, results: dict[str, Any], *tasks: str) -> TasksReport:
-    return TasksReport(
-        model="m",
-        kv_cache_dtype=dtype,
-        scores=list(read_scores(results, tasks)),
-        answers=0,
-        answer_tokens=None,
-        cap_hits=None,
-        settings={},
-        versions={},
-    )
+    return TasksReport.model_construct(kv_cache_dtype=dtype, scores=list(read_scores(results, tasks)))
 
 
 def results(value: float) -> dict[str, Any]:

@@ -294,31 +294,20 @@ SINK_RULE = SinkRule(layer=0, channels=(3, 5), threshold=2.0)
 @given(
     num_tokens=st.integers(2, 300),
     where=st.floats(0, 1, exclude_max=True),
-    anchor_share=st.sampled_from([0.0, 0.01, 0.1, 0.5]),
-    recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
-    prefix=st.sampled_from([0, 1, 8]),
-    sinks=st.booleans(),
+    kept=st.fixed_dictionaries(
+        {
+            "anchor_share": st.sampled_from([0.0, 0.01, 0.1, 0.5]),
+            "recency": st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
+            "prefix": st.sampled_from([0, 1, 8]),
+            "sinks": st.booleans(),
+        }
+    ),
     seed=st.integers(0, 1000),
 )
 def test_a_later_token_never_changes_an_earlier_position(
-    model: PreTrainedModel,
-    codebook: Codebook,
-    num_tokens: int,
-    where: float,
-    anchor_share: float,
-    recency: str,
-    prefix: int,
-    sinks: bool,
-    seed: int,
+    model: PreTrainedModel, codebook: Codebook, num_tokens: int, where: float, kept: dict[str, Any], seed: int
 ) -> None:
-    method = vq_method(
-        codebook,
-        SINK_RULE if sinks else None,
-        anchor_share=anchor_share,
-        recency=recency,
-        prefix=prefix,
-        sinks=sinks,
-    )
+    method = vq_method(codebook, SINK_RULE if kept["sinks"] else None, **kept)
     windows = random_windows(1, num_tokens, seed)
     changed = windows.clone()
     position = int(where * num_tokens)

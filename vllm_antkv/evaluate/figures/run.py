@@ -14,7 +14,7 @@ from vllm_antkv.codebook import Codebook, find_codebook
 from vllm_antkv.codebook.revision import revision_of
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, SettingsError
-from vllm_antkv.evaluate.figures import Figure
+from vllm_antkv.evaluate.figures import FIGURES
 from vllm_antkv.evaluate.figures.scene import DEFAULT_PRESET, Scene
 from vllm_antkv.evaluate.figures.style import save
 from vllm_antkv.evaluate.report import versions, write_json
@@ -45,14 +45,14 @@ class Inspection:
     max_windows: int
 
 
-def inspect_model(of: Inspection, figures: Sequence[Figure], out: Path) -> Iterator[tuple[str, bool]]:
+def inspect_model(of: Inspection, figures: Sequence[str], out: Path) -> Iterator[tuple[str, bool]]:
     """Write NAME.json, NAME.png and NAME.svg for every figure into `out`.
 
     A figure whose JSON is there with the same settings is not measured again, only drawn.
 
     Args:
         of: the model, the text and the settings.
-        figures: what to draw.
+        figures: what to draw, names of FIGURES.
         out: folder, made if it does not exist.
 
     Yields:
@@ -85,16 +85,18 @@ def inspect_model(of: Inspection, figures: Sequence[Figure], out: Path) -> Itera
         "config": config.model_dump(exclude={"codebooks", "prefill_reads_cache", "kernels"}),
         "version": __version__,
     }
-    for figure in figures:
-        numbers = _measured(out / f"{figure.name}.json", settings)
+    for name in figures:
+        numbers = _measured(out / f"{name}.json", settings)
         known = numbers is not None
         if numbers is None:
-            scene = _with_sample(scene, learned, of.calibration or of.text)
-            numbers = json.loads(json.dumps(figure.numbers(scene)))
-            content = {"figure": figure.name, "settings": settings, "numbers": numbers}
-            write_json(out / f"{figure.name}.json", {**content, "versions": versions("torch", "transformers")})
-        save(figure.draw(numbers), out, figure.name)
-        yield figure.name, known
+            if scene.request.sample is None:
+                sample = take_sample(loaded, learned, str(of.calibration or of.text))
+                scene = replace(scene, request=replace(request, sample=sample))
+            numbers = json.loads(json.dumps(FIGURES[name].numbers(scene)))
+            content = {"figure": name, "settings": settings, "numbers": numbers}
+            write_json(out / f"{name}.json", {**content, "versions": versions("torch", "transformers")})
+        save(FIGURES[name].draw(numbers), out, name)
+        yield name, known
 
 
 def _texts(card: ModelCard, of: Inspection) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,12 +130,6 @@ def _codebooks(card: ModelCard, folder: str | None) -> dict[str, str]:
         # Says where one was looked for, and how to make it.
         find_codebook(card.name, card.identity, DEFAULT_PRESET, folder)
     return found
-
-
-def _with_sample(scene: Scene, learned: torch.Tensor, text: Path) -> Scene:
-    if scene.request.sample is not None:
-        return scene
-    return replace(scene, request=replace(scene.request, sample=take_sample(scene.model, learned, str(text))))
 
 
 def _measured(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ Each engine numbers its prompts; request ids are not shown, and no text unless t
 from collections.abc import Callable
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
 
@@ -16,10 +16,8 @@ Positions = list[list[list[int]]]
 Decode = Callable[[list[int]], str]
 
 
-class Prompt(BaseModel):
+class Prompt(BaseModel, frozen=True):
     """One of the last prompts whose pages can still be read."""
-
-    model_config = ConfigDict(frozen=True)
 
     engine: int
     prompt: int = Field(description="Counted from 1 by its engine.")
@@ -27,10 +25,8 @@ class Prompt(BaseModel):
     running: bool
 
 
-class AnchorMap(BaseModel):
+class AnchorMap(BaseModel, frozen=True):
     """Anchors among the tokens `first_token .. first_token + tokens` of a prompt."""
-
-    model_config = ConfigDict(frozen=True)
 
     engine: int
     prompt: int
@@ -57,10 +53,8 @@ class AnchorMap(BaseModel):
         )
 
 
-class Anchors(BaseModel):
+class Anchors(BaseModel, frozen=True):
     """The last prompts, newest first, and the map of one of them; null when its pages are gone."""
-
-    model_config = ConfigDict(frozen=True)
 
     prompts: list[Prompt]
     map: AnchorMap | None

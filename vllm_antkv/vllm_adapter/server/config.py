@@ -2,17 +2,15 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from vllm.config import VllmConfig
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 
 
-class Config(BaseModel):
+class Config(BaseModel, frozen=True):
     """The configuration of a server with an antkv cache."""
-
-    model_config = ConfigDict(frozen=True)
 
     active: Literal[True] = True
     model: str = Field(description="The name that clients use.")

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 import torch
 import vllm
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from vllm.config import VllmConfig
 
 from vllm_antkv import __version__
@@ -22,19 +22,15 @@ Part = Literal["codes", "anchors", "recency", "exact", "padding"]
 RowClass = Literal["recent", "anchors", "codes"]
 
 
-class Inactive(BaseModel):
+class Inactive(BaseModel, frozen=True):
     """The server runs with another cache dtype."""
-
-    model_config = ConfigDict(frozen=True)
 
     active: Literal[False] = False
     kv_cache_dtype: str
 
 
-class Bits(BaseModel):
+class Bits(BaseModel, frozen=True):
     """Bits per K or V element."""
-
-    model_config = ConfigDict(frozen=True)
 
     nominal: float = Field(description="Of the codes alone.")
     effective: float = Field(description="Of everything a sequence of `at_tokens` tokens takes from the pool.")
@@ -42,29 +38,23 @@ class Bits(BaseModel):
     at_tokens: int
 
 
-class CodebookInfo(BaseModel):
+class CodebookInfo(BaseModel, frozen=True):
     """The codebook that is served."""
-
-    model_config = ConfigDict(frozen=True)
 
     identity: str
     path: str
     bytes: int = Field(description="Of its centroids, in the file.")
 
 
-class Page(BaseModel):
+class Page(BaseModel, frozen=True):
     """A class of pages."""
-
-    model_config = ConfigDict(frozen=True)
 
     block_size: int = Field(description="Tokens per page.")
     bytes: int = Field(description="Per KV head, all layers.")
 
 
-class Setup(BaseModel):
+class Setup(BaseModel, frozen=True):
     """How the cache is set up: the same for as long as the server runs."""
-
-    model_config = ConfigDict(frozen=True)
 
     active: Literal[True] = True
     preset: str
@@ -122,19 +112,15 @@ class Setup(BaseModel):
         )
 
 
-class Operation(BaseModel):
+class Operation(BaseModel, frozen=True):
     """Work of one operation since the start, in all layers."""
-
-    model_config = ConfigDict(frozen=True)
 
     calls: int
     seconds: float
 
 
-class EngineStatus(BaseModel):
+class EngineStatus(BaseModel, frozen=True):
     """What one engine has done since its start."""
-
-    model_config = ConfigDict(frozen=True)
 
     engine: int
     pool_pages: int = Field(description="Pages in the pool, used by either class.")

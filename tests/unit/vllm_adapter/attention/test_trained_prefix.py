@@ -117,7 +117,6 @@ def test_a_captured_graph_reads_what_each_step_fills() -> None:
     tokens = tokens_of_requests()
     tokens.use_buffer()
     captured = tokens.rows
-    assert captured is not None
     assert (captured == 3).all()
     tokens.plan(step([(2, 9, 1), (1, 2, 1)]))
     assert captured[:2].tolist() == [3, 2]

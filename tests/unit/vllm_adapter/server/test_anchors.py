@@ -36,9 +36,7 @@ def no_text(token_ids: list[int]) -> str:
 
 
 def map_of(*workers: list[Any], num_kv_heads: int) -> AnchorMap:
-    anchors = Anchors.of({0: answer(*workers)}, None, num_kv_heads, no_text)
-    assert anchors.map is not None
-    return anchors.map
+    return Anchors.of({0: answer(*workers)}, None, num_kv_heads, no_text).map
 
 
 def test_offsets_become_positions_in_order() -> None:
@@ -62,8 +60,6 @@ def test_text_is_what_the_token_ids_stand_for() -> None:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     token_ids = tokenizer("Once upon a time", add_special_tokens=False)["input_ids"]
     anchors = Anchors.of({0: answer(worker(0, 1), token_ids=token_ids)}, None, 1, tokenizer.decode)
-    assert anchors.map is not None
-    assert anchors.map.text is not None
     assert "".join(anchors.map.text) == "Once upon a time"
 
 
@@ -71,8 +67,6 @@ def test_prompts_of_all_engines_are_listed_and_one_is_shown() -> None:
     engines = {0: {"prompts": [], "map": None}, 3: answer(worker(0, 1), prompt=5), 4: answer(worker(0, 1), prompt=2)}
     first, chosen, gone = (Anchors.of(engines, engine, 1, no_text) for engine in (None, 4, 0))
     assert [(each.engine, each.prompt, each.tokens) for each in first.prompts] == [(3, 5, 1152), (4, 2, 1152)]
-    assert first.map is not None
     assert (first.map.engine, first.map.prompt) == (3, 5)
-    assert chosen.map is not None
     assert (chosen.map.engine, chosen.map.prompt) == (4, 2)
     assert gone.map is None
