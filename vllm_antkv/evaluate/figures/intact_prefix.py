@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure as Canvas
@@ -38,9 +39,9 @@ def draw(numbers: dict[str, Any]) -> Canvas:
     layers = list(zip(*errors.values(), strict=True))
     places = range(len(errors))
     shades = ScalarMappable(Normalize(0, len(layers) - 1), "viridis")
-    for index, layer in enumerate(layers):
-        absolute.plot(places, layer, color=shades.to_rgba(index))
-        relative.plot(places, [100 * e / layer[0] if layer[0] else 100 for e in layer], color=shades.to_rgba(index))
+    for layer, colour in zip(layers, shades.to_rgba(np.arange(len(layers))), strict=True):
+        absolute.plot(places, layer, color=colour)
+        relative.plot(places, [100 * e / layer[0] if layer[0] else 100 for e in layer], color=colour)
     absolute.set_yscale("log")
     for panel in (absolute, relative):
         panel.set_xticks(places, list(errors))
