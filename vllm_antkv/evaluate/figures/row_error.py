@@ -45,7 +45,7 @@ def row_errors(rows: LayerRows, coded_key: torch.Tensor, coded_value: torch.Tens
             change = exact.logits(coded_key[:, head].double()) - exact.logits(exact.key)
             distance = torch.cdist(output, value.double(), compute_mode="donot_use_mm_for_euclid_dist")
             error_of_key += (_share(exact.attention, change) * distance * seen).sum(0).to(key.dtype)
-            mass += (query_head.attention * seen).sum(0)
+            mass += (exact.attention * seen).sum(0).to(key.dtype)
         of_key.append(error_of_key)
         of_value.append(mass * value_error.norm(dim=-1))
     return RowScores(torch.stack(of_key), torch.stack(of_value))
