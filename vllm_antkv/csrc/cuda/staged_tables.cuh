@@ -27,8 +27,9 @@ struct StagedTables {
     // K and V fill the rows of a table each, or share them.
     static constexpr int kTables = kQuads * kQuadBytes / 128;
     static constexpr int kValueTable = kTables == 2 ? kTableBytes : 0, kValueColumn = kTables == 2 ? 0 : 128;
-    static constexpr int kKeyCodes = kPairs * 4 / kSubVector;  // neighbouring codes that a lane reads of a row
-    static constexpr int kValueCodes = kSets * 4 / kSubVector;
+    // Neighbouring codes that a lane reads of a row; lanes may share one.
+    static constexpr int kKeyCodes = larger(kPairs * 4 / kSubVector, 1);
+    static constexpr int kValueCodes = larger(kSets * 4 / kSubVector, 1);
 
     static constexpr int kBytes = kTables * kTableBytes;
     // A look-up of K reads 16 bytes where that is a centroid; 8 lanes are then served together, of two orders.
@@ -57,12 +58,12 @@ struct StagedTables {
             }
         }
         for (int second = 0; second < 2; ++second)
-            key_code[second] = lane.column * kKeyCodes + (takes_upper(order, second) ? kSubVectors / 2 : 0);
+            key_code[second] = lane.column * kPairs * 4 / kSubVector + (takes_upper(order, second) ? kSubVectors / 2 : 0);
         for (int i = 0; i < kSets; ++i) {
             const int set = value_set(lane.column, i), quad = value_quad(lane.row, set);
             value[i] = opaque(look_up(quad * kQuadBytes + kValueColumn, set * 4 / kSubVector));
         }
-        value_code = lane.row * kValueCodes;
+        value_code = lane.row * kSets * 4 / kSubVector;
     }
 
     // Of the lanes that are served together, no two read the same columns.
