@@ -1,4 +1,4 @@
-"""The bit presets: the values of `--kv-cache-dtype` and the bytes they cost. Pure Python.
+"""The bit presets, values of `--kv-cache-dtype`, and what layers may have in their place. Pure Python.
 
 A preset `dNcM` cuts a K or V row into sub-vectors of N channels and replaces each by the index of one of M centroids
 (AnTKV, section 4.1). Codes of 8 bits take a byte; codes of 12 bits are packed, two in three bytes.
@@ -14,7 +14,7 @@ from vllm_antkv.errors import SettingsError
 class Preset:
     """One vector-quantisation format.
 
-    name: the value of `--kv-cache-dtype`.
+    name: the value of `--kv-cache-dtype`, or like one.
     sub_vector_size: channels per sub-vector (N of dNcM).
     num_centroids: centroids per sub-vector position (M of dNcM), a power of two.
     """
@@ -65,6 +65,9 @@ PRESETS: dict[str, Preset] = {
     )
 }
 
+#: What a layer may have, by name: a preset, or codes that are too coarse for all layers of a model.
+LAYER_PRESETS = {**PRESETS, "antkv-0.25bit": Preset("antkv-0.25bit", 32, 256)}
+
 
 def nominal_bits(layers: Sequence[Preset]) -> float:
     """Bits per K or V element of a model whose layers have these presets, codes alone."""
@@ -72,7 +75,7 @@ def nominal_bits(layers: Sequence[Preset]) -> float:
 
 
 def parts_of_mix(preset: Preset, head_size: int) -> list[Preset]:
-    """The presets that layers may have in place of `preset`; empty where there is no cheaper or no dearer one.
+    """What layers may have in place of `preset`; empty where there is no cheaper or no dearer one.
 
     Tables of 4,096 centroids, which decode slowly and need much text, stay out of mixes.
 
@@ -82,7 +85,7 @@ def parts_of_mix(preset: Preset, head_size: int) -> list[Preset]:
     """
     parts = [
         part
-        for part in PRESETS.values()
+        for part in LAYER_PRESETS.values()
         if part.num_centroids == 256
         and head_size % part.sub_vector_size == 0
         and part.nominal_bits <= _MOST_TIMES * preset.nominal_bits

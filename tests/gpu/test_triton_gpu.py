@@ -32,6 +32,7 @@ LARGE = [
     Shape("antkv-0.75bit", 128, 4, 2, torch.bfloat16),
     Shape("antkv-0.5bit", 128, 4, 1, torch.float16),
     Shape("antkv-0.375bit", 128, 4, 1, torch.float16),
+    Shape("antkv-0.25bit", 128, 4, 1, torch.float16),
 ]
 FEW_SHAPES = [Shape(num_heads=2), Shape("antkv-1bit", 64, 4, 2, torch.float16)]
 

@@ -29,7 +29,7 @@ from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import jensen_weights
 from vllm_antkv.ops.rope import RotaryTable, pair_sums, reordered
 from vllm_antkv.ops.step import Step
-from vllm_antkv.presets import PRESETS
+from vllm_antkv.presets import LAYER_PRESETS
 from vllm_antkv.select.recency import last_query_table
 from vllm_antkv.select.retention import page_retention
 
@@ -195,7 +195,7 @@ class Engine:
         compute_dtype: torch.dtype = torch.float32,
         num_drafts: int = 0,
     ) -> None:
-        self.layout = PageLayout.of(config, PRESETS[shape.preset], shape.head_size, shape.dtype, 1 + num_drafts)
+        self.layout = PageLayout.of(config, LAYER_PRESETS[shape.preset], shape.head_size, shape.dtype, 1 + num_drafts)
         self.codebook = codebook(shape)
         self.config, self.shape = config, shape
         size = self.layout.recency_block_size
@@ -209,7 +209,7 @@ class Engine:
             recency=RecencyPages.view(raw[..., : self.layout.recency_page_bytes], self.layout, shape.dtype),
             k_centroids=guarded(self.codebook.k[0].to(compute_dtype)),
             v_centroids=guarded(self.codebook.v[0].to(compute_dtype)),
-            preset=PRESETS[shape.preset],
+            preset=LAYER_PRESETS[shape.preset],
             k_order=None if order is None else guarded(torch.tensor(order, dtype=torch.int32)),
             rotary=table if table is None or order is None else reordered(table, order),
             jensen_weights=guarded(self._jensen_weights(table)),

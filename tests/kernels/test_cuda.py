@@ -34,7 +34,7 @@ from vllm_antkv.ops.layer import StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import unpack_codes
 from vllm_antkv.ops.step import Step
-from vllm_antkv.presets import PRESETS
+from vllm_antkv.presets import LAYER_PRESETS
 
 pytestmark = [needs_emulation, pytest.mark.long]
 
@@ -208,7 +208,7 @@ def test_equal_distances_take_the_lower_code(monkeypatch, shape):
     sequence = draw_sequence(0, 20, shape)
     engine.step([(sequence, 20)])
     packed = engine.state.vq.k_codes[sequence.vq_blocks[0], :, :20]
-    preset = PRESETS[shape.preset]
+    preset = LAYER_PRESETS[shape.preset]
     codes = unpack_codes(packed, preset, preset.num_sub_vectors(shape.head_size))
     assert codes.max() < preset.num_centroids // 2
 

@@ -18,6 +18,7 @@ DEFAULTS = {
     "antkv-0.75bit": Build(128, 4, 16, 4096, bfloat16=True, bulk=True),
     "antkv-0.5bit": Build(128, 4, 16, 256, bfloat16=True, bulk=True),
     "antkv-0.375bit": Build(128, 4, 32, 4096, bfloat16=True, bulk=True),
+    "antkv-0.25bit": Build(64, 3, 32, 256, bfloat16=True, bulk=True),
 }
 #: Bytes that a default build spills after all: a look-up in L2 that waits in registers.
 SPILLED = {("antkv-0.75bit", 80): {"decode": 8}}

@@ -15,6 +15,7 @@ SHAPES = [
     Shape("antkv-0.75bit", 32, rotary_dim=16, reorders=True),
     Shape("antkv-0.5bit", 32, reorders=True, error=0.5),
     Shape("antkv-0.375bit", 32, neox=False, reorders=True),
+    Shape("antkv-0.25bit", 64, reorders=True),
     Shape(window=150),
     Shape(window=40, soft_cap=2.0),
     Shape(window=20, has_sinks=True),

@@ -31,6 +31,7 @@ SHAPES = [
     Shape("antkv-0.75bit", 80, 1, 1, rotary_dim=48, reorders=True, error=1.0),
     Shape("antkv-0.5bit", 48, 2, 1, reorders=True),
     Shape("antkv-0.375bit", 32, 1, 1),
+    Shape("antkv-0.25bit", 64, 2, 1, reorders=True),
     Shape("antkv-1bit", 16, 2, 1, window=100),
     Shape("antkv-1bit", 32, 3, 1, window=40, soft_cap=2.0, has_sinks=True, error=1.0),
     Shape("antkv-1bit", 64, 2, 1, torch.bfloat16, soft_cap=1.0, has_sinks=True),

@@ -58,7 +58,7 @@ CASES = {
     "windows in five of six layers, mixed": Case(
         "gemma3_text",
         GEMMA | {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
-        ("antkv-2bit", "antkv-0.5bit", "antkv-0.5bit", "antkv-1bit", "antkv-0.5bit", "antkv-1bit"),
+        ("antkv-2bit", "antkv-0.25bit", "antkv-0.5bit", "antkv-1bit", "antkv-0.5bit", "antkv-1bit"),
     ),
 }
 

@@ -30,7 +30,7 @@ from vllm_antkv.codebook.prefix import TrainedPrefix, starts_with
 from vllm_antkv.codebook.tensors import checksum_of
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
-from vllm_antkv.presets import PRESETS, get_preset
+from vllm_antkv.presets import LAYER_PRESETS, PRESETS, get_preset
 
 MODEL = spoilt.MODEL.model_copy(update={"head_size": 32})
 SINKS = SinkRule(layer=1, channels=(3, 17), threshold=12.5)
@@ -64,7 +64,7 @@ sink_rules = st.none() | st.builds(
 )
 
 
-layer_presets = st.tuples(*2 * [st.sampled_from(sorted(PRESETS))])
+layer_presets = st.tuples(*2 * [st.sampled_from(sorted(LAYER_PRESETS))])
 
 
 @given(preset=st.sampled_from(sorted(PRESETS)), layers=st.none() | layer_presets, sinks=sink_rules)
@@ -163,7 +163,7 @@ def test_the_same_codebook_gives_the_same_bytes(tmp_path, good_bytes):
 
 
 def cost(preset):
-    return get_preset(preset).code_bytes(MODEL.head_size)
+    return LAYER_PRESETS[preset].code_bytes(MODEL.head_size)
 
 
 def test_layers_of_a_preset_stand_together_and_come_back_in_order(tmp_path):

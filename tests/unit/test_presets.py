@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.presets import PRESETS, get_preset, parts_of_mix
+from vllm_antkv.presets import LAYER_PRESETS, PRESETS, get_preset, parts_of_mix
 
 HEAD_SIZES = (32, 64, 80, 96, 128, 256)
 
@@ -14,7 +14,7 @@ def test_presets_are_listed_from_most_to_fewest_bits():
     assert bits == [4, 2, 1, 0.75, 0.5, 0.375]
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
+@pytest.mark.parametrize("preset", LAYER_PRESETS.values(), ids=str)
 def test_the_name_says_the_nominal_bits(preset):
     assert preset.name == f"antkv-{preset.nominal_bits:g}bit"
 
@@ -27,7 +27,7 @@ def test_bytes_of_k_and_v_at_head_size_128(name, bytes_per_token):
     assert 2 * get_preset(name).code_bytes(128) == bytes_per_token
 
 
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=str)
+@pytest.mark.parametrize("preset", LAYER_PRESETS.values(), ids=str)
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_sub_vectors_fill_the_head_or_it_is_refused(preset, head_size, refused):
     if head_size % preset.sub_vector_size == 0:
@@ -39,7 +39,7 @@ def test_sub_vectors_fill_the_head_or_it_is_refused(preset, head_size, refused):
             preset.num_sub_vectors(head_size)
 
 
-@pytest.mark.parametrize("name", ["antkv-1", "antkv-1bits", "ANTKV-1BIT", "", "auto"])
+@pytest.mark.parametrize("name", ["antkv-1", "antkv-1bits", "ANTKV-1BIT", "", "auto", "antkv-0.25bit"])
 def test_an_unknown_preset_is_answered_with_the_known_ones(name, refused):
     with refused(SettingsError, *PRESETS):
         get_preset(name)
@@ -49,12 +49,13 @@ def test_an_unknown_preset_is_answered_with_the_known_ones(name, refused):
     ("preset", "head_size", "parts"),
     [
         ("antkv-4bit", 128, []),
-        ("antkv-2bit", 128, ["4", "2", "1", "0.5"]),
-        ("antkv-1bit", 128, ["2", "1", "0.5"]),
+        ("antkv-2bit", 128, ["4", "2", "1", "0.5", "0.25"]),
+        ("antkv-1bit", 128, ["2", "1", "0.5", "0.25"]),
         ("antkv-0.75bit", 80, ["2", "1", "0.5"]),
         ("antkv-1bit", 72, []),
-        ("antkv-0.5bit", 128, []),
-        ("antkv-0.375bit", 128, []),
+        ("antkv-0.5bit", 128, ["1", "0.5", "0.25"]),
+        ("antkv-0.5bit", 80, []),
+        ("antkv-0.375bit", 128, ["1", "0.5", "0.25"]),
     ],
 )
 def test_a_mix_needs_cheaper_and_dearer_presets(preset: str, head_size: int, parts: list[str]) -> None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from vllm_antkv import __version__
 from vllm_antkv.codebook.identity import MAX_LAYERS, ModelIdentity
 from vllm_antkv.errors import CodebookError, first_problem
-from vllm_antkv.presets import PRESETS, Preset
+from vllm_antkv.presets import LAYER_PRESETS, PRESETS, Preset
 
 FORMAT_VERSION = 1
 #: Tokens of the longest trained prefix, as for the setting `prefix`.
@@ -68,7 +68,7 @@ class CodebookHeader(BaseModel, frozen=True, extra="forbid"):
     def layer_presets(self) -> tuple[Preset, ...]:
         """The preset of every layer."""
         names = (self.preset,) * self.model.num_layers if self.layers is None else self.layers
-        return tuple(PRESETS[name] for name in names)
+        return tuple(LAYER_PRESETS[name] for name in names)
 
     @property
     def mix(self) -> str:
@@ -76,7 +76,7 @@ class CodebookHeader(BaseModel, frozen=True, extra="forbid"):
         layers: dict[str, list[str]] = {}
         for index, preset in enumerate(self.layer_presets):
             layers.setdefault(preset.name, []).append(str(self.model.decoder_indices[index]))
-        return "; ".join(f"{name} in layers {', '.join(layers[name])}" for name in PRESETS if name in layers)
+        return "; ".join(f"{name} in layers {', '.join(layers[name])}" for name in LAYER_PRESETS if name in layers)
 
     def rope(self, layer: int) -> RopeLayout | None:
         """RoPE of a layer; None: not recorded."""
@@ -141,7 +141,7 @@ def check_header(header: CodebookHeader, path: Path) -> None:
 
 def _check_layers(header: CodebookHeader, layers: tuple[str, ...], path: Path) -> None:
     """CodebookError unless every layer has a preset."""
-    if len(layers) != header.model.num_layers or not set(layers) <= set(PRESETS):
+    if len(layers) != header.model.num_layers or not set(layers) <= set(LAYER_PRESETS):
         raise CodebookError(
             f"{path} is damaged: its layers are not one preset for each of the model's {header.model.num_layers}."
         )

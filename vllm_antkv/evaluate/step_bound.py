@@ -40,14 +40,14 @@ class Cycles:
 
 
 #: Of the CUDA kernels, predicted (docs/research/predictions.md). For 4 bits Triton's instructions for tokens alone,
-#: as if one were issued in every cycle; for 0.5 bit, which looks up half as often, those of 1 bit.
+#: as if one were issued in every cycle; for 0.5 and 0.375 bit, whose layers look up half as often, those of 1 bit.
 PREDICTED_CYCLES = {
     "antkv-4bit": Cycles(20.0),
     "antkv-2bit": Cycles(10.3, 12559, 3300),
     "antkv-1bit": Cycles(9.2, 8830, 4313),
     "antkv-0.75bit": Cycles(12.7, 9969, 4158),
     "antkv-0.5bit": Cycles(9.2, 8830, 4313),
-    "antkv-0.375bit": Cycles(11.1, 9462, 6556),
+    "antkv-0.375bit": Cycles(9.2, 8830, 4313),
 }
 
 

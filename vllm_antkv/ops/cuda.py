@@ -29,7 +29,7 @@ from vllm_antkv.select.recency import sees_own_block
 MAX_GROUP = 16
 HEAD_SIZES = (64, 128)
 #: (channels per sub-vector, centroids) of the presets that there is code for.
-FORMATS = ((4, 256), (8, 256), (16, 256), (16, 4096), (32, 4096))
+FORMATS = ((4, 256), (8, 256), (16, 256), (32, 256), (16, 4096), (32, 4096))
 #: Compute capability from which there is mma with bfloat16 and cp.async.
 _MIN_CAPABILITY = (8, 0)
 #: Tokens of a split, a multiple of what the warps of a CTA take together. A constant: who else is served changes no bit

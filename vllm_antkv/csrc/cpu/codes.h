@@ -79,6 +79,12 @@ struct Centroids {
     }
 };
 
+template <int kSize, typename Kernel>
+void with_centroids(const antkv_layer& layer, const uint16_t* data, Kernel kernel) {
+    if (layer.num_centroids == 256) return kernel(Centroids<kSize, false>{data});
+    return kernel(Centroids<kSize, true>{data});
+}
+
 // Call `kernel` with a head's part of `centroids`, one of the layer's tables, typed by their format.
 template <typename Kernel>
 void with_centroids(const antkv_layer& layer, int head, const uint16_t* centroids, Kernel kernel) {
@@ -87,10 +93,8 @@ void with_centroids(const antkv_layer& layer, int head, const uint16_t* centroid
         case 2: return kernel(Centroids<2, false>{data});
         case 4: return kernel(Centroids<4, false>{data});
         case 8: return kernel(Centroids<8, false>{data});
-        case 16:
-            if (layer.num_centroids == 256) return kernel(Centroids<16, false>{data});
-            return kernel(Centroids<16, true>{data});
-        default: return kernel(Centroids<32, true>{data});
+        case 16: return with_centroids<16>(layer, data, kernel);
+        default: return with_centroids<32>(layer, data, kernel);
     }
 }
 

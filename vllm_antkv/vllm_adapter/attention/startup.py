@@ -14,7 +14,7 @@ from vllm_antkv.codebook.automatic import CodebookRequest, find_or_make
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.features import num_sharing_layers
-from vllm_antkv.presets import Preset, get_preset
+from vllm_antkv.presets import LAYER_PRESETS, Preset, get_preset
 from vllm_antkv.slow_bfloat16 import REMEDY, slow_bfloat16
 from vllm_antkv.vllm_adapter.attention.blocks import block_plan, make_plan
 from vllm_antkv.vllm_adapter.attention.exact_layers import read_skipped
@@ -53,7 +53,7 @@ class ResolvedCodebook:
     @property
     def presets(self) -> list[Preset]:
         """Of every layer that has codes."""
-        return [get_preset(name) for name in self.layers]
+        return [LAYER_PRESETS[name] for name in self.layers]
 
 
 def complete(vllm_config: VllmConfig) -> None:
