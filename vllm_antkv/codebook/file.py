@@ -30,7 +30,7 @@ from vllm_antkv.codebook.tensors import (
 )
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
-from vllm_antkv.presets import Preset, get_preset
+from vllm_antkv.presets import LAYER_PRESETS, Preset
 from vllm_antkv.whole_file import write_whole
 
 _HEADER_KEY = "antkv"
@@ -65,8 +65,8 @@ class Codebook:
 
     @property
     def preset(self) -> Preset:
-        """The preset that is served; a layer's own may differ (`CodebookHeader.layer_presets`)."""
-        return get_preset(self.header.preset)
+        """What is served, or learned as a part of mixes; a layer's own may differ (`CodebookHeader.layer_presets`)."""
+        return LAYER_PRESETS[self.header.preset]
 
     @property
     def prefix(self) -> TrainedPrefix | None:
