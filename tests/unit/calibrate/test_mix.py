@@ -24,8 +24,9 @@ from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.score import score
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.presets import get_preset
+from vllm_antkv.presets import LAYER_PRESETS, get_preset, nominal_bits
 
+EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 PRESET = "antkv-2bit"
 PARTS = ["antkv-4bit", "antkv-2bit", "antkv-1bit", "antkv-0.5bit"]
 SMALL = {"samples": 6, "seq_len": 256, "device": "cpu"}
@@ -120,6 +121,18 @@ def test_bits_go_where_they_are_needed(learned: Path) -> None:
         "antkv-2bit.safetensors",
         "antkv-4bit.safetensors",
     ]
+
+
+def test_layers_that_count_for_little_get_a_quarter_of_a_bit(text_file: Path, tmp_path: Path) -> None:
+    preset = "antkv-0.5bit"
+    calibrate(CalibrationSettings(str(EMBEDDED), [preset], [str(text_file)], tmp_path, **SMALL))
+    book = load(tmp_path, preset)
+    assert {"antkv-1bit", "antkv-0.25bit"} <= set(book.header.layers)
+    assert nominal_bits([LAYER_PRESETS[name] for name in book.header.layers]) <= 0.5
+    quarter = book.header.layers.index("antkv-0.25bit")
+    # (KV heads, sub-vectors, centroids, channels of a sub-vector)
+    assert book.k[quarter].shape == book.v[quarter].shape == (2, 2, 256, 32)
+    assert [path.name for path in tmp_path.iterdir()] == ["antkv-0.5bit.safetensors"]
 
 
 def test_a_preset_without_a_dearer_one_stays_as_it_is(learned: Path) -> None:
