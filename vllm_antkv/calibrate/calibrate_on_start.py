@@ -23,7 +23,7 @@ from vllm_antkv.presets import get_preset, parts_of_mix
 
 #: On a CPU and on a GPU: a server waits for them, and a CPU takes many seconds for every window
 #: (`docs/calibration.md`).
-TOKENS_PER_CENTROID = {"cpu": 48, "cuda": 128}
+TOKENS_PER_CENTROID = {"cpu": 24, "cuda": 128}
 #: Tokens per window there: attention's share of the time grows with them.
 SEQ_LEN = {"cpu": 1024, "cuda": CalibrationSettings.seq_len}
 #: What calibration reads of a repository of a model.
