@@ -21,8 +21,8 @@ from vllm_antkv.codebook import codebook_path
 from vllm_antkv.errors import AntKVError, CalibrationError, reason
 from vllm_antkv.presets import get_preset, parts_of_mix
 
-#: On a CPU and on a GPU: a server waits for them, and a CPU takes many seconds for every window
-#: (`docs/calibration.md`).
+#: On a CPU and on a GPU: a server waits for them, and a CPU takes many seconds for every window.
+#: Twice as many on a CPU gain nothing (`docs/results.md`).
 TOKENS_PER_CENTROID = {"cpu": 24, "cuda": 128}
 #: Tokens per window there: attention's share of the time grows with them.
 SEQ_LEN = {"cpu": 1024, "cuda": CalibrationSettings.seq_len}
