@@ -98,11 +98,12 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None"
     from vllm_antkv.cache.pages import page_layouts
     from vllm_antkv.cache.pool_blocks import BlockPlan
     from vllm_antkv.config import AntKVConfig
+    from vllm_antkv.layer_windows import layer_windows
     from vllm_antkv.vllm_adapter.block_pool.specs import exact_spec, recency_spec, vq_spec
 
     model_config, settings = config.model_config, AntKVConfig()
     num_kv_heads, head_size = model_config.get_num_kv_heads(config.parallel_config), model_config.get_head_size()
-    windows = layer_windows(config)
+    windows = layer_windows(model_config.hf_text_config, model_config.max_model_len)
     specs: dict[str, KVCacheSpec] = {}
     if presets is None:
         page = {"block_size": 128, "num_kv_heads": num_kv_heads, "head_size": head_size, "dtype": model_config.dtype}
@@ -113,7 +114,7 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None"
         coded = [preset for preset in presets if preset is not None]
         num_exact = sum(preset is None and window is None for preset, window in zip(presets, windows, strict=True))
         plan = BlockPlan(num_exact=num_exact)
-        layouts = iter(page_layouts(settings, coded, head_size, model_config.dtype, None not in windows, plan))
+        layouts = iter(page_layouts(settings, coded, head_size, model_config.dtype, plan))
         for layer, (preset, window) in enumerate(zip(presets, windows, strict=True)):
             if preset is None:
                 specs[f"layers.{layer}"] = exact_spec(num_kv_heads, head_size, model_config.dtype, window)
@@ -124,14 +125,6 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None"
     record_kv_cache_layout(config.cache_config, "LBHNC" if presets is None else "BLHNC")
     planning = kv_cache_planning()
     return planning.get_kv_cache_config_from_groups(config, planning.get_kv_cache_groups(config, specs), MEMORY)
-
-
-def layer_windows(config: "VllmConfig") -> list[int | None]:
-    """The window of each layer; None where a query sees all tokens before it."""
-    from vllm_antkv.layer_windows import layer_windows as windows_of
-
-    windows = windows_of(config.model_config.hf_text_config)
-    return [None if window is None or window >= config.model_config.max_model_len else window for window in windows]
 
 
 def draw(ratios: dict[str, list[float]]) -> None:

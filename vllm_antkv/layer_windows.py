@@ -42,14 +42,17 @@ def has_mamba2(config: Any) -> bool:
     return any(hasattr(config, name) for name in ("mamba_n_heads", "mamba_num_heads"))
 
 
-def layer_windows(config: Any) -> list[int | None]:
+def layer_windows(config: Any, longest: int | None = None) -> list[int | None]:
     """Tokens that a query sees in each layer that attends, itself included; None where it sees all before it.
 
     Where the config does not tell kinds of layers apart, all of them have its window, if it has one, as in vLLM.
 
     Args:
         config: of the text model.
+        longest: tokens of a sequence, at most; a window that none outgrows is none.
     """
     window = getattr(config, "sliding_window", None) or None
+    if window and longest and window >= longest:
+        window = None
     kinds = layer_kinds(config) or ["sliding_attention"] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds if kind not in _NO_ATTENTION]

@@ -8,7 +8,6 @@ import pytest
 
 from tests.serving.conftest import EMBEDDED, assert_all_same
 from tests.serving.tiny import make_codebook, make_model
-from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.vllm_adapter.server.anchors import Anchors
 from vllm_antkv.vllm_adapter.server.status import EngineStatus
 
@@ -57,21 +56,12 @@ def test_stages_answer_as_one_process(
 def test_stages_of_other_layers(
     start_engine: Callable[..., Any], prompts: list[list[int]], tmp_path: Path, window: int | None
 ) -> None:
-    """Each stage has pages of another preset; or all have windows, where presets cannot differ."""
+    """Each stage has pages of another preset, of layers without and with windows."""
     model = make_model(tmp_path / "model", "mistral", {"num_hidden_layers": 4, "sliding_window": window})
-    mixed = ("antkv-0.5bit", "antkv-0.5bit", "antkv-1bit", "antkv-1bit")
-    folders = [str(tmp_path / name) for name in ("mixed", "uniform")]
-    for folder, layers in zip(folders, (mixed, None), strict=True):
-        make_codebook(Path(folder), model, PRESET, layers=layers)
+    make_codebook(tmp_path, model, PRESET, layers=("antkv-0.5bit", "antkv-0.5bit", "antkv-1bit", "antkv-1bit"))
     options = {"max_model_len": 512, "max_num_batched_tokens": 300}
     in_stages = {**options, "pipeline_parallel_size": 2, "enforce_eager": False}
-    if window:
-        with (
-            pytest.raises(UnsupportedModelError, match="mixes presets"),
-            start_engine(model, PRESET, {"codebooks": folders.pop(0)}, **in_stages),
-        ):
-            pass
-    settings, some = {"codebooks": folders[0]}, prompts[:-1]
+    settings, some = {"codebooks": str(tmp_path)}, prompts[:-1]
     with start_engine(model, PRESET, settings, **options) as engine:
         alone = engine.complete(some, together=False)
     with start_engine(model, PRESET, settings, **in_stages) as engine:

@@ -20,7 +20,6 @@ model dtype: D, and of a float32 model 2 D, of which e4m3 uses the first:
 K vectors are stored after RoPE, as attention uses them; codes stand for K before RoPE. This module imports no vLLM.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -55,7 +54,6 @@ class PageLayout:
     anchor_rows: anchor slots of K, and as many of V, per block (`AntKVConfig.anchor_rows`).
     recency_block_size: tokens per recency page, the same for all layers.
     padding: bytes at the end of a VQ page.
-    tail: bytes at the end of both classes of pages.
     num_pages: VQ pages of the layer in a block of the pool.
     score_slots: S above.
     """
@@ -66,7 +64,6 @@ class PageLayout:
     anchor_rows: int
     recency_block_size: int
     padding: int
-    tail: int = 0
     num_pages: int = 1
     score_slots: int = 1
 
@@ -106,7 +103,7 @@ class PageLayout:
     def vq_page_bytes(self) -> int:
         """Bytes of a VQ page of one KV head."""
         sections = 2 * self.code_section_bytes + 2 * self.anchor_section_bytes + self.offset_section_bytes
-        return sections + self.padding + self.tail
+        return sections + self.padding
 
     @property
     def exact_page_bytes(self) -> int:
@@ -116,7 +113,7 @@ class PageLayout:
     @property
     def recency_page_bytes(self) -> int:
         """Bytes of a recency page of one KV head."""
-        return _align(self.recency_block_size * (2 * self.row_bytes + self.score_slots * 2 * 4)) + self.tail
+        return _align(self.recency_block_size * (2 * self.row_bytes + self.score_slots * 2 * 4))
 
 
 def page_layouts(
@@ -124,7 +121,6 @@ def page_layouts(
     presets: Sequence[Preset],
     head_size: int,
     dtype: torch.dtype,
-    all_slide: bool = False,
     plan: BlockPlan = ONE_PAGE,
 ) -> list[PageLayout]:
     """The layouts of a model's layers. Pages of one class of all layers share a block of vLLM's pool.
@@ -136,7 +132,6 @@ def page_layouts(
         presets: of every layer.
         head_size: channels.
         dtype: of the model.
-        all_slide: every layer has a sliding window.
         plan: what a block has to hold.
 
     Raises:
@@ -163,8 +158,7 @@ def page_layouts(
     block_size = next(fitting, _RECENCY_BLOCK_SIZES[-1])
     missing = max(needed(block_size), of_states) - content
     padding = _align(-(-missing // len(layers))) if 0 < missing <= limit - content else 0
-    layers = [replace(layer, recency_block_size=block_size, padding=padding) for layer in layers]
-    return _patterned(layers) if all_slide and not beside else _unbalanced(layers, plan.num_exact)
+    return [replace(layer, recency_block_size=block_size, padding=padding) for layer in layers]
 
 
 def pool_block_bytes(layers: Sequence[PageLayout], num_exact: int = 0, position_bytes: int = 0) -> int:
@@ -176,37 +170,6 @@ def pool_block_bytes(layers: Sequence[PageLayout], num_exact: int = 0, position_
     beside = num_exact * layers[0].exact_page_bytes + position_bytes
     of_vq = layers[0].num_pages * (sum(layer.vq_page_bytes for layer in layers) + beside)
     return max(of_vq, sum(layer.recency_page_bytes for layer in layers))
-
-
-def _unbalanced(layers: list[PageLayout], num_exact: int) -> list[PageLayout]:
-    """Enlarge one page if every size of VQ pages occurs equally often.
-
-    vLLM would see a repeating pattern of layers and split the recency pages into as many groups. Two layers stay as
-    they are: equal pages would cost more than a group each.
-    """
-    counts = Counter(layer.vq_page_bytes for layer in layers)
-    if num_exact and len(counts) > 1 and set(counts.values()) != {num_exact}:
-        # The unquantised layers' page size already occurs with another frequency.
-        return layers
-    if len(counts) == 1 or len(set(counts.values())) > 1 or len(layers) == 2:
-        return layers
-    smallest, next_size = sorted(counts)[:2]
-    # With one page of each size, make one equal to the next; otherwise create a new size.
-    growth = next_size - smallest if counts[smallest] == 1 else ALIGNMENT
-    grown = min(range(len(layers)), key=lambda index: layers[index].vq_page_bytes)
-    return [replace(layer, padding=layer.padding + growth * (index == grown)) for index, layer in enumerate(layers)]
-
-
-def _patterned(layers: list[PageLayout]) -> list[PageLayout]:
-    """Give pages several sizes that occur equally often, if they all have one size.
-
-    vLLM keeps such a pattern of layers together. Layers that all have windows and one page size it would split, down to
-    a block table per layer.
-    """
-    if len(layers) < 2 or len({layer.vq_page_bytes for layer in layers}) > 1:
-        return layers
-    num_sizes = next(size for size in range(2, len(layers) + 1) if len(layers) % size == 0)
-    return [replace(layer, tail=index % num_sizes * ALIGNMENT) for index, layer in enumerate(layers)]
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,13 @@ def served_layouts(
     vllm_config: VllmConfig, settings: AntKVConfig, presets: Sequence[Preset], exact: Sequence[int], plan: BlockPlan
 ) -> list[PageLayout]:
     """Layouts of the pages of the layers with codes, in blocks of this plan; others as in `served_footprint`."""
-    coded, of_exact = _windows(vllm_config, exact)
+    _, of_exact = _windows(vllm_config, exact)
     model_config = vllm_config.model_config
     return page_layouts(
         settings,
         presets,
         model_config.get_head_size(),
         model_config.dtype,
-        all_slide=None not in (*coded, *of_exact),
         plan=replace(plan, num_exact=of_exact.count(None)),
     )
 
@@ -51,8 +50,7 @@ def served_footprint(
 def outgrown_windows(vllm_config: VllmConfig) -> list[int | None]:
     """As `layer_windows`, where a window that no request outgrows is none."""
     model_config = vllm_config.model_config
-    windows = layer_windows(model_config.hf_text_config)
-    return [None if window is None or window >= model_config.max_model_len else window for window in windows]
+    return layer_windows(model_config.hf_text_config, model_config.max_model_len)
 
 
 def _windows(vllm_config: VllmConfig, exact: Sequence[int]) -> tuple[list[int | None], list[int | None]]:

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm_antkv.codebook import Codebook, ModelIdentity
 from vllm_antkv.codebook.automatic import CodebookRequest, find_or_make
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.errors import SettingsError, UnsupportedModelError
+from vllm_antkv.errors import SettingsError
 from vllm_antkv.features import num_sharing_layers
 from vllm_antkv.presets import LAYER_PRESETS, Preset, get_preset
 from vllm_antkv.slow_bfloat16 import REMEDY, slow_bfloat16
@@ -92,12 +92,6 @@ def complete(vllm_config: VllmConfig) -> None:
     windows = outgrown_windows(vllm_config)
     is_exact = [index in exact for index in identity.decoder_indices]
     layers = tuple(codebook.header.layer_presets[index].name for index in with_pages if not is_exact[index])
-    if vllm_config.parallel_config.pipeline_parallel_size > 1 and any(windows) and len(set(layers)) > 1:
-        # As in `refusals`: those of each preset are a group then.
-        raise UnsupportedModelError(
-            f"{path} mixes presets, which pipeline parallelism does not support in layers that have a sliding window: "
-            f"make one with `antkv calibrate --preset {cache_config.cache_dtype} --bits uniform`."
-        )
     resolved = ResolvedCodebook(
         path=str(Path(path).resolve()),
         identity=codebook.identity,

@@ -75,20 +75,11 @@ class RecencySpec(SlidingWindowSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(SlidingWindowSpec):
-    """VQ pages of a layer with a window, which vLLM frees as its own: once no later query sees a token of the block.
-
-    content_bytes: of a page, without the tail that gives some layers another size.
-    """
-
-    content_bytes: int
+    """VQ pages of a layer with a window, which vLLM frees as its own: once no later query sees a token of the block."""
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        """Layers of one window and content: vLLM may split them into groups, and would lose some of several presets."""
-        return all(
-            isinstance(spec, WindowSpec)
-            and (spec.sliding_window, spec.content_bytes) == (self.sliding_window, self.content_bytes)
-            for spec in kv_cache_specs.values()
-        )
+        """VLLM would lose some layers of several sizes; `groups.regrouped` puts them together."""
+        return all(spec == self for spec in kv_cache_specs.values())
 
 
 def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) -> FullAttentionSpec | WindowSpec:
@@ -107,7 +98,7 @@ def vq_spec(layout: PageLayout, num_kv_heads: int, window: int | None = None) ->
     }
     if window is None:
         return FullAttentionSpec(**page)
-    return WindowSpec(**page, sliding_window=window, content_bytes=layout.vq_page_bytes - layout.tail)
+    return WindowSpec(**page, sliding_window=window)
 
 
 def position_spec(num_pages: int = 1) -> FullAttentionSpec:

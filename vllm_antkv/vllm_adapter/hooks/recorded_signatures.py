@@ -119,6 +119,14 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
             ),
         },
     },
+    "groups": {
+        "vllm.v1.core.kv_cache_utils": {
+            "_get_packed_kv_cache_groups": {"0.32": "(vllm_config, kv_cache_spec)"},
+        },
+        "vllm.v1.core.kv_cache_planning": {
+            "_get_packed_kv_cache_groups": {"0.33": "(vllm_config, kv_cache_spec)"},
+        },
+    },
     "config": {
         "vllm.engine.arg_utils:EngineArgs": {
             "create_engine_config": "(self, usage_context=None, headless=False)",
