@@ -59,7 +59,10 @@ class OnDevice:
 
 
 def _scratch(*shapes_and_dtypes):
-    return [torch.full(shape, torch.nan, dtype=dtype, device=DEVICE) for shape, dtype in shapes_and_dtypes]
+    return [
+        torch.full(shape, torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max, dtype=dtype, device=DEVICE)
+        for shape, dtype in shapes_and_dtypes
+    ]
 
 
 def _to_device(argument):
