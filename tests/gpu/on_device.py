@@ -30,6 +30,7 @@ class OnDevice:
             k_order=None if layer.k_order is None else layer.k_order.to(DEVICE),
             rotary=None if layer.rotary is None else layer.rotary.to(DEVICE),
             jensen_weights=layer.jensen_weights.to(DEVICE),
+            rules=replace(layer.rules, sinks=_to_device(layer.rules.sinks)),
             last_query=layer.last_query.to(DEVICE),
             positions=None if layer.positions is None else layer.positions.to(DEVICE),
             counts_rows=False,

@@ -18,7 +18,7 @@ LENGTH = 280
 
 def kernels(name):
     chosen = next(kernels for kernels in KERNELS if kernels.name == name)
-    if (reason := chosen.missing(DEVICE)) is not None:
+    if (reason := chosen.missing(DEVICE, [])) is not None:
         pytest.skip(reason)
     return chosen
 

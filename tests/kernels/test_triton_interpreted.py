@@ -206,6 +206,23 @@ def test_warming_up_has_block_tables_as_wide_as_in_serving(monkeypatch):
     assert widths == {(17, -(-2100 // engine.layout.recency_block_size))}
 
 
+@pytest.mark.parametrize("max_len", [400, 36])
+def test_warming_up_takes_no_more_tokens_than_a_step_may_have(monkeypatch, max_len):
+    """Prompts of the longest request, or several where it is short."""
+    taken = []
+
+    def recorded(rows, pages, tables, batch, shape):
+        taken.append(int(batch.query_start_loc[-1]))
+
+    monkeypatch.setattr(warm_up, "_BATCH", 3)
+    monkeypatch.setattr(triton_operations, "encode_store", recorded)
+    shape = Shape(num_heads=3, num_kv_heads=1, max_len=max_len)
+    engine = Engine(AntKVConfig(recency="sliding:8"), shape, through_a_varlen_kernel)
+    layer = replace(engine.state, varlen=varlen(100), max_num_reqs=8)
+    warm_up.warm_up(TritonOperations, layer)
+    assert max(taken) == (100 if max_len == 400 else 2 * (max_len - 1))
+
+
 def test_centroids_on_a_gpu_are_there_once(monkeypatch):
     """A layer on a GPU has them in float16 (`attention.attach`)."""
     # Without the copies of the other tests.

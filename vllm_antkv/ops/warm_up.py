@@ -11,7 +11,7 @@ from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
 from vllm_antkv.ops.step import Step
 
-#: What the kernels are tuned for: prompts of so many tokens together, and then so many requests that continue one.
+#: What the kernels are tuned for: prompts of at most so many tokens together, and so many requests that continue one.
 _PROMPT, _BATCH = 2048, 32
 
 
@@ -27,8 +27,10 @@ def warm_up(build: Callable[[LayerState], LayerOperations], layer: LayerState) -
         return
     device = layer.last_query.device
     num_decoded = layer.recency.score_slots
-    length = min(_PROMPT, len(layer.last_query) - num_decoded)
-    num_prompts = min(-(-_PROMPT // length), layer.max_num_reqs)
+    # Scratch memory has room for no more tokens than a step of vLLM's may have.
+    most = _PROMPT if layer.varlen is None else min(_PROMPT, layer.varlen.max_num_tokens)
+    length = min(most, len(layer.last_query) - num_decoded)
+    num_prompts = min(most // length, layer.max_num_reqs)
     num_reqs = min(_BATCH, layer.max_num_reqs)
     # What is counted here is nobody's, but the kernels must be those that count.
     operations = build(replace(layer, counters=Counters(device, "warm-up")))
