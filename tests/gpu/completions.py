@@ -4,16 +4,15 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-import pytest
-
 from tests.serving.conftest import Completion
 
 PRESET = "antkv-1bit"
 #: Starts an engine, as `tests.serving.conftest.running_engine` does.
 Start = Callable[..., Any]
 #: Differences of log-probabilities. float32: orders of summation; between `auto`'s kernels, which multiply in TF32, and
-#: ours: that. 16 bits: rounding of rows, probabilities and logits. In bfloat16, logits of 8 to 16 are 1/16 apart; on a
-#: CPU, answers to requests alone and in batches differ by up to 0.07 with `auto`, and by 0.09 with antkv-1bit.
+#: ours: that. With anchors also the same kernels': GEMMs round by how many tokens they have, and another token may win.
+#: 16 bits: rounding of rows, probabilities and logits. In bfloat16, logits of 8 to 16 are 1/16 apart; on a CPU, answers
+#: to requests alone and in batches differ by up to 0.07 with `auto`, and by 0.09 with antkv-1bit.
 SAME_KERNELS, OTHER_KERNELS, FLOAT16, BFLOAT16 = 1e-3, 2e-2, 5e-2, 2e-1
 #: More than these tests need, and nothing that has to be filled at start-up.
 MEMORY = {"kv_cache_memory_bytes": 1 << 30}
@@ -36,8 +35,8 @@ def _compare(mine: Completion, theirs: Completion, tolerance: float) -> int:
     for step, (ours, others) in enumerate(zip(mine.top_logprobs, theirs.top_logprobs, strict=True)):
         common = ours.keys() & others.keys()
         assert len(common) >= 3, "candidates may change places only where they are close"
-        for token in common:
-            assert ours[token] == pytest.approx(others[token], abs=tolerance)
+        largest = max(abs(ours[token] - others[token]) for token in common)
+        assert largest <= tolerance, f"log-probabilities of token {step} differ by {largest:.1e}"
         chosen, other = mine.tokens[step], theirs.tokens[step]
         if chosen != other:
             assert ours[chosen] - ours.get(other, -inf) <= 2 * tolerance

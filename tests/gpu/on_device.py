@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
 from vllm_antkv.ops.step import Step
 
@@ -33,7 +34,7 @@ class OnDevice:
             rules=replace(layer.rules, sinks=_to_device(layer.rules.sinks)),
             last_query=layer.last_query.to(DEVICE),
             positions=None if layer.positions is None else layer.positions.to(DEVICE),
-            counts_rows=False,
+            counters=Counters(DEVICE, "on a device"),
             scratch=_scratch,
         )
         self.operations = build(self.layer)

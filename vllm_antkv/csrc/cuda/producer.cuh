@@ -228,13 +228,19 @@ ANTKV_DEVICE void produce_split(Ring& ring, const SplitScheduler& scheduler, int
     }
 }
 
-// Produces the splits `item`, of which `scheduler` stands at the first, `item` + the workers, ...
+// Produces a split of each round of as many as there are workers; `scheduler` stands at the first, `item`. From round to round
+// workers take turns by 0, 1, 3, 6, ... places: where requests are equally long, none has the last splits of all of them,
+// which take longer.
 ANTKV_DEVICE void produce_all(const Inputs& in, Shared& shared, SplitScheduler& scheduler, int item, Lane lane) {
     Ring ring = {in, shared, lane};
-    do {
+    const int workers = (int)gridDim.x;
+    int place = item;
+    for (int round = 1;; ++round) {
         produce_split(ring, scheduler, item);
-        item += (int)gridDim.x;
-    } while (scheduler.find(item, lane.index));
+        place = (place + round) % workers;
+        item = round * workers + place;
+        if (!scheduler.find(item, lane.index)) break;
+    }
     Span& span = ring.acquire_slot();
     if (lane.index == 0) span.desc.token = kNoMore;
     // Nothing is copied; the phase waits for lane 0, which has written.
