@@ -19,7 +19,7 @@ class Gpu:
 
     bandwidth: float
     multiprocessors: int = 132
-    clock: float = 1.755e9
+    clock: float = 1.98e9
 
 
 GPUS = {"H100": Gpu(3.35e12), "H200": Gpu(4.8e12)}

@@ -6,12 +6,12 @@ batches is bounded, and by how much depends on the length of the sequences, the 
 
     matrices    the larger of: their operations at the GPU's sustained rate, their bytes at its bandwidth
     attention   16-bit: the bytes of K and V, at the share of the bandwidth that FlashAttention 3 uses; FP8: half of
-                them; antkv: the larger of all bytes of a sequence, and the cycles that a model of the
-                GPU predicts for decode: of its tokens, and of the sequence beside them, for it sees up to 128 rows
-                of its own block in full precision
+                them; antkv: the larger of all bytes of a sequence, and the cycles that decode takes: of its
+                tokens, and of the sequence beside them, for it sees up to 128 rows of its own block in full
+                precision
     a step      both, one after the other; sampling, launches, all-reduces and the scheduler come on top
 
-Everything is computed. Nothing here was measured.
+Cycles of 1 bit and of Triton's kernels were measured on an H200 (docs/performance.md); all else is computed.
 """
 
 import math
@@ -39,15 +39,16 @@ class Cycles:
     split: float = 0
 
 
-#: Of the CUDA kernels, predicted (docs/research/predictions.md). For 4 bits Triton's instructions for tokens alone,
-#: as if one were issued in every cycle; for 0.5 and 0.375 bit, whose layers look up half as often, those of 1 bit.
-PREDICTED_CYCLES = {
-    "antkv-4bit": Cycles(20.0),
-    "antkv-2bit": Cycles(10.3, 12559, 3300),
-    "antkv-1bit": Cycles(9.2, 8830, 4313),
-    "antkv-0.75bit": Cycles(12.7, 9969, 4158),
-    "antkv-0.5bit": Cycles(9.2, 8830, 4313),
-    "antkv-0.375bit": Cycles(9.2, 8830, 4313),
+#: Of the CUDA kernels. 1 bit fits what an H200 took; others are 1.3 times what research/sm_model predicts, as 1 bit is;
+#: 0.5 and 0.375 bit, whose layers look up half as often, are those of 1 bit. 4 bits run on Triton's kernels, which take
+#: as much at 1 bit.
+DECODE_CYCLES = {
+    "antkv-4bit": Cycles(66.0, 17_000),
+    "antkv-2bit": Cycles(15.1, 15_900, 4_700),
+    "antkv-1bit": Cycles(13.3, 12_200, 5_000),
+    "antkv-0.75bit": Cycles(18.4, 13_800, 4_800),
+    "antkv-0.5bit": Cycles(13.3, 12_200, 5_000),
+    "antkv-0.375bit": Cycles(13.3, 12_200, 5_000),
 }
 
 
@@ -84,5 +85,5 @@ def step_bound(
 
 def sequence_cycles(preset: str, seen: float) -> float:
     """Of a multiprocessor per KV head at head size 128, for a sequence of which the next token sees `seen` tokens."""
-    cycles = PREDICTED_CYCLES[preset]
+    cycles = DECODE_CYCLES[preset]
     return seen * cycles.token + cycles.request + (math.ceil(seen / SPLIT) - 1) * cycles.split

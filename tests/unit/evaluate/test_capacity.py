@@ -17,7 +17,7 @@ from vllm_antkv.evaluate.capacity import (
     sequence_bytes,
 )
 from vllm_antkv.evaluate.gpus import GPUS
-from vllm_antkv.evaluate.step_bound import PREDICTED_CYCLES, step_bound
+from vllm_antkv.evaluate.step_bound import DECODE_CYCLES, step_bound
 from vllm_antkv.presets import PRESETS
 
 LLAMA_3_8B = DecodeShape(32, 8, 128, matrix_weights=7_504_658_432, weights=8_030_261_248)
@@ -73,10 +73,13 @@ def test_presets_that_do_not_divide_the_heads_are_left_out() -> None:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_gpus_figures_agree_with_each_other(name: str) -> None:
-    """A multiprocessor does a power of two of 16-bit operations in a cycle: a typo in peak, count or clock shows."""
+    """A multiprocessor does a power of two of 16-bit operations in a cycle: a typo in peak, count or clock shows.
+
+    Peaks are stated for lower clocks than some have while they decode.
+    """
     gpu = GPUS[name]
     per_cycle = gpu.dense_flops / (gpu.multiprocessors * gpu.clock)
-    assert per_cycle == pytest.approx(2 ** round(math.log2(per_cycle)), rel=0.05)
+    assert per_cycle == pytest.approx(2 ** round(math.log2(per_cycle)), rel=0.1)
     assert 0.7 <= round(gpu.flops / gpu.dense_flops, 2) <= 0.77
     assert name.endswith(f"-{gpu.memory / 1e9:.0f}")
 
@@ -89,8 +92,8 @@ def test_a_step_is_bounded_as_by_hand() -> None:
     coded = step_bound(LLAMA_3_8B, h100, "antkv-1bit", 32768, 8)
     assert coded.matrices == pytest.approx(2 * 7.504658e9 / 3.35e12, rel=1e-5), "few requests: the weights are read"
     assert bound.read_bytes == 2 * LLAMA_3_8B.matrix_weights + 400 * 1024 * 131072
-    cycles = PREDICTED_CYCLES["antkv-1bit"]
+    cycles = DECODE_CYCLES["antkv-1bit"]
     one_split, sixteen = 1024 * cycles.token + cycles.request, 32768 * cycles.token + cycles.request + 15 * cycles.split
-    assert coded.attention == pytest.approx(8 * 256 * sixteen / (132 * 1.755e9), rel=1e-5)
+    assert coded.attention == pytest.approx(8 * 256 * sixteen / (132 * h100.clock), rel=1e-5)
     short = step_bound(LLAMA_3_8B, h100, "antkv-1bit", 1024, 3000)
-    assert short.attention == pytest.approx(3000 * 256 * one_split / (132 * 1.755e9), rel=1e-5)
+    assert short.attention == pytest.approx(3000 * 256 * one_split / (132 * h100.clock), rel=1e-5)
