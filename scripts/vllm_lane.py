@@ -28,7 +28,7 @@ PARTS: dict[str, str] = {
     "tests/serving/test_example_configs.py": "example configurations",
     "tests/serving/test_capacity.py": "page layout, pool and capacity",
     "tests/serving/test_exactness.py": "an engine with model runner V1: exactness",
-    "tests/unit/vllm_adapter/attention": "attention metadata, and the trained prefix",
+    "tests/unit/vllm_adapter/attention": "which CUDA graphs are captured",
     "tests/unit/vllm_adapter/server": "HTTP routes and metrics",
     "tests/unit/test_doctor.py": "`antkv doctor`",
 }

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.spoilt import MODEL, PRESET, good_codebook, head
 from vllm_antkv.codebook import Codebook
-from vllm_antkv.codebook.prefix import TrainedPrefix
+from vllm_antkv.codebook.tensors import OPTIONAL
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import AntKVError, CodebookError, SettingsError
 from vllm_antkv.presets import PRESETS
 
 _MAX_SENTENCE = 600
-_TENSOR_NAMES = ("k", "v", "prefix_k", "prefix_v")
+_TENSOR_NAMES = ("k", "v", *OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,18 @@ def _reads_well(error: AntKVError, path: Path) -> None:
 
 
 def _tensors(codebook: Codebook) -> tuple[torch.Tensor, ...]:
-    return (*codebook.k, *codebook.v, codebook.prefix_k, codebook.prefix_v)
+    return (*codebook.k, *codebook.v, codebook.k_errors, codebook.k_scale)
 
 
 def _whole_codebook() -> Codebook:
     """A good one with everything that a codebook may hold."""
-    seeded = torch.Generator().manual_seed(0)
-    rows = torch.randn((2, MODEL.num_layers, 2, MODEL.num_kv_heads, MODEL.head_size), generator=seeded)
-    codebook = good_codebook().with_prefix(TrainedPrefix((5, 6), *rows))
+    codebook = good_codebook()
     orders = {PRESET: tuple(reversed(range(MODEL.head_size)))}
-    return dataclasses.replace(codebook, header=codebook.header.model_copy(update={"k_orders": orders}))
+    errors = torch.rand(
+        (MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size), generator=torch.Generator().manual_seed(0)
+    )
+    header = codebook.header.model_copy(update={"k_orders": orders})
+    return dataclasses.replace(codebook, header=header, k_errors=errors, k_scale=torch.full_like(errors, 0.5))
 
 
 # A file: the bytes of a good one with a few of them changed.
@@ -142,7 +144,7 @@ _HEADER_CHANGES = st.fixed_dictionaries(
         "sinks": _SINKS | _JSON,
         "layers": st.lists(_PRESET_NAMES | _JSON, min_size=1, max_size=3) | _JSON,
         "k_orders": st.dictionaries(_PRESET_NAMES | _TEXTS, _ORDERS | _JSON, max_size=2) | _JSON,
-        "prefix": st.lists(st.integers(-1, MODEL.vocab_size), min_size=1, max_size=3) | _JSON,
+        "prefix": _JSON,
         "calibration": st.dictionaries(_TEXTS, _JSON, max_size=3) | _JSON,
         "antkv_version": _TEXTS | _JSON,
         "unknown": _JSON,
@@ -189,10 +191,6 @@ def _is_whole(codebook: Codebook, path: Path) -> None:
         assert 0 < sinks.threshold < float("inf")
     for order in codebook.header.k_orders.values():
         assert sorted(order) == list(range(model.head_size))
-    if codebook.prefix is not None:
-        rows = (model.num_layers, len(codebook.prefix.token_ids), model.num_kv_heads, model.head_size)
-        assert codebook.prefix.k.shape == codebook.prefix.v.shape == rows
-        assert all(0 <= token < model.vocab_size for token in codebook.prefix.token_ids)
     codebook.save(path)
     assert Codebook.load(path, preset.name, model).header == codebook.header.model_copy(
         update={"checksum": Codebook.load(path).header.checksum}

@@ -38,8 +38,9 @@ def test_what_needs_transformers_code_is_refused(
     gpt_j: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, out = ["--text", str(TEXT)], ["--out", str(tmp_path)]
-    assert cli.run(["calibrate", str(gpt_j), "--preset", PRESET, *text, *out, "--train-prefix"]) == 1
-    assert "does not hand them over: leave --train-prefix out." in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert cli.run(["calibrate", str(gpt_j), "--preset", PRESET, *text, *out, "--lora", str(tmp_path)]) == 1
+    assert "does not hand them over: leave --lora out." in capsys.readouterr().err
     report = ["--json", str(tmp_path / "report.json"), "--context", "64", "--max-windows", "1"]
     assert cli.run(["eval", "compare", str(gpt_j), "--methods", "rtn-2bit", *text, *report]) == 1
     assert "it cannot be evaluated offline, but by `antkv eval served`." in capsys.readouterr().err

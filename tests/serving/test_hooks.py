@@ -104,7 +104,7 @@ BREAKS = {
     "m.setattr(BlockPool, 'touch', lambda self, blocks, when: None)": (
         "BlockPool.touch takes (self, blocks, when), not (self, blocks)"
     ),
-    "m.delattr(EngineCore, 'preprocess_add_request')": "EngineCore.preprocess_add_request is not there",
+    "m.delattr(EngineCore, 'collective_rpc')": "EngineCore.collective_rpc is not there",
     "m.setattr(SlidingWindowSpec, 'num_pinned_tokens', 0, raising=False)": (
         "SlidingWindowSpec has num_pinned_tokens, which may decide what is kept of a sequence"
     ),

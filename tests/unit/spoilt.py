@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.codebooks import random_codebook
 from vllm_antkv.codebook import Codebook, ModelIdentity
-from vllm_antkv.codebook.prefix import TrainedPrefix
 
 #: Puts something into the place of a codebook.
 Spoil = Callable[[Path], object]
@@ -139,21 +138,6 @@ def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
         tensors = _tensors(path)
         tensors[name] = change(tensors.get(name, tensors["k"])).contiguous()
         _save(path, tensors)
-
-    return spoil
-
-
-def prefix(ids: list[Any], **changes: Callable[[torch.Tensor], torch.Tensor | None]) -> Spoil:
-    """A file with a trained prefix of two tokens that says it were these ones; its rows changed, or left out."""
-
-    def spoil(path: Path) -> None:
-        k, v = torch.randn((2, MODEL.num_layers, 2, MODEL.num_kv_heads, MODEL.head_size))
-        good_codebook().with_prefix(TrainedPrefix((5, 6), k, v)).save(path)
-        changed = {name: changes.get(name, lambda same: same)(rows) for name, rows in load_file(path).items()}
-        with safe_open(path, framework="pt") as file:
-            header = json.loads(file.metadata()["antkv"])
-        tensors = {name: rows.contiguous() for name, rows in changed.items() if rows is not None}
-        save_file(tensors, path, {"antkv": json.dumps({**header, "prefix": ids})})
 
     return spoil
 

@@ -110,8 +110,6 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
             weights="grad",
             channels="interleaved",
             bits="mixed",
-            train_prefix=False,
-            prefix_text=None,
             device="auto",
             seed=0,
         )

@@ -26,9 +26,7 @@ from vllm_antkv.codebook import (
     shipped_folder,
     user_folder,
 )
-from vllm_antkv.codebook.prefix import TrainedPrefix, starts_with
 from vllm_antkv.codebook.tensors import checksum_of
-from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import LAYER_PRESETS, PRESETS, get_preset
 
@@ -83,20 +81,6 @@ def test_what_is_saved_is_loaded(tmp_path, preset, layers, sinks):
     assert len(loaded.identity) == 12
 
 
-def test_a_trained_prefix_is_loaded_and_makes_room_for_itself(tmp_path):
-    plain, rows = make(sinks=SINKS), torch.randn(2, MODEL.num_layers, 20, MODEL.num_kv_heads, MODEL.head_size)
-    saved = plain.with_prefix(TrainedPrefix(tuple(range(20)), *rows))
-    saved.save(tmp_path / "c")
-    loaded = Codebook.load(tmp_path / "c", "antkv-4bit", MODEL)
-    assert loaded.prefix.token_ids == saved.header.prefix
-    assert torch.equal(torch.stack((loaded.prefix.k, loaded.prefix.v)), rows)
-    assert [loaded.settings(AntKVConfig(prefix=n)).prefix for n in (0, 8, 20, 30)] == [20, 20, 20, 30]
-    assert plain.settings(AntKVConfig(prefix=0)) == AntKVConfig(prefix=0)
-    loaded.with_prefix(None).save(tmp_path / "without")
-    plain.save(tmp_path / "plain")
-    assert (tmp_path / "without").read_bytes() == (tmp_path / "plain").read_bytes()
-
-
 CHANNELS = (MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)
 
 
@@ -139,22 +123,26 @@ def test_what_cannot_be_of_the_channels_of_keys_is_refused(tmp_path, refused, na
         Codebook.load(tmp_path / "c")
 
 
-def test_a_file_from_before_there_were_prefixes_is_loaded(tmp_path):
-    path = tmp_path / "c"
+def with_prefix_field(path, prefix):
+    """A file as versions wrote it that could train a prefix."""
     make().save(path)
     with safe_open(path, framework="pt") as file:
-        header = json.loads(file.metadata()["antkv"])
-    del header["prefix"]
+        header = json.loads(file.metadata()["antkv"]) | {"prefix": prefix}
     tensors = load_file(path)
     header["checksum"] = checksum_of(header, tensors)
     save_file(tensors, path, {"antkv": json.dumps(header)})
-    assert Codebook.load(path).prefix is None
+    return header
 
 
-def test_a_prompt_starts_with_a_prefix_as_a_whole():
-    assert starts_with([1, 2, 3], (1, 2))
-    assert starts_with([1, 2], [1, 2])
-    assert not any(starts_with(prompt, (1, 2)) for prompt in ([], [1], [2, 1], [1, 3, 2], None))
+def test_a_file_that_says_it_has_no_trained_prefix_is_loaded(tmp_path):
+    header = with_prefix_field(tmp_path / "c", None)
+    assert Codebook.load(tmp_path / "c").header.checksum == header["checksum"]
+
+
+def test_a_trained_prefix_is_refused(tmp_path, refused):
+    with_prefix_field(tmp_path / "c", [5, 6])
+    with refused(CodebookError, str(tmp_path / "c"), "run `antkv calibrate` again, without --train-prefix."):
+        Codebook.load(tmp_path / "c")
 
 
 def test_the_same_codebook_gives_the_same_bytes(tmp_path, good_bytes):

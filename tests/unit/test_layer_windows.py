@@ -1,14 +1,11 @@
 """Which layers of a model attend is read from its config, and a codebook has those."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.serving.tiny import LFM2, config_of, make_model
-from vllm_antkv.calibrate.job import prepare
-from vllm_antkv.calibrate.settings import CalibrationSettings
+from tests.serving.tiny import LFM2, config_of
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.layer_windows import attention_layers, layer_windows
@@ -42,13 +39,6 @@ def test_the_layers_that_attend(model_type: str, changes: dict[str, Any], attend
 def test_a_model_without_attention_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="num_layers 0"):
         ModelIdentity.from_hf_config(AutoConfig.for_model("granitemoehybrid", **SIZES))
-
-
-def test_a_trained_prefix_is_refused_beside_states(tmp_path: Path) -> None:
-    make_model(tmp_path, "lfm2", LFM2)
-    settings = CalibrationSettings(str(tmp_path), ["antkv-1bit"], [], tmp_path / "out", seq_len=256, train_prefix=True)
-    with pytest.raises(UnsupportedModelError, match="--train-prefix trains K and V of a prompt's first tokens"):
-        prepare(settings)
 
 
 def test_convolutions_do_not_hide_how_keys_turn() -> None:

@@ -15,10 +15,9 @@ from vllm_antkv.calibrate.models import Streaming, compute_dtype, load_model
 from vllm_antkv.calibrate.progress import say
 from vllm_antkv.calibrate.resources import needs_checkpointing, pick_device, places_for_weights
 from vllm_antkv.calibrate.settings import CalibrationSettings
-from vllm_antkv.calibrate.texts import built_in_text, prefix_ids, read_text, text_hash, token_windows
+from vllm_antkv.calibrate.texts import built_in_text, read_text, text_hash, token_windows
 from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import ModelIdentity
-from vllm_antkv.codebook.header import MAX_PREFIX
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
 from vllm_antkv.offline.adapters import read_adapter
@@ -26,6 +25,9 @@ from vllm_antkv.offline.pretrained import check_token_ids, read_config, read_tok
 from vllm_antkv.presets import Preset, parts_of_mix
 
 logger = logging.getLogger(__name__)
+
+#: One window in so many judges.
+_JUDGING_EVERY = 16
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,6 @@ class Job:
     presets: those asked for, each once.
     parts: of a preset, by its name, those that its layers may have; none: all layers have the preset.
     windows: (num_windows, seq_len) int64.
-    prefix: token ids of the prefix that is trained; none: none is.
     why_vllm: why vLLM has to run the model; None: transformers does.
     places: bytes of weights that each place can hold where the device cannot hold them all; None: it can.
     record: what the codebook's header says about the calibration.
@@ -47,7 +48,6 @@ class Job:
     presets: list[Preset]
     parts: dict[str, list[Preset]]
     windows: torch.Tensor
-    prefix: tuple[int, ...]
     device: torch.device
     why_vllm: WhyVllm | None
     places: dict[int | str, int] | None
@@ -62,6 +62,11 @@ class Job:
     def learned(self) -> list[Preset]:
         """The presets whose centroids the codebooks are made of."""
         return _learned(self.presets, self.parts)
+
+    @property
+    def judging(self) -> torch.Tensor:
+        """The windows by which a mix of layers is chosen: where layers are mixed, no centroid is learned from them."""
+        return self.windows[: max(1, len(self.windows) // _JUDGING_EVERY)]
 
     @property
     def recomputes(self) -> bool:
@@ -95,21 +100,13 @@ def prepare(settings: CalibrationSettings) -> Job:
     identity = ModelIdentity.from_hf_config(config)
     why = why_vllm(config)
     if why is not None:
-        _refuse_training(settings, why)
-    if settings.train_prefix and identity.attention_layers is not None:
-        raise UnsupportedModelError(
-            f"--train-prefix trains K and V of a prompt's first tokens, but some layers of {model} keep a state in "
-            "their place: leave it out."
-        )
+        _refuse_adapter(settings, why)
     for preset in presets:
         preset.num_sub_vectors(identity.head_size)
     # Of a prompt, vLLM wants to predict one token more.
     seq_len = _clip(settings.seq_len, config.get_text_config().max_position_embeddings - (why is not None))
     tokenizer = read_tokenizer(model, CalibrationError)
     windows, record = _read_windows(settings, tokenizer, seq_len, identity)
-    prefix = prefix_ids(tokenizer, settings.prefix_text) if settings.train_prefix else ()
-    if prefix:
-        check_token_ids(torch.tensor(prefix), model, identity.vocab_size, CalibrationError)
     num_tokens = windows.numel() - len(windows)
     parts = _parts(settings, identity.head_size, windows, why)
     check_enough(_learned(presets, parts), num_tokens, seq_len)
@@ -117,14 +114,12 @@ def prepare(settings: CalibrationSettings) -> Job:
     places = None if why is not None else places_for_weights(config, seq_len, device)
     if places is not None:
         _check_streamable(settings, device)
-    if prefix:
-        _check_trainable(windows, len(prefix))
     # Last, since it makes the folder.
     check_writable(settings.out)
     record |= {"samples": len(windows), "seq_len": seq_len, **settings.recorded()}
     if why is not None and settings.weights == "grad":
         record["weights"] = "votes"
-    return Job(settings, config, identity, presets, parts, windows, prefix, device, why, places, record)
+    return Job(settings, config, identity, presets, parts, windows, device, why, places, record)
 
 
 def _parts(
@@ -168,25 +163,20 @@ def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> No
         )
 
 
-def _asked_of_weights(settings: CalibrationSettings) -> str | None:
-    """The option that changes all weights, or reads them over and over."""
-    return "--train-prefix" if settings.train_prefix else "--lora" if settings.lora else None
-
-
-def _refuse_training(settings: CalibrationSettings, why: WhyVllm) -> None:
-    """UnsupportedModelError when a model that only vLLM runs is to be trained or changed."""
-    if option := _asked_of_weights(settings):
+def _refuse_adapter(settings: CalibrationSettings, why: WhyVllm) -> None:
+    """UnsupportedModelError when a model that only vLLM runs is to have an adapter."""
+    if settings.lora:
         raise UnsupportedModelError(
-            f"{option} works through transformers' code, but vLLM has to run {settings.model}, as "
-            f"{why.because}: {why.instead or f'leave {option} out'}."
+            f"--lora works through transformers' code, but vLLM has to run {settings.model}, as {why.because}: "
+            f"{why.instead or 'leave --lora out'}."
         )
 
 
 def _check_streamable(settings: CalibrationSettings, device: torch.device) -> None:
     """CalibrationError when all weights are needed at once."""
-    if option := _asked_of_weights(settings):
+    if settings.lora:
         raise CalibrationError(
-            f"{option} needs all weights in memory, and {device} cannot hold those of {settings.model}: leave {option} "
+            f"--lora needs all weights in memory, and {device} cannot hold those of {settings.model}: leave --lora "
             "out, or use a larger device."
         )
     say(f"{device} cannot hold all weights: layers that do not fit are read whenever they are run, twice a window.")
@@ -196,20 +186,3 @@ def _clip(seq_len: int, context: int) -> int:
     if seq_len > context:
         logger.warning("--seq-len %d is longer than the model's context: using %d.", seq_len, context)
     return min(seq_len, context)
-
-
-def _check_trainable(windows: torch.Tensor, prefix_len: int) -> None:
-    """CalibrationError when no prefix can be trained through codes."""
-    num_windows, seq_len = windows.shape
-    least = prefix_len + 2 * VQ_BLOCK_SIZE
-    if prefix_len > MAX_PREFIX:
-        raise CalibrationError(f"--prefix-text has {prefix_len} tokens with BOS: at most {MAX_PREFIX} can be trained.")
-    if seq_len < least:
-        raise CalibrationError(
-            f"--train-prefix learns from tokens that are read through their codes, of which windows of {seq_len} "
-            f"tokens have few: use --seq-len {least} or more."
-        )
-    if num_windows < 2:
-        raise CalibrationError(
-            "--train-prefix judges by windows that it does not train on: give more text or --samples."
-        )

@@ -17,7 +17,6 @@ from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.resources import check_disk
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, open_source
-from vllm_antkv.calibrate.training import split
 from vllm_antkv.calibrate.workspace import Workspace, open_workspace
 from vllm_antkv.calibrate.write_codebook import with_layers_mixed, write_codebook
 from vllm_antkv.codebook.revision import revision_of
@@ -97,7 +96,6 @@ def _identity_of_work(job: Job, weights: str) -> dict[str, Any]:
         "presets": sorted(preset.name for preset in job.presets),
         "weights_of": weights,
         "windows": hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
-        "prefix": job.prefix,
         "device": job.device.type,
         "version": __version__,
     }
@@ -149,5 +147,5 @@ def _captured(job: Job, files: CaptureFiles, found: SinkChannels | None, rotarie
         kept &= ~sink_mask(rule, found, files.sink_values())
     if job.parts:
         # What judges the mix must be new to the centroids: large tables know their text better than small ones.
-        kept[: len(split(job.windows)[0])] = False
+        kept[: len(job.judging)] = False
     return Captured(files, kept, rule, rotaries)

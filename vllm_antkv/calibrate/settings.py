@@ -31,8 +31,6 @@ class CalibrationSettings:
     weights: `grad` or `none`.
     channels: `interleaved` or `consecutive`, how sub-vectors take the channels of K.
     bits: `uniform` gives all layers the preset; `mixed` gives each what it needs, all together no more bytes.
-    train_prefix: train K and V of the first tokens of prompts: BOS, or BOS and `prefix_text`.
-    prefix_text: a plain text file with a system prompt.
     lora: folder of an adapter that is always on.
     device: `auto`, `cpu`, `cuda` or `cuda:N`.
     seed: chooses the text windows and seeds k-means.
@@ -51,8 +49,6 @@ class CalibrationSettings:
     weights: Weights = "grad"
     channels: Channels = "interleaved"
     bits: Bits = "mixed"
-    train_prefix: bool = False
-    prefix_text: str | None = None
     lora: Path | None = None
     device: str = "auto"
     seed: int = 0
@@ -71,8 +67,6 @@ class CalibrationSettings:
         ):
             if value not in known:
                 raise CalibrationError(f"--{option} '{value}' is none of {', '.join(known)}.")
-        if self.prefix_text is not None and not self.train_prefix:
-            raise CalibrationError("--prefix-text is the prefix that --train-prefix trains: give both.")
         if not self.presets:
             raise CalibrationError("Calibration needs at least one --preset.")
         self.chosen()

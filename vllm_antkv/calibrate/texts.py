@@ -95,31 +95,6 @@ def token_windows(texts: Sequence[Text], tokenizer: Any, samples: int, seq_len: 
     return windows
 
 
-def prefix_ids(tokenizer: Any, path: str | None) -> tuple[int, ...]:
-    """Token ids of an intact prefix: BOS where the tokenizer has one, then the text of a file.
-
-    Raises CalibrationError when there is neither, or the file cannot be read.
-    """
-    if path is not None and not Path(path).is_file():
-        raise CalibrationError(f"There is no text file '{path}' for --prefix-text.")
-    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    if path is None and not bos:
-        raise CalibrationError(
-            "This model's prompts do not start with a BOS token: give the text they start with as --prefix-text."
-        )
-    if path is None:
-        return bos
-    return (*bos, *tokenizer(read_text(path).content, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def with_prefix(windows: torch.Tensor, prefix: Sequence[int]) -> torch.Tensor:
-    """Windows, (num_windows, seq_len) int64, that start with the prefix and go on with their text but for its end."""
-    first = torch.tensor(prefix).expand(len(windows), -1)
-    # Both start with BOS, where there is one.
-    bos = int(first[0, 0] == windows[0, 0])
-    return torch.cat((first, windows[:, bos : windows.shape[1] - len(prefix) + bos]), dim=1)
-
-
 def _pieces(texts: Sequence[Text], chars: int) -> list[str]:
     return [text.content[start : start + chars] for text in texts for start in range(0, len(text.content), chars)]
 

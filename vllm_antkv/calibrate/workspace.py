@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
-from vllm_antkv.calibrate.training import Progress
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.whole_file import write_whole
 
@@ -48,21 +45,6 @@ class Workspace:
             np.save(file, centroids, allow_pickle=False)
         os.replace(file.name, path)
 
-    def training(self, name: str) -> Progress:
-        """How far the training of this name has come."""
-        path = self._training_path(name)
-        if not path.exists():
-            return Progress()
-        with safe_open(path, "pt") as file:
-            return Progress(int(file.metadata()["step"]), load_file(path))
-
-    def save_training(self, name: str, progress: Progress) -> None:
-        """Keep it, completely or not at all."""
-        path = self._training_path(name)
-        part = path.with_suffix(".part")
-        save_file(progress.tensors, part, {"step": str(progress.step)})
-        os.replace(part, path)
-
     def remove(self) -> None:
         """Delete the folder."""
         # First what vouches for the files: a kill in between must not leave a word without them.
@@ -71,9 +53,6 @@ class Workspace:
 
     def _layer_path(self, preset: str, layer: int) -> Path:
         return self.folder / f"{preset}-{layer:03d}.npy"
-
-    def _training_path(self, name: str) -> Path:
-        return self.folder / f"{name}.training.safetensors"
 
 
 @contextmanager

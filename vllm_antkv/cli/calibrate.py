@@ -30,17 +30,6 @@ class LearningOptions:
             "layers get --preset."
         ),
     ] = CalibrationSettings.bits
-    train_prefix: Annotated[
-        bool,
-        typer.Option(
-            "--train-prefix",
-            help="Train K and V of the first tokens of prompts (IntactKV), 160 steps: of BOS, or of --prefix-text.",
-        ),
-    ] = CalibrationSettings.train_prefix
-    prefix_text: Annotated[
-        str | None,
-        typer.Option(help="Plain text file with the system prompt that --train-prefix trains, exactly as in prompts."),
-    ] = CalibrationSettings.prefix_text
     lora: Annotated[Path | None, typer.Option(help="Folder of a LoRA adapter that is always on.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = CalibrationSettings.device
     seed: Annotated[int, typer.Option(help="The same command and seed write the same file.")] = CalibrationSettings.seed

@@ -1,9 +1,8 @@
-"""The codebook of one (model, preset): its file, its header, whose it is, its trained prefix, and where it is found."""
+"""The codebook of one (model, preset): its file, its header, whose it is, and where it is found."""
 
 from vllm_antkv.codebook.file import Codebook
 from vllm_antkv.codebook.header import FORMAT_VERSION, CodebookHeader, RopeLayout, SinkRule
 from vllm_antkv.codebook.identity import ModelIdentity
-from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.codebook.search import (
     NoCodebookError,
     codebook_path,
@@ -22,7 +21,6 @@ __all__ = [
     "NoCodebookError",
     "RopeLayout",
     "SinkRule",
-    "TrainedPrefix",
     "codebook_path",
     "default_folders",
     "find_codebook",

@@ -1,4 +1,4 @@
-"""The codebook file: centroids, sinks and trained prefix of one (model, preset).
+"""The codebook file: centroids and sinks of one (model, preset).
 
 One safetensors file, never pickle. Its metadata holds a JSON header that is checked against the tensors and against the
 model before anything is served; see `docs/calibration.md` for the format.
@@ -17,7 +17,6 @@ from safetensors.torch import save
 
 from vllm_antkv.codebook.header import CodebookHeader, check_header, parse_header
 from vllm_antkv.codebook.identity import ModelIdentity, differences
-from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.codebook.tensors import (
     OPTIONAL,
     Form,
@@ -28,7 +27,6 @@ from vllm_antkv.codebook.tensors import (
     form_of,
     stacks,
 )
-from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import LAYER_PRESETS, Preset
 from vllm_antkv.whole_file import write_whole
@@ -39,8 +37,6 @@ _MAX_HEADER_BYTES = 1 << 20
 #: The largest models need 2 MiB for each of a few thousand KV heads; larger files are refused unread.
 _MAX_FILE_BYTES = 32 << 30
 _MAX_REASON = 200
-#: Tensors beside the centroids.
-_BESIDE = ("prefix_k", "prefix_v", *OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,6 @@ class Codebook:
     """Centroids of every (layer, KV head, sub-vector position), for K before RoPE and for V.
 
     k, v: for every layer (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16, as its preset has it.
-    prefix_k, prefix_v: rows of the trained prefix, as in `TrainedPrefix`, where the header has one.
     k_errors: (num_layers, num_kv_heads, head_size) float32, mean squared error of each channel of coded K before RoPE,
         in the model's order, both channels of a rotary pair alike; corrects logits (`ops.reference.jensen_weights`).
     k_scale: (num_layers, num_kv_heads, head_size) float32 powers of two, by which K is scaled (`codebook.key_scales`);
@@ -58,8 +53,6 @@ class Codebook:
     header: CodebookHeader
     k: tuple[torch.Tensor, ...]
     v: tuple[torch.Tensor, ...]
-    prefix_k: torch.Tensor | None = None
-    prefix_v: torch.Tensor | None = None
     k_errors: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
 
@@ -68,29 +61,10 @@ class Codebook:
         """What is served, or learned as a part of mixes; a layer's own may differ (`CodebookHeader.layer_presets`)."""
         return LAYER_PRESETS[self.header.preset]
 
-    @property
-    def prefix(self) -> TrainedPrefix | None:
-        """The trained prefix, if there is one."""
-        if self.header.prefix is None:
-            return None
-        assert self.prefix_k is not None
-        assert self.prefix_v is not None
-        return TrainedPrefix(self.header.prefix, self.prefix_k, self.prefix_v)
-
-    def with_prefix(self, prefix: TrainedPrefix | None) -> Self:
-        """The same codebook with this trained prefix, or with none."""
-        header = self.header.model_copy(update={"prefix": None if prefix is None else prefix.token_ids})
-        rows = {"prefix_k": None, "prefix_v": None} if prefix is None else {"prefix_k": prefix.k, "prefix_v": prefix.v}
-        return replace(self, header=header, **rows)
-
     def recording(self, **values: Any) -> Self:
         """The same codebook with more about its calibration in the header."""
         calibration = {**self.header.calibration, **values}
         return replace(self, header=self.header.model_copy(update={"calibration": calibration}))
-
-    def settings(self, config: AntKVConfig) -> AntKVConfig:
-        """`config` with at least the trained prefix unquantised, as it was trained."""
-        return config.model_copy(update={"prefix": max(config.prefix, len(self.header.prefix or ()))})
 
     @property
     def num_bytes(self) -> int:
@@ -133,7 +107,7 @@ class Codebook:
         if header.checksum != checksum_of(raw, tensors):
             raise CodebookError(f"{path} is damaged: its checksum does not match; run `antkv calibrate` again.")
         k, v = (by_layer(header, kind, tensors) for kind in ("k", "v"))
-        return cls(header, k, v, **{name: tensors.get(name) for name in _BESIDE})
+        return cls(header, k, v, **{name: tensors.get(name) for name in OPTIONAL})
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Tensors as stored: the layers of a preset are stacked."""
@@ -142,7 +116,7 @@ class Codebook:
             for suffix, indices in stacks(self.header).items()
             for kind, layers in (("k", self.k), ("v", self.v))
         }
-        beside = {name: getattr(self, name) for name in _BESIDE}
+        beside = {name: getattr(self, name) for name in OPTIONAL}
         return tensors | {name: rows.contiguous() for name, rows in beside.items() if rows is not None}
 
 

@@ -16,8 +16,6 @@ from vllm_antkv.errors import CodebookError, first_problem
 from vllm_antkv.presets import LAYER_PRESETS, PRESETS, Preset
 
 FORMAT_VERSION = 1
-#: Tokens of the longest trained prefix, as for the setting `prefix`.
-MAX_PREFIX = 4096
 
 
 class SinkRule(BaseModel, frozen=True, extra="forbid"):
@@ -58,8 +56,8 @@ class CodebookHeader(BaseModel, frozen=True, extra="forbid"):
     k_orders: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = Field(default_factory=dict)
     # RoPE of every layer; None: not recorded, as in older files.
     turns: Annotated[tuple[RopeLayout, ...], Field(max_length=MAX_LAYERS)] | None = None
-    # Token ids of the trained intact prefix (`codebook.prefix`); None: there is none.
-    prefix: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, max_length=MAX_PREFIX)] | None = None
+    # In files of versions that could train one; always null (`parse_header`), and not written.
+    prefix: None = Field(default=None, exclude=True)
     calibration: dict[str, Any]
     antkv_version: str = __version__
     checksum: str = ""
@@ -98,6 +96,11 @@ def parse_header(text: str | None, path: Path) -> tuple[dict[str, Any], Codebook
             f"{path} has codebook format {reprlib.repr(version)}, but this vllm-antkv reads format {FORMAT_VERSION}: "
             "run `antkv calibrate` again."
         )
+    if raw.get("prefix") is not None:
+        raise CodebookError(
+            f"{path} has a trained prefix, which this vllm-antkv does not serve: run `antkv calibrate` again, without "
+            "--train-prefix."
+        )
     try:
         return raw, CodebookHeader.model_validate_json(text, strict=True)
     except ValidationError as error:
@@ -128,10 +131,6 @@ def check_header(header: CodebookHeader, path: Path) -> None:
         widest = max((turn.rotary_dim for turn in header.turns), default=0)
         if len(header.turns) != model.num_layers or widest > model.head_size:
             raise CodebookError(f"{path} is damaged: its turns are not one for each of the model's layers.")
-    if header.prefix is not None and max(header.prefix) >= model.vocab_size:
-        raise CodebookError(
-            f"{path} is damaged: its prefix has the token {max(header.prefix)}, beyond its {model.vocab_size} tokens."
-        )
     indices = list(model.decoder_indices)
     if indices != sorted(set(indices)) or len(indices) != model.num_layers:
         raise CodebookError(f"{path} is damaged: its attention_layers are not {model.num_layers} in ascending order.")

@@ -56,10 +56,6 @@ def _wanted_forms(header: CodebookHeader) -> dict[str, Form]:
         num_sub_vectors = preset.num_sub_vectors(model.head_size)
         shape = (len(indices), model.num_kv_heads, num_sub_vectors, preset.num_centroids, preset.sub_vector_size)
         wanted |= dict.fromkeys(("k" + suffix, "v" + suffix), Form("F16", shape))
-    if header.prefix is not None:
-        # Not F16: models may be bfloat16, and sinks may exceed float16's range.
-        rows = Form("F32", (model.num_layers, len(header.prefix), model.num_kv_heads, model.head_size))
-        wanted |= dict.fromkeys(("prefix_k", "prefix_v"), rows)
     return wanted
 
 

@@ -78,8 +78,6 @@ def _codebook(model: str, identity: ModelIdentity, preset: str, codebooks: str |
     described = "no sink rule" if sinks is None else f"sinks from layer {sinks.layer}, channels {list(sinks.channels)}"
     if codebook.header.layers is not None:
         described += f", {codebook.header.mix}"
-    if codebook.header.prefix is not None:
-        described += f", a trained prefix of {len(codebook.header.prefix)} tokens"
     return Finding(preset, "ok", f"{path} ({codebook.identity}, {codebook.num_bytes / 2**20:.1f} MiB, {described})")
 
 

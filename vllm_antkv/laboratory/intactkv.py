@@ -4,9 +4,6 @@ N is the length of the pivot prefix: 1 for [BOS], a whole system prompt for chat
 quantised, as here, a causal prefix computed in full precision is the model's own, so that the plain method is
 preserve-first-N by construction; the paper's gain over it lies in quantised weights and in training the prefix (section
 3.2). The prefix is counted per sequence, although requests that share a system prompt share its rows.
-
-A trained prefix is in the codebook it was trained for (`antkv calibrate --train-prefix`), and `antkv-Xbit` uses it;
-`antkv-Xbit+intactkv-N` is then the same without training.
 """
 
 from dataclasses import replace
@@ -23,5 +20,5 @@ def apply(base: Method, number: int, request: MethodRequest) -> Method:
     name = f"{base.name}+{NAME}-{number}"
     if base.retention is None:
         config = base.config.model_copy(update={"prefix": number})
-        return replace(base, name=name, config=config, trained_prefix=None)
+        return replace(base, name=name, config=config)
     return replace(preserve_first.apply(base, number, request), name=name)

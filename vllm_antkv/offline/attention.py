@@ -10,7 +10,6 @@ window, serving all later blocks. There the future reaches the past, and the eng
 and blocks that close in a step serve nothing within it. The figures of that scope are the paper's, not the server's.
 The logits of coded rows are corrected by what a codebook knows of its errors (`ops.reference.jensen_bias`). K and
 queries are scaled as a codebook says (`codebook.key_scales`).
-In windows that start with the method's trained prefix, K and V of those tokens are the trained rows, in every layer.
 A layer's sliding window, soft cap and learned sink logits are what the model hands over with its rows (`LogitRules`).
 """
 
@@ -74,7 +73,7 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
 
 @contextmanager
 def watched_run(model: PreTrainedModel, method: Method, num_tokens: int) -> Iterator["Run"]:
-    """While open, the run sees the tokens and the sinks of every window that `model` is called on."""
+    """While open, the run sees the sinks of every window that `model` is called on."""
     run = Run(method, rotary_tables(model, num_tokens), layer_traits(model))
     hooks = _watch(model, run)
     try:
@@ -89,7 +88,6 @@ class Run:
 
     is_sink: (num_windows, num_tokens) bool of the windows in hand, None until the emergence layer has run; with
         `num_sinks`, int64, the last query for which each token is one.
-    starts: (num_windows, 1, 1, 1) bool, whether the windows in hand start with the trained prefix; False before any.
     sources: of each layer that attends to the K and V of another, that one.
     """
 
@@ -101,7 +99,6 @@ class Run:
         # Of the windows in hand, those of layers that others attend to.
         self._read: dict[int, LayerWindow] = {}
         self.is_sink: torch.Tensor | None = None
-        self.starts = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
     def attend(
         self,
@@ -126,10 +123,6 @@ class Run:
         layer = layer_of(module)
         # In bfloat16 the model hands over rows of the served precision; what is computed with them is float32.
         dtype = torch.promote_types(query.dtype, torch.float32)
-        prefix = self.method.trained_prefix
-        # Rows that another layer attends to are put in there.
-        if prefix is not None and layer not in self.sources:
-            key, value = (self._put_in(rows, trained[layer]) for rows, trained in ((key, prefix.k), (value, prefix.v)))
         q, k, v = (rows.transpose(1, 2).to(dtype) for rows in (query, key, value))
         if self.method.k_scale is not None:
             k_scale = self.method.k_scale[self.sources.get(layer, layer)].to(k)
@@ -147,25 +140,6 @@ class Run:
         """(num_windows, num_tokens) bool, or None in layers before the one where sinks show."""
         rule = self.method.sinks
         return self.is_sink if rule is not None and self.traits[window.owner.layer].index > rule.layer else None
-
-    def _put_in(self, rows: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-        """K or V rows, (num_windows, num_kv_heads, num_tokens, head_size), with trained ones for the first tokens.
-
-        trained: (P, num_kv_heads, head_size).
-        """
-        if not self.starts.any():
-            return rows
-        first = torch.where(self.starts, trained.transpose(0, 1).to(rows), rows[:, :, : len(trained)])
-        return torch.cat((first, rows[:, :, len(trained) :]), dim=2)
-
-    def watch_tokens(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        """Forward pre-hook of the embeddings, which get the windows' token ids, (num_windows, num_tokens) int64."""
-        assert self.method.trained_prefix is not None
-        wanted = torch.tensor(self.method.trained_prefix.token_ids, device=args[0].device)
-        first = args[0][:, : len(wanted)]
-        long_enough = first.shape[1] == len(wanted)
-        starts = (first == wanted).all(1) if long_enough else first.new_zeros(len(first), dtype=torch.bool)
-        self.starts = starts[:, None, None, None]
 
     def watch_sinks(self, module: nn.Module, args: Any, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         """Forward hook of decoder layer `rule.layer` (KVSink, algorithm 1, by threshold)."""
@@ -293,8 +267,6 @@ def _jensen_weights(window: LayerWindow, method: Method) -> torch.Tensor:
 
 def _watch(model: PreTrainedModel, run: Run) -> list[torch.utils.hooks.RemovableHandle]:
     hooks = []
-    if run.method.trained_prefix is not None:
-        hooks.append(model.get_input_embeddings().register_forward_pre_hook(run.watch_tokens))
     if run.method.sinks is not None:
         hooks.append(decoder_layers(model)[run.method.sinks.layer].register_forward_hook(run.watch_sinks))
     return hooks

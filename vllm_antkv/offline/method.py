@@ -6,7 +6,6 @@ from typing import Any, Literal, Protocol
 import torch
 
 from vllm_antkv.codebook import SinkRule
-from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.offline.retention import Retention
 from vllm_antkv.ops.rope import RotaryTable
@@ -77,7 +76,6 @@ class Method:
     k_scale: as in `Codebook`: K that the quantiser sees is scaled, and queries the other way round.
     anchor_scope: queries that vote for anchors: those of the row's own VQ block, as the server has it, or all of the
         window, as the paper has it.
-    trained_prefix: rows in place of the model's own in windows that start with its token ids.
     """
 
     name: str
@@ -93,7 +91,6 @@ class Method:
     key_errors: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
     anchor_scope: AnchorScope = "block"
-    trained_prefix: TrainedPrefix | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -101,5 +98,4 @@ class Method:
         of_config = self.quantiser is not None and self.retention is None
         chosen = self.config.model_dump(exclude={"codebooks", "prefill_reads_cache"}) if of_config else {}
         chosen |= {"anchor_scope": self.anchor_scope} if of_config else {}
-        trained = {} if self.trained_prefix is None else {"trained_prefix": len(self.trained_prefix.token_ids)}
-        return {**chosen, **trained, **(self.provenance or {})}
+        return {**chosen, **(self.provenance or {})}

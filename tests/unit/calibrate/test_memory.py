@@ -142,8 +142,7 @@ def a_job(model: Path, text: Path, out: Path, **changes: Any) -> Job:
 
 @pytest.mark.usefixtures("room_for_two_layers")
 @pytest.mark.parametrize("model", [MODELS["dense"]], indirect=True)
-def test_what_would_read_all_weights_over_and_over_is_refused(
-    model: Path, text_file: Path, tmp_path: Path, refused: Refused
-) -> None:
-    with refused(CalibrationError, "leave --train-prefix out"):
-        a_job(model, text_file, tmp_path, train_prefix=True)
+def test_an_adapter_is_refused(model: Path, text_file: Path, tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with refused(CalibrationError, "leave --lora out"):
+        a_job(model, text_file, tmp_path, lora=tmp_path)

@@ -229,10 +229,12 @@ def test_bad_input_is_refused_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("changes", [{"bits": "mixed"}, {"train_prefix": True}], ids=str)
-def test_nothing_is_trained_through_quantised_weights(
-    tiny_llama: Path, text_file: Path, tmp_path: Path, changes: dict[str, Any], refused: Refused
+@pytest.mark.parametrize("option", ["bits", "lora"])
+def test_nothing_flows_through_quantised_weights(
+    tiny_llama: Path, text_file: Path, tmp_path: Path, option: str, refused: Refused
 ) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    changes = {option: {"bits": "mixed", "lora": tmp_path}[option]}
     folder = tmp_path / "quantised"
     shutil.copytree(tiny_llama, folder)
     config_with(quantization_config={"quant_method": "awq", "bits": 4})(folder)

@@ -7,7 +7,6 @@ import torch
 
 from tests.codebooks import random_codebook
 from vllm_antkv.codebook import codebook_path
-from vllm_antkv.codebook.prefix import TrainedPrefix
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, SettingsError
 from vllm_antkv.evaluate.methods import ADDITIONS, METHODS, build_method
@@ -68,21 +67,13 @@ def test_antkv_takes_the_settings_and_cq_only_recency(request_for, codebook_fold
     assert cq.sinks is None
 
 
-def test_antkv_takes_the_trained_prefix_and_intactkv_the_plain_one(request_for, identity, tmp_path) -> None:
-    rows = torch.zeros(2, identity.num_layers, 9, identity.num_kv_heads, identity.head_size)
-    codebook = random_codebook(identity).with_prefix(TrainedPrefix(tuple(range(1, 10)), *rows))
-    codebook.save(codebook_path(tmp_path, "antkv-1bit"))
-    trained = build_method("antkv-1bit", request_for(tmp_path, prefix=2))
-    plain = build_method("antkv-1bit+intactkv-9", request_for(tmp_path, prefix=2))
-    assert trained.trained_prefix.token_ids == tuple(range(1, 10))
-    assert plain.trained_prefix is None
-    assert trained.config == plain.config == AntKVConfig(prefix=9)
-    assert trained.settings["trained_prefix"] == 9
-    assert "trained_prefix" not in plain.settings
-    assert plain.name == "antkv-1bit+intactkv-9"
+def test_intactkv_takes_its_own_prefix(request_for, codebook_folder) -> None:
+    method = build_method("antkv-1bit+intactkv-9", request_for(codebook_folder, prefix=2))
+    assert method.config == AntKVConfig(prefix=9)
+    assert method.name == "antkv-1bit+intactkv-9"
     for name in ("antkv-1bit+pfn-5", "cq-1bit+intactkv-5", "fp16+intactkv-5"):
         with pytest.raises(SettingsError, match="Nothing can be laid on top"):
-            build_method(name, request_for(tmp_path))
+            build_method(name, request_for(codebook_folder))
 
 
 def test_sinks_can_be_switched_off(request_for, codebook_folder) -> None:

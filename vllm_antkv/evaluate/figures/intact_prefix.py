@@ -1,6 +1,5 @@
 """Error of every layer against the length of the intact prefix (IntactKV, figure 2)."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,7 @@ def numbers(scene: Scene) -> dict[str, Any]:
     exact = hidden_states(scene.model, window)
     error: dict[str, list[float]] = {}
     for size in track(SIZES, "intact-prefix"):
-        method = scene.method(scene.preset, anchor_share=0.0, sinks=False)
-        # The model's own rows, whether or not the codebook has trained ones.
-        method = replace(method, config=scene.config(prefix=size, anchor_share=0.0, sinks=False), trained_prefix=None)
+        method = scene.method(scene.preset, prefix=size, anchor_share=0.0, sinks=False)
         with quantised_past(scene.model, method, scene.context):
             quantised = hidden_states(scene.model, window)
         error[str(size)] = numbers_of((quantised - exact)[:, SIZES[-1] :].square().mean((1, 2)))

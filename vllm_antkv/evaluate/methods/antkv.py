@@ -9,19 +9,18 @@ NAMES = tuple(PRESETS)
 
 
 def build(name: str, request: MethodRequest) -> Method:
-    """Load the codebook that the server would load, with its sink rule and its trained prefix."""
+    """Load the codebook that the server would load, with its sink rule."""
     codebook = request.codebook(name)
     return Method(
         name=name,
         nominal_bits=nominal_bits(codebook.header.layer_presets),
-        config=codebook.settings(request.config),
+        config=request.config,
         quantiser=VectorQuantiser(codebook),
         layers=codebook.header.layer_presets,
         sinks=codebook.header.sinks if request.config.sinks else None,
         key_errors=codebook.k_errors,
         k_scale=codebook.k_scale,
         anchor_scope=request.anchor_scope,
-        trained_prefix=codebook.prefix,
         provenance={
             "codebook": codebook.identity,
             "weights": codebook.header.calibration.get("weights"),

@@ -36,8 +36,7 @@ from vllm_antkv.vllm_adapter.attention.probe import probe
 from vllm_antkv.vllm_adapter.attention.same_on_ranks import load_codebook
 from vllm_antkv.vllm_adapter.attention.sinks import SinkFlags, hand_on, watch
 from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
-from vllm_antkv.vllm_adapter.attention.trained_prefix import LayerPrefix, PrefixTokens
-from vllm_antkv.vllm_adapter.attention.worker import Worker, workspace
+from vllm_antkv.vllm_adapter.attention.workspace import workspace
 from vllm_antkv.vllm_adapter.block_pool.specs import vq_spec
 
 logger = logging.getLogger("vllm.antkv")
@@ -45,10 +44,13 @@ logger = logging.getLogger("vllm.antkv")
 
 def attach(
     model: nn.Module, vllm_config: VllmConfig, device: torch.device, of_step: torch.Tensor | None = None
-) -> Worker:
-    """Attach codebooks, rotary tables, sinks, the trained prefix and recency companions to every attention layer.
+) -> Counters:
+    """Attach codebooks, rotary tables, sinks and recency companions to every attention layer.
 
     of_step: of a model with M-RoPE, as in `PositionLayer`.
+
+    Returns:
+        What the layers count.
 
     Raises:
         CodebookError, SettingsError: the file cannot be served, or is not that of start-up or of other ranks.
@@ -90,11 +92,6 @@ def attach(
             watch(around[rule.layer], probed.adds_residual, sinks, context)
         if (stage := get_pp_group()).world_size > 1:
             hand_on(model, sinks, stage.is_first_rank, stage.is_last_rank)
-    prefix_tokens = None
-    if codebook.prefix is not None:
-        layer, window = _keeps_first_page(found, rules)
-        prefix_tokens = PrefixTokens(codebook.prefix.token_ids, layer.layer_name, max_num_tokens, device)
-        prefix_tokens.refuse_window(window)
     positions = None if of_step is None else _position_layer(found, rules, of_step, vllm_config)
     shared = _Shared(
         settings,
@@ -107,7 +104,6 @@ def attach(
         rules,
         rotaries,
         sinks,
-        prefix_tokens,
         positions,
     )
     # Pages of all layers depend on each other, those of other stages of a pipeline too.
@@ -117,7 +113,7 @@ def attach(
         _attach_layer(index, layouts[index - sum(is_exact[:index])], shared)
     for index in found.sources.keys() & found.ours.keys():
         _attach_reader(index, shared)
-    return Worker(counters, prefix_tokens)
+    return counters
 
 
 def _leave_exact(found: ModelLayers, vllm_config: VllmConfig) -> None:
@@ -138,18 +134,12 @@ def _impl(layer: Attention) -> AntKVImpl:
     return layer.impl
 
 
-def _keeps_first_page(found: ModelLayers, rules: dict[int, LogitRules]) -> tuple[Attention, int | None]:
-    """A layer that keeps its first page longest, and its window: that of a layer without one stays to the end."""
-    index = min(found.coded, key=lambda index: (rules[index].window is not None, index))
-    return found.every[index], rules[index].window
-
-
 @dataclass(frozen=True)
 class _Shared:
     """What all layers of a worker have in common.
 
     found, rules, rotaries: the layers, by their indices how their logits come about, and what turns their K.
-    sinks: where sinks are pinned. prefix_tokens: where the codebook has a trained prefix. positions: with M-RoPE.
+    sinks: where sinks are pinned. positions: with M-RoPE.
     """
 
     settings: AntKVConfig
@@ -162,7 +152,6 @@ class _Shared:
     rules: dict[int, LogitRules]
     rotaries: dict[int, RotaryTable | None]
     sinks: SinkFlags | None
-    prefix_tokens: PrefixTokens | None
     positions: PositionLayer | None
     _last_queries: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
@@ -208,14 +197,12 @@ def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:
         scratch=workspace,
         varlen=flash_attention(layer.head_size, dtype, scheduler_config.max_num_batched_tokens) if on_gpu else None,
     )
-    rule, prefix, tokens = codebook.header.sinks, codebook.prefix, shared.prefix_tokens
-    indices = codebook.header.model.decoder_indices
+    rule, indices = codebook.header.sinks, codebook.header.model.decoder_indices
     _impl(layer).attachment = Attachment(
         setup=setup,
         layout=layout,
         source=None,
         sinks=shared.sinks if rule is not None and indices[index] > rule.layer else None,
-        prefix=None if tokens is None or prefix is None else LayerPrefix.of(tokens, prefix, index, heads, dtype),
         scales=_scales(index, shared),
         recency_name=name,
         recency=companion,

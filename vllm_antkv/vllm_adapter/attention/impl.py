@@ -17,7 +17,6 @@ from vllm_antkv.ops.warm_up import warm_up
 from vllm_antkv.vllm_adapter.attention.key_scales import LayerScales
 from vllm_antkv.vllm_adapter.attention.metadata import VQMetadata
 from vllm_antkv.vllm_adapter.attention.sinks import SinkFlags
-from vllm_antkv.vllm_adapter.attention.trained_prefix import LayerPrefix
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Attachment:
     layout: of its pages.
     source: the layer whose cache this one reads, its rows of the step included; None: it has its own.
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
-    prefix: rows of the codebook's trained prefix, if it has one.
     scales: what queries and K are multiplied by, where the codebook says so.
     recency_name: name of the companion layer, for its metadata.
     recency: the companion layer.
@@ -41,7 +39,6 @@ class Attachment:
     layout: PageLayout
     source: "AntKVImpl | None"
     sinks: SinkFlags | None
-    prefix: LayerPrefix | None
     scales: LayerScales | None
     recency_name: str
     recency: Any
@@ -137,8 +134,6 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         is_sink = None if sinks is None else sinks.of_step(num_tokens)
         if is_sink is not None and self._layer.counts_rows:
             self._layer.counters.count_sinks(is_sink, attn_metadata.query_start_loc[-1])
-        if self.attachment.prefix is not None:
-            key, value = self.attachment.prefix.put_in(key, value)
         if scales is not None:
             key = key * scales.key
         rows, written = StepRows(query, key, value, is_sink), output

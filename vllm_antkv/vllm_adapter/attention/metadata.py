@@ -101,8 +101,6 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         attachments = _attachments(vllm_config)
         ours = [attachments[name] for name in layer_names]
         self._counters = next((each.setup.counters for each in ours if each.setup.counts_rows), None)
-        prefix_tokens = ours[0].prefix.tokens if ours[0].prefix else None
-        self._prefix_tokens = prefix_tokens if prefix_tokens and prefix_tokens.layer_name in layer_names else None
         self._pages = torch.arange(kv_cache_spec.block_size // VQ_BLOCK_SIZE, dtype=torch.int32, device=device)
         self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self._block_table: torch.Tensor | None = None
@@ -121,14 +119,10 @@ class VQMetadataBuilder(AttentionMetadataBuilder[VQMetadata]):
         """
         if self._counters is not None:
             self._counters.count_step(common_attn_metadata.num_actual_tokens)
-        if self._prefix_tokens is not None:
-            self._prefix_tokens.plan(common_attn_metadata)
         return self._metadata(common_attn_metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> VQMetadata:
         """As `build`, for a step that is not counted."""
-        if self._prefix_tokens is not None:
-            self._prefix_tokens.use_buffer()
         return self._metadata(common_attn_metadata)
 
     def _metadata(self, common_attn_metadata: CommonAttentionMetadata) -> VQMetadata:

@@ -39,7 +39,6 @@ class ResolvedCodebook:
     layers: preset of every layer that has codes.
     exact: layers that `--kv-cache-dtype-skip-layers` names.
     num_beside: how many of those have pages in the blocks of the VQ pages: without a window.
-    prefix: token ids of its trained prefix.
     """
 
     path: str
@@ -48,7 +47,6 @@ class ResolvedCodebook:
     layers: tuple[str, ...]
     exact: tuple[int, ...]
     num_beside: int
-    prefix: tuple[int, ...]
 
     @property
     def presets(self) -> list[Preset]:
@@ -86,7 +84,6 @@ def complete(vllm_config: VllmConfig) -> None:
     request = CodebookRequest(model_config.model, model_config.revision, identity, cache_config.cache_dtype)
     path = find_or_make(request, settings)
     codebook = Codebook.load(path, cache_config.cache_dtype, identity)
-    prefix = codebook.header.prefix or ()
     # Layers that read the cache of another have no pages.
     with_pages = range(identity.num_layers - num_sharing_layers(model_config.hf_text_config))
     windows = outgrown_windows(vllm_config)
@@ -99,9 +96,7 @@ def complete(vllm_config: VllmConfig) -> None:
         layers=layers,
         exact=exact,
         num_beside=sum(is_exact[index] and windows[index] is None for index in with_pages),
-        prefix=prefix,
     )
-    settings = codebook.settings(settings)
     vllm_config.additional_config = {
         **vllm_config.additional_config,
         _SETTINGS_KEY: settings.model_dump(),
@@ -117,8 +112,6 @@ def complete(vllm_config: VllmConfig) -> None:
         )
     if _brings_cache_scales(model_config.hf_config):
         logger.info("Scales for an FP8 KV cache in the checkpoint are not used: codes need none.")
-    if prefix:
-        logger.info("Prompts that start with the codebook's trained prefix use it (%d tokens).", len(prefix))
     if settings.sinks and codebook.header.sinks is None:
         logger.info("This codebook knows no attention sinks (calibration found none in this model).")
     logger.info("antkv codebook %s (%s), %.1f MiB", path, codebook.identity, codebook.num_bytes / 2**20)

@@ -7,7 +7,6 @@ from vllm_antkv.vllm_adapter.hooks import (
     dtype,
     groups,
     metrics,
-    prefix_salt,
     rope_cpu,
     specs,
     states,
@@ -25,7 +24,6 @@ HOOKS: tuple[Hook, ...] = (
     rope_cpu.HOOK,
     config.HOOK,
     connector.HOOK,
-    prefix_salt.HOOK,
     status.HOOK,
     metrics.HOOK,
 )

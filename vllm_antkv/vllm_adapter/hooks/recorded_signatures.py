@@ -175,11 +175,6 @@ RECORDED: dict[str, dict[str, dict[str, Parameters]]] = {
             "_zero_block_ids": "(self, block_ids)",
         },
     },
-    "prefix_salt": {
-        "vllm.v1.engine.core:EngineCore": {
-            "preprocess_add_request": "(self, request)",
-        },
-    },
     "states": {
         "vllm.platforms.interface:Platform": {
             "_align_hybrid_block_size": "(vllm_config, backend_cls)",

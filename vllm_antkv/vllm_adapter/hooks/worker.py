@@ -4,39 +4,24 @@
 vLLM's worker for CPUs derives from that for GPUs, and either has both model runners.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from vllm_antkv.ops.counters import Report
 from vllm_antkv.vllm_adapter.attention.attach import attach
 from vllm_antkv.vllm_adapter.attention.inspection import Inspector
-from vllm_antkv.vllm_adapter.attention.trained_prefix import PrefixTokens
 from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
 
 if current_platform.is_cpu() and not TYPE_CHECKING:
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker
-
-
-def noting(tokens: PrefixTokens, execute_model: Callable[..., Any]) -> Callable[..., Any]:
-    """A model runner's `execute_model` that lets `tokens` see what is scheduled."""
-
-    @wraps(execute_model)
-    def note_and_execute(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        tokens.note(scheduler_output)
-        return execute_model(scheduler_output, *args, **kwargs)
-
-    return note_and_execute
 
 
 def _of_one_size(group: KVCacheGroupSpec) -> KVCacheGroupSpec:
@@ -56,12 +41,8 @@ class AntKVWorker(Worker):
         step = np.array([self.scheduler_config.max_num_batched_tokens])
         # The layers of LoRA are told which adapter each token has before they run: here none.
         with self.model_runner.maybe_select_dummy_loras(self.lora_config, step, num_active_loras=0):
-            attached = attach(self.get_model(), self.vllm_config, self.device, of_step)
-        self._inspector = Inspector(self.vllm_config, attached.counters)
-        self._prefix_tokens = attached.prefix_tokens
-        if self._prefix_tokens is not None:
-            # Ray's executor calls the model runner where others call the worker.
-            self.model_runner.execute_model = noting(self._prefix_tokens, self.model_runner.execute_model)
+            counters = attach(self.get_model(), self.vllm_config, self.device, of_step)
+        self._inspector = Inspector(self.vllm_config, counters)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache.
@@ -80,8 +61,6 @@ class AntKVWorker(Worker):
                 spec = group.kv_cache_spec
                 if isinstance(spec, UniformTypeKVCacheSpecs) and target in spec.kv_cache_specs:
                     spec.kv_cache_specs[name] = spec.kv_cache_specs[target]
-        if self._prefix_tokens is not None:
-            self._prefix_tokens.allocate(kv_cache_config.num_blocks)
         super().initialize_from_config(kv_cache_config)
         if current_platform.is_cpu():
             self._zero_exact_pages()
