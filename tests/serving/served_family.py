@@ -65,7 +65,10 @@ def assert_scheduling_changes_nothing(
     with start_engine(model, PRESET, settings, **OPTIONS, dtype=dtype, **pool, **options) as engine:
         batched = engine.complete(PROMPTS, max_tokens=8)
         alone = engine.complete(PROMPTS, max_tokens=8, together=False)
-        assert any(completion.num_cached_tokens for completion in alone) == options.get("enable_prefix_caching", True)
+        # Where states are large, as in float32 on processors with AVX512-BF16, no prompt fills a block.
+        fills = max(map(len, PROMPTS)) > engine.core.scheduler.block_size
+        caches = options.get("enable_prefix_caching", True) and fills
+        assert any(completion.num_cached_tokens for completion in alone) == caches
         assert_alike(batched, alone, dtype)
         growing = engine.complete(SHORT, max_tokens=16, together=False)
         assert engine.count("num_preemptions") == 0
