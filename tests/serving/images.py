@@ -16,7 +16,15 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.serving.conftest import Engine
-from tests.serving.served_family import OPTIONS, PRESET, assert_alike, assert_as_expected, assert_served, learn
+from tests.serving.served_family import (
+    OPTIONS,
+    PRESET,
+    assert_alike,
+    assert_as_expected,
+    assert_served,
+    fills_a_block,
+    learn,
+)
 from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, SeesImages, make_for_text
 from tests.serving.turning import Turning
 from vllm_antkv.config import AntKVConfig
@@ -126,7 +134,8 @@ def test_with_images(start_engine: Start, tmp_path: Path, model_type: str, kind:
         batched = ask(engine, requests)
         alone = ask(engine, requests, together=False)
         assert_alike(completions(batched), completions(alone), kind.dtype)
-        assert any(answer.completion.num_cached_tokens for answer in alone)
+        found = any(answer.completion.num_cached_tokens for answer in alone)
+        assert found == fills_a_block(engine, [answer.ids for answer in alone])
         engine.assert_all_blocks_free()
     assert [len(answer.ids) for answer in batched] == [
         before + (0 if after is None else kind.num_tokens + after) for before, after in LENGTHS

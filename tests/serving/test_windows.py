@@ -98,7 +98,7 @@ def auto(start_engine: Start, model: Path, texts: list[list[int]]) -> list[Compl
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
-    return [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate((5, 127, 128, 300, 431, 700))]
+    return [[0, *range(3 + 2 * i, 2 + 2 * i + length)] for i, length in enumerate((5, 127, 128, 300, 431, 700))]
 
 
 @pytest.mark.parametrize("windows", ["coded", pytest.param("exact", marks=pytest.mark.long)])
