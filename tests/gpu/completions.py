@@ -10,9 +10,8 @@ PRESET = "antkv-1bit"
 #: Starts an engine, as `tests.serving.conftest.running_engine` does.
 Start = Callable[..., Any]
 #: Differences of log-probabilities. float32: orders of summation; between `auto`'s kernels, which multiply in TF32, and
-#: ours: that. With anchors also the same kernels': GEMMs round by how many tokens they have, and another token may win.
-#: 16 bits: rounding of rows, probabilities and logits. In bfloat16, logits of 8 to 16 are 1/16 apart; on a CPU, answers
-#: to requests alone and in batches differ by up to 0.07 with `auto`, and by 0.09 with antkv-1bit.
+#: ours: that. 16 bits: rounding of rows, probabilities and logits. In bfloat16, logits of 8 to 16 are 1/16 apart; on a
+#: CPU, answers to requests alone and in batches differ by up to 0.07 with `auto`, and by 0.09 with antkv-1bit.
 SAME_KERNELS, OTHER_KERNELS, FLOAT16, BFLOAT16 = 1e-3, 2e-2, 5e-2, 2e-1
 #: More than these tests need, and nothing that has to be filled at start-up.
 MEMORY = {"kv_cache_memory_bytes": 1 << 30}

@@ -4,7 +4,7 @@ From NVIDIA's data sheets of the A10, L4, L40S, A100 (SXM), H100 (SXM) and H200 
 architecture for the RTX 4090. Memory is as sold; cards report a few percent more. Data sheets print 16-bit peaks with
 sparsity for most of these GPUs: `dense_flops` is what is left without, in products of bfloat16 that are added in
 float32. What large products sustain stands in no data sheet: `flops` assumes 70 to 77% of the peak. The
-clock of the H200 is what it had while it decoded; the H100's is assumed to be the same.
+clock of H100 and H200 is the one that the peak is stated for; an H200 had 1.98 GHz while it decoded.
 """
 
 from dataclasses import dataclass
@@ -36,6 +36,6 @@ GPUS = {
     "l40s-48": Gpu("NVIDIA L40S", 48e9, 0.864e12, 362e12, 253e12, 142, 2.52e9),
     "a100-40": Gpu("NVIDIA A100-SXM4-40GB", 40e9, 1.555e12, 312e12, 240e12, 108, 1.41e9),
     "a100-80": Gpu("NVIDIA A100-SXM4-80GB", 80e9, 2.039e12, 312e12, 240e12, 108, 1.41e9),
-    "h100-80": Gpu("NVIDIA H100 80GB HBM3", 80e9, 3.35e12, 989.4e12, 700e12, 132, 1.98e9),
-    "h200-141": Gpu("NVIDIA H200", 141e9, 4.8e12, 989.4e12, 700e12, 132, 1.98e9),
+    "h100-80": Gpu("NVIDIA H100 80GB HBM3", 80e9, 3.35e12, 989.4e12, 700e12, 132, 1.83e9),
+    "h200-141": Gpu("NVIDIA H200", 141e9, 4.8e12, 989.4e12, 700e12, 132, 1.83e9),
 }

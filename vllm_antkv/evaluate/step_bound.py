@@ -39,16 +39,16 @@ class Cycles:
     split: float = 0
 
 
-#: Of the CUDA kernels. 1 bit fits what an H200 took; others are 1.3 times what research/sm_model predicts, as 1 bit is;
-#: 0.5 and 0.375 bit, whose layers look up half as often, are those of 1 bit. 4 bits run on Triton's kernels, which take
-#: as much at 1 bit.
+#: Of the CUDA kernels, at the clocks of `GPUS`. 1 bit fits what an H200 took; others are 1.2 times what
+#: research/sm_model predicts, as 1 bit is; 0.5 and 0.375 bit, whose layers look up half as often, are those of 1 bit.
+#: 4 bits run on Triton's kernels, and are those of Triton at 1 bit.
 DECODE_CYCLES = {
-    "antkv-4bit": Cycles(66.0, 17_000),
-    "antkv-2bit": Cycles(15.1, 15_900, 4_700),
-    "antkv-1bit": Cycles(13.3, 12_200, 5_000),
-    "antkv-0.75bit": Cycles(18.4, 13_800, 4_800),
-    "antkv-0.5bit": Cycles(13.3, 12_200, 5_000),
-    "antkv-0.375bit": Cycles(13.3, 12_200, 5_000),
+    "antkv-4bit": Cycles(61.0, 15_700),
+    "antkv-2bit": Cycles(14.0, 14_700, 4_300),
+    "antkv-1bit": Cycles(12.3, 11_300, 4_600),
+    "antkv-0.75bit": Cycles(17.0, 12_800, 4_400),
+    "antkv-0.5bit": Cycles(12.3, 11_300, 4_600),
+    "antkv-0.375bit": Cycles(12.3, 11_300, 4_600),
 }
 
 

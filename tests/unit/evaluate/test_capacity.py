@@ -73,13 +73,10 @@ def test_presets_that_do_not_divide_the_heads_are_left_out() -> None:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_gpus_figures_agree_with_each_other(name: str) -> None:
-    """A multiprocessor does a power of two of 16-bit operations in a cycle: a typo in peak, count or clock shows.
-
-    Peaks are stated for lower clocks than some have while they decode.
-    """
+    """A multiprocessor does a power of two of 16-bit operations in a cycle: a typo in peak, count or clock shows."""
     gpu = GPUS[name]
     per_cycle = gpu.dense_flops / (gpu.multiprocessors * gpu.clock)
-    assert per_cycle == pytest.approx(2 ** round(math.log2(per_cycle)), rel=0.1)
+    assert per_cycle == pytest.approx(2 ** round(math.log2(per_cycle)), rel=0.05)
     assert 0.7 <= round(gpu.flops / gpu.dense_flops, 2) <= 0.77
     assert name.endswith(f"-{gpu.memory / 1e9:.0f}")
 
