@@ -5,12 +5,16 @@ Float32, so that rounding in batched matrix products stays far below the toleran
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_scheduling_is_not_seen
+from vllm_antkv.ops import dispatch
+from vllm_antkv.ops.layer import LayerOperations, LayerState
+from vllm_antkv.ops.warm_up import warm_up
 
 pytestmark = pytest.mark.serving
 
@@ -112,6 +116,23 @@ def test_reused_blocks_show_nothing_of_their_former_request(
             pages.view(torch.uint8).fill_(0xFF)
         assert_all_same(engine.complete(prompts), alone)
         assert_all_same(engine.complete(prompts[::-1]), alone[::-1])
+
+
+def test_warming_kernels_up_spoils_no_first_request(
+    start: Start, alone: list[Completion], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves pages dirty. Those of CPUs need none; here they are warmed up as those of GPUs are."""
+
+    def warm(kernels: dispatch.Kernels) -> dispatch.Kernels:
+        def build(layer: LayerState) -> LayerOperations:
+            warm_up(kernels.build, layer)
+            return kernels.build(layer)
+
+        return replace(kernels, build=build)
+
+    monkeypatch.setattr(dispatch, "KERNELS", tuple(map(warm, dispatch.KERNELS)))
+    with start(enable_prefix_caching=False) as engine:
+        assert_all_same(engine.complete(prompts), alone)
 
 
 def test_random_requests_and_aborts_leave_every_block_free(start: Start, prompts: list[list[int]]) -> None:

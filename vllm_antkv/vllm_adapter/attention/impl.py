@@ -1,5 +1,6 @@
 """What an attention layer runs in each step: store the new tokens, then attend."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +116,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         assert self.attachment is not None, "AntKVWorker did not load this model"
         # vLLM may run with the pages of a trial first, to learn how much memory CUDA graphs take.
         if self._pages is not kv_cache and kv_cache.numel():
-            self._take_pages(self.attachment, kv_cache)
+            take_pages(get_forward_context().no_compile_layers)
         if attn_metadata is None:
             return output.zero_()
         assert self._layer is not None, "vLLM has given this layer no pages"
@@ -153,11 +154,28 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         with self._layer.counters.timed("attend"):
             self._operations.attend(step.shared[source]._replace(query=query), output, step)
 
-    def _take_pages(self, attachment: Attachment, kv_cache: torch.Tensor) -> None:
+    def take_pages(self, kv_cache: torch.Tensor) -> None:
+        """Take the layer's pages from vLLM; see `take_pages`."""
+        assert self.attachment is not None
         self._pages = kv_cache
-        positions = None if attachment.positions is None else attachment.positions.pages
-        vq, recency = VQPages.view(kv_cache, attachment.layout), attachment.recency.pages
-        self._layer = LayerState.of(attachment.setup, vq, recency, positions)
-        if attachment.kernels.on_gpu:
-            warm_up(attachment.kernels.build, self._layer)
-        self._operations = attachment.kernels.build(self._layer)
+        positions = None if self.attachment.positions is None else self.attachment.positions.pages
+        vq, recency = VQPages.view(kv_cache, self.attachment.layout), self.attachment.recency.pages
+        self._layer = LayerState.of(self.attachment.setup, vq, recency, positions)
+        if self.attachment.kernels.on_gpu:
+            warm_up(self.attachment.kernels.build, self._layer)
+        self._operations = self.attachment.kernels.build(self._layer)
+
+
+@torch.inference_mode()
+def take_pages(layers: Mapping[str, Any]) -> None:
+    """Give all layers the pages that vLLM bound to them, before the first of them stores a token.
+
+    Layers share the blocks of the pool, and kernels that are warmed up leave some dirty: those of other layers, too.
+
+    Args:
+        layers: vLLM's static forward context.
+    """
+    for layer in layers.values():
+        impl = getattr(layer, "impl", None)
+        if isinstance(impl, AntKVImpl) and layer.kv_cache.numel():
+            impl.take_pages(layer.kv_cache)

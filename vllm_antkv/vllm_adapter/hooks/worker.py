@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 
 from vllm_antkv.ops.counters import Report
 from vllm_antkv.vllm_adapter.attention.attach import attach
+from vllm_antkv.vllm_adapter.attention.impl import take_pages
 from vllm_antkv.vllm_adapter.attention.inspection import Inspector
 from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
 
@@ -45,7 +46,7 @@ class AntKVWorker(Worker):
         self._inspector = Inspector(self.vllm_config, counters)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the cache.
+        """Allocate the cache, and warm the kernels up.
 
         vLLM puts a layer that reads the cache of another into the group of that one. In a group of pages of several
         sizes, as ours always are, it then looks for the page of the layer itself: here it is told which one that is.
@@ -62,6 +63,7 @@ class AntKVWorker(Worker):
                 if isinstance(spec, UniformTypeKVCacheSpecs) and target in spec.kv_cache_specs:
                     spec.kv_cache_specs[name] = spec.kv_cache_specs[target]
         super().initialize_from_config(kv_cache_config)
+        take_pages(self.compilation_config.static_forward_context)
         if current_platform.is_cpu():
             self._zero_exact_pages()
 
