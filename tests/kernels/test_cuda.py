@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,23 @@ def build_of(shape: Shape, shared_bytes: int = 232448) -> Build:
 def guarded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations make tables of their own."""
     monkeypatch.setattr(cuda, "tables_of", guarding(cuda.tables_of))
+
+
+def test_decoding_is_launched_for_single_tokens_alone() -> None:
+    """A prompt alone: codes and anchors, and the attention of prompts."""
+    launched: list[str] = []
+
+    class Recording(EmulatedBackend):
+        def launch(self, build: Build, kernel: str, *rest: Any) -> None:
+            launched.append(kernel)
+            super().launch(build, kernel, *rest)
+
+    engine = Engine(AntKVConfig(), SMALL, operations(Recording()))
+    sequence = draw_sequence(0, 300, SMALL)
+    engine.step([(sequence, 127)])
+    assert launched == ["antkv_encode_store"]
+    engine.step([(sequence, 1)])
+    assert launched[1:] == ["antkv_encode_store", "antkv_decode", "antkv_merge"]
 
 
 @pytest.mark.parametrize(("shape", "shared_bytes"), LAYERS, ids=str)

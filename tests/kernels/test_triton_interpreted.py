@@ -177,6 +177,17 @@ def test_warming_up_counts_nothing_and_leaves_nothing_that_anybody_sees(monkeypa
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
+def test_decoding_is_launched_for_single_tokens_and_drafts_alone(monkeypatch, num_drafts):
+    launched = []
+    monkeypatch.setattr(triton_operations, "decode", lambda *arguments: launched.append(arguments))
+    engine = Engine(AntKVConfig(), ONE_HEAD, TritonOperations, num_drafts=num_drafts)
+    first, second = (draw_sequence(seed, 30, ONE_HEAD) for seed in range(2))
+    for step, expected in (([(first, 9)], 0), ([(first, 1 + num_drafts), (second, 9)], 1), ([(first, 1)], 2)):
+        engine.step(step)
+        assert len(launched) == expected
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
 def test_warming_up_tunes_decoding_on_a_decode_step(monkeypatch, num_drafts):
     """The first launch is the one that tunes: with a prompt, every program would return at once."""
     query_lens = []

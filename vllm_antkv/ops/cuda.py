@@ -133,7 +133,7 @@ class CudaOperations:
         elif self._votes and step.max_query_len > 1:
             self._triton.anchor_score(rows, step, singles=False)
         self._attend(rows, output, step, self._votes)
-        if self._votes and step.num_reqs:
+        if self._votes and self._decodes(step):
             self._triton.close_blocks(rows, step)
 
     def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
@@ -162,8 +162,12 @@ class CudaOperations:
         """Longer queries are Triton's; single tokens and drafts beside them get the bits that they get alone."""
         if step.max_query_len > self._score_slots:
             self._triton.attend(rows, output, step, fewest=self._score_slots + 1)
-        if step.num_reqs:
+        if self._decodes(step):
             self._decode(rows, output, step, votes)
+
+    def _decodes(self, step: Step) -> bool:
+        """Whether a step may have single tokens or drafts."""
+        return step.num_reqs > 0 and step.min_query_len <= self._score_slots
 
     def _decode(self, rows: StepRows, output: torch.Tensor, step: Step, votes: bool) -> None:
         num_kv_heads, is_sink = rows.key.shape[1], rows.is_sink

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,3 +41,11 @@ class Step:
     def num_reqs(self) -> int:
         """R."""
         return len(self.seq_lens)
+
+    @cached_property
+    def min_query_len(self) -> int:
+        """Lower bound over the requests that have new tokens, known to the host."""
+        if self.query_start_loc_cpu is None:
+            return 1
+        query_lens = self.query_start_loc_cpu.diff()
+        return min(query_lens[query_lens > 0].tolist(), default=1)

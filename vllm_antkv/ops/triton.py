@@ -99,7 +99,7 @@ class TritonOperations:
         check_heads(output)
         if step.max_query_len > self._shape.score_slots:
             self._prefill(rows, output, step)
-        if fewest > self._shape.score_slots:
+        if max(fewest, step.min_query_len) > self._shape.score_slots:
             return
         partial_output, partial_lse = self._partials(step.num_reqs, step.max_seq_len)
         decode(

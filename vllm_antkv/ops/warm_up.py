@@ -16,10 +16,7 @@ _PROMPT, _BATCH = 2048, 32
 
 
 def warm_up(build: Callable[[LayerState], LayerOperations], layer: LayerState) -> None:
-    """Run prompts and a decode step through a layer's operations.
-
-    Decoding comes first: kernels tune themselves where they are launched first, and those of decoding are launched with
-    prompts too, for the single tokens that a step may have beside them.
+    """Run a decode step and prompts through a layer's operations.
 
     The pages must be nobody's yet, and are left dirty.
     """
