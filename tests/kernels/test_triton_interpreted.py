@@ -187,22 +187,6 @@ def test_decoding_is_launched_for_single_tokens_and_drafts_alone(monkeypatch, nu
         assert len(launched) == expected
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
-def test_warming_up_tunes_decoding_on_a_decode_step(monkeypatch, num_drafts):
-    """The first launch is the one that tunes: with a prompt, every program would return at once."""
-    query_lens = []
-
-    def recorded(rows, output, partial_output, partial_lse, pages, tables, batch, shape, scale):
-        query_lens.append(batch.query_start_loc.diff().tolist())
-
-    monkeypatch.setattr(warm_up, "_PROMPT", 140)
-    monkeypatch.setattr(warm_up, "_BATCH", 3)
-    monkeypatch.setattr(triton_operations, "decode", recorded)
-    engine = Engine(AntKVConfig(), ONE_HEAD, TritonOperations, num_drafts=num_drafts)
-    warm_up.warm_up(TritonOperations, engine.state)
-    assert query_lens[0] == [1 + num_drafts] * 3
-
-
 def test_warming_up_has_block_tables_as_wide_as_in_serving(monkeypatch):
     """Triton specialises on whether a stride is a multiple of 16: another one would compile in somebody's request."""
     widths = set()

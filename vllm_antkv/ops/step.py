@@ -45,7 +45,8 @@ class Step:
     @cached_property
     def min_query_len(self) -> int:
         """Lower bound over the requests that have new tokens, known to the host."""
-        if self.query_start_loc_cpu is None:
+        if self.query_start_loc_cpu is None or self.max_query_len == 1:
             return 1
         query_lens = self.query_start_loc_cpu.diff()
-        return min(query_lens[query_lens > 0].tolist(), default=1)
+        present = query_lens[query_lens > 0]
+        return int(present.min()) if len(present) else 1
