@@ -11,7 +11,6 @@ from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.adapters import merged
 from vllm_antkv.offline.pretrained import load_weights
 from vllm_antkv.offline.traits import layer_traits
-from vllm_antkv.slow_bfloat16 import slow_bfloat16
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model on `device`, an adapter merged into it, frozen, in evaluation mode.
 
-    In the dtype of the checkpoint, except that float16 becomes bfloat16: gradients of single tokens underflow float16.
-    On a CPU in float32, unless it is a checkpoint in bfloat16 and the processor multiplies that faster.
+    float32 on a CPU, where half precision is slow and gains nothing. On a GPU the dtype of the checkpoint, except that
+    float16 becomes bfloat16: gradients of single tokens underflow float16.
 
     A layer that is streamed can be run backward only while layers are recomputed (`capture.checkpointed`).
 
@@ -58,7 +57,7 @@ def load_model(
 
 def compute_dtype(config: Any, device: torch.device) -> torch.dtype:
     """The dtype in which the model is run."""
-    stored: torch.dtype = config.dtype or torch.bfloat16
     if device.type == "cpu":
-        return torch.bfloat16 if stored == torch.bfloat16 and not slow_bfloat16(stored) else torch.float32
+        return torch.float32
+    stored = config.dtype or torch.bfloat16
     return torch.bfloat16 if stored == torch.float16 else stored

@@ -21,6 +21,7 @@ from vllm_antkv.calibrate.workspace import Workspace, open_workspace
 from vllm_antkv.calibrate.write_codebook import with_layers_mixed, write_codebook
 from vllm_antkv.codebook.revision import revision_of
 from vllm_antkv.errors import AntKVError, CalibrationError
+from vllm_antkv.offline.float32_products import faster_products
 from vllm_antkv.offline.sinks import PROBE_TOKENS, PROBE_WINDOWS, SinkChannels, find_channels, find_rule, sink_mask
 from vllm_antkv.ops.rope import RotaryTable
 
@@ -28,6 +29,7 @@ from vllm_antkv.ops.rope import RotaryTable
 _WINDOWS_PER_SAVE = 8
 
 
+@faster_products()
 def calibrate(settings: CalibrationSettings) -> list[Path]:
     """Learn the centroids of one or more presets from calibration text and write one codebook file for each.
 

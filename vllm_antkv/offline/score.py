@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.fidelity import OwnFidelity, PositionBand
+from vllm_antkv.offline.float32_products import faster_products
 from vllm_antkv.offline.method import Method
 
 #: Tokens in one forward pass: enough to keep two cores or a GPU busy, few enough for the activations of an 8B model.
@@ -29,6 +30,7 @@ class Scores:
     fidelity: OwnFidelity | None
 
 
+@faster_products()
 def score(
     model: PreTrainedModel,
     method: Method,

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,7 +19,7 @@ from tests.unit.damaged import config_with
 from vllm_antkv.calibrate import learn, resources, source
 from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.layers import Clustering
-from vllm_antkv.calibrate.models import compute_dtype, load_model
+from vllm_antkv.calibrate.models import load_model
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import read_text, token_windows
@@ -322,26 +321,6 @@ def test_the_memory_estimate_is_what_a_llama_8b_needs() -> None:
     assert resources.needs_checkpointing(config, 2048, torch.bfloat16)
     shape = CaptureShape(32, 128, 2048, 8, 128, 4)
     assert 30 < shape.num_bytes / 2**30 < 35
-
-
-@pytest.mark.parametrize(
-    ("stored", "device", "fast", "dtype"),
-    [
-        (torch.bfloat16, "cpu", True, torch.bfloat16),
-        (torch.bfloat16, "cpu", False, torch.float32),
-        (None, "cpu", True, torch.bfloat16),
-        (torch.float16, "cpu", True, torch.float32),
-        (torch.float32, "cpu", True, torch.float32),
-        (torch.bfloat16, "cuda", False, torch.bfloat16),
-        (torch.float16, "cuda", False, torch.bfloat16),
-        (torch.float32, "cuda", False, torch.float32),
-    ],
-)
-def test_the_model_runs_in_the_dtype_of_its_checkpoint_where_that_is_fast(
-    stored: torch.dtype | None, device: str, fast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
-    assert compute_dtype(SimpleNamespace(dtype=stored), torch.device(device)) is dtype
 
 
 def test_presets_are_those_asked_for_once(tiny_llama: Path, text_file: Path, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_mixed_layers_are_ahead_of_one_preset_for_all(card: ModelCard, model, wi
 
 
 def test_antkv_is_ahead_of_cq_and_cq_of_kvquant_at_one_bit(card: ModelCard, model, tmp_path: Path) -> None:
-    """AnTKV, table 1: all learn from the same text and are measured on another; half of the measured margins."""
+    """As served, learned from one text and measured on another. Six seeds gave 0.49 to 0.62 and 0.11 to 0.14."""
     file = tmp_path / "text.txt"
     # Technical English that comes with Python.
     file.write_text("\n".join(pydoc_data.topics.topics.values())[:150_000])
@@ -146,18 +146,18 @@ def test_antkv_is_ahead_of_cq_and_cq_of_kvquant_at_one_bit(card: ModelCard, mode
         "samples": 8,
         "seq_len": 512,
         "device": "cpu",
-        "bits": "uniform",
     }
     calibrate(CalibrationSettings(card.name, out=tmp_path, **learn))
-    calibrate(CalibrationSettings(card.name, out=tmp_path / "cq", weights="none", channels="consecutive", **learn))
+    plain = {"weights": "none", "channels": "consecutive", "bits": "uniform"}
+    calibrate(CalibrationSettings(card.name, out=tmp_path / "cq", **plain, **learn))
     sample = take_sample(model, load_windows(file, card.tokenizer, context=512)[:8], "text")
     seen = load_windows(ROOT / "LICENSE", card.tokenizer, context=512)[:2]
 
     def divergence(method: str) -> float:
-        config = AntKVConfig(anchor_share=0.01, recency="none", prefix=0, sinks=False)
+        config = AntKVConfig(anchor_share=0.01, recency="sliding:32", prefix=0, sinks=False)
         built = build_method(method, MethodRequest(card.name, card.identity, tmp_path, config, sample=sample))
         return score(model, built, seen, against_own=True).fidelity.kl
 
     ours, cq, kvquant = (divergence(method) for method in ("antkv-1bit", "cq-1bit", "kvquant-1bit"))
-    assert ours < 0.94 * cq
-    assert cq < 0.8 * kvquant
+    assert ours < 0.8 * cq
+    assert cq < 0.4 * kvquant

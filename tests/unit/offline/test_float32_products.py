@@ -1,0 +1,29 @@
+"""Where float32 products may be asked of oneDNN, and that they stay exact to float32 there."""
+
+import pytest
+import torch
+
+from vllm_antkv.offline.float32_products import faster_products
+
+
+@pytest.mark.parametrize(
+    ("found", "inside"),
+    [({}, "none"), ({"avx512_bf16": True}, "bf16"), ({"avx512_bf16": True, "amx_bf16": True}, "none")],
+)
+def test_asked_for_only_where_nothing_is_rounded(
+    found: dict[str, bool], inside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    with faster_products():
+        assert torch.backends.mkldnn.matmul.fp32_precision == inside
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+
+
+def test_products_are_exact_to_float32_on_this_processor() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(size, 576, generator=generator) for size in (512, 1536))
+    exact = rows.double() @ weight.double().T
+    with faster_products():
+        error = (rows @ weight.T - exact).norm() / exact.norm()
+    # Of bfloat16 it would be 2e-3.
+    assert error < 1e-6
