@@ -7,16 +7,17 @@ from vllm_antkv.offline.float32_products import faster_products
 
 
 @pytest.mark.parametrize(
-    ("found", "inside"),
-    [({}, "none"), ({"avx512_bf16": True}, "bf16"), ({"avx512_bf16": True, "amx_bf16": True}, "none")],
+    ("found", "asked"), [([], False), (["avx512_bf16"], True), (["avx512_bf16", "amx_bf16"], False)]
 )
 def test_asked_for_only_where_nothing_is_rounded(
-    found: dict[str, bool], inside: str, monkeypatch: pytest.MonkeyPatch
+    found: list[str], asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(found, True))
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
     with faster_products():
-        assert torch.backends.mkldnn.matmul.fp32_precision == inside
-    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+        assert matmul.fp32_precision == ("bf16" if asked else before)
+    assert matmul.fp32_precision == before
 
 
 def test_products_are_exact_to_float32_on_this_processor() -> None:
