@@ -88,9 +88,9 @@ class AntKVConfig(BaseModel, frozen=True, extra="forbid", strict=True):
     )
     recency: str = Field(
         default="sliding:32",
-        description="Recent tokens that stay unquantised: sliding:W keeps the last W, log:W up to 3 W "
-        "log-distributed ones (LogQuant), none only the current token. Unless none, the VQ block that "
-        "is being filled stays unquantised too.",
+        description="Recent tokens that stay unquantised: sliding:W keeps the last W (in layers with a sliding window "
+        "at most a 32nd of it, or 8 if that is more), log:W up to 3 W log-distributed ones (LogQuant), none only the "
+        "current token. Unless none, the VQ block that is being filled stays unquantised too.",
     )
     windows: Literal["coded", "exact"] = Field(
         default="coded",

@@ -62,6 +62,18 @@ def test_sliding_keeps_the_last_w_tokens_and_the_open_block(window):
     assert table == [max(j + window - 1, block_end(j)) for j in range(LENGTH)]
 
 
+@given(st.integers(1, 300), st.integers(1, 5000))
+def test_a_layer_with_a_window_keeps_at_most_a_32nd_of_it_but_eight(recent, window):
+    table = last_query_table(alone(f"sliding:{recent}"), LENGTH, window)
+    kept = min(recent, max(window // 32, 8))
+    assert torch.equal(table, last_query_table(alone(f"sliding:{kept}"), LENGTH))
+
+
+@pytest.mark.parametrize("recency", ["none", "log:42"])
+def test_a_window_changes_no_other_recency(recency):
+    assert torch.equal(last_query_table(alone(recency), LENGTH, 64), last_query_table(alone(recency), LENGTH))
+
+
 @given(even)
 @settings(max_examples=20)
 def test_log_retention_is_algorithm_1_of_logquant(window):

@@ -11,6 +11,11 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig, Recency
 
 #: "Every query": larger than any position.
 ALWAYS = 2**31 - 1
+#: A layer with a window keeps at most this share of it unquantised as recent tokens. It holds few tokens, however long
+#: the context, and a recent one takes as much room as 16 coded ones of 1 bit.
+_SHARE_OF_WINDOW = 1 / 32
+#: But so many it keeps of any window.
+_FEWEST_OF_WINDOW = 8
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -35,7 +40,7 @@ def last_query_table(config: AntKVConfig, max_len: int, window: int | None = Non
     """
     policy = config.recency_policy
     positions = torch.arange(max_len, dtype=torch.int32)
-    table = _retention(policy, positions)
+    table = _retention(policy, positions, window)
     if policy.kind != "none":
         table = torch.maximum(table, _block_end(positions))
     if window is not None and config.windows == "exact":
@@ -87,12 +92,17 @@ def _block_end(positions: torch.Tensor) -> torch.Tensor:
     return (positions // VQ_BLOCK_SIZE + 1) * VQ_BLOCK_SIZE - 1
 
 
-def _retention(policy: Recency, positions: torch.Tensor) -> torch.Tensor:
+def _retention(policy: Recency, positions: torch.Tensor, window: int | None) -> torch.Tensor:
     if policy.kind == "log":
         return _log_retention(policy.window, len(positions))
     if policy.kind == "sliding":
-        return positions + (policy.window - 1)
+        return positions + (_sliding(policy.window, window) - 1)
     return positions.clone()
+
+
+def _sliding(recent: int, window: int | None) -> int:
+    """How many of the last tokens a layer keeps where one without a window keeps `recent`."""
+    return recent if window is None else min(recent, max(int(window * _SHARE_OF_WINDOW), _FEWEST_OF_WINDOW))
 
 
 def _log_retention(window: int, max_len: int) -> torch.Tensor:

@@ -208,7 +208,6 @@ def test_a_window_that_is_exact_loses_nothing(codebook: Codebook) -> None:
     naive = Naive(150, codebook, window=70)
     expected = naive.attend(lambda i, j: True)
     torch.testing.assert_close(run(naive, vq_method(codebook, windows="exact")), expected)
-    torch.testing.assert_close(run(naive, vq_method(codebook, recency="sliding:70")), expected)
 
 
 # --- where nothing is lost -------------------------------------------------------------------------------------------

@@ -156,12 +156,11 @@ class _Shared:
     _last_queries: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def last_query(self, window: int | None) -> torch.Tensor:
-        """See `select.recency.last_query_table`; one tensor for all layers that see the same."""
-        known = window if self.settings.windows == "exact" else None
-        if known not in self._last_queries:
+        """See `select.recency.last_query_table`; one tensor for all layers with the same window."""
+        if window not in self._last_queries:
             max_len = self.vllm_config.model_config.max_model_len
-            self._last_queries[known] = last_query_table(self.settings, max_len, known).to(self.device)
-        return self._last_queries[known]
+            self._last_queries[window] = last_query_table(self.settings, max_len, window).to(self.device)
+        return self._last_queries[window]
 
 
 def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:
