@@ -230,6 +230,8 @@ def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from tests.serving.embedded_server import SharedServers
 
     with ExitStack() as held:
+        # Threads that start servers side by side must not all create it.
+        tmp_path_factory.getbasetemp()
         yield SharedServers(held, lambda: tmp_path_factory.mktemp("embedded"))
 
 
