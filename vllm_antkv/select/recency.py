@@ -11,11 +11,11 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig, Recency
 
 #: "Every query": larger than any position.
 ALWAYS = 2**31 - 1
-#: A layer with a window keeps at most this share of it unquantised as recent tokens. It holds few tokens, however long
-#: the context, and a recent one takes as much room as 16 coded ones of 1 bit.
-_SHARE_OF_WINDOW = 1 / 32
-#: But so many it keeps of any window.
-_FEWEST_OF_WINDOW = 8
+#: A layer with a window keeps at most one in so many of its tokens unquantised as recent ones. It holds few tokens,
+#: however long the context, and a recent one takes as much room as 16 coded ones of 1 bit.
+_WINDOW_PER_RECENT = 32
+#: The least that the rule above leaves of any window.
+_FEWEST_RECENT = 8
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -102,7 +102,7 @@ def _retention(policy: Recency, positions: torch.Tensor, window: int | None) -> 
 
 def _sliding(recent: int, window: int | None) -> int:
     """How many of the last tokens a layer keeps where one without a window keeps `recent`."""
-    return recent if window is None else min(recent, max(int(window * _SHARE_OF_WINDOW), _FEWEST_OF_WINDOW))
+    return recent if window is None else min(recent, max(window // _WINDOW_PER_RECENT, _FEWEST_RECENT))
 
 
 def _log_retention(window: int, max_len: int) -> torch.Tensor:
