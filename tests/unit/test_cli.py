@@ -16,7 +16,7 @@ from vllm_antkv import __version__, cli
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.errors import CalibrationError, CodebookError, SettingsError
 from vllm_antkv.evaluate.compare import gap_closed
-from vllm_antkv.evaluate.report import PerplexityReport
+from vllm_antkv.evaluate.report import PerplexityReport, write_json
 
 RESULT_FIELDS = {
     "model": {"type": "string"},
@@ -90,6 +90,23 @@ def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, c
     shown = capsys.readouterr().out
     assert f"{content['gap_closed']['antkv-1bit']:.1%}" in shown
     assert f"{content['fidelity']['cq-1bit']['kl']:.5f}" in shown
+
+
+def test_a_comparison_that_ends_early_leaves_what_it_measured(
+    model_folder, perplexity_args, capsys, monkeypatch
+) -> None:
+    def on_a_full_disk(path: Path, content: dict[str, Any]) -> None:
+        if len(content["results"]) > 1:
+            raise OSError("No space left on device")
+        write_json(path, content)
+
+    monkeypatch.setattr("vllm_antkv.evaluate.report.write_json", on_a_full_disk)
+    del perplexity_args["--method"]
+    args = flat(model_folder, {**perplexity_args, "--methods": "rtn-4bit,rtn-2bit"})
+    assert cli.run(["eval", "compare", *args]) == 1
+    content = json.loads(perplexity_args["--json"].read_text())
+    assert [result["method"] for result in content["results"]] == list(content["fidelity"]) == ["rtn-4bit"]
+    assert capsys.readouterr().err.endswith("antkv: No space left on device\n")
 
 
 def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:

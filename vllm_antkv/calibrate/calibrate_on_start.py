@@ -14,12 +14,12 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from huggingface_hub import snapshot_download
 
-from vllm_antkv.calibrate.progress import say
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import codebook_path
 from vllm_antkv.errors import AntKVError, CalibrationError, reason
 from vllm_antkv.presets import get_preset, parts_of_mix
+from vllm_antkv.progress import say
 
 #: On a CPU and on a GPU: a server waits for them, and a CPU takes many seconds for every window.
 #: Twice as many on a CPU gain nothing (`docs/results.md`).

@@ -19,13 +19,13 @@ import torch
 from vllm_antkv.calibrate.capture import Capture, CaptureWindow
 from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.key_scales import query_energy
-from vllm_antkv.calibrate.progress import say
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.offline.attention import prompt_scores
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.sinks import peak_ratio
 from vllm_antkv.ops.rope import RotaryTable, unrotate
+from vllm_antkv.progress import say
 from vllm_antkv.select.recency import last_query_table
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import torch
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.forward_backend import WhyVllm, why_vllm
 from vllm_antkv.calibrate.models import Streaming, compute_dtype, load_model
-from vllm_antkv.calibrate.progress import say
 from vllm_antkv.calibrate.resources import needs_checkpointing, pick_device, places_for_weights
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import built_in_text, read_text, text_hash, token_windows
@@ -23,6 +22,7 @@ from vllm_antkv.errors import CalibrationError, UnsupportedModelError
 from vllm_antkv.offline.adapters import read_adapter
 from vllm_antkv.offline.pretrained import check_token_ids, read_config, read_tokenizer
 from vllm_antkv.presets import Preset, parts_of_mix
+from vllm_antkv.progress import say
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from vllm_antkv.calibrate.capture import CaptureFiles
 from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.key_scales import key_scales
 from vllm_antkv.calibrate.layers import Clustering, key_errors, learn_layer
-from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.workspace import Workspace
 from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, RopeLayout, SinkRule
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
 from vllm_antkv.presets import Preset
+from vllm_antkv.progress import progress_bar
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 from huggingface_hub.repocard import metadata_load
 from transformers import PretrainedConfig
 
-from vllm_antkv.calibrate.progress import say
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import AntKVError, UnsupportedModelError
 from vllm_antkv.offline.pretrained import is_quantised, read_config
+from vllm_antkv.progress import say
 
 
 def original_of(folder: str) -> str:

@@ -13,7 +13,6 @@ from vllm_antkv import __version__
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.job import Job, check_enough, prepare
 from vllm_antkv.calibrate.learn import Captured, learn_preset
-from vllm_antkv.calibrate.progress import progress_bar
 from vllm_antkv.calibrate.resources import check_disk
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, open_source
@@ -24,6 +23,7 @@ from vllm_antkv.errors import AntKVError, CalibrationError
 from vllm_antkv.offline.float32_products import faster_products
 from vllm_antkv.offline.sinks import PROBE_TOKENS, PROBE_WINDOWS, SinkChannels, find_channels, find_rule, sink_mask
 from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.progress import progress_bar
 
 #: Windows between two points from which a killed run goes on.
 _WINDOWS_PER_SAVE = 8

@@ -8,11 +8,11 @@ import numpy as np
 
 from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.mix import mix
-from vllm_antkv.calibrate.progress import progress_bar, say
 from vllm_antkv.calibrate.workspace import Workspace
 from vllm_antkv.codebook import Codebook, codebook_path
 from vllm_antkv.offline.divergences import layer_divergences
 from vllm_antkv.presets import Preset
+from vllm_antkv.progress import progress_bar, say
 
 #: Windows on which layers are measured: their order hardly changes with more.
 _MEASURED_WINDOWS = 2

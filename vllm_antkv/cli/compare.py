@@ -26,16 +26,19 @@ def compare(
     Example: `antkv eval compare MODEL --methods fp16,cq-1bit,antkv-1bit --codebooks DIR --text FILE --json OUT`
 
     `--recency` and `--context` apply to every method; the gap needs fp16 and the cq-* of the same bits in the list.
+    The JSON is written after every method.
     """
     from vllm_antkv.evaluate.compare import gap_closed
     from vllm_antkv.evaluate.report import write_json
 
-    reports = perplexities(model, methods.split(","), windows, json, cache, against_own=True)
-    closed = gap_closed(reports)
-    fidelity = {report.method: report.fidelity.model_dump() for report in reports if report.fidelity}
-    write_json(
-        json, {"results": [report.model_dump() for report in reports], "gap_closed": closed, "fidelity": fidelity}
-    )
+    reports: list[PerplexityReport] = []
+    for report in perplexities(model, methods.split(","), windows, json, cache, against_own=True):
+        reports.append(report)
+        closed = gap_closed(reports)
+        fidelity = {each.method: each.fidelity.model_dump() for each in reports if each.fidelity}
+        write_json(
+            json, {"results": [each.model_dump() for each in reports], "gap_closed": closed, "fidelity": fidelity}
+        )
     print_table(_table(reports, closed))
 
 

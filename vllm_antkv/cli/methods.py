@@ -1,11 +1,12 @@
 """What the commands that evaluate methods have in common."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_antkv.cli.options import MethodOptions, WindowOptions
-from vllm_antkv.cli.progress import progress_on_stderr
+from vllm_antkv.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
 
 def perplexities(
     model: str, methods: list[str], given: WindowOptions, json: Path, cache: MethodOptions, against_own: bool = False
-) -> "list[PerplexityReport]":
-    """Everything that can be wrong is checked before the weights are loaded, but for methods that need a sample."""
+) -> "Iterator[PerplexityReport]":
+    """One after the other, as they are measured.
+
+    Everything that can be wrong is checked before the weights are loaded, but for methods that need a sample.
+    """
     from vllm_antkv.evaluate.methods import check_method
     from vllm_antkv.evaluate.perplexity import evaluate_perplexity
     from vllm_antkv.evaluate.report import check_writable
@@ -33,11 +37,10 @@ def perplexities(
     ids = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
     windows = TextWindows(given.text, ids)
     loaded, built = load_methods(card, names, cache, given.context)
-    with progress_on_stderr() as start:
-        return [
-            evaluate_perplexity(card, loaded, method, windows, start(method.name, len(ids)), against_own)
-            for method in built
-        ]
+    for method in built:
+        with progress_bar(method.name, len(ids)) as progress:
+            report = evaluate_perplexity(card, loaded, method, windows, progress.update, against_own)
+        yield report
 
 
 def load_methods(

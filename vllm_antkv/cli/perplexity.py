@@ -26,6 +26,6 @@ def perplexity(
     """
     from vllm_antkv.evaluate.report import write_json
 
-    report = perplexities(model, [method], windows, json, cache)[0]
+    [report] = perplexities(model, [method], windows, json, cache)
     write_json(json, report.model_dump())
     print(f"{report.method}: perplexity {report.perplexity:.4f}, {report.effective_bits:.3f} effective bits")

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from vllm_antkv.cli.methods import load_methods
 from vllm_antkv.cli.options import Json, MethodOptions, Model, grouped, names_in
-from vllm_antkv.cli.progress import progress_on_stderr
 from vllm_antkv.cli.tables import print_table, table
 from vllm_antkv.errors import SettingsError
+from vllm_antkv.progress import progress_bar
 
 if TYPE_CHECKING:
     from vllm_antkv.evaluate.retrieval import RetrievalReport
@@ -80,13 +80,14 @@ def retrieval(
     )
     config = cache.config()
     reports = []
-    with progress_on_stderr("prompts") as start:
-        if names:
-            loaded, built = load_methods(card, names, cache, max(sizes))
-            reports += [evaluate_retrieval(card, loaded, m, asked, start(m.name, len(asked))) for m in built]
-        for dtype in dtypes:
-            bar = start(f"{dtype} served", len(asked))
-            reports.append(evaluate_retrieval_served(card, dtype, config, asked, bar))
+    if names:
+        loaded, built = load_methods(card, names, cache, max(sizes))
+        for method in built:
+            with progress_bar(method.name, len(asked)) as progress:
+                reports.append(evaluate_retrieval(card, loaded, method, asked, progress.update))
+    for dtype in dtypes:
+        with progress_bar(f"{dtype} served", len(asked)) as progress:
+            reports.append(evaluate_retrieval_served(card, dtype, config, asked, progress.update))
     write_json(json, {"results": [report.model_dump() for report in reports]})
     if figure is not None:
         write_heat_map(figure, reports)

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import typer
 
 from vllm_antkv.cli.options import CacheOptions, Json, Model, WindowOptions, grouped
-from vllm_antkv.cli.progress import progress_on_stderr
 from vllm_antkv.offline.adapters import Adapter
+from vllm_antkv.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,8 @@ def served(model: Model, engine: EngineOptions, given: WindowOptions, json: Json
     ids = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
     windows = TextWindows(given.text, ids)
     dtypes = [engine.kv_cache_dtype, *([] if engine.against is None else [engine.against])]
-    with progress_on_stderr() as start:
-        bar = start(", ".join(dtypes), len(dtypes) * len(ids))
-        report = evaluate_served(card, engine.kv_cache_dtype, config, windows, bar, engine.against)
+    with progress_bar(", ".join(dtypes), len(dtypes) * len(ids)) as progress:
+        report = evaluate_served(card, engine.kv_cache_dtype, config, windows, progress.update, engine.against)
     write_json(json, report.model_dump())
     print(f"{report.method} served: perplexity {report.perplexity:.4f}, {report.effective_bits:.3f} effective bits")
     if report.against is not None:

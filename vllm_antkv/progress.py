@@ -1,4 +1,4 @@
-"""What a calibration says while it works, on standard error."""
+"""What long commands say while they work, on standard error."""
 
 import sys
 from collections.abc import Callable
