@@ -20,6 +20,11 @@ class _Lines(tqdm):
 
         return show
 
+    def close(self) -> None:
+        """End; the last line is not repeated."""
+        self.leave = self.n > self.last_print_n
+        super().close()
+
 
 def progress_bar(what: str, total: int, done: int = 0) -> tqdm:
     """A progress bar with ETA on standard error; in a log file, a line every ten seconds."""

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 def perplexities(
     model: str, methods: list[str], given: WindowOptions, json: Path, cache: MethodOptions, against_own: bool = False
 ) -> "Iterator[PerplexityReport]":
-    """One after the other, as they are measured.
-
-    Everything that can be wrong is checked before the weights are loaded, but for methods that need a sample.
-    """
+    """One after the other, as they are measured. Everything that can be wrong is checked before the first one."""
     from vllm_antkv.evaluate.methods import check_method
     from vllm_antkv.evaluate.perplexity import evaluate_perplexity
     from vllm_antkv.evaluate.report import check_writable
@@ -51,14 +48,19 @@ def load_methods(
     from vllm_antkv.evaluate.windows import load_windows
     from vllm_antkv.laboratory.base import MethodRequest
     from vllm_antkv.laboratory.sample import take_sample
+    from vllm_antkv.offline.attention import check_eviction
 
     request = MethodRequest(card.name, card.identity, cache.codebooks, cache.config(), cache.own_recency)
     request = replace(request, anchor_scope=cache.anchor_scope)
     if cache.calibration is None:
         built = [build_method(name, request) for name in names]
-        return card.load(), built
-    learned = load_windows(cache.calibration, card.tokenizer, context)
-    card.check_windows(learned)
-    loaded = card.load()
-    request = replace(request, sample=take_sample(loaded, learned, str(cache.calibration)))
-    return loaded, [build_method(name, request) for name in names]
+        loaded = card.load()
+    else:
+        learned = load_windows(cache.calibration, card.tokenizer, context)
+        card.check_windows(learned)
+        loaded = card.load()
+        request = replace(request, sample=take_sample(loaded, learned, str(cache.calibration)))
+        built = [build_method(name, request) for name in names]
+    for method in built:
+        check_eviction(loaded, method, context)
+    return loaded, built

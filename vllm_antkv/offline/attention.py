@@ -48,6 +48,22 @@ from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, bloc
 from vllm_antkv.select.recency import last_query_table
 
 
+def check_eviction(model: PreTrainedModel, method: Method, num_tokens: int) -> None:
+    """Refuse what a method that drops tokens cannot attend to.
+
+    Raises:
+        UnsupportedModelError: a layer has a window of fewer than `num_tokens`, a soft cap or learned sink logits.
+    """
+    if method.eviction is None:
+        return
+    for layer, traits in enumerate(layer_traits(model)):
+        if not traits.is_plain(num_tokens):
+            raise UnsupportedModelError(
+                f"Layer {layer} of this model has a sliding window, a logits soft cap or learned sink logits, and "
+                f"{method.name} evicts by plain attention: evaluate it with another method."
+            )
+
+
 @contextmanager
 def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> Iterator[None]:
     """While open, `model` attends through `method`; its own attention comes back at the end.
@@ -55,18 +71,12 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
     The model must be called on whole windows of at most `num_tokens` tokens, without padding and without a KV cache.
 
     Raises:
-        UnsupportedModelError: its attention cannot be computed here: K that cannot be turned back; or, by a method that
-            evicts rows, a sliding window shorter than the windows, a soft cap or learned sink logits.
+        UnsupportedModelError: its K cannot be turned back; or as `check_eviction`.
     """
     if method.quantiser is None and method.eviction is None:
         yield
         return
-    for layer, traits in enumerate(layer_traits(model)):
-        if method.eviction is not None and not traits.is_plain(num_tokens):
-            raise UnsupportedModelError(
-                f"Layer {layer} of this model has a sliding window, a logits soft cap or learned sink logits, and "
-                f"{method.name} evicts by plain attention: evaluate it with another method."
-            )
+    check_eviction(model, method, num_tokens)
     with watched_run(model, method, num_tokens) as run, replaced(model, run.attend):
         yield
 

@@ -1,6 +1,7 @@
 """`antkv eval` with the methods of the literature: what they learn from, and whose recency they keep."""
 
 import json
+import shutil
 
 import pytest
 
@@ -43,3 +44,18 @@ def test_a_calibration_text_is_learned_from(compare, text_file) -> None:
 def test_methods_can_be_laid_on_top_of_each_other(compare) -> None:
     results = compare("fp16,rtn-2bit+pfn-3,kivi-2bit+kvsink-2+intactkv-1,h2o-64")
     assert list(results) == ["fp16", "rtn-2bit+pfn-3", "kivi-2bit+kvsink-2+intactkv-1", "h2o-64"]
+
+
+def test_what_a_later_method_cannot_do_is_said_before_the_first_is_measured(
+    model_folder, text_file, tmp_path, capsys
+) -> None:
+    with_windows = shutil.copytree(model_folder, tmp_path / "model")
+    config = json.loads((with_windows / "config.json").read_text())
+    of_mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    (with_windows / "config.json").write_text(json.dumps(config | of_mistral))
+    out = tmp_path / "out.json"
+    command = ["eval", "compare", str(with_windows), "--methods", "rtn-2bit,h2o-64", "--text", str(text_file)]
+    assert cli.run([*command, "--context", "200", "--max-windows", "1", "--json", str(out)]) == 1
+    assert "h2o-64 evicts by plain attention" in capsys.readouterr().err
+    assert not out.exists()
+    assert cli.run([*command, "--context", "64", "--max-windows", "1", "--json", str(out)]) == 0
