@@ -21,8 +21,10 @@ class _Lines(tqdm):
         return show
 
     def close(self) -> None:
-        """End; the last line is not repeated."""
-        self.leave = self.n > self.last_print_n
+        """Write the last line where others were written and it was not. tqdm's own ending is for terminals."""
+        if not self.disable and self.last_print_t > self.start_t and self.n > self.last_print_n:
+            self.refresh()
+        self.sp = None
         super().close()
 
 
