@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+_NO_TARGET = -100
+
 
 def loss_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
     """Causal language-model loss of one window, summed over its tokens.
@@ -20,8 +22,10 @@ def loss_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
     # The parameters are frozen: the embeddings are where the graph that reaches every K and V begins.
     embeddings = model.get_input_embeddings()(window[None]).detach()  # type: ignore[operator]
     embeddings.requires_grad_(torch.is_grad_enabled())
-    logits = model(inputs_embeds=embeddings, use_cache=False).logits[0, :-1]
-    return functional.cross_entropy(logits.float(), window[1:], reduction="sum")
+    logits = model(inputs_embeds=embeddings, use_cache=False).logits.flatten(0, 1)
+    # Nothing follows the last token. Its logits stay: cut off, they would be copied on the way back.
+    targets = functional.pad(window[1:], (0, 1), value=_NO_TARGET)
+    return functional.cross_entropy(logits.float(), targets, ignore_index=_NO_TARGET, reduction="sum")
 
 
 def handed_on(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
