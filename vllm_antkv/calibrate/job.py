@@ -26,8 +26,9 @@ from vllm_antkv.progress import say
 
 logger = logging.getLogger(__name__)
 
-#: One window in so many judges.
+#: One window in so many judges, and so many do at most: the order of layers hardly changes with more.
 _JUDGING_EVERY = 16
+_MAX_JUDGING = 2
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,14 @@ class Job:
 
     @property
     def judging(self) -> torch.Tensor:
-        """The windows by which a mix of layers is chosen: where layers are mixed, no centroid is learned from them."""
-        return self.windows[: max(1, len(self.windows) // _JUDGING_EVERY)]
+        """The windows by which a mix of layers is chosen; none where layers are alike."""
+        wanted = min(max(1, len(self.windows) // _JUDGING_EVERY), _MAX_JUDGING)
+        return self.windows[: wanted if self.parts else 0]
+
+    @property
+    def learning(self) -> torch.Tensor:
+        """The windows that centroids are learned from: all others, as large tables know their text better."""
+        return self.windows[len(self.judging) :]
 
     @property
     def recomputes(self) -> bool:

@@ -115,8 +115,8 @@ def _find_sink_channels(source: Source, job: Job) -> SinkChannels | None:
 
 
 def _capture(job: Job, source: Source, work: Workspace, found: SinkChannels | None) -> CaptureFiles:
-    """Run the model over all windows that are not captured yet."""
-    num_windows, seq_len = job.windows.shape
+    """Run the model over all windows to learn from that are not captured yet."""
+    num_windows, seq_len = job.learning.shape
     identity = job.identity
     shape = CaptureShape(
         identity.num_layers,
@@ -132,7 +132,7 @@ def _capture(job: Job, source: Source, work: Workspace, found: SinkChannels | No
     done = work.windows_done()
     with source.capturing(capture) as capture_window, progress_bar("Capturing K and V", num_windows, done) as progress:
         for index in range(done, num_windows):
-            capture_window(job.windows[index], index)
+            capture_window(job.learning[index], index)
             if (index + 1) % _WINDOWS_PER_SAVE == 0 or index + 1 == num_windows:
                 files.flush()
                 work.set_windows_done(index + 1)
@@ -141,13 +141,10 @@ def _capture(job: Job, source: Source, work: Workspace, found: SinkChannels | No
 
 
 def _captured(job: Job, files: CaptureFiles, found: SinkChannels | None, rotaries: list[RotaryTable]) -> Captured:
-    """The sink rule, and which tokens are clustered: not the first of a window, no sinks, none that are to judge."""
+    """The sink rule, and which tokens are clustered: not the first of a window, no sinks."""
     kept = np.ones((files.shape.num_windows, files.shape.seq_len), bool)
     kept[:, 0] = False
     rule = find_rule(found, files.sink_values()) if found else None
     if found and rule:
         kept &= ~sink_mask(rule, found, files.sink_values())
-    if job.parts:
-        # What judges the mix must be new to the centroids: large tables know their text better than small ones.
-        kept[: len(job.judging)] = False
     return Captured(files, kept, rule, rotaries)

@@ -14,9 +14,6 @@ from vllm_antkv.offline.divergences import layer_divergences
 from vllm_antkv.presets import Preset
 from vllm_antkv.progress import progress_bar, say
 
-#: Windows on which layers are measured: their order hardly changes with more.
-_MEASURED_WINDOWS = 2
-
 
 def with_layers_mixed(job: Job, learned: Mapping[str, Codebook], work: Workspace) -> list[Codebook]:
     """The codebooks asked for: mixes of the layers of all that were learned, where bits are mixed."""
@@ -24,10 +21,9 @@ def with_layers_mixed(job: Job, learned: Mapping[str, Codebook], work: Workspace
         return [learned[preset.name] for preset in job.presets]
     measured = list(dict.fromkeys(part for parts in job.parts.values() for part in parts))
     books = [learned[part.name] for part in measured]
-    windows = job.judging[:_MEASURED_WINDOWS]
-    num_steps = len(windows) * books[0].header.model.num_layers
+    num_steps = len(job.judging) * books[0].header.model.num_layers
     with job.model_again(work.folder / "weights") as model, progress_bar("Measuring layers", num_steps) as progress:
-        divergences = layer_divergences(model, books, windows, progress.update)
+        divergences = layer_divergences(model, books, job.judging, progress.update)
     found = {part.name: divergences[:, number] for number, part in enumerate(measured)}
     return [
         _mixed(preset, [learned[part.name] for part in job.parts[preset.name]], found)

@@ -1,7 +1,7 @@
 """Bits by layer: the choice is the best there is, and what decides is how far each layer alone moves predictions."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from vllm_antkv.calibrate import mix
 from vllm_antkv.calibrate.capture import checkpointed
+from vllm_antkv.calibrate.job import prepare
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.codebook import Codebook, codebook_path
@@ -200,6 +201,20 @@ def test_too_little_text_gives_all_layers_the_preset(long_llama: Path, text_file
     (path,) = calibrate(CalibrationSettings(str(long_llama), [PRESET], [str(text_file)], tmp_path, **few))
     assert Codebook.load(path).header.layers is None
     assert "need two windows of 256 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("samples", "judges"), [(6, 1), (31, 1), (32, 2), (64, 2)])
+def test_few_windows_judge_and_all_others_are_learned_from(
+    samples: int, judges: int, long_llama: Path, text_file: Path, tmp_path: Path
+) -> None:
+    small = {"seq_len": 256, "device": "cpu", "samples": 2}
+    job = prepare(CalibrationSettings(str(long_llama), [PRESET], [str(text_file)], tmp_path, **small))
+    job = replace(job, windows=torch.arange(samples)[:, None])
+    assert job.judging.flatten().tolist() == list(range(judges))
+    assert job.learning.flatten().tolist() == list(range(judges, samples))
+    alike = replace(job, parts={})
+    assert len(alike.judging) == 0
+    assert torch.equal(alike.learning, job.windows)
 
 
 def test_an_unknown_way_to_spend_bits_is_refused(long_llama: Path, text_file: Path, tmp_path: Path) -> None:
