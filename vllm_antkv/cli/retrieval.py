@@ -1,5 +1,6 @@
 """`antkv eval retrieval`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,8 @@ from vllm_antkv.progress import progress_bar
 
 if TYPE_CHECKING:
     from vllm_antkv.evaluate.retrieval import RetrievalReport
+    from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt
+    from vllm_antkv.offline.models import ModelCard
 
 
 @dataclass(frozen=True)
@@ -55,19 +58,18 @@ def retrieval(
 ) -> None:
     """Exact match on synthetic retrieval prompts, at several lengths and depths.
 
+    The JSON is written after every method.
+
     Example: `antkv eval retrieval MODEL --methods fp16,antkv-1bit --codebooks DIR --json OUT`
 
     Through vLLM, with the same prompts: `--kv-cache-dtype auto,antkv-1bit`
     """
     from vllm_antkv.evaluate.heat_map import check_figure, write_heat_map
-    from vllm_antkv.evaluate.report import check_writable, write_json
-    from vllm_antkv.evaluate.retrieval import evaluate_retrieval
+    from vllm_antkv.evaluate.report import check_writable, written_one_by_one
     from vllm_antkv.evaluate.retrieval_prompts import make_prompts
-    from vllm_antkv.evaluate.served import evaluate_retrieval_served
     from vllm_antkv.offline.models import ModelCard
 
-    names, dtypes = names_in(who.methods), names_in(who.kv_cache_dtype)
-    if not names and not dtypes:
+    if not names_in(who.methods) and not names_in(who.kv_cache_dtype):
         raise SettingsError("Say what to evaluate, with --methods or --kv-cache-dtype.")
     check_writable(json)
     if figure is not None:
@@ -78,20 +80,27 @@ def retrieval(
     asked = make_prompts(
         card.tokenizer, names_in(what.kinds), sizes, _numbers("--depths", what.depths), what.prompts, what.seed
     )
-    config = cache.config()
-    reports = []
-    if names:
-        loaded, built = load_methods(card, names, cache, max(sizes))
-        for method in built:
-            with progress_bar(method.name, len(asked)) as progress:
-                reports.append(evaluate_retrieval(card, loaded, method, asked, progress.update))
-    for dtype in dtypes:
-        with progress_bar(f"{dtype} served", len(asked)) as progress:
-            reports.append(evaluate_retrieval_served(card, dtype, config, asked, progress.update))
-    write_json(json, {"results": [report.model_dump() for report in reports]})
+    reports = written_one_by_one(_measured(card, who, cache, asked, max(sizes)), json)
     if figure is not None:
         write_heat_map(figure, reports)
     print_table(_table(reports))
+
+
+def _measured(
+    card: "ModelCard", who: AnswererOptions, cache: MethodOptions, asked: "list[RetrievalPrompt]", longest: int
+) -> Iterator["RetrievalReport"]:
+    from vllm_antkv.evaluate.retrieval import evaluate_retrieval
+    from vllm_antkv.evaluate.served import evaluate_retrieval_served
+
+    config = cache.config()
+    if names := names_in(who.methods):
+        loaded, built = load_methods(card, names, cache, longest)
+        for method in built:
+            with progress_bar(method.name, len(asked)) as progress:
+                yield evaluate_retrieval(card, loaded, method, asked, progress.update)
+    for dtype in names_in(who.kv_cache_dtype):
+        with progress_bar(f"{dtype} served", len(asked)) as progress:
+            yield evaluate_retrieval_served(card, dtype, config, asked, progress.update)
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -1,6 +1,7 @@
 """`antkv eval tasks`."""
 
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,9 +54,9 @@ def tasks(
 
     Example: `antkv eval tasks MODEL --tasks gsm8k,piqa --kv-cache-dtype auto,antkv-1bit --codebooks DIR --json OUT`
 
-    Needs the extra `tasks`: `pip install 'vllm-antkv[tasks]'`
+    The JSON is written after every cache. Needs the extra `tasks`: `pip install 'vllm-antkv[tasks]'`
     """
-    from vllm_antkv.evaluate.report import check_writable, write_json
+    from vllm_antkv.evaluate.report import check_writable, written_one_by_one
     from vllm_antkv.evaluate.tasks import TaskRun, check_tasks, evaluate_tasks, evaluate_tasks_on_server
     from vllm_antkv.offline.models import ModelCard
 
@@ -67,10 +68,9 @@ def tasks(
     run = TaskRun(tasks=tuple(names_in(tasks)), **asdict(how))
     check_tasks(run)
     config = cache.config()
-    reports = [evaluate_tasks(card, dtype, config, run) for dtype in dtypes]
-    reports += [evaluate_tasks_on_server(card, name, url, run) for name, url in servers]
-    write_json(json, {"results": [report.model_dump() for report in reports]})
-    print_table(_table(reports))
+    own = (evaluate_tasks(card, dtype, config, run) for dtype in dtypes)
+    running = (evaluate_tasks_on_server(card, name, url, run) for name, url in servers)
+    print_table(_table(written_one_by_one(chain(own, running), json)))
 
 
 def _named_url(text: str) -> tuple[str, str]:

@@ -5,8 +5,9 @@ import json
 import math
 import platform
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -14,6 +15,8 @@ from vllm_antkv import __version__
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.offline.fidelity import OwnFidelity
 from vllm_antkv.whole_file import write_whole
+
+Report = TypeVar("Report", bound=BaseModel)
 
 
 class PerplexityReport(BaseModel, frozen=True):
@@ -81,3 +84,12 @@ def as_json(content: dict[str, Any]) -> str:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write atomically: readers see the old file or the whole new one."""
     write_whole(path, as_json(content).encode())
+
+
+def written_one_by_one(reports: Iterable[Report], path: Path) -> list[Report]:
+    """All of them. The file is written after every one, so that what was measured outlives what fails later."""
+    measured = []
+    for report in reports:
+        measured.append(report)
+        write_json(path, {"results": [each.model_dump() for each in measured]})
+    return measured
