@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.table import Table
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vllm_antkv.evaluate.retrieval import RetrievalReport
     from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt
     from vllm_antkv.offline.models import ModelCard
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,10 @@ def retrieval(
     if figure is not None:
         check_figure(figure)
     card = ModelCard.read(model)
-    sizes = [int(length) for length in _numbers("--lengths", what.lengths)]
-    card.check_context(max(sizes))
+    sizes = _numbers("--lengths", what.lengths, int)
+    card.check_context(max(sizes), "--lengths")
     asked = make_prompts(
-        card.tokenizer, names_in(what.kinds), sizes, _numbers("--depths", what.depths), what.prompts, what.seed
+        card.tokenizer, names_in(what.kinds), sizes, _numbers("--depths", what.depths, float), what.prompts, what.seed
     )
     reports = written_one_by_one(_measured(card, who, cache, asked, max(sizes)), json)
     if figure is not None:
@@ -103,11 +105,12 @@ def _measured(
             yield evaluate_retrieval_served(card, dtype, config, asked, progress.update)
 
 
-def _numbers(option: str, text: str) -> list[float]:
+def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
     try:
-        return [float(part) for part in text.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise SettingsError(f"{option} is '{text}', but must be numbers separated by commas.") from None
+        whole = "whole " if kind is int else ""
+        raise SettingsError(f"{option} is '{text}', but must be {whole}numbers separated by commas.") from None
 
 
 def _table(reports: "list[RetrievalReport]") -> Table:

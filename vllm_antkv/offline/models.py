@@ -84,14 +84,12 @@ class ModelCard:
         self.check_context(windows.shape[1])
         check_token_ids(windows, self.name, self.identity.vocab_size, SettingsError)
 
-    def check_context(self, context: int) -> None:
-        """SettingsError when the model cannot score windows of `context` tokens."""
+    def check_context(self, context: int, option: str = "--context") -> None:
+        """SettingsError when the model cannot score windows of `context` tokens, which this option asks for."""
         if context < 2:
-            raise SettingsError(f"--context is {context}, but a window needs 2 tokens or more to have one to predict.")
+            raise SettingsError(f"{option} is {context}, but a window needs 2 tokens or more to have one to predict.")
         if context > self.max_context:
-            raise SettingsError(
-                f"--context is {context}, but the model was made for {self.max_context} tokens at most."
-            )
+            raise SettingsError(f"{option} is {context}, but the model was made for {self.max_context} tokens at most.")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
