@@ -82,6 +82,8 @@ TABLE: list[tuple[str, list[str], int, str]] = [
     (RETRIEVAL, ["--depths", "0,1"], 2, "Say what to evaluate"),
     (RETRIEVAL, ["--methods", "fp16", "--depths", "deep"], 2, "must be numbers separated by commas"),
     (RETRIEVAL, ["--methods", "fp16", "--lengths", "100000"], 2, "made for 512 tokens"),
+    (SERVED, ["--kv-cache-dtype", "auto", "--against", "fp16"], 2, "must be one of"),
+    (RETRIEVAL, ["--kv-cache-dtype", "auto,fp16"], 2, "must be one of"),
     (RETRIEVAL, ["--methods", "fp16", "--lengths", "nan"], 2, "must be whole numbers separated by commas"),
     (RETRIEVAL, ["--methods", "fp16", "--lengths", "inf"], 2, "must be whole numbers separated by commas"),
     (RETRIEVAL, ["--methods", "fp16", "--lengths", "0"], 2, "--lengths is 0"),
@@ -90,6 +92,7 @@ TABLE: list[tuple[str, list[str], int, str]] = [
     (RETRIEVAL, ["--methods", "fp16", "--figure", "map.txt"], 2, "must end in"),
     (TASKS, [], 2, "Say what to evaluate"),
     (TASKS, ["--kv-cache-dtype", "auto", "--server", "auto=http://localhost:1"], 2, "Say what to evaluate"),
+    (TASKS, ["--kv-cache-dtype", "auto,fp16"], 2, "must be one of"),
     (TASKS, ["--server", "http://localhost:1"], 2, "must be NAME=URL"),
 ]
 

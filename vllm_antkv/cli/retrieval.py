@@ -69,6 +69,7 @@ def retrieval(
     from vllm_antkv.evaluate.heat_map import check_figure, write_heat_map
     from vllm_antkv.evaluate.report import check_writable, written_one_by_one
     from vllm_antkv.evaluate.retrieval_prompts import make_prompts
+    from vllm_antkv.evaluate.served import check_kv_cache_dtypes
     from vllm_antkv.offline.models import ModelCard
 
     if not names_in(who.methods) and not names_in(who.kv_cache_dtype):
@@ -82,6 +83,8 @@ def retrieval(
     asked = make_prompts(
         card.tokenizer, names_in(what.kinds), sizes, _numbers("--depths", what.depths, float), what.prompts, what.seed
     )
+    if dtypes := names_in(who.kv_cache_dtype):
+        check_kv_cache_dtypes(dtypes)
     reports = written_one_by_one(_measured(card, who, cache, asked, max(sizes)), json)
     if figure is not None:
         write_heat_map(figure, reports)

@@ -41,7 +41,7 @@ def served(model: Model, engine: EngineOptions, given: WindowOptions, json: Json
     The divergence is over the 20 most likely tokens of both and a rest: a lower bound of that over the vocabulary.
     """
     from vllm_antkv.evaluate.report import check_writable, write_json
-    from vllm_antkv.evaluate.served import evaluate_served
+    from vllm_antkv.evaluate.served import check_kv_cache_dtypes, evaluate_served
     from vllm_antkv.evaluate.windows import TextWindows, load_windows
     from vllm_antkv.offline.models import ModelCard
 
@@ -51,6 +51,7 @@ def served(model: Model, engine: EngineOptions, given: WindowOptions, json: Json
     ids = load_windows(given.text, card.tokenizer, given.context, given.max_windows)
     windows = TextWindows(given.text, ids)
     dtypes = [engine.kv_cache_dtype, *([] if engine.against is None else [engine.against])]
+    check_kv_cache_dtypes(dtypes)
     with progress_bar(", ".join(dtypes), len(dtypes) * len(ids)) as progress:
         report = evaluate_served(card, engine.kv_cache_dtype, config, windows, progress.update, engine.against)
     write_json(json, report.model_dump())

@@ -57,6 +57,7 @@ def tasks(
     The JSON is written after every cache. Needs the extra `tasks`: `pip install 'vllm-antkv[tasks]'`
     """
     from vllm_antkv.evaluate.report import check_writable, written_one_by_one
+    from vllm_antkv.evaluate.served import check_kv_cache_dtypes
     from vllm_antkv.evaluate.tasks import TaskRun, check_tasks, evaluate_tasks, evaluate_tasks_on_server
     from vllm_antkv.offline.models import ModelCard
 
@@ -65,6 +66,8 @@ def tasks(
         raise SettingsError("Say what to evaluate, either with --kv-cache-dtype or with --server.")
     check_writable(json)
     card = ModelCard.read(model)
+    if dtypes:
+        check_kv_cache_dtypes(dtypes)
     run = TaskRun(tasks=tuple(names_in(tasks)), **asdict(how))
     check_tasks(run)
     config = cache.config()

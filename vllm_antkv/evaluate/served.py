@@ -4,7 +4,7 @@ Proves that what is served is what was evaluated. Needs vLLM, which is imported 
 settings reach it as they reach a server, through `--kv-cache-dtype` and `--additional-config`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,11 +177,8 @@ def evaluate_retrieval_served(
     return report_retrieval(card, as_method(card, kv_cache_dtype, config), prompts, right, served=True)
 
 
-def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int) -> dict[str, Any]:
-    """Arguments of vLLM's `LLM`.
-
-    The cache has room for a few sequences of `context` tokens, whatever else runs on the machine: without a size, vLLM
-    would want nearly all memory, and not start where that is not free.
+def check_kv_cache_dtypes(names: Iterable[str]) -> None:
+    """Are there all of these? Better asked before the first engine starts than after hours.
 
     Raises:
         SettingsError: a `kv_cache_dtype` that there is not.
@@ -192,8 +189,20 @@ def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, co
     except ImportError as error:
         raise UnsupportedModelError(f"vLLM cannot be imported ({reason(error)}): see `antkv doctor`.") from None
     known = dict.fromkeys((*PRESETS, *known_dtypes()))
-    if kv_cache_dtype not in known:
-        raise SettingsError(f"--kv-cache-dtype is '{kv_cache_dtype}', but must be one of {', '.join(known)}.")
+    for name in names:
+        if name not in known:
+            raise SettingsError(f"The KV cache dtype is '{name}', but must be one of {', '.join(known)}.")
+
+
+def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int) -> dict[str, Any]:
+    """Arguments of vLLM's `LLM`.
+
+    The cache has room for a few sequences of `context` tokens, whatever else runs on the machine: without a size, vLLM
+    would want nearly all memory, and not start where that is not free.
+
+    Raises as `check_kv_cache_dtypes` does.
+    """
+    check_kv_cache_dtypes([kv_cache_dtype])
     identity = card.identity
     token_bytes = 2 * identity.num_layers * identity.num_kv_heads * identity.head_size * card.dtype.itemsize
     settings = config.model_dump(exclude_defaults=True)
