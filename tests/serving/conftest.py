@@ -202,14 +202,14 @@ def quick_engines(engine_environment: None) -> Iterator[None]:
 @pytest.fixture
 def eager(quick_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that evaluation starts are not compiled, which would take longer than all else that they do."""
-    from vllm_antkv.evaluate import served, tasks
+    from vllm_antkv.evaluate import engine, tasks
 
-    options = served.engine_options
+    options = engine.engine_options
 
     def eager_options(*arguments: Any) -> dict[str, Any]:
         return {**options(*arguments), "enforce_eager": True}
 
-    for module in (served, tasks):
+    for module in (engine, tasks):
         monkeypatch.setattr(module, "engine_options", eager_options)
 
 

@@ -66,10 +66,10 @@ def retrieval(
 
     Through vLLM, with the same prompts: `--kv-cache-dtype auto,antkv-1bit`
     """
+    from vllm_antkv.evaluate.engine import check_kv_cache_dtypes
     from vllm_antkv.evaluate.heat_map import check_figure, write_heat_map
     from vllm_antkv.evaluate.report import check_writable, written_one_by_one
     from vllm_antkv.evaluate.retrieval_prompts import make_prompts
-    from vllm_antkv.evaluate.served import check_kv_cache_dtypes
     from vllm_antkv.offline.models import ModelCard
 
     if not names_in(who.methods) and not names_in(who.kv_cache_dtype):

@@ -40,8 +40,9 @@ def served(model: Model, engine: EngineOptions, given: WindowOptions, json: Json
 
     The divergence is over the 20 most likely tokens of both and a rest: a lower bound of that over the vocabulary.
     """
+    from vllm_antkv.evaluate.engine import check_kv_cache_dtypes
     from vllm_antkv.evaluate.report import check_writable, write_json
-    from vllm_antkv.evaluate.served import check_kv_cache_dtypes, evaluate_served
+    from vllm_antkv.evaluate.served import evaluate_served
     from vllm_antkv.evaluate.windows import TextWindows, load_windows
     from vllm_antkv.offline.models import ModelCard
 

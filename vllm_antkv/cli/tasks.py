@@ -56,8 +56,8 @@ def tasks(
 
     The JSON is written after every cache. Needs the extra `tasks`: `pip install 'vllm-antkv[tasks]'`
     """
+    from vllm_antkv.evaluate.engine import check_kv_cache_dtypes
     from vllm_antkv.evaluate.report import check_writable, written_one_by_one
-    from vllm_antkv.evaluate.served import check_kv_cache_dtypes
     from vllm_antkv.evaluate.tasks import TaskRun, check_tasks, evaluate_tasks, evaluate_tasks_on_server
     from vllm_antkv.offline.models import ModelCard
 

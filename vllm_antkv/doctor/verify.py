@@ -162,7 +162,7 @@ def _engine(card: "ModelCard", kv_cache_dtype: str, config: AntKVConfig) -> "Ite
 
     Raises UnsupportedModelError where vLLM does not start, or fails while this is open.
     """
-    from vllm_antkv.evaluate.served import running_engine
+    from vllm_antkv.evaluate.engine import running_engine
 
     context, steps = min(MAX_MODEL_LEN, card.max_context), {"max_num_batched_tokens": STEP_TOKENS}
     with running_engine(card, kv_cache_dtype, config, context, **steps, enforce_eager=True) as llm:

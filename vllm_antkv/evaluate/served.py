@@ -1,20 +1,19 @@
 """Quality through real vLLM: the same windows, prompts and settings as offline, served.
 
-Proves that what is served is what was evaluated. Needs vLLM, which is imported only when an evaluation starts; the
-settings reach it as they reach a server, through `--kv-cache-dtype` and `--additional-config`.
+Proves that what is served is what was evaluated. Needs vLLM (`engine`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import SettingsError, UnsupportedModelError, reason
+from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.effective_bits import effective_bits
+from vllm_antkv.evaluate.engine import SEQUENCES_PER_CALL, running_engine
 from vllm_antkv.evaluate.fidelity import TOP_TOKENS, Fidelity, TopTokens, divergence, top1_agreement
 from vllm_antkv.evaluate.methods import antkv
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
@@ -22,8 +21,7 @@ from vllm_antkv.evaluate.retrieval import RetrievalReport, report_retrieval
 from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt, is_right
 from vllm_antkv.evaluate.windows import TextWindows
 from vllm_antkv.laboratory.base import MethodRequest
-from vllm_antkv.layer_windows import has_mamba2
-from vllm_antkv.offline.adapters import Adapter, read_adapter
+from vllm_antkv.offline.adapters import Adapter
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.score import Progress
@@ -34,15 +32,8 @@ if TYPE_CHECKING:
 
 #: Bits per element without antkv; as for the offline method `fp16`.
 _AUTO_BITS = 16.0
-#: Sequences handed to vLLM at a time: its scheduler batches within, the progress bar moves between.
-_SEQUENCES_PER_CALL = 8
-#: The cache holds these in full precision twice over, as pages may be half empty.
-_CACHE_SLACK = 2
-_LEAST_CACHE_BYTES = 64 << 20
 #: Tokens that an answer may have beyond the right one's: enough to see that it goes on.
 _ANSWER_SLACK = 2
-#: Characters kept of what vLLM says when it does not start; pydantic's reasons begin on the third line.
-_MAX_REASON = 400
 
 
 class ServedReport(PerplexityReport):
@@ -128,7 +119,7 @@ def serve_windows(
         raise SettingsError("Served perplexity needs prefill_reads_cache, or positions would see an unquantised past.")
     total, tops = 0.0, []
     with running_engine(card, kv_cache_dtype, config, context) as engine:
-        for batch in windows.split(_SEQUENCES_PER_CALL):
+        for batch in windows.split(SEQUENCES_PER_CALL):
             for output in _score(engine, card.adapter, batch, TOP_TOKENS if with_top else 0):
                 steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
                 tokens = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
@@ -165,8 +156,8 @@ def evaluate_retrieval_served(
     longest = max(len(prompt.prompt) + len(prompt.answer) for prompt in prompts) + _ANSWER_SLACK
     right = []
     with running_engine(card, kv_cache_dtype, config, min(longest, card.max_context)) as engine:
-        for start in range(0, len(prompts), _SEQUENCES_PER_CALL):
-            batch = prompts[start : start + _SEQUENCES_PER_CALL]
+        for start in range(0, len(prompts), SEQUENCES_PER_CALL):
+            batch = prompts[start : start + SEQUENCES_PER_CALL]
             outputs = engine.generate(
                 [TokensPrompt(prompt_token_ids=list(prompt.prompt)) for prompt in batch],
                 [SamplingParams(temperature=0, max_tokens=len(p.answer) + _ANSWER_SLACK) for p in batch],
@@ -175,103 +166,6 @@ def evaluate_retrieval_served(
             right += [is_right(o.outputs[0].text, p.expected) for o, p in zip(outputs, batch, strict=True)]
             progress(len(batch))
     return report_retrieval(card, as_method(card, kv_cache_dtype, config), prompts, right, served=True)
-
-
-def check_kv_cache_dtypes(names: Iterable[str]) -> None:
-    """Are there all of these? Better asked before the first engine starts than after hours.
-
-    Raises:
-        SettingsError: a `kv_cache_dtype` that there is not.
-        UnsupportedModelError: vLLM cannot be imported.
-    """
-    try:
-        from vllm_antkv.vllm_adapter.hooks.dtype import known_dtypes
-    except ImportError as error:
-        raise UnsupportedModelError(f"vLLM cannot be imported ({reason(error)}): see `antkv doctor`.") from None
-    known = dict.fromkeys((*PRESETS, *known_dtypes()))
-    for name in names:
-        if name not in known:
-            raise SettingsError(f"The KV cache dtype is '{name}', but must be one of {', '.join(known)}.")
-
-
-def engine_options(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int) -> dict[str, Any]:
-    """Arguments of vLLM's `LLM`.
-
-    The cache has room for a few sequences of `context` tokens, whatever else runs on the machine: without a size, vLLM
-    would want nearly all memory, and not start where that is not free.
-
-    Raises as `check_kv_cache_dtypes` does.
-    """
-    check_kv_cache_dtypes([kv_cache_dtype])
-    identity = card.identity
-    token_bytes = 2 * identity.num_layers * identity.num_kv_heads * identity.head_size * card.dtype.itemsize
-    settings = config.model_dump(exclude_defaults=True)
-    # With Mamba-2 vLLM's CPU build fails otherwise, whatever the cache dtype.
-    without_prefix_caching = has_mamba2(card.config.get_text_config()) and not torch.cuda.is_available()
-    return {
-        "model": card.name,
-        # vLLM would serve a float32 checkpoint in half precision, and that difference is not ours to measure.
-        "dtype": str(card.dtype).removeprefix("torch."),
-        "kv_cache_dtype": kv_cache_dtype,
-        "additional_config": {"antkv": settings} if kv_cache_dtype in PRESETS else {},
-        "max_model_len": context,
-        # What is read here is text.
-        "language_model_only": True,
-        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, _CACHE_SLACK * _SEQUENCES_PER_CALL * context * token_bytes),
-        **({"enable_prefix_caching": False} if without_prefix_caching else {}),
-        **_lora_options(card.adapter),
-    }
-
-
-def _lora_options(adapter: Adapter | None) -> dict[str, Any]:
-    if adapter is None:
-        return {}
-    from vllm.config.lora import MaxLoRARanks
-
-    config = read_adapter(adapter.folder, SettingsError)
-    modules = config.get("target_modules")
-    rank = max([config.get("r", 1), *config.get("rank_pattern", {}).values()])
-    return {
-        "enable_lora": True,
-        # Of a rank above all of them, vLLM says which there are.
-        "max_lora_rank": min((known for known in get_args(MaxLoRARanks) if known >= rank), default=rank),
-        # On CPUs, where LoRA is applied to logits, vLLM fails at those of prompts.
-        "lora_target_modules": modules if isinstance(modules, list) else None,
-    }
-
-
-@contextmanager
-def starting() -> Iterator[None]:
-    """While vLLM starts: what it raises becomes one sentence.
-
-    Raises UnsupportedModelError.
-    """
-    try:
-        yield
-    except Exception as error:  # vLLM raises anything from pydantic's errors to RuntimeError when it cannot start
-        gist = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
-        raise UnsupportedModelError(f"vLLM does not start with this model and settings: {gist}.") from error
-
-
-def shut_down(engine: "LLM") -> None:
-    """Stop an engine and its processes."""
-    engine.llm_engine.engine_core.shutdown()
-
-
-@contextmanager
-def running_engine(
-    card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int, **more: Any
-) -> "Iterator[LLM]":
-    """An engine while this is open, `more` of vLLM's arguments; errors as of `engine_options` and `starting`."""
-    options = engine_options(card, kv_cache_dtype, config, context)
-    from vllm import LLM
-
-    with starting():
-        engine = LLM(**options, **more)
-    try:
-        yield engine
-    finally:
-        shut_down(engine)
 
 
 def _score(engine: "LLM", adapter: Adapter | None, windows: torch.Tensor, num_logprobs: int) -> "list[RequestOutput]":

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
+from vllm_antkv.evaluate.engine import engine_options, shut_down, starting
 from vllm_antkv.evaluate.report import versions
-from vllm_antkv.evaluate.served import engine_options, shut_down, starting
 from vllm_antkv.offline.models import ModelCard
 
 if TYPE_CHECKING:
