@@ -83,8 +83,7 @@ def retrieval(
     asked = make_prompts(
         card.tokenizer, names_in(what.kinds), sizes, _numbers("--depths", what.depths, float), what.prompts, what.seed
     )
-    if dtypes := names_in(who.kv_cache_dtype):
-        check_kv_cache_dtypes(dtypes)
+    check_kv_cache_dtypes(names_in(who.kv_cache_dtype))
     reports = written_one_by_one(_measured(card, who, cache, asked, max(sizes)), json)
     if figure is not None:
         write_heat_map(figure, reports)

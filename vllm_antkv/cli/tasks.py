@@ -66,8 +66,7 @@ def tasks(
         raise SettingsError("Say what to evaluate, either with --kv-cache-dtype or with --server.")
     check_writable(json)
     card = ModelCard.read(model)
-    if dtypes:
-        check_kv_cache_dtypes(dtypes)
+    check_kv_cache_dtypes(dtypes)
     run = TaskRun(tasks=tuple(names_in(tasks)), **asdict(how))
     check_tasks(run)
     config = cache.config()

@@ -4,7 +4,7 @@ vLLM is imported only when one starts; the settings reach it as they reach a ser
 `--additional-config`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,13 +29,15 @@ _LEAST_CACHE_BYTES = 64 << 20
 _MAX_REASON = 400
 
 
-def check_kv_cache_dtypes(names: Iterable[str]) -> None:
-    """Are there all of these? Better asked before the first engine starts than after hours.
+def check_kv_cache_dtypes(names: Sequence[str]) -> None:
+    """Are there all of these? Better asked before the first engine starts than after hours. None needs no vLLM.
 
     Raises:
         SettingsError: a `kv_cache_dtype` that there is not.
         UnsupportedModelError: vLLM cannot be imported.
     """
+    if not names:
+        return
     try:
         from vllm_antkv.vllm_adapter.hooks.dtype import known_dtypes
     except ImportError as error:
