@@ -1,12 +1,13 @@
 # make demo   serve the embedded model at 1 bit and ask it something (ARGS=--once: then stop)
 # make test   lint, type-check and test, in about ten minutes on two cores
 # make test-long   the tests that take longer: every family of models, other processors and GPUs, several processes
+# make test-research   the tests of the literature's methods, figures and retrieval in research/
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
 # make real-models   fetch real language models into the user's cache (ARGS=smollm2: one of them)
 # make wheel   a source distribution and a manylinux wheel with the C++ kernels, in dist/
 # make gpu-check   check and time everything on a GPU
-# make vllm-contract   what a release of vLLM changes in the names that we use (VERSION=0.34.0; default: the newest)
+# make vllm-contract   what a release of vLLM decides anew about our classes (VERSION=0.34.0; default: the newest)
 # make test-vllm-0.33   run what can run on the Python of a release that has no build for CPUs yet
 # make bench-cpu   decode and prefill on this CPU: antkv-1bit against vLLM's own caches (ARGS="--contexts 1024")
 # make lint | format | docs | lock | clean
@@ -30,7 +31,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Containers set it. Every process would then compile all modules of vLLM again, which takes longer than importing them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo real-models test test-short test-long vllm-contract wheel audit gpu-check bench-cpu lint $(LINTERS) format docs lock clean
+.PHONY: help venv demo real-models test test-short test-long test-research vllm-contract wheel audit gpu-check bench-cpu lint $(LINTERS) format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -62,6 +63,9 @@ test-short: $(VENV)
 
 test-long: $(VENV)
 	env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PYTEST) -m long $(ARGS)
+
+test-research: $(VENV)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix research/tests/test_,literature.py compare.py orderings.py figures.py retrieval.py retrieval_prompts.py) $(ARGS)
 
 vllm-contract: $(VENV)
 	$(BIN)/python -m scripts.vllm_contract $(VERSION) $(ARGS)

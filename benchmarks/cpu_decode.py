@@ -3,9 +3,10 @@
 All sides serve the same model: one with random weights, whose attention has the shape of Llama-3-8B's with fewer heads,
 or the one that --model names. A decode step is timed as an engine step: scheduling, the whole model and sampling
 included. The engines take turns every few steps, and a ratio is the median over turns: a machine that is slower for a
-second is so for all of them.
+second is so for all of them. With --against, the package of another commit takes the place of vLLM's caches.
 
     python -m benchmarks.cpu_decode                          # the table of docs/performance.md
+    python -m benchmarks.cpu_decode --against HEAD~1         # before kernels are changed for good
     python -m benchmarks.cpu_decode --model FOLDER --dtype float32 --contexts 1024 2048 4096 8000
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.checkout import built_at
 from benchmarks.cpu_engine import EngineProcess, Setting
 
 HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS = 128, 2, 4
@@ -40,11 +42,10 @@ def main() -> None:
         longest = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
         options = {"max_model_len": min(MAX_LEN, longest), "dtype": arguments.dtype}
         options["additional_config"] = {"antkv": {"kernels": arguments.kernels}}
-        dtypes = {"auto": "auto", "fp8": "fp8", "antkv": arguments.kv_cache_dtype}
-        if "avx512_f" not in processor()["instructions"]:
-            print("Without fp8: vLLM has no FP8 cache on processors without AVX-512.")
-            del dtypes["fp8"]
-        sides = {side: EngineProcess(model, dtype, arguments.threads, options) for side, dtype in dtypes.items()}
+        sides = {
+            side: EngineProcess(model, dtype, arguments.threads, options, checkout)
+            for side, (dtype, checkout) in _sides(arguments).items()
+        }
         for engine in sides.values():
             # Nobody is to pay for what happens once in a process.
             engine.prefill(Setting(256, 1), STEPS)
@@ -63,6 +64,9 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv-cache-dtype", default="antkv-1bit")
+    parser.add_argument(
+        "--against", metavar="COMMIT", help="Compare with a commit of this repository, not with vLLM's caches."
+    )
     parser.add_argument("--model", type=Path, help="Folder of a model, served with its codebook (default: random).")
     parser.add_argument("--dtype", default="auto", help="Of weights and activations: float32 or bfloat16.")
     parser.add_argument("--kernels", default="auto", help="The antkv setting kernels.")
@@ -73,6 +77,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS of both sides.")
     parser.add_argument("--json", help="Write everything measured to this file.")
     return parser.parse_args()
+
+
+def _sides(arguments: argparse.Namespace) -> dict[str, tuple[str, Path | None]]:
+    """The KV cache's dtype of each side, and the folder of its package where that is not the installed one.
+
+    The first is what the others are compared with.
+    """
+    sides: dict[str, tuple[str, Path | None]] = {"auto": ("auto", None), "fp8": ("fp8", None)}
+    if arguments.against:
+        sides = {arguments.against: (arguments.kv_cache_dtype, built_at(arguments.against))}
+    elif "avx512_f" not in processor()["instructions"]:
+        print("Without fp8: vLLM has no FP8 cache on processors without AVX-512.")
+        del sides["fp8"]
+    return sides | {"antkv": (arguments.kv_cache_dtype, None)}
 
 
 def _make_model(folder: Path, preset_name: str, group: int) -> Path:
@@ -147,7 +165,7 @@ def processor() -> dict[str, Any]:
 
 def _row(setting: Setting, measured: dict[str, dict[str, list[Any]]]) -> dict[str, Any]:
     row: dict[str, Any] = asdict(setting)
-    turns = {side: [statistics.median(steps) for steps in found["turns"]] for side, found in measured.items()}
+    turns = {side: [statistics.median(steps) for steps in timings["turns"]] for side, timings in measured.items()}
     for side in turns:
         first, median, third = statistics.quantiles(turns[side])
         row[side] = {
@@ -155,13 +173,14 @@ def _row(setting: Setting, measured: dict[str, dict[str, list[Any]]]) -> dict[st
             "step_spread": third - first,
             "prefill_seconds": min(measured[side]["prefills"]),
         }
-    for side in turns.keys() - {"auto"}:
-        ratios = [auto / other for auto, other in zip(turns["auto"], turns[side], strict=True)]
-        prefills = zip(measured[side]["prefills"], measured["auto"]["prefills"], strict=True)
+    base, *others = turns
+    for side in others:
+        ratios = [before / other for before, other in zip(turns[base], turns[side], strict=True)]
+        prefills = zip(measured[side]["prefills"], measured[base]["prefills"], strict=True)
         row[side] |= {
             "speedup": statistics.median(ratios),
             "speedup_quartiles": statistics.quantiles(ratios)[::2],
-            "prefill_ratio": statistics.median(other / auto for other, auto in prefills),
+            "prefill_ratio": statistics.median(other / before for other, before in prefills),
         }
     return row
 
@@ -169,15 +188,15 @@ def _row(setting: Setting, measured: dict[str, dict[str, list[Any]]]) -> dict[st
 def _table(report: dict[str, Any]) -> str:
     machine, rows = report["machine"], report["rows"]
     sides = [name for name, side in rows[0].items() if isinstance(side, dict)]
-    others = sides[1:]
+    base, *others = sides
     columns = [
         *("context", "batch"),
         *(f"{side}: ms per step" for side in sides),
-        *(f"{side}: tokens/s against auto" for side in others),
-        *(f"{side}: prefill time against auto" for side in others),
+        *(f"{side}: tokens/s against {base}" for side in others),
+        *(f"{side}: prefill time against {base}" for side in others),
     ]
     lines = [
-        f"{report['kv_cache_dtype']} (kernels: {report['kernels']}) against vLLM's own caches; "
+        f"{report['kv_cache_dtype']} (kernels: {report['kernels']}) against {base}; "
         f"{report['model']}; dtype {report['dtype']}.",
         f"{machine['processor']} ({', '.join(machine['instructions'])}), {machine['cpus']} CPUs.",
         "",

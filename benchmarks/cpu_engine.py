@@ -28,12 +28,15 @@ class EngineProcess:
         dtype: of the KV cache.
         threads: of this engine.
         options: more arguments of vLLM's `LLM`.
+        checkout: a folder with the package, instead of the installed one.
 
     Raises:
         SystemExit: it ended; what it said stands above.
     """
 
-    def __init__(self, model: Path, dtype: str, threads: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Path, dtype: str, threads: int, options: dict[str, Any], checkout: Path | None = None
+    ) -> None:
         self.dtype = dtype
         os.environ |= {
             "OMP_NUM_THREADS": str(threads),
@@ -44,7 +47,7 @@ class EngineProcess:
         }
         spawn = multiprocessing.get_context("spawn")
         self._connection, there = spawn.Pipe()
-        spawn.Process(target=_serve, args=(there, str(model), dtype, options), daemon=True).start()
+        spawn.Process(target=_serve, args=(there, str(model), dtype, options, checkout), daemon=True).start()
         there.close()
         self._answer()
 
@@ -71,8 +74,12 @@ class EngineProcess:
             raise SystemExit(f"The engine with --kv-cache-dtype {self.dtype} ended.") from None
 
 
-def _serve(connection: Connection, model: str, dtype: str, options: dict[str, Any]) -> None:
+def _serve(connection: Connection, model: str, dtype: str, options: dict[str, Any], checkout: Path | None) -> None:
     """Do what is asked until nobody asks any more."""
+    if checkout:
+        # Of this process, and of those that it starts.
+        sys.path.insert(0, str(checkout))
+        os.environ["PYTHONPATH"] = str(checkout)
     # vLLM's messages are not to come between the lines of a table.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     engine = _Engine(model, dtype, options)

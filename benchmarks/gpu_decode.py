@@ -2,7 +2,8 @@
 
 FlashAttention 3 on bfloat16 and FP8 caches, TurboQuant's 3-bit and 4-bit kernels, our Triton and CUDA kernels. Every
 side is captured in a CUDA graph, since vLLM decodes so, and timed with a cold L2 cache. Writing the new token to the
-cache is part of no side; ours is timed by gpu_prefill.py.
+cache is part of no side but `whole step`, which does all that ours does in a layer: encodes it, counts votes, and
+closes the blocks that fill.
 
     python -m benchmarks.gpu_decode                     # about two minutes
     python -m benchmarks.gpu_decode --contexts 32768 --batches 8
@@ -74,6 +75,7 @@ def row(context: int, batch: int, bandwidth: float, config: AntKVConfig) -> dict
         "TurboQuant, 3 bit": partial(turboquant.decode, batch, context, "turboquant_3bit_nc"),
         f"antkv, Triton{others}": partial(_antkv, batch, context, "triton", config),
         f"antkv, CUDA{others}": partial(_antkv, batch, context, "cuda", config),
+        f"antkv, CUDA{others}, whole step": partial(_antkv, batch, context, "cuda", config, whole=True),
     }
     measured: dict[str, Any] = {}
     for name, prepare in sides.items():
@@ -91,17 +93,22 @@ def _measured(prepare: Prepare, bandwidth: float) -> dict[str, Any]:
     return measure(run, graph=True).moving(num_bytes, bandwidth)
 
 
-def _antkv(batch: int, context: int, kernels: str, config: AntKVConfig) -> tuple[Callable[[], Any], int]:
+def _antkv(
+    batch: int, context: int, kernels: str, config: AntKVConfig, whole: bool = False
+) -> tuple[Callable[[], Any], int]:
     import torch
 
-    from benchmarks.gpu.antkv_layer import Requests, Tokens
+    from benchmarks.gpu.antkv_layer import Requests, Tokens, in_any_phase
     from vllm_antkv.ops.dispatch import choose
 
-    requests, tokens = Requests(PRESET, batch, context, new=1, config=config), Tokens.random(batch)
-    operations = choose(kernels, torch.device("cuda", 0)).build(requests.state)
+    requests = Requests(PRESET, in_any_phase(batch, context), 1, config)
+    tokens = Tokens.random(batch)
+    (chosen,) = choose(kernels, torch.device("cuda", 0), [requests.state.kind])
+    operations = chosen.kernels.build(requests.state)
+    timed = operations.run if whole else operations.attend
 
     def run() -> torch.Tensor:
-        operations.attend(tokens.rows, tokens.output, requests.step)
+        timed(tokens.rows, tokens.output, requests.step)
         return tokens.output
 
     return run, requests.kv_bytes

@@ -14,7 +14,7 @@ from pathlib import Path
 def main() -> None:
     """The command."""
     wanted, lock = (pins(Path(name).read_text()) for name in sys.argv[1:])
-    installed = {normal(found.name): found.version for found in distributions()}
+    installed = {normal(distribution.name): distribution.version for distribution in distributions()}
     if installed.get("vllm", "none").split("+")[0] != wanted["vllm"]:
         sys.exit(f"This image has vLLM {installed.get('vllm', 'none')}, but gpu.in pins {wanted['vllm']}.")
     for name, version in sorted((lock | installed).items()):

@@ -10,6 +10,8 @@ import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
 
 import httpx
 import uvicorn
@@ -17,8 +19,16 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.background import BackgroundTask
 
-GENERATING = ("v1/completions", "v1/chat/completions")
+#: Prompts are computed by the one server, answers by the other.
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+#: The decode server's answers, as they are.
+OF_DECODE = ("/health", "/metrics", "/v1/models", "/version")
+#: Likewise, of what is posted.
+OF_TOKENS = ("/tokenize", "/detokenize")
+#: Where pages are, which NIXL's servers say to each other through the proxy: never what a client says.
 _PARAMS = "kv_transfer_params"
+#: Values of this field are vLLM's, whatever their names.
+_MORE = "vllm_xargs"
 #: Of one connection: httpx sets them anew.
 _NOT_PASSED_ON = ("connection", "content-length", "host", "transfer-encoding")
 
@@ -44,35 +54,71 @@ def make_app(prefill: str, decode: str, seconds: float) -> FastAPI:
     # A connection that was kept might end just when it is used again.
     client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_keepalive_connections=0))
 
-    @app.api_route("/{path:path}", methods=["GET", "POST"])
-    async def forward(path: str, request: Request) -> Response:
-        body, headers = await request.body(), _kept(request.headers)
-        if request.method == "POST" and path in GENERATING:
-            # A body that is not one of JSON, and a prompt that is refused, are the decode server's to answer.
-            with suppress(httpx.HTTPError, ValueError, TypeError, TimeoutError):
-                async with asyncio.timeout(seconds):
-                    computed = await client.post(f"{prefill}/{path}", json=_prompt_only(body), headers=headers)
-                    # Where pages are, which NIXL's servers say to each other through their clients.
-                    body = json.dumps({**json.loads(body), _PARAMS: computed.json().get(_PARAMS)}).encode()
-        to_decode = client.build_request(
-            request.method, f"{decode}/{path}", params=request.query_params, content=body, headers=headers
-        )
+    async def generate(request: Request) -> Response:
+        path, headers = request.url.path, _kept(request.headers)
+        try:
+            asked = _of_client(await request.body())
+        except (ValueError, RecursionError) as error:
+            return _error(400, f"The body is no JSON object ({error}): send one.")
+        # A prompt that is refused is the decode server's to answer.
+        with suppress(httpx.HTTPError, ValueError, TypeError, AttributeError, TimeoutError):
+            async with asyncio.timeout(seconds):
+                computed = await client.post(f"{prefill}{path}", json=_prompt_only(asked), headers=headers)
+                asked[_PARAMS] = computed.json().get(_PARAMS)
+        return await pass_on(request, json.dumps(asked).encode())
+
+    async def pass_on(request: Request, body: bytes = b"") -> Response:
+        url, query, headers = f"{decode}{request.url.path}", request.query_params, _kept(request.headers)
+        to_decode = client.build_request(request.method, url, params=query, content=body, headers=headers)
         try:
             answer = await client.send(to_decode, stream=True)
         except httpx.TransportError as error:
-            message = f"The decode server does not answer: {error or type(error).__name__}."
-            return JSONResponse({"error": {"message": message, "type": "BadGateway", "code": 502}}, 502)
+            return _error(502, f"The decode server does not answer: {error or type(error).__name__}.")
         ended = BackgroundTask(answer.aclose)
         return StreamingResponse(answer.aiter_raw(), answer.status_code, _kept(answer.headers), background=ended)
 
+    async def look_up(request: Request) -> Response:
+        return await pass_on(request, await request.body())
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        known = ", ".join((*GENERATING, *OF_DECODE, *OF_TOKENS))
+        return _error(404, f"The proxy knows only {known}: ask the decode server itself for anything else.")
+
+    for path in GENERATING:
+        app.add_api_route(path, generate, methods=["POST"])
+    for path in OF_DECODE:
+        app.add_api_route(path, look_up, methods=["GET"])
+    for path in OF_TOKENS:
+        app.add_api_route(path, look_up, methods=["POST"])
+    app.add_exception_handler(404, refuse)
     return app
 
 
-def _prompt_only(body: bytes) -> dict[str, object]:
+def _of_client(body: bytes) -> dict[str, Any]:
+    """What a client asks for, without what it says of pages.
+
+    Raises:
+        ValueError: no JSON object.
+    """
+    asked = json.loads(body)
+    if not isinstance(asked, dict):
+        raise ValueError(f"it is a {type(asked).__name__}")
+    for place in (asked, asked.get(_MORE)):
+        if isinstance(place, dict):
+            place.pop(_PARAMS, None)
+    return asked
+
+
+def _prompt_only(asked: dict[str, Any]) -> dict[str, Any]:
     """The same request for one token."""
-    asked = {**json.loads(body), "stream": False, "max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "n": 1}
-    asked.pop("stream_options", None)
-    return {**asked, _PARAMS: {"do_remote_decode": True}}
+    one = {**asked, "stream": False, "max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 0, "n": 1}
+    one.pop("stream_options", None)
+    return {**one, _PARAMS: {"do_remote_decode": True}}
+
+
+def _error(code: int, message: str) -> JSONResponse:
+    """In the form of OpenAI's API."""
+    return JSONResponse({"error": {"message": message, "type": HTTPStatus(code).phrase, "code": code}}, code)
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
     python -m research.anchor_choice MODEL --text FILE --codebooks DIR --out DIR
 
-takes the arguments of `antkv inspect` and writes its figure, `anchor-choice`.
+takes the arguments of `python -m research.figures` and writes one more figure, `anchor-choice`.
 
 The oracle knows what no server can: by how much each row's code will change the attention outputs of the queries that
 see it (`row_error`). Choices are made from a full-precision run of the same window, so that they all see the same rows.
@@ -19,20 +19,20 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure as Canvas
 
-from vllm_antkv import cli
+from research.figures import FIGURES, __main__
+from research.figures.activations import LayerRows
+from research.figures.equation_5 import equation_5
+from research.figures.row_error import RowScores, row_errors
+from research.figures.scene import Scene, track
+from research.figures.style import canvas, label, legend_beside, lines
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.evaluate.figures import FIGURES, Figure
-from vllm_antkv.evaluate.figures.activations import LayerRows
-from vllm_antkv.evaluate.figures.equation_5 import equation_5
-from vllm_antkv.evaluate.figures.row_error import RowScores, row_errors
-from vllm_antkv.evaluate.figures.scene import Scene, track
-from vllm_antkv.evaluate.figures.style import canvas, label, legend_beside, lines
 from vllm_antkv.evaluate.report import perplexity_of
 from vllm_antkv.offline.method import Method, Quantiser
+from vllm_antkv.offline.prompt_scores import POWER, vote_weights
 from vllm_antkv.offline.score import Scores, score
 from vllm_antkv.ops.reference import anchor_score, causal_lse
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.select.anchors import VOTE_POWER, block_anchors, code_errors, top_rows, vote_weights
+from vllm_antkv.select.anchors import anchor_slots, block_anchors, code_errors, top_rows
 from vllm_antkv.select.recency import last_query_table
 
 SHARES = (0.01, 0.02, 0.05, 0.10)
@@ -69,15 +69,16 @@ def served_scores(rows: LayerRows, config: AntKVConfig, scope: str) -> RowScores
     num_tokens, device = len(rows.key), rows.key.device
     positions = torch.arange(num_tokens, device=device)
     last_query = last_query_table(config, num_tokens, rows.rules.window).to(device)
-    votes = rows.visible
+    votes, power = rows.visible, POWER
+    weight = vote_weights(positions[:, None], positions, last_query, rows.rules.window)
     if scope == "block":
-        votes = votes & (positions // VQ_BLOCK_SIZE == positions[:, None] // VQ_BLOCK_SIZE)
-    weight = vote_weights(positions[:, None], positions, last_query, scope, rows.rules.window) * votes
+        votes, power = votes & (positions // VQ_BLOCK_SIZE == positions[:, None] // VQ_BLOCK_SIZE), 1
+        weight = votes.float()
     scores = []
     for head in range(rows.key.shape[1]):
         query, key, rules = rows.group(head)
         lse = causal_lse(query, key, votes[None], rules)
-        scores.append(torch.cat(anchor_score(query, key, lse, weight[None], rules, VOTE_POWER[scope])))
+        scores.append(torch.cat(anchor_score(query, key, lse, weight[None], rules, power)))
     of_key, of_value = torch.cat(scores, dim=1)
     return RowScores(of_key, of_value)
 
@@ -103,7 +104,10 @@ def _by_anchor_score(scope: str) -> Choice:
             def of_block(block: slice) -> torch.Tensor:
                 already = torch.arange(block.start, block.stop, device=exact.device) < config.prefix
                 window, errors = rows.rules.window, code_errors(exact[block], coded[block])
-                return block_anchors(score[:, block], errors, already, config, window, scope)
+                if scope == "block":
+                    return block_anchors(score[:, block], errors, already, config, window)
+                no_sinks = torch.zeros_like(errors, dtype=torch.bool)
+                return anchor_slots(score[:, block] * errors**POWER, no_sinks, already, config)
 
             return _in_blocks(of_block, score)
 
@@ -275,5 +279,5 @@ def draw(numbers: dict[str, Any]) -> Canvas:
 
 
 if __name__ == "__main__":
-    FIGURES["anchor-choice"] = Figure.of("anchor-choice", sys.modules[__name__])
-    sys.exit(cli.run(["inspect", *sys.argv[1:], "--figures", "anchor-choice"]))
+    FIGURES["anchor-choice"] = sys.modules[__name__]
+    sys.exit(__main__.run([*sys.argv[1:], "--figures", "anchor-choice"]))

@@ -11,8 +11,8 @@ from research.step_bound import MODELS
 from vllm_antkv.calibrate.calibrate_on_start import num_samples
 from vllm_antkv.calibrate.capture import CaptureShape
 from vllm_antkv.calibrate.settings import CalibrationSettings
-from vllm_antkv.evaluate.capacity import DecodeShape
-from vllm_antkv.evaluate.gpus import GPUS
+from vllm_antkv.capacity.gpus import GPUS
+from vllm_antkv.capacity.memory import DecodeShape
 from vllm_antkv.offline.kmeans import MAX_POINTS
 from vllm_antkv.offline.sinks import PROBE_TOKENS, PROBE_WINDOWS
 from vllm_antkv.presets import PRESETS, get_preset

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from research.figures import style
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.figures import style
 from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.report import perplexity_of
 from vllm_antkv.evaluate.windows import load_windows
-from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.score import score
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from transformers import LlamaConfig
 
-from vllm_antkv.evaluate.capacity import DecodeShape, largest_batch
-from vllm_antkv.evaluate.gpus import GPUS
-from vllm_antkv.evaluate.step_bound import step_bound
+from vllm_antkv.capacity.gpus import GPUS
+from vllm_antkv.capacity.memory import DecodeShape, largest_batch
+from vllm_antkv.capacity.step_bound import step_bound
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, tied: bool) -> LlamaConfig:

@@ -1,17 +1,15 @@
-"""Draw docs/figures/capacity.svg: how many tokens a cache holds beside `auto`, as vLLM itself computes it.
+"""How many tokens a cache holds relative to `auto`, as vLLM itself computes it.
 
-`python -m scripts.capacity_figure` writes the figure and its numbers, capacity.json. No weights and no GPU are needed.
+`python -m scripts.capacity_figure` writes docs/figures/capacity.json, and `python -m research.figures.capacity` draws
+it. No weights and no GPU are needed.
 """
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from vllm_antkv.evaluate.figures import style
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,8 +17,7 @@ if TYPE_CHECKING:
 
     from vllm_antkv.presets import Preset
 
-FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "capacity.svg"
-NUMBERS = FIGURE.with_suffix(".json")
+NUMBERS = Path(__file__).parent.parent / "docs" / "figures" / "capacity.json"
 #: `--max-model-len`: the longest request that vLLM has to be able to hold.
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 #: Memory of the cache; ratios do not depend on it as long as it is large.
@@ -127,30 +124,11 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None"
     return planning.get_kv_cache_config_from_groups(config, planning.get_kv_cache_groups(config, specs), MEMORY)
 
 
-def draw(ratios: dict[str, list[float]]) -> None:
-    """Write the figure."""
-    figure, (panel,) = style.canvas("Tokens in the same cache memory, beside auto (Llama-3-8B)")
-    style.lines(panel, LENGTHS, ratios)
-    panel.axhline(2, color="#7F7F7F", linestyle="--", label="fp8")
-    panel.axhline(1, color="#000000", linestyle=":", label="auto (16 bit)")
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log", base=2)
-    panel.set_xticks(LENGTHS, [f"{length // 1024}K" if length >= 1024 else str(length) for length in LENGTHS])
-    panel.set_yticks((1, 2, 4, 8, 16, 32), ["1x", "2x", "4x", "8x", "16x", "32x"])
-    style.label(panel, "", "longest request, tokens (--max-model-len)", "tokens held, relative to auto")
-    style.legend_beside(figure, panel, width=6.8)
-    with tempfile.TemporaryDirectory() as folder:
-        style.save(figure, Path(folder), FIGURE.stem)
-        shutil.copyfile(Path(folder, FIGURE.name), FIGURE)
-
-
 def main() -> None:
     """The command."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    ratios = measure(LLAMA_3_8B)
-    numbers = {"lengths": LENGTHS, "relative to auto": ratios, "Gemma-3-27B": measure(GEMMA_3_27B)}
+    numbers = {"lengths": LENGTHS, "relative to auto": measure(LLAMA_3_8B), "Gemma-3-27B": measure(GEMMA_3_27B)}
     NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n")
-    draw(ratios)
 
 
 if __name__ == "__main__":

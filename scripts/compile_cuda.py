@@ -70,5 +70,5 @@ def spills(source: str, build: Build, architecture: int) -> dict[str, int]:
     _, said = compiled(SOURCES / f"{source}.cu", f"-arch=sm_{architecture}", *definitions)
     if "warning" in said:
         raise SystemExit(said)
-    found = re.findall(r"properties for antkv_(\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores", said)
-    return {kernel: int(stored) for kernel, stored in found}
+    stores = re.findall(r"properties for antkv_(\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores", said)
+    return {kernel: int(stored) for kernel, stored in stores}

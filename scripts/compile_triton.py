@@ -26,12 +26,21 @@ from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.triton import TritonOperations
+from vllm_antkv.ops.varlen import plan_rounds, prefill_limits
 from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.presets import PRESETS, Preset
 from vllm_antkv.select.recency import last_query_table
-from vllm_antkv.triton_kernels import anchor_score, close_blocks, decode, dequantised_pages, encode_store, prefill
+from vllm_antkv.triton_kernels import (
+    anchor_score,
+    close_blocks,
+    decode,
+    dequantised_pages,
+    encode_store,
+    merge_calls,
+    prefill,
+)
 
 KERNELS = (
     (encode_store, "_encode_store_kernel"),
@@ -42,7 +51,7 @@ KERNELS = (
     (prefill, "_prefill_kernel"),
     (dequantised_pages, "_dequantised_pages_kernel"),
     (dequantised_pages, "_extend_queries_kernel"),
-    (dequantised_pages, "_merge_attention_kernel"),
+    (merge_calls, "_merge_calls_kernel"),
 )
 MAX_LEN = 256
 #: A layer in the shape of Llama-3-8B's.
@@ -59,16 +68,16 @@ def main() -> None:
     parser.add_argument("--jensen", action="store_true", help="logits of coded keys are corrected")
     parser.add_argument("--drafts", type=int, default=0, help="of a step at most")
     arguments = parser.parse_args()
-    found: dict[int, dict[str, dict[str, int]]] = {}
+    resources: dict[int, dict[str, dict[str, int]]] = {}
     for architecture in arguments.arch:
         triton.runtime.driver.set_active(_CompileOnly(architecture))
         compiled: dict[str, Any] = {}
         with _recording(compiled, arguments.kernel):
             _launch_all(_layer(PRESETS[arguments.preset], arguments.three_part, arguments.jensen, arguments.drafts))
-        found[architecture] = {
+        resources[architecture] = {
             name: {"stack": stack_bytes(each), "shared": each.metadata.shared} for name, each in compiled.items()
         }
-    print(json.dumps({"triton": triton.__version__, "kernels": found}))
+    print(json.dumps({"triton": triton.__version__, "kernels": resources}))
 
 
 def stack_bytes(compiled: Any) -> int:
@@ -138,7 +147,7 @@ def _launch_all(layer: LayerState) -> None:
     num_tokens = 100
     query = torch.zeros(num_tokens, NUM_HEADS, HEAD_SIZE, dtype=DTYPE)
     key = torch.zeros(num_tokens, NUM_KV_HEADS, HEAD_SIZE, dtype=DTYPE)
-    step = Step(
+    step = StepPlan(
         query_start_loc=torch.tensor([0, 99, 100], dtype=torch.int32),
         seq_lens=torch.tensor([99, 200], dtype=torch.int32),
         vq_block_table=torch.zeros(2, 16, dtype=torch.int32),
@@ -149,9 +158,11 @@ def _launch_all(layer: LayerState) -> None:
     rows = StepRows(query, key, key, torch.zeros(num_tokens, dtype=torch.bool))
     operations.run(rows, torch.empty_like(query), step)
     operations.close_blocks(rows, step)
-    # Prompts go through other kernels where the lengths are known to the host.
-    known = replace(step, query_start_loc_cpu=step.query_start_loc, seq_lens_cpu=step.seq_lens)
-    operations.attend(rows, torch.empty_like(query), known)
+    # Prompts go through other kernels where the lengths are known to the host: here in pieces of a block.
+    limits, seq_lens = prefill_limits(layer, layer.recency.score_slots), torch.tensor([299, 200], dtype=torch.int32)
+    assert limits is not None
+    rounds = plan_rounds(step.query_start_loc, seq_lens, replace(limits, piece=1), query.device)
+    operations.attend(rows, torch.empty_like(query), replace(step, seq_lens=seq_lens, rounds=rounds))
 
 
 def _layer(preset: Preset, three_part: bool, jensen: bool, drafts: int) -> LayerState:
@@ -180,7 +191,7 @@ def _layer(preset: Preset, three_part: bool, jensen: bool, drafts: int) -> Layer
         config=config,
         num_heads=NUM_HEADS,
         rules=LogitRules(HEAD_SIZE**-0.5),
-        counters=Counters(torch.device("cpu"), "compiled"),
+        counters=Counters(torch.device("cpu"), "compiled", 1),
         counts_rows=False,
         max_num_reqs=2,
         scratch=lambda *sizes: [torch.empty(shape, dtype=dtype) for shape, dtype in sizes],

@@ -70,16 +70,16 @@ def run(arguments: argparse.Namespace, logs: Path) -> int:
     """The whole demo; DemoError when a step fails."""
     model = str(fetch(arguments.model)) if arguments.model in MODELS else arguments.model
     name = Path(model).name
-    with ExitStack() as beside, _serving(model, arguments.kv_cache_dtype, arguments.port, logs) as server:
+    with ExitStack() as baseline, _serving(model, arguments.kv_cache_dtype, arguments.port, logs) as server:
         servers = [server]
         if server.kv_cache_dtype != "auto":
-            servers.append(beside.enter_context(_serving(model, "auto", 0, logs)))
+            servers.append(baseline.enter_context(_serving(model, "auto", 0, logs)))
         for started in servers:
             wait_until_healthy(started)
         ask(PROMPT, complete, servers, name)
         ask(QUESTION, chat, servers, name)
         report(servers)
-        beside.close()
+        baseline.close()
         if arguments.once:
             console.print("[green]All of it worked.[/] Stopping the server.")
             return 0

@@ -5,7 +5,9 @@ from pathlib import Path
 from vllm_antkv.families import FAMILIES
 
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
-_BEGIN = "<!-- families: from vllm_antkv/families.py by scripts/families_table.py; `make docs` renews them -->\n\n"
+_BEGIN = (
+    "<!-- families: from vllm_antkv/configs/families.toml by scripts/families_table.py; `make docs` renews them -->\n\n"
+)
 _END = "\n<!-- end of families -->\n"
 
 

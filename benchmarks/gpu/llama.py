@@ -8,15 +8,21 @@ ROPE_THETA = 500_000.0
 SCALE = HEAD_SIZE**-0.5
 #: Bytes of K and V of a token in one layer, in bfloat16.
 BFLOAT16_BYTES = 2 * 2 * NUM_KV_HEADS * HEAD_SIZE
+#: Layers with other bits than the preset's, as calibration mixes them at 1 bit.
+MIX = {"antkv-1bit": {0: "antkv-2bit", 1: "antkv-2bit", **dict.fromkeys(range(2, 32, 8), "antkv-0.5bit")}}
 
 
 def make_model(folder: Path, presets: Sequence[str], max_len: int) -> Path:
-    """A model folder without weights (`load_format="dummy"`) and tokenizer, with codebooks of random centroids."""
+    """A model folder without weights (`load_format="dummy"`) and tokenizer, with codebooks of random centroids.
+
+    They have all that costs time and that a calibrated one has: mixed layers, orders of channels, errors and scales.
+    """
     import torch
     from transformers import LlamaConfig
 
     from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, codebook_path
-    from vllm_antkv.presets import get_preset
+    from vllm_antkv.ops.rope import RotaryTable, interleaved
+    from vllm_antkv.presets import LAYER_PRESETS
 
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -34,13 +40,32 @@ def make_model(folder: Path, presets: Sequence[str], max_len: int) -> Path:
     config.save_pretrained(folder)
     identity = ModelIdentity.from_hf_config(config)
     generator = torch.Generator().manual_seed(0)
+    half = torch.zeros(1, HEAD_SIZE // 2)
+    rotary = RotaryTable(half, half)
     for name in presets:
-        preset = get_preset(name)
-        sub_vectors = preset.num_sub_vectors(HEAD_SIZE)
-        shape = (NUM_LAYERS, NUM_KV_HEADS, sub_vectors, preset.num_centroids, preset.sub_vector_size)
-        header = CodebookHeader(format_version=FORMAT_VERSION, preset=name, model=identity, sinks=None, calibration={})
+        layers = tuple(MIX.get(name, {}).get(layer, name) for layer in range(NUM_LAYERS))
+        kinds = [LAYER_PRESETS[layer] for layer in layers]
+        header = CodebookHeader(
+            format_version=FORMAT_VERSION,
+            preset=name,
+            model=identity,
+            layers=layers,
+            k_orders={kind.name: tuple(interleaved(rotary, HEAD_SIZE, kind.sub_vector_size)) for kind in kinds},
+            sinks=None,
+            calibration={},
+        )
         path = codebook_path(folder / "antkv", name)
         path.parent.mkdir(exist_ok=True)
-        k, v = (torch.randn(shape, generator=generator).half() for _ in "kv")
-        Codebook(header, tuple(k), tuple(v)).save(path)
+        k, v = (
+            tuple(
+                torch.randn(
+                    (NUM_KV_HEADS, kind.num_sub_vectors(HEAD_SIZE), kind.num_centroids, kind.sub_vector_size),
+                    generator=generator,
+                ).half()
+                for kind in kinds
+            )
+            for _ in "kv"
+        )
+        channels = NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE
+        Codebook(header, k, v, torch.full(channels, 0.1), torch.full(channels, 2.0)).save(path)
     return folder

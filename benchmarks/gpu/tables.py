@@ -28,46 +28,40 @@ def decode_table(report: Row) -> str:
 
 
 def prefill_table(report: Row) -> str:
-    """Of gpu_prefill.py: a line per prompt, with the sum of our operations."""
+    """Of gpu_prefill.py: a line per prompt and past, with the sum of our operations."""
     operations = ("encode_store, CUDA", "encode_store", "anchor_score", "attend", "attend, Triton")
     lines = []
     for row in report["rows"]:
         timings, baseline = row["timings"], row["timings"][report["baseline"]]
         cells = [_time(baseline), *(_time(timings[name]) for name in operations)]
         ratios = (_over(baseline, timings["anchor_score"], timings["attend"]), _over(baseline, timings["encode_store"]))
-        lines.append([f"{row['tokens']:,}", *cells, *ratios])
-    header = ["prompt", "FA3 bfloat16, ms", *operations, "anchor_score + attend over FA3", "encode_store over FA3"]
+        lines.append([f"{row['tokens']:,} behind {row['past']:,}", *cells, *ratios])
+    header = ["tokens", "FA3 bfloat16, ms", *operations, "anchor_score + attend over FA3", "encode_store over FA3"]
     return table(header, lines)
 
 
-def end_to_end_table(report: Row) -> str:
-    """Of gpu_end_to_end.py: a line per side; ratios where `auto` is among them."""
-    auto = next((row["tokens_per_second"] for row in report["rows"] if row["side"] == "auto"), None)
-    lines = [
-        [
-            row["side"],
-            f"{row['capacity']:,.0f}",
-            f"{row['batch']:.0f}",
-            f"{row['tokens_per_second']:,.0f} ± {row['spread'] / 2:,.0f}",
-            f"{row['tokens_per_second'] / auto:.2f}" if auto else "",
-            f"{row['tokens_per_second'] / row['bound']:.0%}" if row["bound"] else "",
-            f"{row['prefill_seconds']:.1f}",
-            f"{row['start_seconds']:.0f}",
-        ]
-        for row in report["rows"]
-    ]
-    header = [
-        "cache",
-        "KV tokens",
-        "batch",
-        "output tokens/s",
-        "over auto",
-        "of what is possible",
-        "prefill, s",
-        "start, s",
-    ]
-    caption = f"{report['kv_gib']:g} GiB of KV memory, prompts of {report['prompt']}, outputs of {report['output']}."
-    return f"{caption}\n\n{table(header, lines)}"
+def engines_table(report: Row) -> str:
+    """Of gpu_engines.py: a line per figure, a column per side; ratios to `auto` where it is among them."""
+    sides = report["rows"]
+    names = [name for name in dict.fromkeys(name for side in sides for name in side) if name not in _IN_WORDS]
+    lines = [[name, *(_figure(side, sides, name) for side in sides)] for name in names]
+    caption = f"{report['kv_gib']:g} GiB of KV memory, outputs of {report['output']} tokens; over `auto`."
+    return f"{caption}\n\n{table(['', *(side['side'] for side in sides)], lines)}"
+
+
+#: Of a side: what is no figure.
+_IN_WORDS = ("side", "profile")
+
+
+def _figure(side: Row, sides: list[Row], name: str) -> str:
+    value = side.get(name, "")
+    if isinstance(value, dict):
+        return f"{value['capacity']:,} tokens, {value['batch']} requests: {value['tokens_per_second']:,.0f} tokens/s"
+    if not isinstance(value, float):
+        return first_line(str(value))
+    auto = next((each.get(name) for each in sides if each["side"] == "auto"), None)
+    ratio = f", {value / auto:.2f}" if auto else ""
+    return f"{value:,.4g}{ratio}"
 
 
 def first_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Train the retrieval model: a small Llama that answers the prompts of `antkv eval retrieval` in full precision.
+"""Train the retrieval model: a small Llama that answers the prompts of `research.retrieval` in full precision.
 
 Everything follows from the seed and the number of steps. ``train`` may be killed at any moment, and the same command
 goes on from the last checkpoint; ``export`` writes the transformers model directory.
@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import trange
 from transformers import PreTrainedTokenizerFast
 
-from vllm_antkv.evaluate.retrieval_prompts import HAYSTACK, pair_lines, passkey_text
+from research.retrieval.prompts import HAYSTACK, pair_lines, passkey_text
 
 CONTEXT = 2048
 UNKNOWN = "<|unk|>"

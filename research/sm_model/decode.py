@@ -71,7 +71,7 @@ class Run:
 def run(preset: str, work: Work, config: AntKVConfig, constants: Constants) -> Run:
     """Requests with random contents."""
     torch.manual_seed(work.length)
-    requests = Requests(preset, work.requests, work.length, 1, config, device="cpu")
+    requests = Requests(preset, [work.length] * work.requests, 1, config, device="cpu")
     backend, state = ModelledBackend(constants), requests.state
     others = ReferenceOperations(state)
     operations = CudaOperations(state, backend=backend, triton=others, split=work.split)

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from research.literature.registry import build_method
+from research.literature.request import LiteratureRequest
+from research.literature.sample import take_sample
 from research.planted import (
     CONTEXT,
     LAYER,
@@ -22,9 +25,6 @@ from research.planted import (
 )
 from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.methods import build_method
-from vllm_antkv.laboratory.base import MethodRequest
-from vllm_antkv.laboratory.sample import take_sample
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.hidden import captured_hidden
 from vllm_antkv.offline.method import Method
@@ -76,7 +76,7 @@ def test_calibration_finds_what_was_planted(model, windows: torch.Tensor, rule: 
 def test_sinks_are_worth_more_than_first_tokens(card: ModelCard, model, windows: torch.Tensor, loss) -> None:
     """KVSink, figure 9 and table 2; five tokens each, and [BOS] is among both."""
     config = AntKVConfig(recency="none", prefix=0)
-    request = MethodRequest(card.name, card.identity, None, config, sample=take_sample(model, windows[:1], "text"))
+    request = LiteratureRequest(card.name, card.identity, None, config, sample=take_sample(model, windows[:1], "text"))
     nothing, first, sinks = (
         loss(build_method("kvquant-2bit" + addition, request)) for addition in ("", "+pfn-5", "+kvsink-5")
     )
@@ -89,6 +89,6 @@ def test_sinks_of_the_served_method_are_worth_more_than_its_prefix(card: ModelCa
     lost = {}
     for name, settings in {"nothing": {"sinks": False}, "prefix": {"sinks": False, "prefix": 5}, "sinks": {}}.items():
         config = AntKVConfig.model_validate({"recency": "none", "prefix": 0, "anchor_share": 0.0, **settings})
-        lost[name] = loss(build_method(PRESET, MethodRequest(card.name, card.identity, None, config)))
+        lost[name] = loss(build_method(PRESET, LiteratureRequest(card.name, card.identity, None, config)))
     assert lost["prefix"] < lost["nothing"]
     assert lost["sinks"] < 0.7 * lost["prefix"]

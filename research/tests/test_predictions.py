@@ -19,7 +19,10 @@ def test_measurements_stand_beside_predictions():
     flash = {"median_ms": 3.0}
     sides = {"FA3": flash, "antkv, CUDA": {"median_ms": 1.5}}
     decode = {"baseline": "FA3", "rows": [{"context": 32768, "batch": 8, "sides": sides}]}
-    prefill = {"baseline": "FA3", "rows": [{"tokens": 8192, "timings": {"FA3": flash, "attend": {"median_ms": 3.6}}}]}
+    prefill = {
+        "baseline": "FA3",
+        "rows": [{"tokens": 8192, "past": 0, "timings": {"FA3": flash, "attend": {"median_ms": 3.6}}}],
+    }
     results = {"first-decode-default": decode, "prefill": prefill}
     found = cells(render({"decode": {"antkv-1bit": MODEL}}, results))
     assert next(row for what, row in found.items() if "by default" in what)[1] == "2.0"

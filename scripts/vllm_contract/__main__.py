@@ -1,4 +1,4 @@
-"""What a release of vLLM changes in the names that the package uses: `python -m scripts.vllm_contract [VERSION]`.
+"""What a release of vLLM decides anew about our classes: `python -m scripts.vllm_contract [VERSION]`.
 
 Without VERSION: the newest on the package index. It is compared with the newest supported release before it. Ends with
 1 where something differs, with 2 where the sources cannot be had.
@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from scripts.vllm_contract.names import Package, inherited, questions, surface
+from scripts.vllm_contract.names import Package, inherited, questions
 from scripts.vllm_contract.releases import UnavailableError, newest, sources_of
 from scripts.vllm_contract.sources import Sources
 from vllm_antkv.releases import SUPPORTED
@@ -25,9 +25,9 @@ def main() -> int:
     except UnavailableError as error:
         print(error, file=sys.stderr)
         return 2
-    found = list(differences(Package(), Sources(old.root), Sources(new.root)))
-    print(f"vLLM {new.version} against {old.version}: {len(found)} differences", *found, sep="\n")
-    return 1 if found else 0
+    lines = list(differences(Package(), Sources(old.root), Sources(new.root)))
+    print(f"vLLM {new.version} against {old.version}: {len(lines)} differences", *lines, sep="\n")
+    return 1 if lines else 0
 
 
 def base_of(version: str) -> str:
@@ -37,13 +37,10 @@ def base_of(version: str) -> str:
 
 
 def differences(package: Package, old: Sources, new: Sources) -> Iterator[str]:
-    """A line for each name that is gone or changed, member that is new to a base of ours, and question that is new."""
-    before, after = surface(package, old), surface(package, new)
-    for place, kind in before.items():
-        if place not in after:
-            yield f"gone     {place}"
-        elif after[place] != kind:
-            yield f"changed  {place}: {kind} is now {after[place]}"
+    """A line for each import that is gone, member that is new to a base of ours, and question that is new."""
+    for each in package.imports:
+        if new.find(each.module, each.name) is None and old.find(each.module, each.name) is not None:
+            yield f"gone     {each.module}:{each.name}, which {each.where} imports"
     for place in sorted(inherited(package, new) - inherited(package, old)):
         yield f"new      {place}, which ours inherit"
     for line in questions(package, new) - questions(package, old):

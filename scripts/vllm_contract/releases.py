@@ -46,8 +46,8 @@ def installed() -> Release:
     if spec is None or spec.origin is None:
         raise UnavailableError("vLLM is not installed here: run `make venv`.")
     root = Path(spec.origin).parents[1]
-    found = importlib.metadata.distribution("vllm").version
-    return Release(found.split("+")[0], root)
+    version = importlib.metadata.distribution("vllm").version
+    return Release(version.split("+")[0], root)
 
 
 def newest() -> str:

@@ -28,11 +28,11 @@ class Module:
     @cached_property
     def names(self) -> dict[str, ast.stmt]:
         """Top-level names and the statements that bind them first, those under `if` and `try` included."""
-        found: dict[str, ast.stmt] = {}
+        statements: dict[str, ast.stmt] = {}
         for node in _statements(self.tree.body):
             for name in bound_names(node):
-                found.setdefault(name, node)
-        return found
+                statements.setdefault(name, node)
+        return statements
 
     def resolve(self, name: str) -> Definition | None:
         """What a name in this file stands for: a definition here, or in the file it is imported from."""
@@ -45,7 +45,7 @@ class Module:
         if node is not None:
             return Definition(self.path, name, self, node)
         starred = (n for n in self.tree.body if isinstance(n, ast.ImportFrom) and n.names[0].name == "*")
-        return next((found for n in starred if (found := self.sources.find(self._origin(n), name))), None)
+        return next((definition for n in starred if (definition := self.sources.find(self._origin(n), name))), None)
 
     def _origin(self, node: ast.ImportFrom) -> str:
         package = self.path.removesuffix(".py").split("/")[: -node.level] if node.level else []
@@ -73,25 +73,18 @@ class Sources:
         """A class and its bases within vLLM, depth first."""
         yield definition
         for base in getattr(definition.node, "bases", []):
-            for found in classes_in(base, definition.module):
-                yield from self.mro(found)
+            parent = definition.module.resolve(ast.unparse(base).partition("[")[0])
+            if parent is not None:
+                yield from self.mro(parent)
 
-    def members(self, definition: Definition) -> dict[str, tuple[Definition, ast.stmt]]:
-        """Members of a class by name, and attributes that its methods set, with the class that has them; or a module's
-        names.
-        """
-        if not definition.name:
-            own = definition.module.names.items()
-            return {name: (definition, n) for name, n in own if not isinstance(n, ast.Import | ast.ImportFrom)}
-        found: dict[str, tuple[Definition, ast.stmt]] = {}
+    def members(self, definition: Definition) -> dict[str, ast.stmt]:
+        """What the body of a class, or of one of its bases within vLLM, defines."""
+        statements: dict[str, ast.stmt] = {}
         for owner in self.mro(definition):
-            body = getattr(owner.node, "body", []) if isinstance(owner.node, ast.ClassDef) else []
-            methods = [node for node in body if isinstance(node, Function)]
-            inner = [each for method in methods for each in ast.walk(method) if isinstance(each, ast.stmt)]
-            for node, names in (*((n, bound_names(n)) for n in body), *((n, _set_on_self(n)) for n in inner)):
-                for name in names:
-                    found.setdefault(name, (owner, node))
-        return found
+            for node in owner.node.body if isinstance(owner.node, ast.ClassDef) else ():
+                for name in bound_names(node):
+                    statements.setdefault(name, node)
+        return statements
 
     def files(self) -> Iterator[Path]:
         """All of them."""
@@ -103,17 +96,6 @@ class Sources:
             is_there = path.startswith("vllm/") and file.is_file()
             self._modules[path] = Module(self, path, file.read_text()) if is_there else None
         return self._modules[path]
-
-
-def classes_in(annotation: ast.AST | None, module: Module) -> Iterator[Definition]:
-    """The classes of vLLM that an annotation, or the base of a class, names: `X`, `"X"`, `X | None`, `list[X]`."""
-    for node in ast.walk(annotation) if annotation else ():
-        if isinstance(node, ast.Name):
-            found = module.resolve(node.id)
-            if found is not None and isinstance(found.node, ast.ClassDef):
-                yield found
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            yield from classes_in(ast.Name(node.value), module)
 
 
 def parameters(function: Function) -> str:
@@ -151,13 +133,3 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements([*then, *(each for handler in handlers for each in handler.body)])
             case _:
                 yield node
-
-
-def _set_on_self(node: ast.stmt) -> list[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    flat = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    return [
-        each.attr
-        for each in flat
-        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self"
-    ]

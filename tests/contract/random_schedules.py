@@ -26,9 +26,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from scripts.moved import kv_cache_planning
 from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.cache.pool_blocks import BlockPlan
-from vllm_antkv.config import AntKVConfig
-from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
+from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
 _MAX_STEPS = 6000
@@ -62,7 +61,7 @@ CASES = (Case(num_blocks=90, num_pages=1), Case(num_blocks=60, num_pages=2))
 def run(case: Case, seed: int, is_async: bool) -> tuple[int, int]:
     """Tokens that were hit, and preemptions."""
     scheduler, _ = scheduler_of(case, is_async)
-    requests = deque(_requests(case, seed, scheduler))
+    requests = deque(new_requests(case, seed, scheduler))
     in_flight: deque[Any] = deque()
     tokens_of_states: dict[int, int] = {}
     num_hit = num_preempted = 0
@@ -74,7 +73,7 @@ def run(case: Case, seed: int, is_async: bool) -> tuple[int, int]:
         num_preempted += len(output.preempted_req_ids or ())
         _check_states(scheduler, output, tokens_of_states, case.plan.num_tokens)
         if output.total_num_scheduled_tokens:
-            in_flight.append((output, _sampled(scheduler, output)))
+            in_flight.append((output, sampled(scheduler, output)))
         while in_flight and (len(in_flight) > is_async or not output.total_num_scheduled_tokens):
             scheduler.update_from_output(*in_flight.popleft())
         if not (requests or in_flight or scheduler.has_unfinished_requests()):
@@ -115,10 +114,9 @@ def scheduler_of(case: Case, is_async: bool) -> tuple[Any, list[str]]:
         async_scheduling=is_async,
         skip_tokenizer_init=True,
     ).create_engine_config()
-    settings = AntKVConfig.from_additional_config(config.additional_config)
-    model = config.model_config
-    presets = resolved_codebook(config).presets
-    layouts = page_layouts(settings, presets, model.get_head_size(), model.dtype, plan=case.plan)
+    plan = engine_plan(config)
+    settings, model = plan.settings, config.model_config
+    layouts = page_layouts(settings, plan.presets, model.get_head_size(), model.dtype, plan=case.plan)
     specs: dict[str, Any] = {}
     for layer, layout in enumerate(layouts):
         specs[f"layers.{layer}"] = vq_spec(layout, 2)
@@ -143,7 +141,7 @@ def scheduler_of(case: Case, is_async: bool) -> tuple[Any, list[str]]:
     return scheduler, [type(group.kv_cache_spec).__name__ for group in groups]
 
 
-def _requests(case: Case, seed: int, scheduler: Any) -> list[tuple[int, Request]]:
+def new_requests(case: Case, seed: int, scheduler: Any) -> list[tuple[int, Request]]:
     """Prompts that share beginnings, with the step in which each arrives."""
     hash_function = get_hash_fn_by_name("sha256")
     kv_cache_utils.init_none_hash(hash_function)
@@ -161,7 +159,7 @@ def _requests(case: Case, seed: int, scheduler: Any) -> list[tuple[int, Request]
     return found
 
 
-def _sampled(scheduler: Any, output: Any) -> ModelRunnerOutput:
+def sampled(scheduler: Any, output: Any) -> ModelRunnerOutput:
     """A token for each request whose prompt is done with the step."""
     ids = list(output.num_scheduled_tokens)
     tokens = []

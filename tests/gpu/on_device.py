@@ -5,9 +5,10 @@ from dataclasses import fields, replace
 
 import torch
 
+from tests.kernels.varlen_reference import planned
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 
 DEVICE = torch.device("cuda", 0)
 
@@ -34,9 +35,10 @@ class OnDevice:
             rules=replace(layer.rules, sinks=_to_device(layer.rules.sinks)),
             last_query=layer.last_query.to(DEVICE),
             positions=None if layer.positions is None else layer.positions.to(DEVICE),
-            counters=Counters(DEVICE, "on a device"),
+            counters=Counters(DEVICE, "on a device", layer.max_num_reqs),
             scratch=_scratch,
         )
+        self._missing_rows = layer.counters.missing_rows
         self.operations = build(self.layer)
 
     def _moved(self, pages):
@@ -54,10 +56,12 @@ class OnDevice:
 
     def run(self, rows, output, step):
         self.upload()
+        self.layer.counters.missing_rows.zero_()
         moved = torch.empty_like(output, device=DEVICE)
-        self.operations.run(StepRows(*map(_to_device, rows)), moved, _to_device(step))
+        self.operations.run(StepRows(*map(_to_device, rows)), moved, planned(_to_device(step), self.layer))
         self._host.copy_(self._pages)
         output.copy_(moved)
+        self._missing_rows.copy_(self.layer.counters.missing_rows)
 
 
 def _scratch(*shapes_and_dtypes):
@@ -68,9 +72,9 @@ def _scratch(*shapes_and_dtypes):
 
 
 def _to_device(argument):
-    if isinstance(argument, Step):
+    if isinstance(argument, StepPlan):
         # What is in the host's memory stays there.
-        names = [field.name for field in fields(Step) if field.init]
+        names = [field.name for field in fields(StepPlan) if field.init]
         values = {name: getattr(argument, name) for name in names}
-        return Step(**{n: value if n.endswith("_cpu") else _to_device(value) for n, value in values.items()})
+        return StepPlan(**{n: value if n.endswith("_cpu") else _to_device(value) for n, value in values.items()})
     return argument.to(DEVICE) if isinstance(argument, torch.Tensor) else argument

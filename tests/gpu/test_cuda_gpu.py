@@ -5,6 +5,7 @@ import pytest
 from tests.gpu.on_device import DEVICE, OnDevice
 from tests.kernels.cuda_emulation.cases import LAYERS, assert_decodes, assert_drafts_are_as_single_tokens
 from tests.kernels.engine import Engine
+from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import cuda, cuda_backend
 from vllm_antkv.ops.cuda import CudaOperations
@@ -41,6 +42,12 @@ def test_decoding_gives_what_the_evaluator_computes(monkeypatch, config, shape):
 def test_drafts_get_the_bits_of_single_tokens(monkeypatch, shape):
     monkeypatch.setattr(cuda, "SPLIT", 256)
     assert_drafts_are_as_single_tokens(shape, on_device)
+
+
+@pytest.mark.parametrize("recency", ["sliding:32", "none"])
+@pytest.mark.parametrize("shape", [shape for shape, _ in LAYERS], ids=str)
+def test_a_row_whose_page_is_null_is_zeros_and_marks_its_request(shape, recency):
+    assert_missing_rows_are_zeros(on_device, shape, recency)
 
 
 def test_machine_code_is_compiled_once_for_a_source_and_an_architecture(monkeypatch, tmp_path):

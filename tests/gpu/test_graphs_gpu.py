@@ -8,7 +8,7 @@ from tests.kernels.engine import Engine, Shape, draw_sequence
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.dispatch import KERNELS
 from vllm_antkv.ops.layer import StepRows
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +66,7 @@ def last_token(sequence):
         table = torch.zeros(2, width, dtype=torch.int32)
         table[0, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         tables.append(table.to(DEVICE))
-    return Step(
+    return StepPlan(
         query_start_loc=torch.tensor([0, 1, 1], dtype=torch.int32, device=DEVICE),
         seq_lens=torch.tensor([LENGTH, 0], dtype=torch.int32, device=DEVICE),
         vq_block_table=tables[0],

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.gpu.on_device import OnDevice
 from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from tests.kernels.triton_cases import (
     CONFIGS,
     SHAPES,
@@ -47,6 +48,11 @@ def on_device(layer):
 def test_layers(shape):
     engine = Engine(AntKVConfig(recency="sliding:8", prefix=2), shape, on_device)
     assert_offline(engine, serve(engine))
+
+
+@pytest.mark.parametrize("recency", ["sliding:32", "none"])
+def test_a_row_whose_page_is_null_is_zeros_and_marks_its_request(recency):
+    assert_missing_rows_are_zeros(on_device, FEW_SHAPES[1], recency)
 
 
 @pytest.mark.parametrize("shape", LARGE, ids=str)

@@ -297,31 +297,12 @@ def test_an_init_container_calibrates_unless_there_is_a_codebook(tmp_path):
     assert run() == []
 
 
-def test_probes_wait_for_the_start():
-    (container,) = server(render({"startupMinutes": 30}))["containers"]
-    startup = container["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] == 30 * 60
-    assert {"livenessProbe", "readinessProbe"} <= container.keys()
-
-
 def test_requests_that_run_may_end_before_their_pod_does():
     pod = server(render({"shutdownSeconds": 600}))
     (container,) = pod["containers"]
     assert "--shutdown-timeout=600" in container["args"]
     _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert int(seconds) + 600 < pod["terminationGracePeriodSeconds"]
-
-
-def test_several_gpus_are_tensor_parallelism():
-    (container,) = server(render({"gpus": 8}))["containers"]
-    assert "--tensor-parallel-size=8" in container["args"]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-
-
-def test_autoscaling_leaves_the_number_of_replicas_alone():
-    objects = render({"autoscaling": {"enabled": True}})
-    assert "replicas" not in objects["Deployment"]["spec"]
-    assert objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "vllm-antkv"
 
 
 def test_autoscaling_goes_by_a_metric_of_vllm():
@@ -331,23 +312,6 @@ def test_autoscaling_goes_by_a_metric_of_vllm():
     assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
     name, _, _ = rule["seriesQuery"].partition("{")
     assert name in known_metrics()
-
-
-def test_pods_are_evicted_one_at_a_time():
-    objects = render({"replicas": 3})
-    budget = objects["PodDisruptionBudget"]["spec"]
-    assert budget["maxUnavailable"] == 1
-    assert budget["selector"] == objects["Deployment"]["spec"]["selector"]
-
-
-def test_the_network_policy_opens_one_port_to_the_namespace():
-    objects = render({})
-    policy = objects["NetworkPolicy"]["spec"]
-    assert policy["podSelector"] == objects["Deployment"]["spec"]["selector"]
-    assert policy["ingress"] == [
-        {"ports": [{"protocol": "TCP", "port": "http"}], "from": [{"podSelector": {}}]},
-    ]
-    assert [[port["port"] for port in rule["ports"]] for rule in policy["egress"]] == [[53, 53], [443]]
 
 
 @pytest.mark.parametrize(

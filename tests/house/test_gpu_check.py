@@ -2,14 +2,16 @@
 
 import ast
 import importlib.util
+import json
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu_end_to_end
 from benchmarks.gpu import tables
 from tests.patience import PATIENCE, wait_for
 
@@ -31,7 +33,7 @@ def test_every_step_runs_something_that_exists_and_every_test_for_gpus_is_in_one
         assert importlib.util.find_spec(module)
     tests = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert set(re.findall(r"tests/gpu/\S+\.py", commands)) == tests
-    assert len(re.findall(r"timeout \S+ \d+ python -[cm] ", commands)) == commands.count("== ")
+    assert len(re.findall(r"timeout \S+ \d+ (?:compute-sanitizer .*)?python -[cm] ", commands)) == commands.count("== ")
 
 
 @pytest.fixture
@@ -104,16 +106,32 @@ def test_kernels_of_vllm_are_called_with_arguments_that_they_have(name):
         assert set(required) <= set(given) <= set(parameters)
 
 
-def test_speed_is_that_of_decoding_alone():
-    result = {"capacity": 20480, "batch": 20, "prefill_seconds": 2.0, "seconds": 12.0, "start_seconds": 30.0}
-    row = gpu_end_to_end.summary(
-        "auto", [result, result | {"seconds": 22.0}, result | {"seconds": 7.0}], lambda side, batch: 15.875 * batch
-    )
-    assert row["tokens_per_second"] == pytest.approx(20 * 127 / 10)
-    assert row["spread"] == pytest.approx(20 * 127 * (1 / 5 - 1 / 20))
-    assert row["seconds"] == 12.0
-    line = tables.end_to_end_table({"kv_gib": 8, "prompt": 896, "output": 128, "rows": [row]}).splitlines()[-1]
-    assert line == "| auto | 20,480 | 20 | 254 ± 190 | 1.00 | 80% | 2.0 | 30 |"
+@pytest.mark.long
+def test_engines_are_measured_on_a_cpu_too(tmp_path):
+    report = tmp_path / "engines.json"
+    sides = ["auto", "antkv-1bit", "no-such-cache"]
+    command = [sys.executable, "-m", "benchmarks.gpu_engines", "--model", "models/embedded", "--sides", *sides]
+    command += ["--contexts", "512", "--kv-gib", "0.01", "--json", str(report)]
+    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 1, run.stderr[-2000:]
+    auto, ours, unknown = json.loads(report.read_text())["rows"]
+    assert auto.keys() == ours.keys()
+    assert ours["largest"]["capacity"] > auto["largest"]["capacity"]
+    assert "self CPU" in ours["profile"]["mixed"].replace("Self", "self")
+    assert unknown["error"].startswith("start_seconds: ")
+
+
+def test_engines_stand_beside_auto():
+    """One that failed says where."""
+    largest = {"capacity": 20480, "batch": 20, "tokens_per_second": 254.4}
+    auto = {"side": "auto", "first_token_1024": 0.05, "largest": largest}
+    broken = {"side": "fp8", "error": "first_token_1024: RuntimeError: a | b\nmore"}
+    ours = {"side": "antkv-1bit", "first_token_1024": 0.055, "profile": {"prompt": "long"}}
+    text = tables.engines_table({"kv_gib": 8, "output": 64, "rows": [auto, broken, ours]})
+    assert "| first_token_1024 | 0.05, 1.00 |  | 0.055, 1.10 |" in text
+    assert "| largest | 20,480 tokens, 20 requests: 254 tokens/s |  |  |" in text
+    assert text.endswith("| error |  | first_token_1024: RuntimeError: a \\| b |  |")
 
 
 def test_results_make_tables():
@@ -131,5 +149,5 @@ def test_results_make_tables():
     assert text.endswith("| theirs | 1,024 | 8 | RuntimeError: a \\| b |  |  |  |")
     timings = {"FA3": side(2.0), "encode_store, CUDA": broken, "encode_store": side(0.1), "anchor_score": side(0.2)}
     timings |= {"attend": side(2.0), "attend, Triton": side(4.0)}
-    text = tables.prefill_table({"baseline": "FA3", "rows": [{"tokens": 8192, "timings": timings}]})
+    text = tables.prefill_table({"baseline": "FA3", "rows": [{"tokens": 8192, "past": 0, "timings": timings}]})
     assert text.endswith(" | 0.2000 ± 0.0010 | 2.0000 ± 0.0010 | 4.0000 ± 0.0010 | 1.10 | 0.05 |")

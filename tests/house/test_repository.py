@@ -47,6 +47,16 @@ def test_the_gpu_lock_holds_a_cuda_torch():
     assert "nvidia-cublas" in pins("gpu")
 
 
+def test_whoever_installs_for_a_gpu_gets_the_cuda_kernels():
+    """CuPy compiles and launches them: in the lock, the image, and what users are told to type."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(map(normal, extras["cuda"])) <= pins("gpu").keys()
+    assert "nvidia-cublas-cu12" not in pins("gpu")
+    assert "wheels/*.whl)[cuda]" in (ROOT / "docker" / "Dockerfile").read_text()
+    for page in ("README.md", "docs/index.md", "docs/install.md"):
+        assert "$ pip install '.[cuda]'" in (ROOT / page).read_text()
+
+
 @pytest.mark.parametrize("lock", ["cpu", "gpu"])
 def test_the_locks_hold_every_dependency_and_no_tool(lock):
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]

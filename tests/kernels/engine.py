@@ -28,12 +28,13 @@ from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import jensen_weights
 from vllm_antkv.ops.rope import RotaryTable, pair_sums, reordered
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.presets import LAYER_PRESETS
 from vllm_antkv.select.recency import last_query_table
 from vllm_antkv.select.retention import page_retention
 
 NUM_BLOCKS = 1200
+MAX_NUM_REQS = 64
 #: What `Engine.offline` has computed, by settings, layer, and contents of sequence and codebook.
 _OFFLINE: dict[tuple[AntKVConfig, "Shape", bytes], torch.Tensor] = {}
 
@@ -145,6 +146,11 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
 
+    @property
+    def lacks_pages(self) -> bool:
+        """A page that the manager holds is null to the worker."""
+        return any(held and not seen for held, seen in zip(self.pages, self.table, strict=True))
+
     def rows(self, name: str, part: slice) -> torch.Tensor:
         """Of the tokens of a step, in the tensor of this name."""
         rows = getattr(self, name)[part].clone()
@@ -195,6 +201,9 @@ class Engine:
         compute_dtype: torch.dtype = torch.float32,
         num_drafts: int = 0,
     ) -> None:
+        if "prefill_reads_cache" not in config.model_fields_set:
+            # Then what comes out does not depend on steps, of which the offline evaluator knows nothing.
+            config = config.model_copy(update={"prefill_reads_cache": True})
         self.layout = PageLayout.of(config, LAYER_PRESETS[shape.preset], shape.head_size, shape.dtype, 1 + num_drafts)
         self.codebook = codebook(shape)
         self.config, self.shape = config, shape
@@ -217,9 +226,9 @@ class Engine:
             config=config,
             num_heads=shape.num_heads,
             rules=shape.rules,
-            counters=Counters(torch.device("cpu"), "test"),
+            counters=Counters(torch.device("cpu"), "test", MAX_NUM_REQS),
             counts_rows=True,
-            max_num_reqs=64,
+            max_num_reqs=MAX_NUM_REQS,
             scratch=workspace,
             positions=self._position_pages(),
         )
@@ -244,7 +253,7 @@ class Engine:
         parts = [(s, slice(s.computed, s.computed + n)) for s, n in work]
         starts = torch.tensor(np.cumsum([0, *(n for _, n in work)]), dtype=torch.int32)
         seq_lens = torch.tensor([part.stop for _, part in parts], dtype=torch.int32)
-        step = Step(
+        step = StepPlan(
             query_start_loc=guarded(starts),
             seq_lens=guarded(seq_lens),
             vq_block_table=self._table([s.vq_blocks for s, _ in work]),
@@ -253,7 +262,6 @@ class Engine:
             max_seq_len=max(part.stop for _, part in parts),
             is_prefilling=torch.tensor([s.computed < s.num_prompt_tokens for s, _ in work]),
             query_start_loc_cpu=starts,
-            seq_lens_cpu=seq_lens,
         )
         query, key, value, is_sink = (
             guarded(torch.cat([s.rows(name, part) for s, part in parts]))
@@ -264,7 +272,9 @@ class Engine:
             store_positions(self.state.positions, slots, torch.cat([s.positions[part] for s, part in parts]).T)
         output = guarded(torch.full_like(query, torch.nan))
         rows = StepRows(query, key, value, is_sink if self.config.sinks else None)
+        missing = self.state.counters.missing_rows.zero_()
         self.operations.run(rows, output, step)
+        assert missing[: len(work)].bool().tolist() == [s.lacks_pages for s, _ in work]
         for (sequence, part), computed in zip(parts, output.split([n for _, n in work]), strict=True):
             sequence.computed, sequence.num_rejected = part.stop - sequence.num_rejected, 0
             sequence.output[part.start : sequence.computed] = computed[: sequence.computed - part.start]

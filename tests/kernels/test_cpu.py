@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
 from tests.kernels.engine import Engine, Sequence, Shape, codebook, draw_sequence
+from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from tests.kernels.test_operations import CONFIGS
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
@@ -249,6 +250,12 @@ def test_anchors_are_stored_as_the_reference_stores_them(kernels, shape):
 )
 def test_every_byte_of_an_anchor_is_read(kernels, shape):
     assert_reads_every_byte(kernels, shape, 1e-4)
+
+
+@pytest.mark.parametrize("recency", ["sliding:32", "none"])
+@pytest.mark.parametrize("shape", [Shape(window=40), *BFLOAT16_SHAPES[:4]], ids=str)
+def test_a_row_whose_page_is_null_is_zeros_and_marks_its_request(kernels, shape, recency):
+    assert_missing_rows_are_zeros(kernels, shape, recency)
 
 
 def test_every_operation_of_a_step_is_timed_and_anchors_are_counted(float32_kernels):

@@ -25,17 +25,18 @@ from tests.kernels.cuda_emulation.cases import (
 )
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.guarded import guarding
+from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from tests.kernels.test_operations import CONFIGS
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import cuda
 from vllm_antkv.ops.cuda_build import Build
-from vllm_antkv.ops.layer import StepRows
+from vllm_antkv.ops.layer import LayerKind, StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import unpack_codes
-from vllm_antkv.ops.step import Step
-from vllm_antkv.presets import LAYER_PRESETS
+from vllm_antkv.ops.step import StepPlan
+from vllm_antkv.presets import LAYER_PRESETS, Preset
 
 pytestmark = [needs_emulation, pytest.mark.long]
 
@@ -44,6 +45,8 @@ SMALL = LAYERS[1][0]
 FEW_ANCHORS = CONFIGS.filter(lambda config: config.anchor_share < 1)
 #: The smallest layers whose tables stay in L2.
 LOW_BITS = [LAYERS[4][0], LAYERS[6][0]]
+#: Two codes for each quad of channels.
+FOUR_BITS = LAYERS[11][0]
 
 
 def build_of(shape: Shape, shared_bytes: int = 232448) -> Build:
@@ -104,18 +107,10 @@ def test_requests_that_together_are_longer_than_the_pool(monkeypatch):
     assert_decodes(engine, [300, 380, 3], 2)
 
 
-def test_a_row_whose_page_is_gone_is_seen_as_its_code():
-    """Nobody reads where the null block would have it."""
-    outputs = []
-    for recency in ("sliding:256", "none"):
-        config = AntKVConfig(anchor_share=0.0, sinks=False, recency=recency, prefix=0)
-        engine = Engine(config, SMALL, operations())
-        sequence = draw_sequence(0, 200, SMALL)
-        engine.step([(sequence, 199)])
-        sequence.table = [0] * len(sequence.table)
-        engine.step([(sequence, 1)])
-        outputs.append(sequence.output[199])
-    torch.testing.assert_close(*outputs)
+@pytest.mark.parametrize("recency", ["sliding:32", "none"])
+@pytest.mark.parametrize("shape", [SMALL, LOW_BITS[0]], ids=str)
+def test_a_row_whose_page_is_null_is_zeros_and_marks_its_request(shape, recency):
+    assert_missing_rows_are_zeros(operations(), shape, recency)
 
 
 @pytest.mark.parametrize("shape", [SMALL, LOW_BITS[1]], ids=str)
@@ -163,7 +158,7 @@ def test_requests_that_a_graph_is_padded_with_are_left_alone():
     token = {name: getattr(sequence, name)[199:200] for name in ("query", "key", "value")}
     padded = {name: torch.cat((rows, torch.full_like(rows, torch.nan))) for name, rows in token.items()}
     output = torch.full_like(padded["query"], torch.nan)
-    step = Step(
+    step = StepPlan(
         query_start_loc=torch.tensor([0, 1, 1], dtype=torch.int32),
         seq_lens=torch.tensor([200, 0], dtype=torch.int32),
         vq_block_table=torch.tensor([sequence.vq_blocks, [0, 0]], dtype=torch.int32),
@@ -211,7 +206,7 @@ def test_pages_are_those_of_the_reference(shape):
         assert torch.equal(ours, reference)
 
 
-@pytest.mark.parametrize("shape", [SMALL, LOW_BITS[0]], ids=str)
+@pytest.mark.parametrize("shape", [SMALL, LOW_BITS[0], FOUR_BITS], ids=str)
 def test_equal_distances_take_the_lower_code(monkeypatch, shape):
     original = engine_module.codebook
 
@@ -238,6 +233,7 @@ def test_equal_distances_take_the_lower_code(monkeypatch, shape):
         (LAYERS[3][0], {"key_quad": (1, 16), "value_quad": (1, 16)}),
         (LAYERS[2][0], {"key_quad": (2, 8), "value_quad": (1, 8)}),
         (SMALL, {"key_quad": (1, 16), "value_quad": (1, 8)}),
+        (FOUR_BITS, {"key_quad": (1, 16), "value_quad": (1, 16)}),
     ],
     ids=str,
 )
@@ -272,7 +268,6 @@ def test_every_lane_reads_its_part_of_a_row_once():
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (Shape("antkv-4bit", 64, 2, 1, FLOAT16), "antkv-4bit"),
         (Shape("antkv-1bit", 96, 2, 1, FLOAT16), "head sizes"),
         (Shape("antkv-1bit", 64, 34, 2, FLOAT16), "17"),
         (Shape("antkv-1bit", 64, 2, 1), "float32"),
@@ -286,9 +281,15 @@ def test_layers_without_code_are_refused(shape, words, refused):
         Engine(AntKVConfig(), shape, operations())
 
 
-def test_a_gpu_with_too_little_shared_memory_is_refused(refused):
+@pytest.mark.parametrize(("shape", "shared_bytes"), [(LAYERS[0][0], 101376), (FOUR_BITS, 166912)], ids=str)
+def test_a_gpu_with_too_little_shared_memory_is_refused(shape, shared_bytes, refused):
     with refused(UnsupportedModelError, "shared memory"):
-        Engine(AntKVConfig(), LAYERS[0][0], operations(EmulatedBackend(101376)))
+        Engine(AntKVConfig(), shape, operations(EmulatedBackend(shared_bytes)))
+
+
+def test_a_preset_without_code_is_refused():
+    layer = LayerKind(Preset("antkv-8bit", 1, 256), 64, 2, FLOAT16, None)
+    assert "antkv-8bit" in str(cuda.unsupported(layer, EmulatedBackend()))
 
 
 def test_missing_says_why():

@@ -16,7 +16,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 
 pytestmark = needs_emulation
 SHAPE = Shape("antkv-1bit", 64, 2, 1, torch.float16, reorders=True)
@@ -32,9 +32,9 @@ def said(action: Callable[[], object]) -> str:
         return file.read().decode() + ("done" if status == 0 else "")
 
 
-def store(state: LayerState, spoil: Callable[[Step], Step]) -> None:
+def store(state: LayerState, spoil: Callable[[StepPlan], StepPlan]) -> None:
     """The first 40 tokens of a request, in a step that something is wrong with."""
-    step = Step(
+    step = StepPlan(
         query_start_loc=torch.tensor([0, 40], dtype=torch.int32),
         seq_lens=torch.tensor([40], dtype=torch.int32),
         vq_block_table=torch.tensor([[1]], dtype=torch.int32),
@@ -54,7 +54,7 @@ def first_angles(table: RotaryTable) -> RotaryTable:
     return replace(table, cos=table.cos[:9], sin=table.sin[:9])
 
 
-def right(step: Step) -> Step:
+def right(step: StepPlan) -> StepPlan:
     return step
 
 
@@ -64,7 +64,7 @@ def compiled() -> None:
     store(state(), right)
 
 
-def with_ids(table: str, block_id: int) -> Callable[[Step], Step]:
+def with_ids(table: str, block_id: int) -> Callable[[StepPlan], StepPlan]:
     return lambda step: replace(step, **{table: torch.full_like(getattr(step, table), block_id)})
 
 

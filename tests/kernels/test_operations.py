@@ -1,10 +1,12 @@
 """The reference operations give what the offline evaluator computes on whole windows, however the steps are cut."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.paged import ReferenceOperations
 
@@ -75,3 +77,9 @@ def test_rows_that_nobody_sees_may_be_gone():
     while sequence.computed < 270:
         engine.step([(sequence, 1)])
     torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("recency", ["sliding:32", "none"])
+@pytest.mark.parametrize("shape", [SMALL, Shape(window=40), Shape(dtype=torch.bfloat16, error=0.5)], ids=str)
+def test_a_row_whose_page_is_null_is_zeros_and_marks_its_request(shape, recency):
+    assert_missing_rows_are_zeros(ReferenceOperations, shape, recency)

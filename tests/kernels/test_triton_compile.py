@@ -19,7 +19,7 @@ KERNELS = (
     "decode",
     "merge",
     "dequantised_pages",
-    "merge_attention",
+    "merge_calls",
 )
 
 

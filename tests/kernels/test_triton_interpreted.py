@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
+from tests.kernels.as_reference import assert_as_reference
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.guarded import guarded, guarding
+from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from tests.kernels.quick_interpreter import quicken
 from tests.kernels.test_drafts import AT_THE_EDGE, DRAFT_CONFIGS, EDGE, answer, draw_request
 from tests.kernels.test_guarded import ending
@@ -34,17 +36,17 @@ from tests.kernels.triton_cases import (
     serve,
     serve_drafts,
 )
-from tests.kernels.varlen_reference import varlen
+from tests.kernels.varlen_reference import planned, varlen
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import triton as triton_operations
 from vllm_antkv.ops import varlen as varlen_operations
 from vllm_antkv.ops import warm_up
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.triton import TritonOperations
+from vllm_antkv.ops.varlen import Attended
 from vllm_antkv.triton_kernels import encode_store
-from vllm_antkv.triton_kernels.dequantised_pages import merge_attention
 
 quicken(encode_store.store_codes.fn)
 
@@ -192,7 +194,7 @@ def test_warming_up_has_block_tables_as_wide_as_in_serving(monkeypatch):
     widths = set()
 
     def recorded(rows, pages, tables, batch, shape):
-        widths.add((batch.vq_table_stride, batch.recency_table_stride))
+        widths.add((batch.argument.vq_table_stride, batch.argument.recency_table_stride))
 
     for name in ("encode_store", "anchor_score", "prefill", "decode"):
         monkeypatch.setattr(triton_operations, name, recorded if name == "encode_store" else lambda *rest: None)
@@ -207,26 +209,36 @@ def test_warming_up_takes_no_more_tokens_than_a_step_may_have(monkeypatch, max_l
     taken = []
 
     def recorded(rows, pages, tables, batch, shape):
-        taken.append(int(batch.query_start_loc[-1]))
+        taken.append(int(batch.argument.query_start_loc[-1]))
+        encode_store.encode_store(rows, pages, tables, batch, shape)
 
     monkeypatch.setattr(warm_up, "_BATCH", 3)
     monkeypatch.setattr(triton_operations, "encode_store", recorded)
     shape = Shape(num_heads=3, num_kv_heads=1, max_len=max_len)
-    engine = Engine(AntKVConfig(recency="sliding:8"), shape, through_a_varlen_kernel)
-    layer = replace(engine.state, varlen=varlen(100), max_num_reqs=8)
+    config = AntKVConfig(recency="sliding:8", prefill_reads_cache=False)
+    engine = Engine(config, shape, through_a_varlen_kernel)
+    # Pages of both kinds lie in the same blocks here, so that what it would attend to means nothing.
+    kernel = replace(varlen(100), attend=lambda query, *rest: query.new_zeros(query.shape[1::-1], dtype=torch.float32))
+    layer = replace(engine.state, varlen=kernel, max_num_reqs=8)
     warm_up.warm_up(TritonOperations, layer)
     assert max(taken) == (100 if max_len == 400 else 2 * (max_len - 1))
 
 
 def test_centroids_on_a_gpu_are_there_once(monkeypatch):
-    """A layer on a GPU has them in float16 (`attention.attach`)."""
+    """A layer on a GPU has them in float16 (`load.attach`)."""
     # Without the copies of the other tests.
     monkeypatch.undo()
     engine = Engine(AntKVConfig(), ONE_HEAD, TritonOperations, compute_dtype=torch.float16)
-    tables = engine.operations._tables
+    tables = engine.operations._tables.argument
     for name in ("k_centroids", "v_centroids"):
         assert getattr(tables, name).data_ptr() == getattr(engine.state, name).data_ptr()
     assert tables.k_half_norms is engine.state.half_norms[0]
+
+
+@pytest.mark.parametrize(("recency", "is_varlen"), [("sliding:32", False), ("none", False), ("sliding:32", True)])
+def test_a_row_whose_page_is_null_is_zeros_and_marks_its_request(recency, is_varlen):
+    build = through_a_varlen_kernel if is_varlen else TritonOperations
+    assert_missing_rows_are_zeros(build, ONE_HEAD, recency, reads_cache=not is_varlen)
 
 
 @pytest.mark.parametrize(("missing", "signal_"), [(0, 0), (300, signal.SIGSEGV)])
@@ -345,8 +357,17 @@ def test_a_table_that_does_not_compose(monkeypatch):
     assert_offline(engine, serve(engine, [(140, 1), (1, 1)]))
 
 
+class Planned(TritonOperations):
+    """Steps come from a builder."""
+
+    decoded = 0
+
+    def run(self, rows, output, step):
+        super().run(rows, output, planned(step, self._layer, self.decoded))
+
+
 def through_a_varlen_kernel(layer: LayerState) -> TritonOperations:
-    return TritonOperations(replace(layer, varlen=varlen(400)))
+    return Planned(replace(layer, varlen=varlen(400)))
 
 
 @pytest.mark.parametrize(
@@ -364,16 +385,13 @@ def test_prompts_through_a_kernel_for_plain_rows(monkeypatch, shape, window, anc
     monkeypatch.setattr(varlen_operations, "PREFILL_CHUNK_BLOCKS", 2)
     monkeypatch.setattr(triton_operations, "prefill", None)
     config = AntKVConfig(recency=f"sliding:{window}", anchor_share=0.03, anchor_dtype=anchor_dtype, prefix=5)
-    engine = Engine(config, shape, through_a_varlen_kernel)
-    assert_offline(engine, serve(engine, [(150, 3), (1, 140), (170, 1), (2, 120)]))
+    assert_as_reference(config, shape, through_a_varlen_kernel, [[150, 3], [1, 140], [170, 1], [70, 120]])
 
 
-class Overestimating(TritonOperations):
+class Overestimating(Planned):
     """The host knows lengths of requests with drafts as upper bounds alone."""
 
-    def run(self, rows, output, step):
-        decodes = step.query_start_loc_cpu.diff() <= self._layer.recency.score_slots
-        super().run(rows, output, replace(step, seq_lens_cpu=step.seq_lens_cpu + 9 * decodes))
+    decoded = 9
 
 
 def test_drafts_beside_prompts_through_a_kernel_for_plain_rows(monkeypatch):
@@ -383,22 +401,31 @@ def test_drafts_beside_prompts_through_a_kernel_for_plain_rows(monkeypatch):
     def operations(layer: LayerState) -> TritonOperations:
         return Overestimating(replace(layer, varlen=varlen(400)))
 
-    engine = Engine(AntKVConfig(recency="sliding:32"), shape, operations, num_drafts=3)
-    assert_offline(engine, serve_drafts(engine))
+    config = AntKVConfig(recency="sliding:32", prefill_reads_cache=False)
+    ours, theirs = (
+        serve_drafts(Engine(config, shape, build, num_drafts=3)) for build in (operations, ReferenceOperations)
+    )
+    for mine, reference in zip(ours, theirs, strict=True):
+        computed = slice(mine.computed)
+        torch.testing.assert_close(mine.output[computed], reference.output[computed], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("nothing", [torch.inf, -torch.inf])
 def test_merging_with_nothing(nothing):
-    output, other = torch.randn(2, 20, 2, 8)
-    lse, other_lse = torch.randn(2, 2, 20)
+    engine = Engine(AntKVConfig(), ONE_HEAD, TritonOperations)
+    heads, head_size = ONE_HEAD.num_heads, engine.state.head_size
+    output, other = torch.randn(2, 20, heads, head_size)
+    lse, other_lse = torch.randn(2, heads, 20)
     other_lse[:, :3], lse[:, 3:5], lse[:, 2] = nothing, nothing, nothing
-    expected = torch.where(torch.arange(20)[:, None, None] < 3, output, other)
-    both = torch.stack([lse, other_lse])[:, :, 5:]
-    weights = both.softmax(0).transpose(1, 2)[..., None]
-    expected[5:] = (weights * torch.stack([output, other])[:, 5:]).sum(0)
-    merge_attention(output, lse, other, other_lse)
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(lse[:, 5:], both.logsumexp(0))
+    other[:3], output[2:5] = 0, 0
+    both = torch.stack([lse, other_lse]).masked_fill(torch.stack([lse, other_lse]).isinf(), -torch.inf)
+    weights = both.softmax(0).nan_to_num().transpose(1, 2)[..., None]
+    expected = (weights * torch.stack([output, other])).sum(0)
+    for is_first in (False, True):
+        merged, statistics = output.clone(), lse.clone()
+        engine.operations._merge(Attended(merged, statistics), Attended(other, other_lse), is_first)
+        torch.testing.assert_close(merged, other if is_first else expected)
+        torch.testing.assert_close(statistics, both[1] if is_first else both.logsumexp(0))
 
 
 class Padded(TritonOperations):
@@ -416,7 +443,7 @@ def _longer(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat((rows, torch.full_like(rows[:1], fill), torch.full_like(rows[:1], fill)))
 
 
-def _padded(step: Step) -> Step:
+def _padded(step: StepPlan) -> StepPlan:
     return replace(
         step,
         query_start_loc=torch.nn.functional.pad(step.query_start_loc[None], (0, 2), mode="replicate")[0],

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
+from tests.patience import PATIENCE
 from vllm_antkv.doctor.verify import Completion, complete
 
 _FEW_COLLECTIONS = str(Path(__file__).with_name("few_collections"))
@@ -72,8 +74,23 @@ class Engine:
     def complete(
         self, prompts: list[list[int]], max_tokens: int = 8, together: bool = True, loras: Any = None
     ) -> list[Completion]:
-        """Greedy completions, each with its adapter, in one batch or one after the other."""
-        return complete(self.llm, prompts, max_tokens, together, loras)
+        """Greedy completions, each with its adapter, in one batch or one after the other; their pages are saved."""
+        answers = complete(self.llm, prompts, max_tokens, together, loras)
+        if self.core.scheduler.connector is not None:
+            self.llm.collective_rpc(flush)
+        return answers
+
+
+def flush(worker: Any) -> None:
+    """Wait until what this worker's KV connectors save is saved."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
+
+    connector = get_kv_transfer_group()
+    for each in getattr(connector, "sub_connectors", [connector]):
+        if isinstance(each, AntKVStore):
+            assert each.flush(PATIENCE)
 
 
 def assert_same(mine: Completion, theirs: Completion, tolerance: float = 1e-3) -> None:
@@ -117,7 +134,11 @@ def assert_scheduling_is_not_seen(engine: Engine, prompts: list[list[int]], chun
 def running_engine(
     model: Path, kv_cache_dtype: str, settings: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Engine]:
-    """A real engine with `--kv-cache-dtype kv_cache_dtype`; float32 and eager unless `options` say otherwise."""
+    """A real engine with `--kv-cache-dtype kv_cache_dtype`; float32 and eager unless `options` say otherwise.
+
+    settings: ours. Where they do not say how prompts attend, what comes out does not depend on steps, of which those
+        that it is compared with know nothing.
+    """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -128,7 +149,8 @@ def running_engine(
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
     }
     options = {**defaults, **options}
-    additional = {} if settings is None else {"antkv": settings}
+    is_ours = kv_cache_dtype.startswith("antkv-")
+    additional = {"antkv": {"prefill_reads_cache": True} | (settings or {})} if is_ours or settings else {}
     if not options["enforce_eager"]:
         # Weights of an earlier engine that are thrown away while this one is traced fail in the midst of it.
         _collect_garbage()
@@ -174,6 +196,13 @@ def engine_environment() -> Iterator[None]:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For tests that start engines of several processes: two at once may not fit."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "much-memory.lock"):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -273,8 +302,8 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def default(codebooks: str) -> dict[str, Any]:
-    """Default settings, with sinks to be found."""
-    return {"codebooks": codebooks}
+    """Settings with which the same answer comes however a prompt is cut; with sinks to be found."""
+    return {"codebooks": codebooks, "prefill_reads_cache": True}
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import tempfile
 import tomllib
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +13,12 @@ from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from scripts.moved import kv_cache_planning
+from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.layer_windows import has_mamba2, layer_windows, num_state_layers
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.vllm_adapter.attention.blocks import block_plan, make_plan
-from vllm_antkv.vllm_adapter.attention.footprint import served_layouts
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
+from vllm_antkv.vllm_adapter.plan.blocks import make_blocks, set_block_size, states_of
 
 _COMMON = {"vocab_size": 128256, "max_position_embeddings": 131072, "dtype": "bfloat16"}
 _POOL = 1 << 42
@@ -78,9 +77,9 @@ def _coded(config: VllmConfig, preset: str) -> tuple[dict[str, KVCacheSpec], Mam
     """Pages of an attention layer with codes and of a state, and bytes of the former that hold nothing."""
     settings, model_config = AntKVConfig(), config.model_config
     presets = [PRESETS[preset]] * len(layer_windows(model_config.hf_text_config))
-    layouts_of = partial(served_layouts, config, settings, presets, ())
-    make_plan(config, settings, layouts_of)
-    layout = layouts_of(block_plan(config))[0]
+    blocks = make_blocks(config, settings, presets, (), states_of(config))
+    set_block_size(config, blocks)
+    layout = page_layouts(settings, presets, model_config.get_head_size(), model_config.dtype, plan=blocks)[0]
     num_kv_heads = model_config.get_num_kv_heads(config.parallel_config)
     recent = recency_spec(layout, num_kv_heads, settings, config)
     padding = num_kv_heads * layout.num_pages * layout.padding

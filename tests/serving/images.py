@@ -30,7 +30,7 @@ from tests.serving.turning import Turning
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, TOLERANCE, Completion
 from vllm_antkv.evaluate.methods import build_method
-from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.models import ModelCard
 

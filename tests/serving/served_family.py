@@ -15,7 +15,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.doctor.verify import EXACT, LENGTHS, MAX_MODEL_LEN, STEP_TOKENS, TOLERANCE
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.methods import build_method
-from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard

@@ -17,7 +17,7 @@ from tests.serving.conftest import EMBEDDED
 from tests.serving.server import MODEL_NAME, PRESET, answer, serving
 from tests.serving.test_prometheus import PROMETHEUS, ask, filled_in, scraping
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = [pytest.mark.serving, pytest.mark.long, pytest.mark.usefixtures("much_memory")]
 
 
 def shown(prometheus: str) -> dict[tuple[str, str], float]:

@@ -57,6 +57,15 @@ def test_equals_auto_where_every_token_is_exact(
         assert_all_same(engine.complete(prompts), auto)
 
 
+def test_a_prompt_of_one_step_attends_as_with_auto(
+    start: Start, auto: list[Completion], prompts: list[list[int]]
+) -> None:
+    """By default: codes are read by what follows."""
+    with start({"prefill_reads_cache": False}, max_num_batched_tokens=1024) as engine:
+        first = engine.complete(prompts, max_tokens=1, together=False)
+    assert_all_same(first, [replace(each, tokens=each.tokens[:1], top_logprobs=each.top_logprobs[:1]) for each in auto])
+
+
 def test_codes_alone_differ_from_auto(alone: list[Completion], auto: list[Completion]) -> None:
     """The comparisons of this file can fail: a quantised past changes the log-probabilities."""
     with pytest.raises(AssertionError):

@@ -22,11 +22,11 @@ from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN
 from vllm_antkv.evaluate.methods import build_method
-from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.ops.rope import rotate
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.vllm_adapter.attention.rope import three_part_tables
+from vllm_antkv.vllm_adapter.load.rope import three_part_tables
 
 pytestmark = pytest.mark.serving
 

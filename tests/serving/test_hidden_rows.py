@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.codebooks import random_codebook
 from tests.serving.conftest import EMBEDDED
 from tests.serving.tiny import make_model
 from vllm_antkv import cli
 from vllm_antkv.codebook import Codebook, RopeLayout, codebook_path
 from vllm_antkv.doctor.verify import check_answers
+from vllm_antkv.offline.models import ModelCard
 
 pytestmark = pytest.mark.serving
 
@@ -41,6 +43,16 @@ def test_what_needs_transformers_code_is_refused(
     (tmp_path / "adapter_config.json").write_text("{}")
     assert cli.run(["calibrate", str(gpt_j), "--preset", PRESET, *text, *out, "--lora", str(tmp_path)]) == 1
     assert "does not hand them over: leave --lora out." in capsys.readouterr().err
-    report = ["--json", str(tmp_path / "report.json"), "--context", "64", "--max-windows", "1"]
-    assert cli.run(["eval", "compare", str(gpt_j), "--methods", "rtn-2bit", *text, *report]) == 1
+    random_codebook(ModelCard.read(str(gpt_j)).identity).save(codebook_path(tmp_path, PRESET))
+    report = [
+        "--codebooks",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "report.json"),
+        "--context",
+        "64",
+        "--max-windows",
+        "1",
+    ]
+    assert cli.run(["eval", "compare", str(gpt_j), "--methods", PRESET, *text, *report]) == 1
     assert "it cannot be evaluated offline, but by `antkv eval served`." in capsys.readouterr().err

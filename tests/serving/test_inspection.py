@@ -9,6 +9,7 @@ import pytest
 from tests.serving.conftest import EMBEDDED, Engine, assert_same
 from tests.serving.tiny import GEMMA, make_codebook, make_model
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
 pytestmark = pytest.mark.serving
 
@@ -83,7 +84,13 @@ def test_text_is_sent_only_where_the_setting_allows_it(
     prompt = prompts[-1]
     engine.complete([prompt])
     assert engine.core.antkv_anchors(None, 1)["map"]["token_ids"] == prompt[VQ_BLOCK_SIZE : 4 * VQ_BLOCK_SIZE]
-    monkeypatch.setitem(engine.core.vllm_config.additional_config, "antkv", {**SETTINGS, "dashboard_text": False})
+    plan = engine_plan(engine.core.vllm_config)
+    settings = plan.settings.model_copy(update={"dashboard_text": False})
+    monkeypatch.setitem(
+        engine.core.vllm_config.additional_config,
+        "antkv",
+        plan.model_copy(update={"settings": settings}).model_dump_json(),
+    )
     assert engine.core.antkv_anchors(None, 1)["map"]["token_ids"] is None
 
 
@@ -137,7 +144,7 @@ def test_asking_changes_no_answer_and_leaves_nothing_behind(engine: Engine, prom
     for mine, theirs in zip(asked, silent, strict=True):
         assert_same(mine, theirs, tolerance=0)
     context = engine.core.vllm_config.compilation_config.static_forward_context
-    assert not any("forward" in vars(layer.impl) for layer in context.values() if hasattr(layer, "impl"))
+    assert all(layer.impl.observer is None for layer in context.values() if hasattr(layer, "impl"))
     report = engine.core.antkv_status()["workers"][0]
     assert sum(report["sampled_attention"].values()) == pytest.approx(before + 1)
 
@@ -171,17 +178,26 @@ def test_an_engine_at_rest_does_not_wake_its_workers(
 
 
 def test_samples_take_turns_among_the_layers(engine: Engine, prompts: list[list[int]]) -> None:
-    """A layer's forward stands aside for one step; nobody's does until somebody asks."""
+    """One layer is observed for one step; none is until somebody asks."""
     context = engine.core.vllm_config.compilation_config.static_forward_context
     impls = [layer.impl for layer in context.values() if hasattr(layer, "impl")]
     assert len(impls) == NUM_LAYERS
     sampled = []
     for _ in range(NUM_LAYERS):
         engine.core.antkv_status()
-        (index,) = [number for number, impl in enumerate(impls) if "forward" in vars(impl)]
+        (index,) = [number for number, impl in enumerate(impls) if impl.observer is not None]
         sampled.append(index)
         engine.complete([prompts[0]], max_tokens=3)
     assert sorted(sampled) == list(range(NUM_LAYERS))
+
+
+def test_a_step_of_a_prompt_is_sampled(engine: Engine, prompts: list[list[int]]) -> None:
+    """Others are replayed from CUDA graphs on a GPU, and call nobody."""
+    before = sum(engine.core.antkv_status()["workers"][0]["sampled_attention"].values())
+    engine.complete([prompts[-1]], max_tokens=1)
+    (report,) = engine.core.antkv_status()["workers"]
+    assert sum(report["sampled_attention"].values()) == pytest.approx(before + 1)
+    assert report["sampled_attention"]["codes"] > 0
 
 
 @pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["sliding_attention"] * 2], ids=" ".join)

@@ -19,9 +19,9 @@ from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.windows import TextWindows, load_windows
-from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 

@@ -22,12 +22,13 @@ from vllm.lora.request import LoRARequest
 from loadtest.server import free_port
 from tests.adapters import make_adapter
 from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_same
-from tests.serving.tiny import GEMMA, make_codebook, make_model
+from tests.serving.drafts import speculation
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 from vllm_antkv.vllm_adapter.kv_transfer import files as page_files
 from vllm_antkv.vllm_adapter.kv_transfer import identity
 from vllm_antkv.vllm_adapter.kv_transfer.files import PageFiles
+from vllm_antkv.vllm_adapter.kv_transfer.ledger import Ledger
 from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
 
 pytestmark = pytest.mark.serving
@@ -159,12 +160,13 @@ def test_a_damaged_page_is_a_miss_and_is_written_again(
         folder.touch()
         assert engine.llm.reset_prefix_cache()
         assert_same(engine.complete([prompt])[0], local)
-        assert f"Pages cannot be kept in {folder} (Not a directory)." in said
+        assert f"Pages cannot be kept in {folder} (File exists)." in said
 
 
 def _on_a_full_disk(**options: Any) -> Any:
-    """A temporary file to which nothing can be written."""
-    file = tempfile.NamedTemporaryFile(**options)  # noqa: SIM115
+    """A temporary file to which nothing can be written; it still has any size that it is given."""
+    file: Any = tempfile.NamedTemporaryFile(**options)  # noqa: SIM115
+    file.truncate = lambda size: None
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, file.fileno())
     os.close(full)
@@ -188,7 +190,7 @@ def test_a_full_disk_and_a_removed_folder_cost_hits_alone(
         with monkeypatch.context() as patch:
             patch.setattr(page_files, "tempfile", SimpleNamespace(NamedTemporaryFile=_on_a_full_disk))
             first = computed()
-            assert not [path for path in folder.rglob("*") if path.is_file()]
+            assert not [path for path in folder.rglob("*-?") if path.is_file()]
             assert_same(computed(), first)
         # There is room again.
         assert_same(computed(), first)
@@ -225,8 +227,13 @@ def test_what_a_server_does_is_said_by_its_options() -> None:
         AntKVStore(_config(kv_cache_dtype="auto"), KVConnectorRole.SCHEDULER, None)
     with pytest.raises(SettingsError, match="absolute path"):
         _config(kv_transfer_config=transfer(Path("here")))
+    for wrong in ({"max_bytes": 0}, {"max_bytes": "1 GB"}, {"max_byte": 1 << 30}):
+        store = transfer(Path("/there"))
+        store["kv_connector_extra_config"] |= wrong
+        with pytest.raises(SettingsError, match=f"setting '{next(iter(wrong))}' of AntKVStore is not usable"):
+            _config(kv_transfer_config=store)
     only_saves = AntKVStore(_config(role="kv_producer"), KVConnectorRole.SCHEDULER, None)
-    assert only_saves.get_num_new_matched_tokens(None, 0) == (0, False)
+    assert only_saves.get_num_new_matched_tokens(SimpleNamespace(request_id="one"), 0) == (0, False)
 
 
 def test_servers_whose_pages_differ_share_none(codebooks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +243,12 @@ def test_servers_whose_pages_differ_share_none(codebooks: str, tmp_path: Path, m
     content = bytearray(weights.read_bytes())
     content[len(content) // 3] ^= 1
     weights.write_bytes(content)
+    drafts = [speculation(*which, tmp_path / which[0]) for which in (("draft_model", 3), ("eagle", 3))]
+    drafts.append({**drafts[0], "model": str(other)})
     mine = _identity()
     assert mine == _identity(same, settings={"dashboard_text": True})
+    # N-grams have no pages.
+    assert mine == _identity(speculative_config=speculation("ngram", 3, tmp_path))
     others = [
         _identity(other),
         _identity(settings={"codebooks": codebooks}),
@@ -249,6 +260,7 @@ def test_servers_whose_pages_differ_share_none(codebooks: str, tmp_path: Path, m
         _identity(kv_cache_dtype_skip_layers=["1"]),
         _identity(hf_overrides={"rope_theta": 20000.0}),
         _identity(prefix_caching_hash_algo="sha256_cbor"),
+        *(_identity(speculative_config=config) for config in drafts),
     ]
     monkeypatch.setattr(identity, "__version__", "0.2.1")
     others.append(_identity())
@@ -264,16 +276,19 @@ def test_a_file_is_read_as_it_was_written_or_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, pages: bytes, rank: int, data: st.DataObject
 ) -> None:
     root = tmp_path_factory.mktemp("files")
-    files = PageFiles(root, "identity", rank, 2)
+    ledger = Ledger(root)
+    files = PageFiles(ledger, "identity", rank, 2)
     files.write("name", "layout", pages)
     assert files.read("name", "layout") == pages
-    path = next(path for path in root.rglob("*") if path.is_file())
+    path = next(path for path in root.rglob("name") if path.is_file())
     whole = path.read_bytes()
-    others = [PageFiles(root, *key) for key in (("another", rank, 2), ("identity", 1 - rank, 2), ("identity", rank, 3))]
+    others = [
+        PageFiles(ledger, *key) for key in (("another", rank, 2), ("identity", 1 - rank, 2), ("identity", rank, 3))
+    ]
     for there, name, layout in [*((other, "name", "layout") for other in others), (files, "eman", "layout")]:
         assert there.read(name, layout) is None
         there.write(name, layout, b"")
-        moved = next(path for path in root.rglob("*") if path.is_file() and path.read_bytes() != whole)
+        moved = next(path for path in root.rglob(name) if path.is_file() and path.read_bytes() != whole)
         moved.write_bytes(whole)
         assert there.read(name, layout) is None
         assert not moved.exists()
@@ -340,23 +355,6 @@ def test_weights_stay_beside_nixl(start: Start, tmp_path: Path, monkeypatch: pyt
         pytest.raises(SettingsError, match="cannot be reloaded beside NixlConnector"),
     ):
         engine.llm.collective_rpc("reload_weights")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("exact", [[], ["0"], ["1"]], ids=["coded", "a window exact", "no window exact"])
-def test_pages_of_other_layers(start: Start, prompts: list[list[int]], tmp_path: Path, exact: list[str]) -> None:
-    """Layers with windows, and those that `--kv-cache-dtype-skip-layers` names."""
-    model = make_model(tmp_path / "model", "gemma2", {**GEMMA, "max_position_embeddings": 1024})
-    make_codebook(tmp_path / "codebooks", model, PRESET)
-    options = {"settings": {"codebooks": str(tmp_path / "codebooks")}, "kv_cache_dtype_skip_layers": exact}
-    with start(tmp_path / "store", model, **options) as engine:
-        engine.complete(prompts[-1:])
-        local = engine.complete(prompts[-1:])
-        for pages in engine.kv_tensors():
-            pages.view(torch.uint8).fill_(0xFF)
-        assert engine.llm.reset_prefix_cache()
-        assert engine.complete(prompts[-1:]) == local
-        assert local[0].num_cached_tokens == HIT
 
 
 @pytest.mark.long

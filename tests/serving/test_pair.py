@@ -21,7 +21,7 @@ from tests.serving.conftest import EMBEDDED, ROOT
 from tests.serving.server import MODEL_NAME, PRESET, answer, process_serving
 from tests.serving.tiny import GEMMA, make_codebook, make_model
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = [pytest.mark.serving, pytest.mark.long, pytest.mark.usefixtures("much_memory")]
 
 
 def body(prompt: list[int], num_tokens: int) -> dict[str, Any]:
@@ -60,6 +60,11 @@ def proxy(log: Path, prefill: str, decode: str, *options: str) -> Iterator[str]:
         yield start.url
 
 
+def antkv(**settings: str) -> str:
+    """The value of --additional-config; prompts are computed as a hit would be."""
+    return json.dumps({"antkv": {"prefill_reads_cache": True, **settings}})
+
+
 def connector(name: str, folder: Path) -> dict[str, Any]:
     """The value of --kv-transfer-config, without the role."""
     if name == "MultiConnector":
@@ -86,7 +91,7 @@ def one(name: str, role: str, folder: Path, model: Path = EMBEDDED, **options: s
     """Of such a pair."""
     transfer = json.dumps({**connector(name, folder / "pages"), "kv_role": role})
     also = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    options = {"--kv-transfer-config": transfer, **options}
+    options = {"--kv-transfer-config": transfer, "--additional-config": antkv(), **options}
     with process_serving(model, folder / f"{role}.log", also, **options) as server:
         yield server
 
@@ -152,7 +157,7 @@ def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]],
         changes = {**GEMMA, "num_hidden_layers": 4, "max_position_embeddings": 1024}
         model = make_model(tmp_path / "model", "gemma2", changes)
         make_codebook(tmp_path / "codebooks", model, PRESET)
-        options["--additional-config"] = json.dumps({"antkv": {"codebooks": str(tmp_path / "codebooks")}})
+        options["--additional-config"] = antkv(codebooks=str(tmp_path / "codebooks"))
         options["--kv-cache-dtype-skip-layers"] = "0"
     with pair("NixlConnector", tmp_path, model, **options) as (prefill, decode):
         # Of the last one, some pages are those of a local hit.
@@ -164,13 +169,24 @@ def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]],
             tolerance = 1e-5 if model != EMBEDDED else 0
             assert [(text, pytest.approx(logprobs, rel=0, abs=tolerance))] == local
             assert num_pulls(decode.url) == number * num_ranks
+        # A client knows where the pages of a prompt are, and there is nobody to say so in its place.
+        params = computed(prefill.url, prompts[-3])
+        with proxy(tmp_path / "proxy.log", f"http://127.0.0.1:{free_port()}", decode.url) as url:
+            assert answers(url, prompts[-3], params)
+            assert httpx.post(f"{url}/v1/responses", json={"kv_transfer_params": params}).status_code == 404
+        assert num_pulls(decode.url) == number * num_ranks
+        # What was computed is there, and the prefill server is told to give its pages up.
+        assert answers(decode.url, prompts[-3], params)
+        pulls, other = num_pulls(decode.url), prompts[-3][::-1]
+        assert answers(decode.url, other, computed(prefill.url, other))
+        assert num_pulls(decode.url) == pulls + num_ranks
         # Their pages are given up once they are there.
         assert not wait_until_idle(prefill.url, PATIENCE)
 
 
 def test_pages_that_are_gone_or_foreign_are_computed(prompts: list[list[int]], tmp_path: Path) -> None:
     some, other, last = prompts[-1], prompts[-1][::-1], prompts[-2]
-    foreign = {"--additional-config": json.dumps({"antkv": {"recency": "sliding:40"}})}
+    foreign = {"--additional-config": antkv(recency="sliding:40")}
     (tmp_path / "foreign").mkdir()
     with (
         pair("NixlConnector", tmp_path) as (prefill, decode),

@@ -15,7 +15,7 @@ from loadtest.server import free_port
 from tests.house.test_dashboard import documented_queries, queries
 from tests.patience import PATIENCE, wait_for
 from tests.serving.conftest import ROOT
-from tests.serving.embedded_server import MODEL_NAME, Server
+from tests.serving.embedded_server import MODEL_NAME, STORE, SharedServers
 
 PROMETHEUS = shutil.which("prometheus")
 
@@ -65,8 +65,9 @@ def scraping(url: str, folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One that has seen the slowest of the counters, ours, grow."""
+def prometheus(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One that has seen the slowest of the counters, ours, grow, of a server with all that has metrics."""
+    server = shared_servers.running(STORE)
     with scraping(server.url, tmp_path_factory.mktemp("prometheus")) as url:
 
         def has_grown() -> bool:

@@ -24,7 +24,7 @@ from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.offline.sinks import SinkChannels
-from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
+from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
 pytestmark = [pytest.mark.serving, pytest.mark.long]
 
@@ -48,7 +48,7 @@ def test_one_flag_serves_a_quantised_model_without_its_original(
 ) -> None:
     with start_engine(w8a8, PRESET, max_model_len=CONTEXT, dtype="bfloat16") as engine:
         (completion,) = engine.complete([[0, *range(3, 20)]], max_tokens=8)
-        served = resolved_codebook(engine.core.vllm_config)
+        served = engine_plan(engine.core.vllm_config).codebook
     assert len(completion.tokens) == 8
     (path,) = users_cache.rglob("*.safetensors")
     codebook = Codebook.load(path, PRESET, ModelIdentity.from_hf_config(read_config(str(w8a8), CalibrationError)))

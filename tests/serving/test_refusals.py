@@ -11,17 +11,21 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from tests.conftest import Refused
 from tests.serving.conftest import EMBEDDED
-from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN
+from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN, make_codebook, make_model
 from vllm_antkv.codebook import NoCodebookError
 from vllm_antkv.errors import AntKVError, UnsupportedModelError
 from vllm_antkv.ops.rope import rotate
-from vllm_antkv.vllm_adapter.attention.rope import rotary_tables
+from vllm_antkv.vllm_adapter import kv_transfer
+from vllm_antkv.vllm_adapter.load.rope import rotary_tables
+from vllm_antkv.vllm_adapter.plan.refusals import refuse_unsupported
 
 pytestmark = pytest.mark.serving
 
@@ -120,10 +124,16 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors other than AntKVStore and NixlConnector"),
     "several KV connectors": ({"kv_transfer_config": SEVERAL}, "KV connectors other than AntKVStore and NixlConnector"),
-    "KV offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size, which knows nothing of recency pages"),
-    "pages in a folder, of drafts": (
-        {"kv_transfer_config": STORE, "speculative_config": {"model": str(EMBEDDED), "num_speculative_tokens": 1}},
-        "AntKVStore with speculative decoding",
+    "KV offloading": (
+        {"kv_offloading_size": 1.0},
+        "--kv-offloading-size, to which, unlike AntKVStore, recency pages",
+    ),
+    "pages through NIXL, of drafts": (
+        {
+            "kv_transfer_config": {**STORE, "kv_connector": "NixlConnector"},
+            "speculative_config": {"model": str(EMBEDDED), "num_speculative_tokens": 1},
+        },
+        "NixlConnector with speculative decoding",
     ),
     "pages through NIXL, in stages": (
         {"kv_transfer_config": {**STORE, "kv_connector": "NixlConnector"}, "pipeline_parallel_size": 2},
@@ -184,6 +194,45 @@ def test_an_option_is_refused(llama: Path, refused: Refused, name: str) -> None:
     options, words = OPTIONS[name]
     with refused(UnsupportedModelError, words, "--kv-cache-dtype auto"):
         configure(llama, **options)
+
+
+#: All that this vLLM knows by name: their pages are told apart by tokens, not by what the codes in them stand for
+#: (https://github.com/vllm-project/vllm/issues/55904).
+CONNECTORS = sorted(KVConnectorFactory._registry.keys() - kv_transfer.MODULES.keys() - {"MultiConnector"})
+TIERS = sorted(OffloadingSpecFactory._registry)
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_no_connector_of_vllm_s_reads_pages_of_another_codebook(llama: Path, refused: Refused, name: str) -> None:
+    connector = {**CONNECTOR, "kv_connector": name}
+    several = {**SEVERAL, "kv_connector_extra_config": {"connectors": [STORE, connector]}}
+    # As if vLLM itself refused none: some need a GPU, or a library that is not here.
+    vllm_config = EngineArgs(model=str(llama)).create_engine_config()
+    vllm_config.cache_config.cache_dtype = "antkv-1bit"
+    for config in (connector, several):
+        vllm_config.kv_transfer_config = KVTransferConfig(**config)
+        with refused(UnsupportedModelError, "KV connectors other than AntKVStore and NixlConnector"):
+            refuse_unsupported(vllm_config)
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_nor_does_a_tier_that_vllm_offloads_to(llama: Path, refused: Refused, name: str) -> None:
+    extra = {"spec_name": name, "cpu_bytes_to_use": 1 << 20}
+    config = {**CONNECTOR, "kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    with refused(UnsupportedModelError, "KV connectors other than AntKVStore and NixlConnector"):
+        configure(llama, kv_transfer_config=config)
+
+
+def test_connectors_of_ours_take_the_place_of_vllm_s_under_their_names(llama: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "whole", "llama", {"head_dim": 64})
+    make_codebook(tmp_path / "whole" / "antkv", tmp_path / "whole", "antkv-1bit")
+    for name, module in kv_transfer.MODULES.items():
+        config = {**STORE, "kv_connector": name, "kv_connector_extra_config": {"folder": str(tmp_path / "pages")}}
+        made = EngineArgs(
+            model=str(tmp_path / "whole"), kv_cache_dtype="antkv-1bit", kv_transfer_config=config
+        ).create_engine_config()
+        assert made.kv_transfer_config.kv_connector_module_path == module
+        assert len(made.kv_transfer_config.kv_connector_extra_config["identity"]) == 64
 
 
 def test_prefix_caching_beside_mamba2_is_refused_on_cpus(tmp_path: Path, refused: Refused) -> None:

@@ -13,11 +13,11 @@ from vllm_antkv.codebook import SinkRule, codebook_path
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.report import PerplexityReport
 from vllm_antkv.evaluate.served import evaluate_served
 from vllm_antkv.evaluate.windows import TextWindows, load_windows
-from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.ops.rope import RotaryTable, interleaved
 from vllm_antkv.presets import get_preset

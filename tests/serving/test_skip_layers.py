@@ -20,7 +20,7 @@ from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.evaluate.methods import build_method
-from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS

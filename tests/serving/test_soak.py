@@ -118,6 +118,31 @@ def test_a_soak_with_a_store_that_is_spoilt(shared_servers):
     assert metrics(server.url)["vllm:external_prefix_cache_hits_total"] == before + 128
 
 
+def kill_under_load(other, is_over):
+    """Let a server work, and end it in the midst of that."""
+
+    def work(seed):
+        rng = random.Random(seed)
+        with suppress(httpx.HTTPError):
+            while True:
+                other.complete([rng.randrange(3, 4000) for _ in range(rng.randrange(130, 600))], 20)
+
+    with ThreadPoolExecutor() as clients:
+        for seed in range(3):
+            clients.submit(work, seed)
+        is_over.wait(SOAK_MINUTES * 30)
+        os.killpg(other.pid, signal.SIGKILL)
+
+
+def test_a_soak_beside_a_server_with_the_same_folder_that_is_killed(shared_servers, tmp_path):
+    server = shared_servers.running(STORE)
+    server.pages.mkdir(exist_ok=True)
+    (tmp_path / "pages").symlink_to(server.pages)
+    with embedded_server(tmp_path, STORE) as other:
+        soak_beside(server, kill_under_load, other)
+    assert server.get("/antkv/status").json()["engines"][0]["store"]["evictions"] > 0
+
+
 def test_a_load_test_writes_its_reports(server, tmp_path):
     if importlib.util.find_spec("locust") is None:
         pytest.skip("locust is not installed: requirements/loadtest.lock has it")

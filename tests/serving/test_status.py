@@ -8,16 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.patience import PATIENCE, wait_for
 from tests.serving.conftest import EMBEDDED
-from tests.serving.embedded_server import EXACT, MODEL_NAME, PRESET, Server, SharedServers
+from tests.serving.embedded_server import API_KEY, EXACT, MAX_BYTES, MODEL_NAME, PRESET, STORE, Server, SharedServers
 from tests.serving.server import run_vllm
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.ops.dispatch import choose
+from vllm_antkv.ops import cpu
+from vllm_antkv.ops.dispatch import REFERENCE
 from vllm_antkv.vllm_adapter.server.routes import PREFIX, STATUS_PATH
 
 pytestmark = pytest.mark.serving
@@ -31,6 +31,11 @@ def status(server: Server) -> dict[str, Any]:
     response = server.get(STATUS_PATH)
     assert response.status_code == 200, response.text
     return response.json()
+
+
+def server_settings(server: Server) -> dict[str, Any]:
+    """What `embedded_server` set, and the defaults of the rest."""
+    return AntKVConfig(codebooks=str(server.codebook.parent), prefill_reads_cache=True).model_dump()
 
 
 def samples(server: Server) -> dict[tuple[str, ...], float]:
@@ -64,7 +69,7 @@ def test_status_says_how_the_cache_is_set_up(server: Server) -> None:
         "path": str(server.codebook),
         "bytes": codebook.num_bytes,
     }
-    assert answer["settings"] == AntKVConfig(codebooks=str(server.codebook.parent)).model_dump()
+    assert answer["settings"] == server_settings(server)
     bits = answer["bits"]
     assert bits["nominal"] == bits["parts"]["codes"] == 1
     assert bits["effective"] == pytest.approx(sum(bits["parts"].values()))
@@ -84,7 +89,7 @@ def test_config_says_what_is_in_effect(server: Server) -> None:
     config = server.get(f"{PREFIX}/config").json()
     assert config["model"] == MODEL_NAME
     assert config["kv_cache_dtype"] == PRESET
-    assert config["settings"] == AntKVConfig(codebooks=str(server.codebook.parent)).model_dump()
+    assert config["settings"] == server_settings(server)
     assert config["anchor_rows"] == AntKVConfig().anchor_rows
     assert config["codebook"] == str(server.codebook)
     assert config["engine"]["max_model_len"] == 1024
@@ -102,7 +107,7 @@ def test_status_counts_what_a_request_does(server: Server) -> None:
     num_tokens = len(prompt) + OUTPUT - 1
     assert after["tokens_stored"] - before["tokens_stored"] == num_tokens
     assert after["sinks_found"] - before["sinks_found"] == num_tokens
-    # A sample is due after each question, and is taken in the next step that only decodes.
+    # A sample is due after each question, and is taken in the next step.
     sampled_before, sampled = (sum(engine["sampled_attention"].values()) for engine in (before, after))
     assert sampled == pytest.approx(round(sampled))
     assert round(sampled) > round(sampled_before)
@@ -110,7 +115,7 @@ def test_status_counts_what_a_request_does(server: Server) -> None:
     assert after["fallbacks"] == 0
     rows = AntKVConfig().anchor_rows
     assert after["anchors_chosen"] - before["anchors_chosen"] == num_tokens // VQ_BLOCK_SIZE * rows
-    assert after["implementation"] == choose("auto", torch.device("cpu")).name
+    assert after["implementation"] == (cpu.best() or REFERENCE).name
     for name, operation in after["operations"].items():
         assert operation["calls"] > before["operations"][name]["calls"]
         assert operation["seconds"] > before["operations"][name]["seconds"]
@@ -178,6 +183,29 @@ def test_metrics_show_what_status_says(server: Server) -> None:
             **{("operation_seconds_total", name): work["seconds"] for name, work in engine["operations"].items()},
         }
     )
+
+
+@pytest.mark.long
+def test_status_and_metrics_show_what_a_store_is_worth(shared_servers: SharedServers) -> None:
+    server = shared_servers.running(STORE)
+    # No other test sends it.
+    prompt = list(range(3000, 3000 + 300))
+    before = status(server)["engines"][0]["store"]
+    server.complete(prompt, 1)
+    wait_for(lambda: status(server)["engines"][0]["store"]["num_bytes"] != before["num_bytes"])
+    httpx.post(
+        f"{server.url}/reset_prefix_cache", headers={"Authorization": f"Bearer {API_KEY}"}, timeout=PATIENCE
+    ).raise_for_status()
+    server.complete(prompt, 1)
+    after = status(server)["engines"][0]["store"]
+    counted = {name: after[name] - before[name] for name in ("lookups", "hits", "hit_tokens")}
+    assert counted == {"lookups": 2, "hits": 1, "hit_tokens": 256}
+    assert after["num_bytes"] <= after["max_bytes"] == MAX_BYTES
+    assert after["seconds_saved"] >= 0
+    wait_for(lambda: samples(server).get(("store_hits_total",)) == after["hits"])
+    wait_for(lambda: samples(server)["store_bytes",] == status(server)["engines"][0]["store"]["num_bytes"])
+    assert samples(server)["store_evictions_total",] == after["evictions"]
+    assert samples(server)["store_seconds_saved",] >= 0
 
 
 def test_the_routes_are_in_the_servers_api_description(server: Server) -> None:

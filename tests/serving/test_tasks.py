@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness, on a task of our own: no data set is downloaded."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, evaluat
 from vllm_antkv.offline.models import ModelCard
 
 pytestmark = pytest.mark.serving
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'vllm-antkv[tasks]'")
+manager = pytest.importorskip(
+    "lm_eval.tasks.manager", reason="lm-evaluation-harness is not installed: pip install 'vllm-antkv[tasks]'"
+)
 
 #: The harness puts a space between question and answer.
 QUESTIONS = [("He opened the", "door"), ("They went to the", "house"), ("Once upon a", "time")]
@@ -59,7 +62,7 @@ def check(report: TasksReport) -> None:
 
 @pytest.mark.long
 def test_an_engine_of_its_own(run: TaskRun, eager: None) -> None:
-    check_tasks(run)
+    check_tasks(run, str(EMBEDDED))
     report = evaluate_tasks(ModelCard.read(str(EMBEDDED)), "antkv-1bit", AntKVConfig(), run)
     check(report)
     assert report.scores[1].value == 1.0, "the model prefers English"
@@ -70,3 +73,17 @@ def test_a_running_server(run: TaskRun, server: Server, monkeypatch: pytest.Monk
     report: Any = evaluate_tasks_on_server(ModelCard.read(str(EMBEDDED)), "antkv-1bit", server.url, run)
     check(report)
     assert report.cap_hits == 0.5, "one of the two sentences ends within four tokens"
+
+
+@pytest.mark.long
+def test_a_fact_in_a_long_text(eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RULER's, which the harness writes with the model's own tokenizer; this model is too small to find it."""
+    pytest.importorskip("wonderwords", reason="pip install 'vllm-antkv[tasks]'")
+    # Of the harness's tasks, only those: it takes a quarter of a minute to read all.
+    monkeypatch.setattr(manager, "__file__", str(Path(manager.__file__).parent / "ruler" / "manager.py"))
+    needle = TaskRun(tasks=("niah_single_1",), limit=2, context=512, length=400)
+    check_tasks(needle, str(EMBEDDED))
+    report = evaluate_tasks(ModelCard.read(str(EMBEDDED)), "antkv-1bit", AntKVConfig(), needle)
+    (score,) = report.scores
+    assert (score.task, score.metric, score.value) == ("niah_single_1", "400", 0.0)
+    assert report.answers == 2

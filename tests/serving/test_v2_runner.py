@@ -1,4 +1,4 @@
-"""Model runner V2 and asynchronous scheduling, as GPUs have them: cases of test_exactness.py in a process of their own.
+"""Model runner V2 and asynchronous scheduling, as GPUs have them: cases of other files in a process of their own.
 
 Its kernels run in Triton's interpreter, ours are those of the CPU.
 """
@@ -12,13 +12,18 @@ import pytest
 
 pytestmark = [pytest.mark.serving, pytest.mark.long]
 
-CASES = Path(__file__).with_name("test_exactness.py")
 
-
-def test_scheduling_is_not_seen_there_either() -> None:
+@pytest.mark.parametrize(
+    ("file", "cases", "count"),
+    [
+        ("test_exactness.py", "(preemption or reused or aborts or log) and not auto", 4),
+        ("test_page_store.py", "local_hit_finds or preemption_and_aborts", 2),
+    ],
+)
+def test_scheduling_is_not_seen_there_either(file: str, cases: str, count: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.serving.v2_runner"]
-    command += ["-k", "(preemption or reused or aborts or log) and not auto", str(CASES)]
+    command += ["-k", cases, str(Path(__file__).with_name(file))]
     environment = os.environ | {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "4 passed" in done.stdout
+    assert f"{count} passed" in done.stdout

@@ -1,13 +1,17 @@
 """`antkv doctor MODEL --verify` on a trained model: real engines, and an exit code that says what they answered."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
-from tests.serving.tiny import make_model
+from tests.serving.server import PRESET
+from tests.serving.tiny import FAMILY, make_codebook, make_model
 from vllm_antkv import cli
 from vllm_antkv.doctor import verify
 
@@ -35,6 +39,24 @@ def test_a_model_that_answers_otherwise_is_a_problem(
     code, findings = answers(capsys)
     assert code == 1
     assert all("other answers" in finding["detail"] and finding["state"] == "problem" for finding in findings)
+
+
+def doctor(model: Path, *options: str) -> list[dict[str, Any]]:
+    """The findings about answers, as a user gets them."""
+    antkv = Path(sys.executable).with_name("antkv")
+    command = [antkv, "doctor", str(model), "--verify", "--json", "-", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    found: list[dict[str, Any]] = json.loads(done.stdout)["sections"]["Answers"]
+    return found
+
+
+def test_layers_that_ask_for_a_dtype_get_it_and_an_engine_s_own_sentence_is_shown(tmp_path: Path) -> None:
+    """vLLM's gated delta nets have code for bfloat16 alone on CPUs."""
+    model = make_model(tmp_path, *FAMILY["qwen3 next"])
+    make_codebook(tmp_path / "antkv", model, PRESET)
+    assert all("the same answers" in finding["detail"] for finding in doctor(model))
+    (finding,) = doctor(model, "--dtype", "float32")
+    assert "CPU GDN attention requires BF16" in finding["detail"]
 
 
 @pytest.mark.usefixtures("quick_engines")

@@ -1,6 +1,7 @@
 """Sampled shares of attention: what the specification's own attention gives, measured with telling values."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,20 +14,20 @@ from vllm_antkv.ops.attention_shares import attention_shares
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import correction
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.select.anchors import EXACT_ANCHOR
 
 LENGTHS = (300, 389)
 
 
-def decoded_engine(config: AntKVConfig, shape: Shape) -> tuple[Engine, Step, torch.Tensor, torch.Tensor]:
+def decoded_engine(config: AntKVConfig, shape: Shape) -> tuple[Engine, StepPlan, torch.Tensor, torch.Tensor]:
     """Two sequences whose last tokens were computed in one decode step; that step, its queries and its keys."""
     engine = Engine(config, shape, ReferenceOperations)
     sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate(LENGTHS)]
     for sequence, length in zip(sequences, LENGTHS, strict=True):
         engine.step([(sequence, length - 1)])
     engine.step([(sequence, 1) for sequence in sequences])
-    step = Step(
+    step = StepPlan(
         query_start_loc=torch.arange(3, dtype=torch.int32),
         seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
         vq_block_table=engine._table([sequence.vq_blocks for sequence in sequences]),
@@ -39,7 +40,7 @@ def decoded_engine(config: AntKVConfig, shape: Shape) -> tuple[Engine, Step, tor
 
 
 def attention_to_exact_values(
-    layer: LayerState, step: Step, query: torch.Tensor, key: torch.Tensor, kv_head: int
+    layer: LayerState, step: StepPlan, query: torch.Tensor, key: torch.Tensor, kv_head: int
 ) -> float:
     """The attention's output when exact V rows are 1 and coded ones 0: how much went to the exact rows."""
     output = torch.empty_like(query)
@@ -80,7 +81,7 @@ def test_shares_are_those_of_the_specification(monkeypatch, settings, shape, chu
     monkeypatch.setattr(module, "_CHUNK_BLOCKS", chunk_blocks)
     engine, step, query, key = decoded_engine(AntKVConfig(**settings), shape)
     layer = with_values(engine.state, recent=1.0, anchors=1.0)
-    recent, anchors, codes = attention_shares(layer, query[-1], key[-1], step, kv_head).tolist()
+    recent, anchors, codes = attention_shares(layer, query[-1], key[-1:], step, kv_head).tolist()
     expected = attention_to_exact_values(layer, step, query, key, kv_head)
     tolerance = 0.01 if shape.dtype == torch.bfloat16 else 1e-5
     assert recent + anchors == pytest.approx(expected, abs=tolerance)
@@ -91,13 +92,35 @@ def test_shares_are_those_of_the_specification(monkeypatch, settings, shape, chu
     assert min(recent, anchors, codes) > 0
 
 
+@pytest.mark.parametrize("num_new", [2, 30, 200])
+def test_the_last_query_of_a_prompt_has_the_shares_of_the_specification(num_new):
+    """It fills a block, whose new rows in full precision get no pages: nobody reads them afterwards."""
+    engine, length = Engine(AntKVConfig(anchor_share=0.05), Shape(), ReferenceOperations), 384
+    sequences = [draw_sequence(seed, length, Shape()) for seed in range(2)]
+    for sequence in sequences:
+        engine.step([(sequence, length - num_new)])
+    operations, measured = engine.operations, []
+
+    def run_and_measure(rows, output, step):
+        operations.run(rows, output, step)
+        layer = with_values(engine.state, recent=1.0, anchors=0.0)
+        expected = attention_to_exact_values(layer, step, rows.query, rows.key, 1)
+        measured.append((attention_shares(layer, rows.query[-1], rows.key[-num_new:], step, 1).tolist(), expected))
+
+    engine.operations = SimpleNamespace(run=run_and_measure)
+    engine.step([(sequence, num_new) for sequence in sequences])
+    (((recent, anchors, codes), expected),) = measured
+    assert recent == pytest.approx(expected, abs=1e-5)
+    assert min(recent, anchors, codes) > 0
+
+
 def test_an_anchor_of_k_alone_counts_half():
     engine, step, query, key = decoded_engine(AntKVConfig(anchor_share=0.1), Shape())
     both = with_values(engine.state, recent=1.0, anchors=1.0)
     offsets = both.vq.anchor_offsets.clone()
     offsets[:, :, 1] = -1
     only_k = replace(both, vq=replace(both.vq, anchor_offsets=offsets))
-    whole, half = (attention_shares(layer, query[-1], key[-1], step, 1) for layer in (both, only_k))
+    whole, half = (attention_shares(layer, query[-1], key[-1:], step, 1) for layer in (both, only_k))
     assert half[1] == pytest.approx(float(whole[1]) / 2)
     assert half[0] == whole[0]
 
@@ -107,7 +130,7 @@ def test_everything_recent_is_all_of_the_attention():
     # Of some of these queries the rounded shares add up to a little more than 1, and counters cannot go down.
     queries = torch.randn(50, *query[-1].shape, generator=torch.Generator().manual_seed(0), dtype=query.dtype)
     for any_query in queries:
-        shares = attention_shares(engine.state, any_query, key[-1], step, 0).tolist()
+        shares = attention_shares(engine.state, any_query, key[-1:], step, 0).tolist()
         assert shares == pytest.approx([1, 0, 0], abs=1e-6)
         assert min(shares) >= 0
 
@@ -116,5 +139,5 @@ def test_centroids_in_float16_are_computed_with_in_float32():
     """As layers on GPUs hold them; codebooks are float16, so nothing is lost."""
     engine, step, query, key = decoded_engine(AntKVConfig(), Shape(rotary_dim=0))
     halves = replace(engine.state, k_centroids=engine.state.k_centroids.half())
-    shares = [attention_shares(layer, query[-1], key[-1], step, 0) for layer in (engine.state, halves)]
+    shares = [attention_shares(layer, query[-1], key[-1:], step, 0) for layer in (engine.state, halves)]
     torch.testing.assert_close(*shares, rtol=0, atol=0)

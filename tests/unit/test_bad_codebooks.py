@@ -123,8 +123,7 @@ TABLE: dict[str, tuple[Spoil, str]] = {
     "sinks above nothing": (sinks(0, [1], 0), "'sinks.threshold'"),
     "sinks above what a number can hold": (sinks(0, [1], "1e999"), "'sinks.threshold'"),
     # The prefix of files that older versions trained.
-    "a prefix": (header_field(prefix=[5]), "has a trained prefix"),
-    "a prefix of no tokens": (header_field(prefix=[]), "has a trained prefix"),
+    "a prefix": (header_field(prefix=[5]), "'prefix' of its header"),
     "rows without a prefix": (tensor("prefix_k", lambda k: k), "tensors ['k', 'prefix_k', 'v'], not k and v."),
     # Its tensors.
     "no k": (without_tensor("k"), "tensors ['v'], not k and v"),

@@ -60,13 +60,13 @@ def flat(model: object, args: dict[str, Any]) -> list[str]:
 
 
 def test_perplexity_writes_the_documented_json(model_folder, perplexity_args, capsys) -> None:
-    more = {"--anchors": 0.05, "--sinks": 0, "--prefix": 2, "--recency": "log:4", "--anchor-scope": "prompt"}
+    more = {"--anchors": 0.05, "--sinks": 0, "--prefix": 2, "--recency": "log:4"}
     assert cli.run(["eval", "perplexity", *flat(model_folder, {**perplexity_args, **more})]) == 0
     content = json.loads(perplexity_args["--json"].read_text())
     jsonschema.validate(content, RESULT_SCHEMA)
     assert (content["windows"], content["context"], content["tokens"]) == (2, 150, 298)
     assert content["nominal_bits"] == 1
-    expected = {"anchor_share": 0.05, "sinks": False, "prefix": 2, "recency": "log:4", "anchor_scope": "prompt"}
+    expected = {"anchor_share": 0.05, "sinks": False, "prefix": 2, "recency": "log:4"}
     assert expected.items() <= content["settings"].items()
     assert f"{content['perplexity']:.4f}" in capsys.readouterr().out
     assert os.listdir(perplexity_args["--json"].parent) == ["out.json"], "no temporary file is left"
@@ -102,10 +102,10 @@ def test_a_comparison_that_ends_early_leaves_what_it_measured(
 
     monkeypatch.setattr("vllm_antkv.evaluate.report.write_json", on_a_full_disk)
     del perplexity_args["--method"]
-    args = flat(model_folder, {**perplexity_args, "--methods": "rtn-4bit,rtn-2bit"})
+    args = flat(model_folder, {**perplexity_args, "--methods": "antkv-1bit,cq-1bit"})
     assert cli.run(["eval", "compare", *args]) == 1
     content = json.loads(perplexity_args["--json"].read_text())
-    assert [result["method"] for result in content["results"]] == list(content["fidelity"]) == ["rtn-4bit"]
+    assert [result["method"] for result in content["results"]] == list(content["fidelity"]) == ["antkv-1bit"]
     assert capsys.readouterr().err.endswith("antkv: No space left on device\n")
 
 
@@ -144,7 +144,7 @@ def test_the_version_is_shown(capsys) -> None:
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("antkv pl", ["plan"]), ("antkv eval ret", ["retrieval"]), ("antkv plan M --gpu h", ["h100-80", "h200-141"])],
+    [("antkv pl", ["plan"]), ("antkv eval ta", ["tasks"]), ("antkv plan M --gpu h", ["h100-80", "h200-141"])],
 )
 def test_the_shell_completes(line: str, expected: list[str]) -> None:
     environment = {

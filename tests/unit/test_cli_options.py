@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from vllm_antkv import cli
-from vllm_antkv.cli.options import CacheOptions, KeptOptions, MethodOptions, WindowOptions, grouped
+from vllm_antkv.cli.options import CacheOptions, KeptOptions, WindowOptions, grouped
 from vllm_antkv.config import AntKVConfig
 
 
@@ -40,19 +40,13 @@ def test_what_a_field_demands_is_demanded(wrong: list[str]) -> None:
     assert given(*wrong) == (2, [])
 
 
-@pytest.mark.parametrize("options", [KeptOptions, CacheOptions, MethodOptions])
+@pytest.mark.parametrize("options", [KeptOptions, CacheOptions])
 def test_without_options_the_cache_is_the_servers(options: type[KeptOptions]) -> None:
     assert options().config() == AntKVConfig()
 
 
-def test_own_recency_leaves_the_servers_to_our_methods() -> None:
-    options = MethodOptions(recency="own")
-    assert options.own_recency
-    assert options.config().recency == AntKVConfig().recency
-
-
 @pytest.mark.parametrize(
-    ("command", "group"), [("perplexity", MethodOptions), ("compare", MethodOptions), ("served", WindowOptions)]
+    ("command", "group"), [("perplexity", CacheOptions), ("compare", CacheOptions), ("served", WindowOptions)]
 )
 def test_every_field_is_an_option(command: str, group: type) -> None:
     root: Any = typer.main.get_command(cli.app)

@@ -139,12 +139,6 @@ def test_a_file_that_says_it_has_no_trained_prefix_is_loaded(tmp_path):
     assert Codebook.load(tmp_path / "c").header.checksum == header["checksum"]
 
 
-def test_a_trained_prefix_is_refused(tmp_path, refused):
-    with_prefix_field(tmp_path / "c", [5, 6])
-    with refused(CodebookError, str(tmp_path / "c"), "run `antkv calibrate` again, without --train-prefix."):
-        Codebook.load(tmp_path / "c")
-
-
 def test_the_same_codebook_gives_the_same_bytes(tmp_path, good_bytes):
     make(sinks=SINKS).save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == good_bytes

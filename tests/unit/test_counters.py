@@ -5,12 +5,12 @@ import time
 import pytest
 import torch
 
-from vllm_antkv.ops.counters import OPERATIONS, ROW_CLASSES, Counters
+from vllm_antkv.ops.counters import OPERATIONS, ROW_CLASSES, Counters, merged
 
 
 @pytest.fixture
 def counters() -> Counters:
-    return Counters(torch.device("cpu"), "reference")
+    return Counters(torch.device("cpu"), "reference", 4)
 
 
 def test_a_new_worker_has_counted_nothing(counters: Counters) -> None:
@@ -74,3 +74,8 @@ def test_nothing_is_claimed_of_operations_that_the_host_only_queues(
     with counters.timed("attend"):
         pass
     assert counters.report()["operations"] == {}
+
+
+def test_stages_of_a_pipeline_have_the_kernels_of_all() -> None:
+    stages = [Counters(torch.device("cpu"), name, 1).report() for name in ("cuda", "triton+cuda", "cuda")]
+    assert merged(stages)["implementation"] == "cuda+triton"

@@ -8,17 +8,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tests.kernels.cuda_emulation.backend import EmulatedBackend
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.ops import cpu, cuda, dispatch
+from vllm_antkv.ops import cpu, cuda
 from vllm_antkv.ops.cpu_sources import digest
-from vllm_antkv.ops.dispatch import KERNELS, choose
+from vllm_antkv.ops.dispatch import KERNELS, cautions, choose, summary
 from vllm_antkv.ops.layer import LayerKind
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.presets import PRESETS
+from vllm_antkv.presets import PRESETS, Preset
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LLAMA = LayerKind(PRESETS["antkv-1bit"], 128, 4, torch.bfloat16, None)
 
 
 @pytest.fixture
@@ -30,77 +30,104 @@ def no_library(monkeypatch, tmp_path):
 def test_the_settings_name_every_set_of_kernels():
     for kernels in KERNELS:
         assert AntKVConfig(kernels=kernels.name).kernels == kernels.name
+        # The page of settings has this.
+        assert kernels.name in (AntKVConfig.model_fields["kernels"].description or "")
     with pytest.raises(ValidationError):
         AntKVConfig(kernels="fastest")
 
 
+def names(setting, device, *layers):
+    """Of the kernels of each layer."""
+    return [chosen.kernels.name for chosen in choose(setting, device, layers or [LLAMA])]
+
+
 @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-def test_a_cpu_runs_the_kernels_for_cpus(said):
-    assert choose("auto", CPU).name == choose("cpu", CPU).name == cpu.best().name
-    assert not said
-    assert choose("reference", CPU).name == "reference"
+def test_a_cpu_runs_the_kernels_for_cpus():
+    assert names("auto", CPU) == names("cpu", CPU) == [cpu.best().name]
+    assert names("reference", CPU) == ["reference"]
 
 
-def test_without_a_library_the_reference_runs_and_says_that_it_is_slow(no_library, said):
-    assert choose("auto", CPU).name == "reference"
-    (warning,) = said
-    assert "SLOW" in warning
-    assert "no C++ compiler was found" in warning
+def test_without_a_library_the_reference_runs(no_library):
+    (chosen,) = choose("auto", CPU, [LLAMA])
+    assert chosen.kernels.name == "reference"
+    assert any("no C++ compiler was found" in reason for _, reason in chosen.passed_over)
 
 
 def test_insisting_on_kernels_that_cannot_run_is_an_error(no_library):
     with pytest.raises(SettingsError, match=r"'kernels' is 'cpu', but the C\+\+ kernels \(avx2\) were not built"):
-        choose("cpu", CPU)
+        choose("cpu", CPU, [LLAMA])
 
 
 def test_kernels_for_cpus_do_not_run_on_a_gpu_nor_those_for_gpus_on_a_cpu():
     with pytest.raises(SettingsError, match="run on CPUs only"):
-        choose("cpu", torch.device("cuda"))
+        choose("cpu", GPU, [LLAMA])
     with pytest.raises(SettingsError, match="run on GPUs only"):
-        choose("triton", CPU)
+        choose("triton", CPU, [LLAMA])
     with pytest.raises(SettingsError, match="run on NVIDIA GPUs only"):
-        choose("cuda", CPU)
+        choose("cuda", CPU, [LLAMA])
 
 
 def test_a_gpu_without_cupy_runs_the_triton_kernels(monkeypatch):
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None if name == "cupy" else name)
-    assert choose("auto", torch.device("cuda")).name == "triton"
+    assert names("auto", GPU) == ["triton"]
 
 
-def test_a_gpu_runs_the_cuda_kernels_where_they_have_code_for_every_layer(monkeypatch):
-    """As on an H100: 227 KiB of shared memory. It is only the GPU that is left out here."""
-
-    def missing(device, layers):
-        return next(filter(None, (cuda.unsupported(layer, EmulatedBackend()) for layer in layers)), None)
-
-    on_h100 = [replace(kernels, missing=missing) if kernels.name == "cuda" else kernels for kernels in KERNELS]
-    monkeypatch.setattr(dispatch, "KERNELS", on_h100)
-    llama = LayerKind(PRESETS["antkv-1bit"], 128, 4, torch.bfloat16, None)
-    gpu = torch.device("cuda")
-    assert choose("auto", gpu, [llama, llama]).name == "cuda"
-    assert choose("auto", gpu, [llama, replace(llama, head_size=96)]).name == "triton"
-    assert choose("triton", gpu, [llama]).name == "triton"
-    with pytest.raises(SettingsError, match=r"'kernels' is 'cuda', but the CUDA kernels have head sizes 64 and 128"):
-        choose("cuda", gpu, [replace(llama, head_size=96)])
+#: Layers for which the CUDA kernels have no code, and a word of why.
+TABLE = RotaryTable(torch.ones(1, 64), torch.zeros(1, 64))
+WITHOUT_CODE = {
+    "no code for antkv-6bit": replace(LLAMA, preset=Preset("antkv-6bit", 2, 4096)),
+    "head sizes 64 and 128, not 96": replace(LLAMA, head_size=96),
+    "no code for sliding windows": replace(LLAMA, plain_logits=False),
+    "and M-RoPE": replace(LLAMA, rotary=replace(TABLE, sections=torch.zeros(64, dtype=torch.int64))),
+}
 
 
-def test_layers_that_are_not_plain_are_tritons(monkeypatch):
-    built = []
-    monkeypatch.setattr(cuda, "missing", lambda device, layers: None)
-    monkeypatch.setattr(cuda, "CudaOperations", lambda layer: built.append("cuda"))
-    monkeypatch.setattr(dispatch, "_triton", lambda layer: built.append("triton"))
-    plain = LayerKind(PRESETS["antkv-1bit"], 128, 4, torch.bfloat16, None)
-    sliding, gpu = replace(plain, plain_logits=False), torch.device("cuda")
-    kernels = choose("auto", gpu, [plain, sliding])
-    assert kernels.name == "cuda"
-    table = RotaryTable(torch.ones(1, 64), torch.zeros(1, 64))
-    three_part = replace(plain, rotary=replace(table, sections=torch.zeros(64, dtype=torch.int64)))
-    for kind in (plain, replace(plain, rotary=table), sliding, three_part):
-        kernels.build(SimpleNamespace(kind=kind))
-    assert built == ["cuda", "cuda", "triton", "triton"]
-    assert choose("auto", gpu, [sliding, three_part]).name == "triton"
-    with pytest.raises(SettingsError, match="no code for sliding windows, soft caps, learned sinks and M-RoPE"):
-        choose("cuda", gpu, [three_part])
+@pytest.mark.parametrize("why", WITHOUT_CODE)
+@pytest.mark.parametrize("setting", ["auto", "cuda"])
+def test_a_layer_that_cuda_has_no_code_for_is_tritons_alone(on_h100, setting, why):
+    other = WITHOUT_CODE[why]
+    turning = replace(LLAMA, rotary=TABLE)
+    assert names(setting, GPU, LLAMA, other, turning) == ["cuda", "triton", "cuda"]
+    passed_over = choose(setting, GPU, [LLAMA, other])[1].passed_over
+    assert [kernels.name for kernels, _ in passed_over] == ["cuda"]
+    assert why in passed_over[0][1]
+
+
+def test_a_model_without_a_layer_for_cuda_is_tritons_unless_cuda_is_insisted_on(on_h100):
+    for why, other in WITHOUT_CODE.items():
+        assert names("auto", GPU, other, other) == names("triton", GPU, other, LLAMA) == ["triton"] * 2
+        with pytest.raises(SettingsError, match=rf"'kernels' is 'cuda', but the CUDA kernels have .*{why}"):
+            choose("cuda", GPU, [other, other])
+
+
+def test_what_runs_is_said_by_layers_and_what_is_slower_than_it_could_be_with_the_reason(on_h100):
+    layers = [LLAMA, *WITHOUT_CODE.values(), LLAMA]
+    chosen = dict(enumerate(choose("auto", GPU, layers)))
+    assert summary(chosen) == "CUDA in layers 0, 5, Triton in layers 1-4"
+    said = list(cautions(chosen))
+    # Windows and M-RoPE are one reason.
+    assert len(said) == 3
+    assert said[0].startswith("In layer 1 the antkv cache runs on the Triton kernels, which take several times")
+    assert said[0].endswith(": the CUDA kernels have no code for antkv-6bit.")
+    assert said[2].startswith("In layers 3-4 ")
+    # Whoever asks for Triton's gets no lecture.
+    assert not list(cautions(dict(enumerate(choose("triton", GPU, layers)))))
+    alone = dict(enumerate(choose("auto", GPU, [LLAMA] * 3)))
+    assert (summary(alone), list(cautions(alone))) == ("CUDA", [])
+
+
+def test_a_gpu_without_cupy_is_told_what_to_install(monkeypatch):
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None if name == "cupy" else name)
+    (said,) = cautions(dict(enumerate(choose("auto", GPU, [LLAMA, LLAMA]))))
+    assert said.startswith("The antkv cache runs on the Triton kernels, ")
+    assert "(pip install 'vllm-antkv[cuda]')" in said
+
+
+def test_the_reference_is_never_taken_quietly(no_library):
+    (said,) = cautions({7: choose("auto", CPU, [LLAMA])[0]})
+    assert said.startswith("The antkv cache runs on PyTorch reference code, which is SLOW: ")
+    assert "no C++ compiler was found" in said
+    assert not list(cautions({7: choose("reference", CPU, [LLAMA])[0]}))
 
 
 def test_a_damaged_library_is_named(monkeypatch, tmp_path):
@@ -139,20 +166,20 @@ def test_the_fastest_variant_that_the_processor_has_is_taken(monkeypatch):
     monkeypatch.setattr(cpu, "loaded", lambda variant: library)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: permitted[0])
-    assert choose("auto", CPU).name == "amx"
+    assert names("auto", CPU) == ["amx"]
     permitted[0] = False
-    assert choose("auto", CPU).name == "avx512_bf16"
+    assert names("auto", CPU) == ["avx512_bf16"]
     with pytest.raises(
         SettingsError, match="'kernels' is 'amx', but the kernel of this system permits no tile registers"
     ):
-        choose("amx", CPU)
+        choose("amx", CPU, [LLAMA])
     permitted[0] = True
     wrong.append(cpu.VARIANTS[0].tiles)
-    assert choose("auto", CPU).name == "avx512_bf16"
+    assert names("auto", CPU) == ["avx512_bf16"]
     with pytest.raises(SettingsError, match=r"products of the C\+\+ kernels \(amx\) are wrong on this processor"):
-        choose("amx", CPU)
+        choose("amx", CPU, [LLAMA])
     for lacking, then in (("amx_tile", "avx512_bf16"), ("avx512_vbmi", "avx512"), ("avx512_f", "avx2")):
         has[lacking] = False
-        assert choose("auto", CPU).name == choose("cpu", CPU).name == then
+        assert names("auto", CPU) == names("cpu", CPU) == [then]
     with pytest.raises(SettingsError, match=r"need a processor with avx512_f, .*amx_tile"):
-        choose("amx", CPU)
+        choose("amx", CPU, [LLAMA])

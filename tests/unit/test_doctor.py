@@ -3,13 +3,17 @@ import json
 
 import pytest
 import torch
-from transformers import ArceeConfig, BloomConfig, LlamaConfig, Qwen2VLConfig
+from transformers import ArceeConfig, BloomConfig, Gemma3TextConfig, LlamaConfig, Qwen2VLConfig
 
 from tests.codebooks import random_codebook
 from vllm_antkv import cli, doctor
 from vllm_antkv.codebook import ModelIdentity, codebook_path
+from vllm_antkv.doctor.kernels import check_layers
 from vllm_antkv.doctor.verify import Completion
+from vllm_antkv.features import has_plain_logits
 from vllm_antkv.ops import cpu
+from vllm_antkv.ops.dispatch import choose
+from vllm_antkv.ops.layer import LayerKind
 from vllm_antkv.presets import PRESETS
 
 
@@ -182,9 +186,40 @@ def test_one_codebook_that_fits_is_enough(model):
     write_codebook(path / "antkv", identity)
     findings = by_name(doctor.check_model(str(path), None))
     assert findings["antkv-1bit"].state == "ok"
-    assert findings["antkv-2bit"].state == "note"
-    assert "--preset antkv-2bit" in findings["antkv-2bit"].remedy
+    assert list(findings)[-2:] == ["antkv-0.375bit", "codebooks"]
+    assert findings["codebooks"].state == "note"
+    assert "none for antkv-4bit, antkv-2bit, antkv-0.75bit" in findings["codebooks"].detail
+    assert "--preset antkv-4bit" in findings["codebooks"].remedy
     assert "problem" not in {finding.state for finding in findings.values()}
+
+
+def test_the_kernels_of_each_layer_are_named_and_why_faster_ones_are_passed_over(tmp_path, on_h100):
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(head_dim=128, num_hidden_layers=3, layer_types=kinds, sliding_window=64)
+    codebook = random_codebook(ModelIdentity.from_hf_config(config), "antkv-1bit")
+    finding = check_layers(config, codebook, torch.device("cuda"))
+    assert (finding.state, finding.detail) == ("note", "CUDA in layers 0, 2, Triton in layer 1")
+    assert finding.remedy.startswith("In layer 1 the antkv cache runs on the Triton kernels, which take several times")
+    assert "no code for sliding windows" in finding.remedy
+
+
+def test_the_report_names_the_kernels_of_a_codebook_that_fits(model):
+    path, identity = model
+    write_codebook(path / "antkv", identity)
+    findings = by_name(doctor.check_model(str(path), None))
+    (chosen,) = choose("auto", torch.device("cpu"), [LayerKind(PRESETS["antkv-1bit"], 16, 2, torch.float32, None)])
+    assert findings["kernels, antkv-1bit"].detail == chosen.kernels.title
+
+
+@pytest.mark.parametrize(
+    "changes", [{"attn_logit_softcapping": 50.0}, {"rope_parameters": {"mrope_section": [8, 12, 12]}}]
+)
+def test_a_config_tells_logits_that_are_not_plain(changes):
+    assert has_plain_logits(LlamaConfig())
+    config = LlamaConfig()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    assert not has_plain_logits(config)
 
 
 def test_a_codebook_of_another_model_or_damaged_is_a_problem(model, tmp_path):

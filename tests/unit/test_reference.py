@@ -23,12 +23,11 @@ from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.select.anchors import (
     EXACT_ANCHOR,
-    RECENT_VOTE,
     SINK_SCORE,
+    anchor_slots,
     block_anchors,
     code_errors,
     top_rows,
-    vote_weights,
 )
 
 presets = st.sampled_from(list(PRESETS.values()))
@@ -226,14 +225,6 @@ def test_top_rows_are_the_highest_and_ties_take_the_lower_offset(scores, num_row
     assert chosen == by_hand + [-1] * (wanted - len(by_hand))
 
 
-def test_votes_on_rows_that_are_seen_exactly_count_little_in_scope_prompt():
-    last_query, keys, queries = torch.tensor([0, 2, 2, 3]), torch.arange(4), torch.arange(4)[:, None]
-    some = RECENT_VOTE
-    expected = [[some, 0, 0, 0], [1, some, 0, 0], [1, some, some, 0], [1, 1, 1, some]]
-    assert vote_weights(queries, keys, last_query, "prompt").tolist() == expected
-    assert vote_weights(queries, keys, last_query, "block").tolist() == torch.ones(4, 4).tril().tolist()
-
-
 @given(st.lists(st.floats(-1000, 1000, width=32), min_size=1), st.lists(st.floats(-1000, 1000, width=32), min_size=1))
 @example(exact=[0.25], coded=[9.5])  # -9.49999975 is the tie -9.5 in float32, and goes to -10
 def test_a_correction_is_the_nearest_e4m3_number_and_never_makes_things_worse(exact, coded):
@@ -254,8 +245,8 @@ def test_corrections_of_corrections_are_the_same_bytes():
     assert torch.equal(correction(corrected(zero, every), zero), every)
 
 
-def choose(scores, num_rows, prefix, scope="prompt", errors=None, **settings):
-    """`block_anchors` of one head whose rows lose `errors` (1 without) through their codes.
+def choose(scores, num_rows, prefix, errors=None, choice=None, **settings):
+    """Slots of one head whose rows lose `errors` (1 without) through their codes, by gains as they are or `choice`.
 
     num_rows: anchor rows, of 8 bits.
     """
@@ -263,9 +254,10 @@ def choose(scores, num_rows, prefix, scope="prompt", errors=None, **settings):
     coded = exact.clone()
     coded[:, 0, 0] = torch.ones(len(scores)) if errors is None else torch.tensor(errors)
     config = AntKVConfig(**{"anchor_share": num_rows / VQ_BLOCK_SIZE, "sinks": False} | settings)
-    lost = code_errors(exact, coded)
-    rows = block_anchors(torch.tensor([scores]), lost, torch.tensor([prefix]), config, scope=scope)
-    return rows[0].tolist()
+    lost, scores, prefix = code_errors(exact, coded), torch.tensor([scores]), torch.tensor([prefix])
+    if choice is not None:
+        return choice(scores, lost, prefix, config)[0].tolist()
+    return anchor_slots(scores * lost, scores == SINK_SCORE, prefix, config)[0].tolist()
 
 
 def test_sinks_come_first_and_the_prefix_takes_no_row():
@@ -320,12 +312,11 @@ def test_rows_are_taken_in_order_and_none_twice(scores, share, anchor_dtype, pre
 
 
 def test_a_row_counts_for_what_its_code_loses():
-    assert choose([1.0, 2.0, 3.0], 2, [False] * 3, errors=[4.0, 1.0, 1.0]) == [0, 2]
+    assert choose([1.0, 2.0, 3.0], 2, [False] * 3, [4.0, 1.0, 1.0], block_anchors) == [0, 2]
 
 
 def test_rows_with_fewer_votes_are_not_punished_for_it():
     scores, prefix = [1.1, 1.0], [False, False]
-    assert choose(scores, 1, prefix, scope="prompt") == [0]
     # Token 0 has two votes and token 1 one, so beside 32 credited votes 1.1 / 34 still beats 1.0 / 33, 1.02 does not.
-    assert choose(scores, 1, prefix, scope="block") == [0]
-    assert choose([1.02, 1.0], 1, prefix, scope="block") == [1]
+    assert choose(scores, 1, prefix, choice=block_anchors) == [0]
+    assert choose([1.02, 1.0], 1, prefix, choice=block_anchors) == [1]

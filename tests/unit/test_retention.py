@@ -93,6 +93,19 @@ def test_a_hit_at_a_multiple_of_the_interval_finds_its_pages(pair, start, end):
 
 
 @settings(deadline=None)
+@given(RETENTIONS, st.integers(1, MAX_LEN // 256), st.lists(st.integers(1, MAX_LEN), min_size=2, max_size=6))
+def test_a_hit_where_prompts_part_finds_its_pages(pair, block, ends):
+    """However the steps are cut."""
+    _, retention = pair
+    shared, first, stored = block * retention.vq_block_size, 0, set()
+    for end in sorted(ends):
+        mask = retention.tails_of_step(first, end, shared)
+        stored |= {first + int(index) for index in np.flatnonzero(mask)}
+        first = -(-end // retention.block_size)
+    assert {page for page in retention.pages_at(shared).tolist() if page < first} <= stored
+
+
+@settings(deadline=None)
 @given(RETENTIONS, st.integers(0, MAX_LEN))
 def test_a_page_once_dead_is_never_needed_again(pair, num_tokens):
     _, retention = pair

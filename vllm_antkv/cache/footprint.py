@@ -88,10 +88,10 @@ def _of_layers(
     recency_bytes = len(layouts) * pages * first.recency_block_size * row_bytes
     exact_bytes = len(exact) * 2 * first.row_bytes * seen
     # Unquantised layers with a window have their own pages, not beside VQ pages.
-    beside = len(exact) if layouts and window is None else 0
+    num_packed = len(exact) if layouts and window is None else 0
     # A page of either class occupies a whole pool block, which has the size of the larger class.
-    total = (blocks + pages) * pool_block_bytes(layouts, beside, position_bytes) if layouts else 0
-    total += blocks * (len(exact) - beside) * first.exact_page_bytes
+    total = (blocks + pages) * pool_block_bytes(layouts, num_packed, position_bytes) if layouts else 0
+    total += blocks * (len(exact) - num_packed) * first.exact_page_bytes
     padding = total - code_bytes - anchor_bytes - recency_bytes - exact_bytes
     elements = 2 * seen * first.head_size * (len(layouts) + len(exact))
     return Footprint(length, code_bytes, anchor_bytes, recency_bytes, exact_bytes, padding, elements)

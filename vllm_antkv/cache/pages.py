@@ -142,8 +142,8 @@ def page_layouts(
     sizes = (head_size, dtype.itemsize, config.anchor_rows)
     counts = {"num_pages": plan.num_pages, "score_slots": plan.score_slots}
     layers = [PageLayout(preset, *sizes, 1, 0, **counts) for preset in presets]
-    beside = plan.num_exact * layers[0].exact_page_bytes + plan.draft_bytes
-    content = sum(layer.vq_page_bytes for layer in layers) + beside
+    extra_bytes = plan.num_exact * layers[0].exact_page_bytes + plan.draft_bytes
+    content = sum(layer.vq_page_bytes for layer in layers) + extra_bytes
     # Of all layers' pages of the same tokens, as what follows.
     of_states = -(-plan.state_bytes // plan.num_pages)
     limit = max(int(content * (1 + _MAX_GROWTH)), of_states)
@@ -167,8 +167,8 @@ def pool_block_bytes(layers: Sequence[PageLayout], num_exact: int = 0, position_
     num_exact: as in `BlockPlan`.
     position_bytes: a KV head's share of a page of positions, where there are such pages (`cache.positions`).
     """
-    beside = num_exact * layers[0].exact_page_bytes + position_bytes
-    of_vq = layers[0].num_pages * (sum(layer.vq_page_bytes for layer in layers) + beside)
+    extra_bytes = num_exact * layers[0].exact_page_bytes + position_bytes
+    of_vq = layers[0].num_pages * (sum(layer.vq_page_bytes for layer in layers) + extra_bytes)
     return max(of_vq, sum(layer.recency_page_bytes for layer in layers))
 
 

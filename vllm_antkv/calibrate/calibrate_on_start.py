@@ -39,8 +39,6 @@ def main() -> int:
     parser.add_argument("--text")
     parser.add_argument("--revision")
     given = parser.parse_args()
-    # When the server ends, nobody reads any more: the next line of progress then ends this process too.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     texts = [] if given.text is None else [given.text]
     try:
         _calibrate_once(given.model, given.revision, given.preset, texts, given.out)
@@ -115,4 +113,7 @@ def _local_folder(model: str, revision: str | None) -> str:
 
 
 if __name__ == "__main__":
+    # When the server ends, nobody reads any more: the next line of progress then ends this process too. Of this process
+    # alone: whoever calls `main` in another one would end with its next broken connection.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

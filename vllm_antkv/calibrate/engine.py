@@ -21,8 +21,8 @@ from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.key_scales import query_energy
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.offline.attention import prompt_scores
 from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.offline.prompt_scores import prompt_scores
 from vllm_antkv.offline.sinks import peak_ratio
 from vllm_antkv.ops.rope import RotaryTable, unrotate
 from vllm_antkv.progress import say
@@ -31,7 +31,7 @@ from vllm_antkv.select.recency import last_query_table
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from vllm_antkv.vllm_adapter.attention.rows import HandedRows
+    from vllm_antkv.vllm_adapter.load.rows import HandedRows
 
 #: Of this process alone: the model must be at hand, and its log is the server's.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -75,14 +75,14 @@ class EngineModel:
     def __init__(self, job: Job, engine: "LLM") -> None:
         self._job = job
         self._engine = engine
-        from vllm_antkv.vllm_adapter.attention.rows import probed
+        from vllm_antkv.vllm_adapter.load.rows import probed
 
         (self._model,) = engine.apply_model(lambda model: model)
         self._probed = probed(self._model, engine.llm_engine.vllm_config)
 
     def peak_ratios(self, window: torch.Tensor) -> np.ndarray:
         """As `Source` says."""
-        from vllm_antkv.vllm_adapter.attention.rows import watched
+        from vllm_antkv.vllm_adapter.load.rows import watched
 
         ratios: dict[int, torch.Tensor] = {}
 
@@ -101,7 +101,7 @@ class EngineModel:
     @contextmanager
     def capturing(self, capture: Capture) -> Iterator[CaptureWindow]:
         """As `Source` says."""
-        from vllm_antkv.vllm_adapter.attention.rows import watched
+        from vllm_antkv.vllm_adapter.load.rows import watched
 
         def capture_one(window: torch.Tensor, index: int) -> None:
             on_rows, on_hidden = partial(_write, capture, index), partial(_write_sinks, capture, index)

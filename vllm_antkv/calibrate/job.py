@@ -26,9 +26,10 @@ from vllm_antkv.progress import say
 
 logger = logging.getLogger(__name__)
 
-#: One window in so many judges, and so many do at most: the order of layers hardly changes with more.
-_JUDGING_EVERY = 16
-_MAX_JUDGING = 2
+#: One window in so many judges, and so many do at most. A few tokens decide what a layer costs, so that one window is
+#: often wrong by a factor of two (`docs/research/ablations.md`).
+_JUDGING_EVERY = 6
+_MAX_JUDGING = 4
 
 
 @dataclass(frozen=True)

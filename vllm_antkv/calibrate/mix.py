@@ -15,6 +15,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.presets import Preset
 
+#: Divergences below this part of the largest count as this much.
+_LEAST = 1e-9
+
 
 def choose(divergences: np.ndarray, costs: Sequence[int], budget: int) -> list[int]:
     """The column for each row that makes the sum of the divergences least within the budget.
@@ -39,6 +42,19 @@ def choose(divergences: np.ndarray, costs: Sequence[int], budget: int) -> list[i
     return solved.x.reshape(divergences.shape).argmax(axis=1).tolist()
 
 
+def smoothed(divergences: np.ndarray) -> np.ndarray:
+    """Half of the way, in logarithms, to costs that are a factor of the layer times one of the choice.
+
+    A few tokens decide what is measured of one layer with one preset. What its other presets cost says as much of it.
+
+    Args:
+        divergences: (num_layers, num_choices).
+    """
+    logs = np.log(np.maximum(divergences, max(_LEAST * divergences.max(), np.finfo(float).tiny)))
+    products = logs.mean(0) + logs.mean(1, keepdims=True) - logs.mean()
+    return np.exp((logs + products) / 2)  # type: ignore[no-any-return]
+
+
 def mix(preset: Preset, parts: Sequence[Codebook], divergences: np.ndarray) -> Codebook:
     """The best codebook for a preset that the layers of several make up.
 
@@ -47,7 +63,7 @@ def mix(preset: Preset, parts: Sequence[Codebook], divergences: np.ndarray) -> C
         parts: codebooks of one preset each.
         divergences: (num_layers, num_parts), as from `offline.divergences`.
     """
-    head_size = parts[0].header.model.head_size
+    divergences, head_size = smoothed(divergences), parts[0].header.model.head_size
     costs = [book.preset.code_bytes(head_size) for book in parts]
     chosen = choose(divergences, costs, len(divergences) * preset.code_bytes(head_size))
     mixed = _made_of([parts[number] for number in chosen], preset)

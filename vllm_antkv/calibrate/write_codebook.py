@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.mix import mix
@@ -24,9 +26,13 @@ def with_layers_mixed(job: Job, learned: Mapping[str, Codebook], work: Workspace
     num_steps = len(job.judging) * books[0].header.model.num_layers
     with job.model_again(work.folder / "weights") as model, progress_bar("Measuring layers", num_steps) as progress:
         divergences = layer_divergences(model, books, job.judging, progress.update)
-    found = {part.name: divergences[:, number] for number, part in enumerate(measured)}
+    found = {part.name: divergences.nats[:, number] for number, part in enumerate(measured)}
+    sized = {
+        part.name: _sized(book, divergences.sizes[:, number])
+        for number, (part, book) in enumerate(zip(measured, books, strict=True))
+    }
     return [
-        _mixed(preset, [learned[part.name] for part in job.parts[preset.name]], found)
+        _mixed(preset, [sized[part.name] for part in job.parts[preset.name]], found)
         if preset.name in job.parts
         else learned[preset.name]
         for preset in job.presets
@@ -41,6 +47,12 @@ def write_codebook(job: Job, codebook: Codebook, work: Workspace) -> Path:
     codebook.save(written)
     os.replace(written, path)
     return path
+
+
+def _sized(book: Codebook, sizes: np.ndarray) -> Codebook:
+    """With the corrections of its layers as large as these, (num_layers,), say."""
+    assert book.k_errors is not None
+    return replace(book, k_errors=book.k_errors * torch.from_numpy(sizes).float()[:, None, None])
 
 
 def _mixed(preset: Preset, parts: Sequence[Codebook], divergences: Mapping[str, np.ndarray]) -> Codebook:

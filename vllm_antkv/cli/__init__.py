@@ -13,13 +13,10 @@ from vllm_antkv import __version__
 from vllm_antkv.cli import (
     calibrate,
     compare,
-    diff,
     doctor,
-    inspect,
     perplexity,
     plan,
     publish,
-    retrieval,
     served,
     tasks,
 )
@@ -29,9 +26,9 @@ app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
 eval_app = typer.Typer(rich_markup_mode="markdown")
 app.command()(calibrate.calibrate)
 app.add_typer(eval_app, name="eval", help="Measure quality: perplexity offline, several methods compared, or served.")
-for command in (perplexity.perplexity, compare.compare, served.served, retrieval.retrieval, tasks.tasks):
+for command in (perplexity.perplexity, compare.compare, served.served, tasks.tasks):
     eval_app.command()(command)
-for command in (plan.plan, diff.diff, inspect.inspect, doctor.doctor, publish.publish):
+for command in (plan.plan, doctor.doctor, publish.publish):
     app.command()(command)
 
 #: Typer brings its own copy of click and exports the root of its usage errors only as the base of this one.
@@ -58,10 +55,10 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
-def run(args: list[str]) -> int:
-    """Run one command line and return its exit code."""
+def run(args: list[str], app: typer.Typer = app, name: str = "antkv") -> int:
+    """Run one command line, of `antkv` or of another app, and return its exit code."""
     try:
-        return app(args, prog_name="antkv", standalone_mode=False) or 0
+        return app(args, prog_name=name, standalone_mode=False) or 0
     except UsageError as error:
         return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except SettingsError as error:

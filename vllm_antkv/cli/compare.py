@@ -1,12 +1,14 @@
 """`antkv eval compare`."""
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from vllm_antkv.cli.methods import perplexities
-from vllm_antkv.cli.options import Json, MethodOptions, Model, WindowOptions, grouped
+from vllm_antkv.cli.methods import method_loader, perplexities
+from vllm_antkv.cli.options import CacheOptions, Json, Model, WindowOptions, grouped
 from vllm_antkv.cli.tables import print_table, table
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ def compare(
     methods: Annotated[str, typer.Option(help="Names of methods, separated by commas.")],
     windows: WindowOptions,
     json: Json,
-    cache: MethodOptions,
+    cache: CacheOptions,
 ) -> None:
     """Perplexity of several methods side by side, how much of CQ's loss antkv-* closes, and how far each is from fp16.
 
@@ -28,11 +30,17 @@ def compare(
     `--recency` and `--context` apply to every method; the gap needs fp16 and the cq-* of the same bits in the list.
     The JSON is written after every method.
     """
+    load = method_loader(methods.split(","), cache)
+    show_comparison(perplexities(model, windows, json, load, against_own=True), json)
+
+
+def show_comparison(measured: "Iterable[PerplexityReport]", json: Path) -> None:
+    """Write the JSON after every method, and print the table at the end."""
     from vllm_antkv.evaluate.compare import gap_closed
     from vllm_antkv.evaluate.report import write_json
 
     reports: list[PerplexityReport] = []
-    for report in perplexities(model, methods.split(","), windows, json, cache, against_own=True):
+    for report in measured:
         reports.append(report)
         closed = gap_closed(reports)
         fidelity = {each.method: each.fidelity.model_dump() for each in reports if each.fidelity}

@@ -31,7 +31,9 @@ def doctor(
     ] = False,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of weights and activations with --verify; default: float32 on a CPU."),
+        typer.Option(
+            help="Of weights and activations with --verify; default on a CPU: float32, or what layers ask for."
+        ),
     ] = None,
     json: JsonInstead = None,
 ) -> None:

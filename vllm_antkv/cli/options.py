@@ -16,27 +16,19 @@ from pydantic import ValidationError
 from vllm_antkv.config import AntKVConfig, Recency
 from vllm_antkv.errors import SettingsError, first_problem
 
-#: As in `offline.method.Method.anchor_scope`.
-AnchorScope = Literal["block", "prompt"]
-
 #: As in `AntKVConfig.anchor_dtype`.
 AnchorDtype = Literal["fp8", "model"]
 
 #: The server's.
 DEFAULTS = AntKVConfig()
-#: The value of --recency that lets every method of the literature keep what its own paper keeps.
-_OWN = "own"
 
 
-def _recency(text: str) -> str:
+def parse_recency(text: str) -> str:
+    """`text` itself; an error of typer's when `Recency` cannot read it."""
     try:
         return str(Recency.parse(text))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _recency_or_own(text: str) -> str:
-    return text if text == _OWN else _recency(text)
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or Hugging Face name of a causal language model.")]
@@ -51,7 +43,7 @@ AnchorsAs = Annotated[
 Prefix = Annotated[int, typer.Option(min=0, max=4096, help="First tokens that stay unquantised (IntactKV).")]
 RecentTokens = Annotated[
     str,
-    typer.Option("--recency", parser=_recency, metavar="sliding:W|log:W|none", help="Unquantised recent tokens."),
+    typer.Option("--recency", parser=parse_recency, metavar="sliding:W|log:W|none", help="Unquantised recent tokens."),
 ]
 Context = Annotated[int, typer.Option(min=2, help="Tokens per window, BOS first.")]
 Json = Annotated[Path, typer.Option("--json", help="Where the result is written.")]
@@ -100,41 +92,6 @@ class CacheOptions(KeptOptions):
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "anchor_share": self.anchors, "anchor_dtype": self.anchor_dtype}
-
-
-@dataclass(frozen=True)
-class MethodOptions(CacheOptions):
-    """The same for the methods of a comparison, those of the literature too."""
-
-    recency: Annotated[
-        str,
-        typer.Option(
-            "--recency",
-            parser=_recency_or_own,
-            metavar="sliding:W|log:W|none|own",
-            help="Recent tokens that stay unquantised, for every method. own: the recent and first tokens of each "
-            "method's paper, and the server's default for cq-* and antkv-*.",
-        ),
-    ] = DEFAULTS.recency
-    anchor_scope: Annotated[
-        AnchorScope,
-        typer.Option(help="Queries that count in Anchor Scores: those of the block, or all of the window (paper)."),
-    ] = "block"
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text that kvquant-*, skvq-* and +kvsink-N learn from. Default: the first tokens of each window, and "
-            "for kvsink a codebook's sink rule."
-        ),
-    ] = None
-
-    @property
-    def own_recency(self) -> bool:
-        """Whether methods of the literature keep the recent tokens of their own papers."""
-        return self.recency == _OWN
-
-    def _settings(self) -> dict[str, Any]:
-        return {**super()._settings(), **({"recency": DEFAULTS.recency} if self.own_recency else {})}
 
 
 @dataclass(frozen=True)

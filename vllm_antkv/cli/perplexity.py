@@ -4,19 +4,17 @@ from typing import Annotated
 
 import typer
 
-from vllm_antkv.cli.methods import perplexities
-from vllm_antkv.cli.options import Json, MethodOptions, Model, WindowOptions, grouped
+from vllm_antkv.cli.methods import method_loader, perplexities
+from vllm_antkv.cli.options import CacheOptions, Json, Model, WindowOptions, grouped
 
 
 @grouped
 def perplexity(
     model: Model,
-    method: Annotated[
-        str, typer.Option(help="fp16, antkv-Xbit, cq-Xbit or one of docs/research/methods.md, e.g. rtn-2bit+pfn-5.")
-    ],
+    method: Annotated[str, typer.Option(help="fp16, antkv-Xbit, or cq-Xbit: plain k-means centroids.")],
     windows: WindowOptions,
     json: Json,
-    cache: MethodOptions,
+    cache: CacheOptions,
 ) -> None:
     """Perplexity of one method, offline.
 
@@ -26,6 +24,6 @@ def perplexity(
     """
     from vllm_antkv.evaluate.report import write_json
 
-    [report] = perplexities(model, [method], windows, json, cache)
+    [report] = perplexities(model, windows, json, method_loader([method], cache))
     write_json(json, report.model_dump())
     print(f"{report.method}: perplexity {report.perplexity:.4f}, {report.effective_bits:.3f} effective bits")

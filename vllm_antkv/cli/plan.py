@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_antkv.capacity.gpus import GPUS
 from vllm_antkv.cli.options import DEFAULTS, Anchors, AnchorsAs, Model, Prefix, RecentTokens, grouped
 from vllm_antkv.cli.tables import JsonInstead, deliver, paragraph, print_table, table
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.gpus import GPUS
 
 if TYPE_CHECKING:
-    from vllm_antkv.evaluate.plan import CachePlan, Plan
+    from vllm_antkv.capacity.plan import CachePlan, Plan
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def plan(
 
     Nothing is measured, and no weights are read.
     """
-    from vllm_antkv.evaluate.plan import make_plan
+    from vllm_antkv.capacity.plan import make_plan
 
     settings = AntKVConfig(
         anchor_share=kept.anchors, anchor_dtype=kept.anchor_dtype, prefix=kept.prefix, recency=kept.recency
@@ -58,12 +58,18 @@ def plan(
 
 def _show(plan: "Plan") -> None:
     gpus = plan.gpu if plan.tensor_parallel_size == 1 else f"{plan.tensor_parallel_size} x {plan.gpu}"
-    print(f"{plan.model}: {plan.batch:,} requests of {plan.context:,} tokens on {gpus}\n")
-    titles = ("bits", "tokens", "requests\nat once", "in a\nstep", "GB read\na step", "ms a step\nat least")
-    shown = table("cache", *titles, "tokens/s\nat most")
+    print(f"{plan.model}: {plan.batch:,} requests of {plan.context:,} tokens on {gpus}, in a step as many as fit\n")
+    titles = ("bits", "tokens", "requests\nat once", "GB\na step", "ms\na step")
+    shown = table("cache", "kernels", *titles, "tokens/s\nat most")
     for cache in plan.caches:
         mark = "*" if cache.kv_cache_dtype == plan.recommended else ""
-        shown.add_row(f"{cache.kv_cache_dtype}{mark}", f"{cache.bits:.3f}", f"{cache.tokens:,}", *_of_step(cache))
+        shown.add_row(
+            f"{cache.kv_cache_dtype}{mark}",
+            cache.kernels or "",
+            f"{cache.bits:.3f}",
+            f"{cache.tokens:,}",
+            *_of_step(cache),
+        )
     print_table(shown)
     print()
     paragraph(plan.reason)
@@ -93,5 +99,5 @@ def _of_step(cache: "CachePlan") -> list[str]:
     if cache.step is None:
         return ["0"]
     step = cache.step
-    figures = (f"{step.batch:,}", f"{step.read_bytes / 1e9:.1f}", f"{step.seconds * 1e3:.1f}")
+    figures = (f"{step.read_bytes / 1e9:.1f}", f"{step.seconds * 1e3:.1f}")
     return [f"{cache.requests:,}", *figures, f"{step.tokens_per_second:,.0f}"]

@@ -39,6 +39,10 @@ class RunOptions:
     max_gen_toks: Annotated[int, typer.Option(min=1, help="Cap on answers, where the task sets none.")] = 256
     apply_chat_template: Annotated[bool, typer.Option(help="Ask as in a chat: for instruction-tuned models.")] = False
     context: Annotated[int | None, typer.Option(min=2, help="Longest sequence; without it, the model's.")] = None
+    length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of prompt and answer, in tasks that write prompts (niah_*)."),
+    ] = None
 
 
 @grouped
@@ -54,6 +58,8 @@ def tasks(
 
     Example: `antkv eval tasks MODEL --tasks gsm8k,piqa --kv-cache-dtype auto,antkv-1bit --codebooks DIR --json OUT`
 
+    Facts in a long text: `--tasks niah_single_1,niah_multikey_2 --length 8192 --limit 50`
+
     The JSON is written after every cache. Needs the extra `tasks`: `pip install 'vllm-antkv[tasks]'`
     """
     from vllm_antkv.evaluate.engine import check_kv_cache_dtypes
@@ -68,7 +74,7 @@ def tasks(
     card = ModelCard.read(model)
     check_kv_cache_dtypes(dtypes)
     run = TaskRun(tasks=tuple(names_in(tasks)), **asdict(how))
-    check_tasks(run)
+    check_tasks(run, card.name)
     config = cache.config()
     own = (evaluate_tasks(card, dtype, config, run) for dtype in dtypes)
     running = (evaluate_tasks_on_server(card, name, url, run) for name, url in servers)

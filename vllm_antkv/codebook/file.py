@@ -46,6 +46,7 @@ class Codebook:
     k, v: for every layer (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16, as its preset has it.
     k_errors: (num_layers, num_kv_heads, head_size) float32, mean squared error of each channel of coded K before RoPE,
         in the model's order, both channels of a rotary pair alike; corrects logits (`ops.reference.jensen_weights`).
+        Times the size of the correction that suits a layer (`offline.divergences`), where layers were measured.
     k_scale: (num_layers, num_kv_heads, head_size) float32 powers of two, by which K is scaled (`codebook.key_scales`);
         None: it is not.
     """
@@ -116,8 +117,8 @@ class Codebook:
             for suffix, indices in stacks(self.header).items()
             for kind, layers in (("k", self.k), ("v", self.v))
         }
-        beside = {name: getattr(self, name) for name in OPTIONAL}
-        return tensors | {name: rows.contiguous() for name, rows in beside.items() if rows is not None}
+        optional = {name: getattr(self, name) for name in OPTIONAL}
+        return tensors | {name: rows.contiguous() for name, rows in optional.items() if rows is not None}
 
 
 def _read(

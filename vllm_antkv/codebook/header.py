@@ -56,7 +56,7 @@ class CodebookHeader(BaseModel, frozen=True, extra="forbid"):
     k_orders: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = Field(default_factory=dict)
     # RoPE of every layer; None: not recorded, as in older files.
     turns: Annotated[tuple[RopeLayout, ...], Field(max_length=MAX_LAYERS)] | None = None
-    # In files of versions that could train one; always null (`parse_header`), and not written.
+    # In files of versions that could train one; always null, and not written.
     prefix: None = Field(default=None, exclude=True)
     calibration: dict[str, Any]
     antkv_version: str = __version__
@@ -95,11 +95,6 @@ def parse_header(text: str | None, path: Path) -> tuple[dict[str, Any], Codebook
         raise CodebookError(
             f"{path} has codebook format {reprlib.repr(version)}, but this vllm-antkv reads format {FORMAT_VERSION}: "
             "run `antkv calibrate` again."
-        )
-    if raw.get("prefix") is not None:
-        raise CodebookError(
-            f"{path} has a trained prefix, which this vllm-antkv does not serve: run `antkv calibrate` again, without "
-            "--train-prefix."
         )
     try:
         return raw, CodebookHeader.model_validate_json(text, strict=True)
@@ -156,10 +151,10 @@ def _check_cost(header: CodebookHeader, path: Path) -> None:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse duplicate keys: readers differ in which of two values they take."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("a key of its header stands there twice")
-    return found
+    return fields
 
 
 def _refuse_constant(name: str) -> None:

@@ -20,19 +20,19 @@ def codebooks_of(model: str, identity: ModelIdentity, place: str | None) -> dict
 
     Raises CodebookError when there is none, or one cannot be served.
     """
-    found = {}
+    codebooks = {}
     for preset in PRESETS:
         try:
             path = find_codebook(model, identity, preset, place)
         except NoCodebookError:
             continue
-        found[path] = Codebook.load(path, preset, identity)
-    if not found:
+        codebooks[path] = Codebook.load(path, preset, identity)
+    if not codebooks:
         raise NoCodebookError(
             f"There is no codebook of {model} to publish: make one with `antkv calibrate {model} --preset antkv-1bit "
             "--out DIR` and name DIR with --codebooks."
         )
-    return found
+    return codebooks
 
 
 def publish(model: str, codebooks: dict[Path, Codebook], target: str) -> list[str]:

@@ -69,8 +69,8 @@ def default_folders(
     model_name: str, identity: ModelIdentity, revision: str | None = None, text: str | None = None
 ) -> list[Path]:
     """Folders searched when no `codebooks` setting is given, in order; arguments as of `own_folder`."""
-    beside = [Path(model_name) / name for name in (FOLDER, "antkv")] if Path(model_name).is_dir() else []
-    folders = [*beside, shipped_folder(identity), user_folder(identity)]
+    own = [Path(model_name) / name for name in (FOLDER, "antkv")] if Path(model_name).is_dir() else []
+    folders = [*own, shipped_folder(identity), user_folder(identity)]
     try:
         return [*folders, own_folder(model_name, identity, revision, text)]
     except CodebookError:

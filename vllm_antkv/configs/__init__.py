@@ -1,1 +1,1 @@
-"""Example settings and sink tables, installed as vllm_antkv.configs."""
+"""Example settings, and tables that the package reads: tested families of models, and what its hooks expect of vLLM."""

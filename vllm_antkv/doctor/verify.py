@@ -4,6 +4,7 @@ The cache is told to keep every row as it is. What is left to differ is everythi
 are, what turns their keys, scales, pages, chunks, batches, prefix hits. The test suite compares every family with this.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from vllm_antkv.codebook import NoCodebookError, find_codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.doctor.finding import Finding
 from vllm_antkv.errors import AntKVError, UnsupportedModelError, reason
+from vllm_antkv.layer_windows import has_gated_delta_nets
 from vllm_antkv.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -50,16 +52,16 @@ class Completion:
         There it is how much one of them prefers its own token: little where both are as likely.
         """
         largest = 0.0
-        for step, (mine, theirs) in enumerate(zip(self.top_logprobs, other.top_logprobs, strict=True)):
-            common = mine.keys() & theirs.keys()
+        for step, (own, others) in enumerate(zip(self.top_logprobs, other.top_logprobs, strict=True)):
+            common = own.keys() & others.keys()
             chosen = {self.tokens[step], other.tokens[step]}
             # The last candidate may change places with the next one.
-            if len(common) < len(mine) - 1 or not chosen <= common:
+            if len(common) < len(own) - 1 or not chosen <= common:
                 return float("inf")
-            largest = max(largest, *(abs(mine[token] - theirs[token]) for token in common))
+            largest = max(largest, *(abs(own[token] - others[token]) for token in common))
             if len(chosen) == 2:
                 a, b = chosen
-                return max(largest, abs(mine[a] - mine[b]), abs(theirs[a] - theirs[b]))
+                return max(largest, abs(own[a] - own[b]), abs(others[a] - others[b]))
         return largest
 
 
@@ -93,9 +95,9 @@ def _completion(output: "RequestOutput") -> Completion:
     return Completion(tuple(best.token_ids), logprobs, output.num_cached_tokens)
 
 
-def largest_difference(mine: Sequence[Completion], theirs: Sequence[Completion]) -> float:
+def largest_difference(answers: Sequence[Completion], reference: Sequence[Completion]) -> float:
     """Over requests."""
-    return max(a.difference(b) for a, b in zip(mine, theirs, strict=True))
+    return max(a.difference(b) for a, b in zip(answers, reference, strict=True))
 
 
 def check_answers(model: str, codebooks: str | None, dtype: str | None = None) -> Iterator[Finding]:
@@ -104,17 +106,19 @@ def check_answers(model: str, codebooks: str | None, dtype: str | None = None) -
     Args:
         model: folder or Hugging Face name.
         codebooks: folder with codebooks, or None for the places that are always searched.
-        dtype: of the model and its rows; None: float32 on a CPU, otherwise that of the checkpoint.
+        dtype: of the model and its rows; None: float32 on a CPU, or bfloat16 where vLLM's layers take nothing else
+            there; otherwise that of the checkpoint.
     """
     import torch
 
     from vllm_antkv.offline.models import ModelCard
 
     remedy = "Give a model that vLLM serves without an antkv cache."
-    # Differences that are not rounding show best in float32; on GPUs not every attention of vLLM has it.
-    exactest = None if torch.cuda.is_available() else "float32"
+    if not torch.cuda.is_available():
+        # An engine that fails in this process says why. On a GPU one would leave its memory behind.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        card = ModelCard.read(model, dtype or exactest)
+        card = ModelCard.read(model, dtype or _exactest(model))
         preset = _preset(card, codebooks)
         prompts = _prompts(card)
         with _engine(card, "auto", AntKVConfig()) as (llm, tolerance):
@@ -126,8 +130,20 @@ def check_answers(model: str, codebooks: str | None, dtype: str | None = None) -
     except AntKVError as error:
         yield Finding("answers", "problem", str(error), remedy)
         return
-    for name, found in (("in a batch, chunked", batched), ("alone, prefix hits", cached)):
-        yield _verdict(name, preset, largest_difference(found, auto), tolerance)
+    for name, answers in (("in a batch, chunked", batched), ("alone, prefix hits", cached)):
+        yield _verdict(name, preset, largest_difference(answers, auto), tolerance)
+
+
+def _exactest(model: str) -> str | None:
+    """Differences that are not rounding show best in float32; on GPUs not every attention of vLLM has it."""
+    import torch
+
+    from vllm_antkv.offline.pretrained import read_config
+
+    if torch.cuda.is_available():
+        return None
+    config = read_config(model, UnsupportedModelError).get_text_config()
+    return "bfloat16" if has_gated_delta_nets(config) else "float32"
 
 
 def _verdict(name: str, preset: str, difference: float, tolerance: float) -> Finding:

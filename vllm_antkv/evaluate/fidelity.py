@@ -68,8 +68,8 @@ def divergence(reference: TopTokens, other: TopTokens) -> torch.Tensor:
     """KL(reference || other) of every position in nats, (num_positions,) float64, over common tokens and a rest."""
     same = reference.ids[:, :, None] == other.ids[:, None, :]
     common = same.any(-1)
-    theirs = torch.where(same, other.logprobs[:, None, :], 0.0).sum(-1)
-    p, q = (torch.where(common, logprobs.exp(), 0.0) for logprobs in (reference.logprobs, theirs))
-    listed = torch.where(common, p * (reference.logprobs - theirs), 0.0).sum(-1)
+    logprobs_of_other = torch.where(same, other.logprobs[:, None, :], 0.0).sum(-1)
+    p, q = (torch.where(common, logprobs.exp(), 0.0) for logprobs in (reference.logprobs, logprobs_of_other))
+    listed = torch.where(common, p * (reference.logprobs - logprobs_of_other), 0.0).sum(-1)
     rest_p, rest_q = ((1 - share.sum(-1)).clamp_min(_LEAST_REST) for share in (p, q))
     return (listed + rest_p * (rest_p / rest_q).log()).clamp_min(0.0)

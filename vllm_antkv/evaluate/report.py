@@ -55,13 +55,13 @@ def perplexity_of(nll: float) -> float:
 
 def versions(*packages: str) -> dict[str, str]:
     """Versions of this package, of Python and of the named distributions that are installed."""
-    found = {"vllm-antkv": __version__, "python": platform.python_version()}
+    installed = {"vllm-antkv": __version__, "python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def check_writable(path: Path) -> None:

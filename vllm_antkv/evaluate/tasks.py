@@ -60,6 +60,7 @@ class TaskRun(BaseModel, frozen=True):
     num_fewshot, limit: None leaves them to the task.
     max_gen_toks: cap on answers of tasks that set none.
     context: longest sequence; None is the model's own.
+    length: tokens of a prompt and its answer, of tasks that write their prompts themselves; None leaves it to the task.
     """
 
     tasks: tuple[str, ...]
@@ -69,16 +70,17 @@ class TaskRun(BaseModel, frozen=True):
     max_gen_toks: int = 256
     apply_chat_template: bool = False
     context: int | None = None
+    length: int | None = None
 
 
-def check_tasks(run: TaskRun) -> None:
+def check_tasks(run: TaskRun, model: str) -> None:
     """Before any weights are loaded: is the harness there, and does it know the tasks?
 
     Raises:
         UnsupportedModelError: the harness is not installed.
         SettingsError: a task that it does not know.
     """
-    manager = _task_manager(run)
+    manager = _task_manager(run, model)
     unknown = [task for task in run.tasks if not manager.match_tasks([task])]
     if unknown:
         raise SettingsError(
@@ -153,7 +155,7 @@ def _evaluate(
     results = simple_evaluate(
         model=model,
         tasks=list(run.tasks),
-        task_manager=_task_manager(run),
+        task_manager=_task_manager(run, card.name),
         num_fewshot=run.num_fewshot,
         limit=run.limit,
         apply_chat_template=run.apply_chat_template,
@@ -178,7 +180,8 @@ def read_scores(results: dict[str, dict[str, Any]], tasks: Sequence[str]) -> Ite
     for task in tasks if complete else results:
         for key, value in results[task].items():
             metric, _, variant = key.partition(",")
-            if not variant or metric.endswith("_stderr"):
+            # RULER's metrics are lengths, and -1 where no prompt had that length.
+            if not variant or metric.endswith("_stderr") or (metric.isdigit() and value == -1):
                 continue
             stderr = results[task].get(f"{metric}_stderr,{variant}")
             yield TaskScore(
@@ -189,7 +192,7 @@ def read_scores(results: dict[str, dict[str, Any]], tasks: Sequence[str]) -> Ite
             )
 
 
-def _task_manager(run: TaskRun) -> Any:
+def _task_manager(run: TaskRun, model: str) -> Any:
     """The harness's list of tasks: of the user's folder alone, where all that is asked for is in it.
 
     Groups are not, as their tasks may be the harness's own.
@@ -197,14 +200,14 @@ def _task_manager(run: TaskRun) -> Any:
     Raises UnsupportedModelError when the harness is not installed.
     """
     if run.include_path is not None:
-        own = _tasks_of(run.include_path, include_defaults=False)
+        own = _tasks_of(run.include_path, False, model, run.length)
         if set(run.tasks) <= set(own.all_subtasks):
             return own
-    return _tasks_of(run.include_path, include_defaults=True)
+    return _tasks_of(run.include_path, True, model, run.length)
 
 
 @cache
-def _tasks_of(include_path: Path | None, include_defaults: bool) -> Any:
+def _tasks_of(include_path: Path | None, include_defaults: bool, model: str, length: int | None) -> Any:
     """Its own are in over ten thousand files, all of which it reads."""
     try:
         from lm_eval.tasks import TaskManager  # type: ignore[import-not-found,import-untyped]
@@ -213,4 +216,5 @@ def _tasks_of(include_path: Path | None, include_defaults: bool) -> Any:
             "lm-evaluation-harness is not installed: `pip install 'vllm-antkv[tasks]'`."
         ) from None
     path = None if include_path is None else str(include_path)
-    return TaskManager(include_path=path, include_defaults=include_defaults)
+    made = {"tokenizer": model} | ({} if length is None else {"max_seq_lengths": [length]})
+    return TaskManager(include_path=path, include_defaults=include_defaults, metadata=made)

@@ -5,15 +5,12 @@ intact prefix, itself; `select.recency`), and otherwise as it comes back from th
 anchor of a block that closed before i's block began, with the correction that is stored for it, or as it is where the
 cache keeps that. Blocks are taken in order, because the anchors of one decide what the next sees.
 
-With the scope `prompt` anchors are those of the paper: chosen from full-precision attention of all queries of the
-window, serving all later blocks. There the future reaches the past, and the engine differs: it sees a prompt in steps,
-and blocks that close in a step serve nothing within it. The figures of that scope are the paper's, not the server's.
 The logits of coded rows are corrected by what a codebook knows of its errors (`ops.reference.jensen_bias`). K and
 queries are scaled as a codebook says (`codebook.key_scales`).
 A layer's sliding window, soft cap and learned sink logits are what the model hands over with its rows (`LogitRules`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,15 +19,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vllm_antkv.codebook.key_scales import query_scales
-from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.offline.capture_attention import layer_of, replaced
 from vllm_antkv.offline.hidden import handed_on
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import decoder_layers
-from vllm_antkv.offline.retained import attend_retained
-from vllm_antkv.offline.sinks import strongest_so_far
 from vllm_antkv.offline.traits import LayerTraits, layer_traits, rotary_tables
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import (
@@ -44,24 +38,8 @@ from vllm_antkv.ops.reference import (
     mixed_attention,
 )
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, VOTE_POWER, block_anchors, code_errors, vote_weights
+from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, block_anchors, code_errors
 from vllm_antkv.select.recency import last_query_table
-
-
-def check_eviction(model: PreTrainedModel, method: Method, num_tokens: int) -> None:
-    """Refuse what a method that drops tokens cannot attend to.
-
-    Raises:
-        UnsupportedModelError: a layer has a window of fewer than `num_tokens`, a soft cap or learned sink logits.
-    """
-    if method.eviction is None:
-        return
-    for layer, traits in enumerate(layer_traits(model)):
-        if not traits.is_plain(num_tokens):
-            raise UnsupportedModelError(
-                f"Layer {layer} of this model has a sliding window, a logits soft cap or learned sink logits, and "
-                f"{method.name} evicts by plain attention: evaluate it with another method."
-            )
 
 
 @contextmanager
@@ -71,12 +49,11 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
     The model must be called on whole windows of at most `num_tokens` tokens, without padding and without a KV cache.
 
     Raises:
-        UnsupportedModelError: its K cannot be turned back; or as `check_eviction`.
+        UnsupportedModelError: its K cannot be turned back.
     """
-    if method.quantiser is None and method.eviction is None:
+    if method.quantiser is None and method.attention is None:
         yield
         return
-    check_eviction(model, method, num_tokens)
     with watched_run(model, method, num_tokens) as run, replaced(model, run.attend):
         yield
 
@@ -96,8 +73,8 @@ def watched_run(model: PreTrainedModel, method: Method, num_tokens: int) -> Iter
 class Run:
     """One method on one model: what the attention function and the sink hook share.
 
-    is_sink: (num_windows, num_tokens) bool of the windows in hand, None until the emergence layer has run; with
-        `num_sinks`, int64, the last query for which each token is one.
+    is_sink: (num_windows, num_tokens) of the windows in hand (`Method.sinks_among`), None until the emergence layer has
+        run.
     sources: of each layer that attends to the K and V of another, that one.
     """
 
@@ -121,8 +98,7 @@ class Run:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """The signature of transformers' AttentionInterface: (num_windows, heads, num_tokens, head_size) in."""
-        of_literature = self.method.retention is not None or self.method.eviction is not None
-        attend = attend_retained if of_literature else attend_window
+        attend = self.method.attention or attend_window
         window = self.window(module, query, key, value, kwargs | {"scaling": scaling})
         return attend(window, self.method, self.sinks_seen(window)).to(query.dtype), None
 
@@ -156,22 +132,49 @@ class Run:
         rule = self.method.sinks
         assert rule is not None
         magnitude = handed_on(output)[..., list(rule.channels)].abs()
-        if self.method.num_sinks:
-            self.is_sink = strongest_so_far(magnitude.amax(-1), self.method.num_sinks)
-        else:
-            self.is_sink = (magnitude > rule.threshold).any(-1)
+        self.is_sink = self.method.sinks_among(magnitude)
 
 
-def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | None) -> torch.Tensor:
+class OwnQueries:
+    """The server's choice of anchors: by the queries of a block, when it closes.
+
+    window: rows in full precision, of the layer whose K and V are attended to.
+    """
+
+    def __init__(self, window: LayerWindow, config: AntKVConfig) -> None:
+        self.window, self.config = window, config
+
+    def scores(self, block: slice, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Anchor Scores of a block's K and V, each (num_windows, num_kv_heads, block_size).
+
+        visible: (1, block_size, block_size) bool, what the block's queries see of it.
+        """
+        query, key, rules = self.window.query[:, block], self.window.key[:, block], self.window.rules
+        return anchor_score(query, key, causal_lse(query, key, visible, rules), visible.to(key.dtype), rules)
+
+    def anchors(self, scores: torch.Tensor, errors: torch.Tensor, already_exact: torch.Tensor) -> torch.Tensor:
+        """See `block_anchors`."""
+        return block_anchors(scores, errors, already_exact, self.config, self.window.rules.window)
+
+
+def attend_window(
+    window: LayerWindow,
+    method: Method,
+    is_sink: torch.Tensor | None,
+    chosen_by: Callable[[LayerWindow, AntKVConfig], OwnQueries] = OwnQueries,
+    every: int = 1,
+) -> torch.Tensor:
     """Attention of one layer over whole windows, every query seeing the past as it comes back from the cache.
 
     Args:
         window: rows in full precision.
         method: with a quantiser.
         is_sink: (num_windows, num_tokens) bool, or None where no sinks are known.
+        chosen_by: what chooses anchors.
+        every: one query in so many attends, the first of a block and those that follow; divides `VQ_BLOCK_SIZE`.
 
     Returns:
-        (num_windows, num_tokens, num_heads, head_size).
+        (num_windows, num_tokens / every rounded up, num_heads, head_size).
     """
     assert method.quantiser is not None
     query, key, value, rules = window.query, window.key, window.value, window.rules
@@ -180,69 +183,40 @@ def attend_window(window: LayerWindow, method: Method, is_sink: torch.Tensor | N
     last_query = last_query_table(config, num_tokens, rules.window).to(key.device)
     # What queries of later blocks see: decoded rows, of which the anchors of closed blocks are corrected.
     seen_key, seen_value = method.quantiser.read_back(owner.layer, key, value, window.rotary)
-    of_prompt = prompt_scores(owner, last_query) if method.anchor_scope == "prompt" else None
+    choice = chosen_by(owner, config)
     weights = _jensen_weights(window, method)
     is_code = torch.ones(key.shape[:3], dtype=torch.bool, device=key.device)
     outputs = []
     for start in range(0, num_tokens, VQ_BLOCK_SIZE):
         block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
         past = slice(0, block.stop)
-        visible = rules.visible(positions[block, None], positions[past])
-        exact = visible & (positions[block, None] <= last_query[past])
+        attending = slice(start, block.stop, every)
+        visible = rules.visible(positions[attending, None], positions[past])
+        exact = visible & (positions[attending, None] <= last_query[past])
         columns = exact.any(0).nonzero().flatten()
         output = mixed_attention(
-            query[:, block],
+            query[:, attending],
             SeenRows(seen_key[:, past], seen_value[:, past], (visible & ~exact)[None]),
             SeenRows(key[:, columns], value[:, columns], exact[None, :, columns]),
             rules,
-            jensen_bias(query[:, block], weights, is_code[:, past]),
+            jensen_bias(query[:, attending], weights, is_code[:, past]),
         )
         outputs.append(output)
         # A block that never closes, or that no later query can see, has no anchors.
         if config.anchor_rows == 0 or block.stop - start < VQ_BLOCK_SIZE or block.stop == num_tokens:
             continue
-        if of_prompt is None:
-            own = visible[None, :, block]
-            own_lse = causal_lse(owner.query[:, block], key[:, block], own, owner.rules)
-            scores = anchor_score(owner.query[:, block], key[:, block], own_lse, own.to(key.dtype), owner.rules)
-        else:
-            scores = (of_prompt[0][..., block], of_prompt[1][..., block])
+        own = rules.visible(positions[block, None], positions[block])[None]
+        scores = choice.scores(block, own)
         anchors = []
         for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
             if is_sink is not None:
                 score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
             already_exact = positions[block] < config.prefix
             errors = code_errors(full[:, block], seen[:, block])
-            offsets = block_anchors(score, errors, already_exact, config, rules.window, method.anchor_scope)
+            offsets = choice.anchors(score, errors, already_exact)
             anchors.append(_correct_anchors(seen[:, block], full[:, block], offsets))
         is_code[:, block] = ~anchors[0]
     return torch.cat(outputs, dim=1)
-
-
-def prompt_scores(window: LayerWindow, last_query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Anchor Scores summed over all later queries of the window, from full-precision attention, as in the paper.
-
-    Args:
-        window: rows in full precision.
-        last_query: (max_model_len,) int32, the last query that sees a position exactly (`select.recency`).
-
-    Returns:
-        scores of K and of V, each (num_windows, num_kv_heads, num_tokens).
-    """
-    query, key, rules = window.query, window.key, window.rules
-    num_windows, num_tokens, num_kv_heads, _ = key.shape
-    positions = torch.arange(num_tokens, device=key.device)
-    key_score, value_score = key.new_zeros(2, num_windows, num_kv_heads, num_tokens)
-    for start in range(0, num_tokens, VQ_BLOCK_SIZE):
-        block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
-        past = slice(0, block.stop)
-        visible = rules.visible(positions[block, None], positions[past])[None]
-        lse = causal_lse(query[:, block], key[:, past], visible, rules)
-        weight = vote_weights(positions[block, None], positions[past], last_query, "prompt", rules.window)
-        of_key, of_value = anchor_score(query[:, block], key[:, past], lse, weight[None], rules, VOTE_POWER["prompt"])
-        key_score[..., past] += of_key
-        value_score[..., past] += of_value
-    return key_score, value_score
 
 
 def _correct_anchors(seen: torch.Tensor, full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -74,11 +74,6 @@ def _fidelity(means: torch.Tensor) -> OwnFidelity:
     return OwnFidelity(kl=kl, top1_agreement=agreed, by_position=tuple(bands))
 
 
-def mean_nll(model: PreTrainedModel, method: Method, windows: torch.Tensor) -> float:
-    """Mean negative log-likelihood in nats."""
-    return score(model, method, windows).nll
-
-
 def _log_probs(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Natural logarithms of the next-token distributions, (num_windows, num_positions, vocab_size) float32."""
     logits: torch.Tensor = model.get_output_embeddings()(hidden)

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from vllm_antkv.codebook import SinkRule
 from vllm_antkv.offline.hidden import captured_hidden
 from vllm_antkv.offline.models import decoder_layers
-from vllm_antkv.select.recency import ALWAYS
 
 #: Windows that are looked at to find layer and channels, and tokens of each: sinks are among the first.
 PROBE_WINDOWS, PROBE_TOKENS = 8, 256
@@ -128,25 +127,6 @@ def sink_mask(rule: SinkRule, found: SinkChannels, values: np.ndarray) -> np.nda
     """(num_windows, seq_len) bool, True for sinks, from the `values` that `find_rule` takes."""
     columns = [found.channels.index(channel) for channel in rule.channels]
     return np.any(values[..., columns] > rule.threshold, axis=-1)
-
-
-def strongest_so_far(magnitude: torch.Tensor, number: int) -> torch.Tensor:
-    """The last query for which each token is among the `number` largest of those up to it; earlier ones win a tie.
-
-    Args:
-        magnitude: (num_windows, num_tokens).
-        number: how many are kept.
-
-    Returns:
-        (num_windows, num_tokens) int64, ALWAYS where no later token of the window outdoes it, -1 where it never was.
-    """
-    positions = torch.arange(magnitude.shape[1], device=magnitude.device)
-    own, other = magnitude[:, :, None], magnitude[:, None, :]
-    outdoes = (other > own) | ((other == own) & (positions < positions[:, None]))
-    among = outdoes.cumsum(-1) < number
-    last = among.sum(-1) - 1
-    # Counting from 0 takes in the queries before the token itself, which do not matter unless it never was among them.
-    return torch.where(among[..., -1], ALWAYS, torch.where(last >= positions, last, -1))
 
 
 def _gap_threshold(values: np.ndarray) -> float | None:

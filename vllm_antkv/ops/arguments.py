@@ -1,22 +1,12 @@
 """What the C++ and the CUDA kernels are handed alike: addresses of a layer's pages, of a step and of its rows."""
 
 import ctypes
-import importlib.resources
 from typing import ClassVar
 
 import torch
 
-from vllm_antkv.ops.c_structs import fields
+from vllm_antkv.ops.c_structs import HEADER, fields
 from vllm_antkv.ops.layer import LayerState
-from vllm_antkv.ops.step import Step
-
-HEADER = (importlib.resources.files("vllm_antkv.csrc") / "cpu" / "antkv.h").read_text()
-
-
-class StepArgument(ctypes.Structure):
-    """antkv_step of csrc/cpu/antkv.h, Step of csrc/cuda/layer.cuh."""
-
-    _fields_: ClassVar = fields(HEADER, "antkv_step")
 
 
 class RowsArgument(ctypes.Structure):
@@ -41,6 +31,7 @@ def layer_fields(layer: LayerState, tables: dict[str, torch.Tensor]) -> dict[str
         "recency_block_stride": _stride(recency.k, 0),
         "recency_head_stride": _stride(recency.k, 1),
         "recency_v": section_offset(recency.k, recency.v),
+        "missing_rows": layer.counters.missing_rows.data_ptr(),
         "scale": layer.rules.scale,
         "rotary_magnitude": 1.0 if rotary is None else float(rotary.cos[0, 0]),
         "num_kv_heads": layer.k_centroids.shape[0],
@@ -66,21 +57,6 @@ def section_offset(first: torch.Tensor, section: torch.Tensor) -> int:
     # Of the place in their storage: a section without bytes has no address.
     first_byte, byte = (int(tensor.storage_offset()) * tensor.itemsize for tensor in (first, section))
     return byte - first_byte
-
-
-def step_argument(step: Step) -> StepArgument:
-    """Made once for all layers of a model, which are given the same step."""
-    if StepArgument not in step.shared:
-        step.shared[StepArgument] = StepArgument(
-            step.query_start_loc.data_ptr(),
-            step.seq_lens.data_ptr(),
-            step.vq_block_table.data_ptr(),
-            step.recency_block_table.data_ptr(),
-            step.vq_block_table.stride(0),
-            step.recency_block_table.stride(0),
-            step.num_reqs,
-        )
-    return step.shared[StepArgument]
 
 
 def rows_argument(rows: torch.Tensor) -> RowsArgument:

@@ -11,7 +11,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.reference import corrected, decode, jensen_bias, unpack_codes
 from vllm_antkv.ops.rope import rotate
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.select.anchors import EXACT_ANCHOR
 
 #: VQ blocks decoded at a time: 32,768 tokens, 16 MiB with 128 channels.
@@ -19,7 +19,7 @@ _CHUNK_BLOCKS = 256
 
 
 def attention_shares(
-    layer: LayerState, query: torch.Tensor, key: torch.Tensor, step: Step, kv_head: int
+    layer: LayerState, query: torch.Tensor, keys: torch.Tensor, step: StepPlan, kv_head: int
 ) -> torch.Tensor:
     """Shares of the attention of a step's last query, the mean over the heads that share a KV head.
 
@@ -30,19 +30,20 @@ def attention_shares(
     Args:
         layer: pages after the step.
         query: (num_heads, head_size).
-        key: (num_kv_heads, head_size), the K row of the query's token; the pages need not have it.
-        step: the last request has one new token.
+        keys: (n, num_kv_heads, head_size), K rows of the new tokens of the last request, of which the query's is the
+            last; the pages need not have them.
+        step: queries of prompts see its tokens as later ones will.
         kv_head: which of the KV heads.
 
     Returns:
         (3,) float64 in the order of `counters.ROW_CLASSES`; they add up to 1.
     """
-    grouped = query.unflatten(0, (key.shape[0], -1))[kv_head]
+    grouped = query.unflatten(0, (keys.shape[1], -1))[kv_head]
     num_blocks = min(-(-step.max_seq_len // VQ_BLOCK_SIZE), step.vq_block_table.shape[1])
     chunks = []
     for first in range(0, num_blocks, _CHUNK_BLOCKS):
         blocks = range(first, min(first + _CHUNK_BLOCKS, num_blocks))
-        chunks.append(_chunk(layer, grouped, key[kv_head], step, blocks, kv_head))
+        chunks.append(_chunk(layer, grouped, keys[:, kv_head], step, blocks, kv_head))
     logits, recent, anchors = (torch.cat(parts, dim=-1) for parts in zip(*chunks, strict=True))
     probs = logits.softmax(-1)
     recent_share = (probs * recent).sum(-1).mean().double()
@@ -53,7 +54,7 @@ def attention_shares(
 
 
 def _chunk(
-    layer: LayerState, query: torch.Tensor, own_key: torch.Tensor, step: Step, blocks: range, kv_head: int
+    layer: LayerState, query: torch.Tensor, new_keys: torch.Tensor, step: StepPlan, blocks: range, kv_head: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Some blocks: logits (heads of the KV head, T), `recent` (T,) bool, `anchors` (T,) 0, 1/2 or 1."""
     position = step.seq_lens[-1].long() - 1
@@ -66,7 +67,9 @@ def _chunk(
     seen = layer.rules.visible(position, positions)
     recent = (layer.last_query[known] >= position) & seen
     stored = _recency_rows(layer, positions, step, kv_head)
-    exact = torch.where((positions == position)[:, None], own_key, stored).to(coded.dtype)
+    place = positions - (position + 1 - len(new_keys))
+    in_hand = new_keys[place.clamp(0, len(new_keys) - 1)]
+    exact = torch.where((place >= 0)[:, None], in_hand, stored).to(coded.dtype)
     rows = torch.where(recent[:, None], exact, coded)
     query = query.to(rows.dtype)
     weights = layer.jensen_weights.unflatten(0, (-1, len(query)))[kv_head].to(rows.dtype)
@@ -105,7 +108,7 @@ def _coded_rows(
     return blocks[:, :VQ_BLOCK_SIZE].flatten(0, 1), flags.transpose(0, 1).flatten(1)
 
 
-def _recency_rows(layer: LayerState, positions: torch.Tensor, step: Step, kv_head: int) -> torch.Tensor:
+def _recency_rows(layer: LayerState, positions: torch.Tensor, step: StepPlan, kv_head: int) -> torch.Tensor:
     """K rows where the recency pages of the last request would have them, (T, D); anything where they have none."""
     page_size = layer.recency.k.shape[2]
     index = (positions // page_size).clamp(max=step.recency_block_table.shape[1] - 1)

@@ -28,7 +28,7 @@ class OperationReport(TypedDict):
 class Report(TypedDict):
     """What a worker did since it started; plain values, so that it can be sent between processes.
 
-    implementation: of the operations that run.
+    implementation: names of the kernels that run, with + between them where layers have different ones.
     steps: engine steps.
     tokens_stored: tokens written to the cache, recomputed and rejected ones included.
     anchors_chosen: tokens whose row took an anchor row when their block closed; the mean over KV heads, K and V. A
@@ -51,8 +51,10 @@ class Report(TypedDict):
 def merged(stages: list[Report]) -> Report:
     """Of the stages of a pipeline: the last one knows all sinks, and each has attended in its own layers."""
     last = stages[-1]
+    names = (name for stage in stages for name in stage["implementation"].split("+"))
     return {
         **last,
+        "implementation": "+".join(dict.fromkeys(names)),
         "sampled_attention": {
             rows: sum(stage["sampled_attention"][rows] for stage in stages) for rows in last["sampled_attention"]
         },
@@ -75,10 +77,16 @@ class Timing(ctypes.Structure):
 class Counters:
     """Counts of one worker. Its layers share them; one layer's rows stand for all layers' rows.
 
+    max_num_reqs: the most requests of a step.
+
     timings: of `OPERATIONS`, for kernels that add to them themselves.
+    missing_rows: (max_num_reqs,) int32, by the requests' places in the step: not 0 for one that reads a row in full
+        precision whose recency page is the null block. That is a bug of whoever allocates pages. Every kernel takes
+        zeros for such a row, in attention and for anchors alike, and sets this; the request must end with an error.
     """
 
-    def __init__(self, device: torch.device, implementation: str) -> None:
+    def __init__(self, device: torch.device, implementation: str, max_num_reqs: int) -> None:
+        self.missing_rows = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.timings = (Timing * len(OPERATIONS))()
         self._implementation = implementation
         # On other devices the host only queues the work, and its clock would time the queueing.

@@ -19,7 +19,6 @@ from vllm_antkv.ops.arguments import (
     plain_tables,
     rows_argument,
     section_offset,
-    step_argument,
 )
 from vllm_antkv.ops.byte_tables import byte_tables
 from vllm_antkv.ops.cpu_library import LayerArgument, WorkArgument, load
@@ -27,7 +26,7 @@ from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.fixed_point import fixed_tables
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _CSRC = Path(str(importlib.resources.files("vllm_antkv.csrc")))
@@ -140,22 +139,22 @@ class CpuOperations:
         self._work = WorkArgument(timings=ctypes.addressof(layer.counters.timings))
         self._strides: tuple[tuple[int, ...], ...] = ()
 
-    def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+    def run(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
         """See `LayerOperations`.
 
         Raises:
             ValueError: the heads of a token do not lie side by side.
         """
         state = self._state
-        num_anchor_rows = self._library.antkv_run(self._layer, step_argument(step), self._argument(rows, output, step))
+        num_anchor_rows = self._library.antkv_run(self._layer, step.argument, self._argument(rows, output, step))
         if num_anchor_rows and state.counts_rows:
             state.counters.count_anchor_rows(num_anchor_rows, 2 * state.vq.k_codes.shape[1])
 
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
         """See `LayerOperations`."""
-        self._library.antkv_attend(self._layer, step_argument(step), self._argument(rows, output, step))
+        self._library.antkv_attend(self._layer, step.argument, self._argument(rows, output, step))
 
-    def _argument(self, rows: StepRows, output: torch.Tensor, step: Step) -> WorkArgument:
+    def _argument(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> WorkArgument:
         query, key, value, is_sink = rows
         work = self._work
         strides = query.stride(), key.stride(), value.stride(), output.stride()

@@ -4,8 +4,9 @@ import ctypes
 from pathlib import Path
 from typing import ClassVar
 
-from vllm_antkv.ops.arguments import HEADER, RowsArgument, StepArgument
-from vllm_antkv.ops.c_structs import fields
+from vllm_antkv.ops.arguments import RowsArgument
+from vllm_antkv.ops.c_structs import HEADER, fields
+from vllm_antkv.ops.step import StepArgument
 
 
 class LayerArgument(ctypes.Structure):

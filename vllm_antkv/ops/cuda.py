@@ -5,9 +5,8 @@ it.
 """
 
 import importlib.util
-from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,20 +15,20 @@ if TYPE_CHECKING:
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.arguments import rows_argument, step_argument
+from vllm_antkv.ops.arguments import rows_argument
 from vllm_antkv.ops.cuda_arguments import ResultsArgument, anchor_bytes, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
 from vllm_antkv.ops.layer import LayerKind, LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.select.recency import sees_own_block
 
 #: Query heads per KV head that the registers have room for.
 MAX_GROUP = 16
 HEAD_SIZES = (64, 128)
 #: (channels per sub-vector, centroids) of the presets that there is code for.
-FORMATS = ((4, 256), (8, 256), (16, 256), (32, 256), (16, 4096), (32, 4096))
+FORMATS = ((2, 256), (4, 256), (8, 256), (16, 256), (32, 256), (16, 4096), (32, 4096))
 #: Compute capability from which there is mma with bfloat16 and cp.async.
 _MIN_CAPABILITY = (8, 0)
 #: Tokens of a split, a multiple of what the warps of a CTA take together. A constant: who else is served changes no bit
@@ -39,8 +38,8 @@ SPLIT = 2048
 _ENCODE_TILE = 16
 
 
-def missing(device: torch.device, layers: Sequence[LayerKind] = ()) -> str | None:
-    """Why the kernels cannot run on a device, or have no code for one of the layers; None where all is well."""
+def missing(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device; None where all is well."""
     if device.type != "cuda":
         return "the CUDA kernels run on NVIDIA GPUs only"
     if importlib.util.find_spec("cupy") is None:
@@ -49,14 +48,35 @@ def missing(device: torch.device, layers: Sequence[LayerKind] = ()) -> str | Non
     if capability < _MIN_CAPABILITY:
         return f"the CUDA kernels need compute capability 8.0 or newer, not {capability[0]}.{capability[1]}"
     try:
-        backend = _backend(device)
+        _backend(device)
     except ImportError as error:
         return f"CuPy, which the CUDA kernels need, cannot be loaded ({error})"
-    return next((reason for layer in layers if (reason := unsupported(layer, backend)) is not None), None)
+    return None
 
 
-def unsupported(layer: LayerKind, backend: Backend) -> str | None:
+def unsupported_on(device: torch.device, layer: LayerKind) -> str | None:
+    """What the kernels have no code for in this layer, on a device where they are not `missing`; or None."""
+    return unsupported(layer, _backend(device))
+
+
+class GpuLimits(Protocol):
+    """Of a GPU: see `Backend`."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most of a CTA."""
+        ...
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability."""
+        ...
+
+
+def unsupported(layer: LayerKind, gpu: GpuLimits) -> str | None:
     """What the kernels have no code for in this layer, on this GPU; or None."""
+    if not layer.is_plain:
+        return "the CUDA kernels have no code for sliding windows, soft caps, learned sinks and M-RoPE"
     preset = layer.preset
     if (preset.sub_vector_size, preset.num_centroids) not in FORMATS:
         return f"the CUDA kernels have no code for {preset.name}"
@@ -70,11 +90,10 @@ def unsupported(layer: LayerKind, backend: Backend) -> str | None:
         return "the CUDA kernels rotate whole heads as Llama does, and this model's RoPE is partial or interleaved"
     if layer.rotary is not None and not angles_are_linear(layer.rotary):
         return "the CUDA kernels need angles that are linear in the position, and this model's RoPE is not"
-    needed = Build.of(layer, backend.shared_bytes, backend.capability).decode_shared_bytes
-    if needed > backend.shared_bytes:
+    needed = Build.of(layer, gpu.shared_bytes, gpu.capability).decode_shared_bytes
+    if needed > gpu.shared_bytes:
         return (
-            f"the CUDA kernels need {needed} bytes of shared memory for this model, and this GPU has"
-            f" {backend.shared_bytes}"
+            f"the CUDA kernels need {needed} bytes of shared memory for this model, and this GPU has {gpu.shared_bytes}"
         )
     return None
 
@@ -125,7 +144,7 @@ class CudaOperations:
         # As much as any step will take.
         self._partials(layer.max_num_reqs, len(layer.last_query))
 
-    def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+    def run(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
         """See `LayerOperations`. Single tokens vote on their block while they attend."""
         self.encode_store(rows, step)
         if not self._votes and self._has_anchors:
@@ -136,11 +155,11 @@ class CudaOperations:
         if self._votes and self._decodes(step):
             self._triton.close_blocks(rows, step)
 
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
         """See `LayerOperations`."""
         self._attend(rows, output, step, votes=False)
 
-    def encode_store(self, rows: StepRows, step: Step) -> None:
+    def encode_store(self, rows: StepRows, step: StepPlan) -> None:
         """See `ReferenceOperations`."""
         num_tokens, num_kv_heads, _ = rows.key.shape
         if not num_tokens:
@@ -155,21 +174,21 @@ class CudaOperations:
             (num_runs, num_kv_heads, 2),
             build.encode_threads,
             build.encode_shared_bytes,
-            (self._layer, step_argument(step), rows_argument(rows.key), rows_argument(rows.value)),
+            (self._layer, step.argument, rows_argument(rows.key), rows_argument(rows.value)),
         )
 
-    def _attend(self, rows: StepRows, output: torch.Tensor, step: Step, votes: bool) -> None:
+    def _attend(self, rows: StepRows, output: torch.Tensor, step: StepPlan, votes: bool) -> None:
         """Longer queries are Triton's; single tokens and drafts beside them get the bits that they get alone."""
         if step.max_query_len > self._score_slots:
             self._triton.attend(rows, output, step, fewest=self._score_slots + 1)
         if self._decodes(step):
             self._decode(rows, output, step, votes)
 
-    def _decodes(self, step: Step) -> bool:
+    def _decodes(self, step: StepPlan) -> bool:
         """Whether a step may have single tokens or drafts."""
         return step.num_reqs > 0 and step.min_query_len <= self._score_slots
 
-    def _decode(self, rows: StepRows, output: torch.Tensor, step: Step, votes: bool) -> None:
+    def _decode(self, rows: StepRows, output: torch.Tensor, step: StepPlan, votes: bool) -> None:
         num_kv_heads, is_sink = rows.key.shape[1], rows.is_sink
         partials, query_splits = self._partials(step.num_reqs, step.max_seq_len)
         capacity = len(partials)
@@ -190,7 +209,7 @@ class CudaOperations:
             build.decode_shared_bytes,
             (
                 self._layer,
-                step_argument(step),
+                step.argument,
                 rows_argument(rows.query),
                 rows_argument(rows.key),
                 rows_argument(rows.value),
@@ -203,7 +222,7 @@ class CudaOperations:
             (step.num_reqs * self._score_slots, num_kv_heads),
             build.merge_threads,
             0,
-            (self._layer, step_argument(step), results),
+            (self._layer, step.argument, results),
         )
 
     def _partials(self, num_reqs: int, max_seq_len: int) -> list[torch.Tensor]:

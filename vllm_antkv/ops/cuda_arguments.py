@@ -30,6 +30,7 @@ class LayerArgument(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_kv_heads", "rotary_dim", "is_neox_style", "rotary_rows")),
         *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "split", "staged_bytes")),
         *((name, ctypes.c_int32) for name in ("num_blocks", "score_slots")),
+        ("missing_rows", ctypes.c_void_p),
     ]
 
 
@@ -58,6 +59,10 @@ def tables_of(layer: LayerState, build: Build) -> dict[str, torch.Tensor]:
             entries = in_e4m3(centroids, scales[:, :, None, None])
         # In shared memory a row per code: csrc/cuda/staged_tables.cuh.
         rows = entries.transpose(1, 2).flatten(2) if build.stages_tables else entries.flatten(1, 2)
+        if name == "v" and build.exchanges_words:
+            # (..., half of the channels, quads, words of a quad, channels of a word)
+            lower, upper = rows.unflatten(2, (2, -1, 2, 2)).unbind(2)
+            rows = torch.cat((lower, upper.flip(3)), dim=2).flatten(2)
         packed.append(rows.contiguous().view(torch.uint8))
     tables["tables"] = torch.cat(packed, dim=2 if build.num_tables == 1 else 1)
     return tables

@@ -85,6 +85,11 @@ class Build:
         return self.head_size // 64 if self.stages_tables else 0
 
     @property
+    def exchanges_words(self) -> bool:
+        """The upper half of V's table has the words of each quad exchanged, so that lanes read other banks."""
+        return self.num_tables == 2 and self.sub_vector_size == 2
+
+    @property
     def table_bytes(self) -> int:
         """In the shared memory of a CTA of antkv_decode."""
         return self.num_tables * _TABLE

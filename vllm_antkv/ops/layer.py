@@ -12,7 +12,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.presets import Preset
 
@@ -81,6 +81,12 @@ class LayerSetup:
     scratch: Scratch
     varlen: Varlen | None = None
 
+    @property
+    def head_size(self) -> int:
+        """Channels of a row."""
+        _, num_sub_vectors, _, size = self.k_centroids.shape
+        return num_sub_vectors * size
+
     @cached_property
     def half_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Half the squared norms of the centroids of K and V, (num_kv_heads, num_sub_vectors, num_centroids) float32.
@@ -122,10 +128,8 @@ class LayerState(LayerSetup):
     @property
     def kind(self) -> LayerKind:
         """What decides which kernels have code for this layer."""
-        num_kv_heads, num_sub_vectors, _, size = self.k_centroids.shape
-        group = self.num_heads // num_kv_heads
-        head_size, dtype = num_sub_vectors * size, self.recency.k.dtype
-        return LayerKind(self.preset, head_size, group, dtype, self.rotary, self.rules.are_plain)
+        group, dtype = self.num_heads // len(self.k_centroids), self.recency.k.dtype
+        return LayerKind(self.preset, self.head_size, group, dtype, self.rotary, self.rules.are_plain)
 
     def rope_positions(self, block_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """What `rotary` rotates K of tokens by, as `RotaryTable.angles` takes it.
@@ -162,13 +166,13 @@ class LayerOperations(Protocol):
     same anchors however its prompt was cut.
     """
 
-    def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+    def run(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
         """Store the step's tokens, count its votes, choose the anchors of blocks that close, and attend.
 
         output: (num_tokens, num_heads, head_size) model dtype, written.
         """
         ...
 
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
         """Attend alone, to a cache that another layer has filled with `rows` of K and V in this step."""
         ...

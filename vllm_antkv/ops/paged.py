@@ -22,7 +22,7 @@ from vllm_antkv.ops.reference import (
     unpack_codes,
 )
 from vllm_antkv.ops.rope import rotate, unrotate
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.step_requests import StepRequest, step_requests
 from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, block_anchors, code_errors
 
@@ -34,7 +34,7 @@ class ReferenceOperations:
         self._layer = layer
         self._dtype = layer.k_centroids.dtype
 
-    def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+    def run(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
         """See `LayerOperations`."""
         timed = self._layer.counters.timed
         with timed("encode_store"):
@@ -45,7 +45,7 @@ class ReferenceOperations:
         with timed("attend"):
             self.attend(rows, output, step)
 
-    def encode_store(self, rows: StepRows, step: Step) -> None:
+    def encode_store(self, rows: StepRows, step: StepPlan) -> None:
         """Write the codes of the step's tokens, and the full-precision rows of those that own a recency page."""
         key, value = rows.key, rows.value
         for request in step_requests(step):
@@ -54,7 +54,7 @@ class ReferenceOperations:
             self._store_codes(key[own].to(self._dtype), value[own].to(self._dtype), positions, step, request)
             self._store_rows(key[own], value[own], positions, step, request)
 
-    def anchor_score(self, rows: StepRows, step: Step, singles: bool = True) -> None:
+    def anchor_score(self, rows: StepRows, step: StepPlan, singles: bool = True) -> None:
         """Add the votes of the step's queries to the Anchor Scores; choose the anchors of the blocks that close.
 
         singles: those of requests with one new token, too.
@@ -63,7 +63,7 @@ class ReferenceOperations:
             if singles or request.end - request.start > 1:
                 self._score(rows, step, request)
 
-    def close_blocks(self, rows: StepRows, step: Step) -> None:
+    def close_blocks(self, rows: StepRows, step: StepPlan) -> None:
         """Choose the anchors of blocks that the only new token of a request fills, from the scores in the pages."""
         for request in step_requests(step):
             if request.end - request.start == 1 and request.end % VQ_BLOCK_SIZE == 0:
@@ -71,7 +71,7 @@ class ReferenceOperations:
                 scores = self._carried_scores(positions, request.end, step, request)
                 self._close(scores, rows, positions, step, request)
 
-    def _score(self, rows: StepRows, step: Step, request: StepRequest) -> None:
+    def _score(self, rows: StepRows, step: StepPlan, request: StepRequest) -> None:
         rules = self._layer.rules
         for block, begin, end in request.segments():
             first = block * VQ_BLOCK_SIZE
@@ -99,7 +99,7 @@ class ReferenceOperations:
         first = (end - 1) % self._layer.recency.score_slots * 2
         return slice(first, first + 2)
 
-    def _keep_scores(self, scores: torch.Tensor, positions: torch.Tensor, step: Step, request: StepRequest) -> None:
+    def _keep_scores(self, scores: torch.Tensor, positions: torch.Tensor, step: StepPlan, request: StepRequest) -> None:
         """Of all tokens of a block so far, (2, num_kv_heads, 128), for the step behind the last of `positions`."""
         pages, offsets = self._recency_slots(positions, step, request)
         # A block that closes in this step, whatever is rejected, has no pages.
@@ -107,7 +107,7 @@ class ReferenceOperations:
         kept = scores[:, :, : len(positions)].permute(2, 1, 0)[real].float()
         self._layer.recency.scores[pages[real], :, slot, offsets[real]] = kept
 
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step, fewest: int = 1) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: StepPlan, fewest: int = 1) -> None:
         """See `LayerOperations`.
 
         fewest: new tokens of a request; rows of those with fewer may hold anything.
@@ -151,13 +151,13 @@ class ReferenceOperations:
                 output[new] = result[0].to(output.dtype)
 
     def _seen_exactly(self, keys: torch.Tensor, queries: torch.Tensor, request: StepRequest) -> torch.Tensor:
-        seen = self._layer.last_query[keys] >= queries
         # A token behind the prompt, and drafts behind it.
         decodes = request.end - request.start <= self._layer.recency.score_slots and not request.is_prefilling
-        return seen if decodes or self._layer.config.prefill_reads_cache else seen | (keys >= request.start)
+        seen_by = queries if decodes or self._layer.config.prefill_reads_cache else request.start
+        return self._layer.last_query[keys] >= seen_by
 
     def _store_codes(
-        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: Step, request: StepRequest
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: StepPlan, request: StepRequest
     ) -> None:
         layer = self._layer
         block_ids = step.vq_block_table[request.row, positions // VQ_BLOCK_SIZE].long()
@@ -172,7 +172,7 @@ class ReferenceOperations:
         layer.vq.v_codes[block_ids, :, offsets] = pack_codes(encode(value, layer.v_centroids), layer.preset)
 
     def _store_rows(
-        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: Step, request: StepRequest
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: StepPlan, request: StepRequest
     ) -> None:
         pages, offsets = self._recency_slots(positions, step, request)
         real = pages > 0
@@ -180,28 +180,36 @@ class ReferenceOperations:
         self._layer.recency.v[pages[real], :, offsets[real]] = value[real]
 
     def _recency_slots(
-        self, positions: torch.Tensor, step: Step, request: StepRequest
+        self, positions: torch.Tensor, step: StepPlan, request: StepRequest
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and offset in the page of the recency rows of tokens."""
         page_size = self._layer.recency.k.shape[2]
         return step.recency_block_table[request.row, positions // page_size].long(), positions % page_size
 
     def _exact_rows(
-        self, in_hand: torch.Tensor, paged: torch.Tensor, positions: torch.Tensor, step: Step, request: StepRequest
+        self, in_hand: torch.Tensor, paged: torch.Tensor, positions: torch.Tensor, step: StepPlan, request: StepRequest
     ) -> torch.Tensor:
-        """Full-precision K (or V) rows of tokens, from the step or from their pages. (E, H, D)."""
+        """Full-precision K (or V) rows of tokens, from the step or from their pages. (E, H, D).
+
+        Zeros where a page is the null block: see `Counters.missing_rows`.
+        """
         stored, new = positions[positions < request.start], positions[positions >= request.start]
         pages, offsets = self._recency_slots(stored, step, request)
-        rows = torch.cat((paged[pages, :, offsets], in_hand[request.first - request.start + new]))
-        return rows.to(self._dtype)
+        missing = pages == 0
+        self._layer.counters.missing_rows[request.row] |= missing.any()
+        rows = paged[pages, :, offsets].masked_fill(missing[:, None, None], 0)
+        return torch.cat((rows, in_hand[request.first - request.start + new])).to(self._dtype)
 
-    def _carried_scores(self, positions: torch.Tensor, begin: int, step: Step, request: StepRequest) -> torch.Tensor:
+    def _carried_scores(
+        self, positions: torch.Tensor, begin: int, step: StepPlan, request: StepRequest
+    ) -> torch.Tensor:
         """Scores of K and V, (2, num_kv_heads, len(positions)): those of earlier steps from the pages, else zero."""
         layer = self._layer
         scores = layer.k_centroids.new_zeros(2, layer.k_centroids.shape[0], len(positions))
         carried = positions[positions < begin]
         pages, offsets = self._recency_slots(carried, step, request)
         kept = layer.recency.scores[pages, :, self._slot(begin), offsets]
+        kept = kept.masked_fill((pages == 0)[:, None, None], 0)
         scores[:, :, : len(carried)] = kept.permute(2, 1, 0).to(scores.dtype)
         return scores
 
@@ -254,7 +262,7 @@ class ReferenceOperations:
         scores: torch.Tensor,
         in_hand: StepRows,
         positions: torch.Tensor,
-        step: Step,
+        step: StepPlan,
         request: StepRequest,
     ) -> None:
         recency = self._layer.recency

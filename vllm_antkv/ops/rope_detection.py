@@ -71,12 +71,12 @@ def _rotations(
     like = torch.zeros(1, dtype=torch.float32, device=device)
     if "layer_type" not in inspect.signature(rotary.forward).parameters:
         kinds = ()
-    for found in [rotary(like, positions, kind) for kind in dict.fromkeys(kinds)] or [rotary(like, positions)]:
-        if torch.is_tensor(found):
+    for tables in [rotary(like, positions, kind) for kind in dict.fromkeys(kinds)] or [rotary(like, positions)]:
+        if torch.is_tensor(tables):
             # Complex rotations, as in Llama 4.
-            yield found[0].real.float(), found[0].imag.float()
+            yield tables[0].real.float(), tables[0].imag.float()
             continue
-        cos, sin = (table[0].float() for table in found)
+        cos, sin = (table[0].float() for table in tables)
         half = cos.shape[-1] // 2
         if torch.equal(cos[:, :half], cos[:, half:]):
             yield cos[:, :half], sin[:, :half]

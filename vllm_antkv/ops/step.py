@@ -1,15 +1,30 @@
-"""What one engine step computes: which tokens of which requests, and where their pages are. Imports no vLLM."""
+"""What one engine step computes: which tokens of which requests, and where their pages are. Imports no vLLM.
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+It is planned once, on the host, before any layer runs; layers only launch.
+"""
+
+import ctypes
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from vllm_antkv.ops.c_structs import HEADER, fields
+from vllm_antkv.ops.varlen_call import PrefillRound, VarlenCall
+
+if TYPE_CHECKING:
+    from vllm_antkv.triton_kernels.launch import Fixed
+
+
+class StepArgument(ctypes.Structure):
+    """antkv_step of csrc/cpu/antkv.h, Step of csrc/cuda/layer.cuh."""
+
+    _fields_: ClassVar = fields(HEADER, "antkv_step")
+
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class StepPlan:
     """A step of R requests, with the new tokens of each side by side.
 
     query_start_loc: (R + 1,) int32, prefix sums of the requests' numbers of new tokens.
@@ -21,9 +36,9 @@ class Step:
     is_prefilling: (R,) bool in the host's memory, requests whose new tokens are of their prompts. Kernels that add up
         in another order for single queries do so behind a prompt only: its results must not depend on how it is cut.
         None where nobody says.
-    query_start_loc_cpu, seq_lens_cpu: in the host's memory; lengths may be upper bounds for requests with a single new
-        token or with drafts, as long as their number of new tokens is right. None where nobody says.
-    shared: what a layer made of all this in this step, for those behind it.
+    query_start_loc_cpu: in the host's memory. None where nobody says.
+    rounds: how `ops.varlen` attends from the requests that do not decode: none where they have no past; None where
+        nobody has planned that.
     """
 
     query_start_loc: torch.Tensor
@@ -34,8 +49,7 @@ class Step:
     max_seq_len: int
     is_prefilling: torch.Tensor | None = None
     query_start_loc_cpu: torch.Tensor | None = None
-    seq_lens_cpu: torch.Tensor | None = None
-    shared: dict[Hashable, Any] = field(init=False, default_factory=dict)
+    rounds: tuple[PrefillRound, ...] | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -50,3 +64,39 @@ class Step:
         query_lens = self.query_start_loc_cpu.diff()
         present = query_lens[query_lens > 0]
         return int(present.min()) if len(present) else 1
+
+    @cached_property
+    def in_hand(self) -> VarlenCall:
+        """Every request attends to its new tokens alone."""
+        return VarlenCall(self.query_start_loc, None, self.max_query_len, self.max_query_len, causal=True)
+
+    @cached_property
+    def batch(self) -> "Fixed":
+        """What Triton's kernels are handed of it: `triton_kernels.arguments.Batch`."""
+        # Triton is imported only where it runs.
+        from vllm_antkv.triton_kernels.arguments import Batch
+        from vllm_antkv.triton_kernels.launch import Fixed
+
+        return Fixed(
+            Batch(
+                query_start_loc=self.query_start_loc,
+                seq_lens=self.seq_lens,
+                vq_table=self.vq_block_table,
+                vq_table_stride=self.vq_block_table.stride(0),
+                recency_table=self.recency_block_table,
+                recency_table_stride=self.recency_block_table.stride(0),
+            )
+        )
+
+    @cached_property
+    def argument(self) -> StepArgument:
+        """What C++ and CUDA are handed of it."""
+        return StepArgument(
+            self.query_start_loc.data_ptr(),
+            self.seq_lens.data_ptr(),
+            self.vq_block_table.data_ptr(),
+            self.recency_block_table.data_ptr(),
+            self.vq_block_table.stride(0),
+            self.recency_block_table.stride(0),
+            self.num_reqs,
+        )

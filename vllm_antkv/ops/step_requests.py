@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StepRequest:
             yield block, max(first, self.start), min(first + VQ_BLOCK_SIZE, self.end)
 
 
-def step_requests(step: Step) -> Iterator[StepRequest]:
+def step_requests(step: StepPlan) -> Iterator[StepRequest]:
     """Those of a step that have new tokens."""
     starts = step.query_start_loc.tolist()
     for row, end in enumerate(step.seq_lens.tolist()):

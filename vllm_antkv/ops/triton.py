@@ -8,17 +8,19 @@ from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.arguments import check_heads
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
-from vllm_antkv.ops.step import Step
-from vllm_antkv.ops.varlen import DequantisedPages, VarlenPrefill, dequantised_size, supports_varlen
+from vllm_antkv.ops.step import StepPlan
+from vllm_antkv.ops.varlen import Attended, DequantisedPages, VarlenPrefill, dequantised_size, prefill_limits
 from vllm_antkv.select.anchors import EXACT_ANCHOR, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
 from vllm_antkv.triton_kernels import arguments
 from vllm_antkv.triton_kernels.anchor_score import anchor_score
-from vllm_antkv.triton_kernels.arguments import Batch, Pages, Policy, Rows, Shape, Tables
+from vllm_antkv.triton_kernels.arguments import Pages, Policy, Rows, Shape, Tables
 from vllm_antkv.triton_kernels.close_blocks import close_blocks
 from vllm_antkv.triton_kernels.decode import decode
-from vllm_antkv.triton_kernels.dequantised_pages import extend_queries, merge_attention, write_dequantised_pages
+from vllm_antkv.triton_kernels.dequantised_pages import extend_queries, write_dequantised_pages
 from vllm_antkv.triton_kernels.encode_store import encode_store
+from vllm_antkv.triton_kernels.launch import Fixed
+from vllm_antkv.triton_kernels.merge_calls import merge_calls
 from vllm_antkv.triton_kernels.prefill import prefill
 
 #: Programs that fill a large GPU: 132 multiprocessors with four programs each.
@@ -37,55 +39,56 @@ class TritonOperations:
     def __init__(self, layer: LayerState, decodes: bool = True) -> None:
         self._layer = layer
         self._shape = _shape(layer)
-        self._pages = _pages(layer)
-        self._tables = _tables(layer)
+        self._pages = Fixed(_pages(layer))
+        self._tables = Fixed(_tables(layer))
         self._policy = Policy(
             anchors=layer.config.anchor_share > 0,
             exact=layer.config.anchor_dtype == "model",
             vote_prior=VOTE_PRIOR,
         )
+        self._strides: tuple[tuple[int, ...], ...] = ()
         self._varlen = None
-        if supports_varlen(layer):
-            self._varlen = VarlenPrefill(layer, self._write_dequantised_pages, self._extend_queries, merge_attention)
+        if prefill_limits(layer, layer.recency.score_slots) is not None:
+            self._varlen = VarlenPrefill(layer, self._write_dequantised_pages, self._extend_queries, self._merge)
         if decodes:
             self._reserve()
 
-    def run(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+    def run(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
         """See `LayerOperations`."""
         self.encode_store(rows, step)
         if self._layer.config.anchor_rows:
             self.anchor_score(rows, step)
         self.attend(rows, output, step)
 
-    def encode_store(self, rows: StepRows, step: Step) -> None:
+    def encode_store(self, rows: StepRows, step: StepPlan) -> None:
         """See `ReferenceOperations`."""
-        encode_store(_rows(rows), self._pages, self._tables, _batch(step), self._shape)
+        encode_store(self._rows(rows), self._pages, self._tables, step.batch, self._shape)
 
-    def anchor_score(self, rows: StepRows, step: Step, singles: bool = True) -> None:
+    def anchor_score(self, rows: StepRows, step: StepPlan, singles: bool = True) -> None:
         """See `ReferenceOperations`."""
         anchor_score(
-            _rows(rows),
+            self._rows(rows),
             rows.is_sink,
             self._layer.config.prefix,
             self._count(),
             self._pages,
             self._tables,
-            _batch(step),
+            step.batch,
             self._shape,
             self._policy,
             self._layer.rules.scale,
             singles,
         )
 
-    def close_blocks(self, rows: StepRows, step: Step) -> None:
+    def close_blocks(self, rows: StepRows, step: StepPlan) -> None:
         """See `ReferenceOperations`."""
         close_blocks(
-            _rows(rows),
+            self._rows(rows),
             self._layer.config.prefix,
             self._count(),
             self._pages,
             self._tables,
-            _batch(step),
+            step.batch,
             self._shape,
             self._policy,
         )
@@ -94,7 +97,7 @@ class TritonOperations:
         layer = self._layer
         return layer.counters.anchor_rows(2 * self._shape.num_kv_heads) if layer.counts_rows else None
 
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step, fewest: int = 1) -> None:
+    def attend(self, rows: StepRows, output: torch.Tensor, step: StepPlan, fewest: int = 1) -> None:
         """See `ReferenceOperations`."""
         check_heads(output)
         if step.max_query_len > self._shape.score_slots:
@@ -103,34 +106,47 @@ class TritonOperations:
             return
         partial_output, partial_lse = self._partials(step.num_reqs, step.max_seq_len)
         decode(
-            _rows(rows),
+            self._rows(rows),
             output,
             partial_output,
             partial_lse,
             self._pages,
             self._tables,
-            _batch(step),
+            step.batch,
             self._shape,
             self._layer.rules.scale,
         )
 
-    def _prefill(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
+    def _prefill(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
         """Attend from the requests with more new tokens; rows of the others are left alone or hold anything."""
-        if self._varlen is not None and step.seq_lens_cpu is not None:
+        if self._varlen is not None and step.rounds is not None:
             self._varlen.attend(rows, output, step)
         else:
-            batch, scale = _batch(step), self._layer.rules.scale
-            prefill(_rows(rows), output, self._pages, self._tables, batch, self._shape, scale)
+            scale = self._layer.rules.scale
+            prefill(self._rows(rows), output, self._pages, self._tables, step.batch, self._shape, scale)
 
-    def _write_dequantised_pages(self, rows: StepRows, pages: DequantisedPages, step: Step) -> None:
+    def _write_dequantised_pages(self, rows: StepRows, pages: DequantisedPages, step: StepPlan) -> None:
         """See `ops.varlen.DequantisedPageWriter`."""
         requested = arguments.DequantisedPages(pages.page_requests, pages.key, pages.value)
-        prefix = self._layer.config.prefix
-        write_dequantised_pages(_rows(rows), requested, prefix, self._pages, self._tables, _batch(step), self._shape)
+        write_dequantised_pages(self._rows(rows), requested, self._pages, self._tables, step.batch, self._shape)
 
     def _extend_queries(self, query: torch.Tensor, extended: torch.Tensor) -> None:
         """See `ops.varlen.Extend`."""
         extend_queries(query, extended, self._tables, self._shape, self._layer.rules.scale)
+
+    def _merge(self, so_far: Attended, added: Attended, is_first: bool) -> None:
+        """See `ops.varlen.Merge`."""
+        merge_calls(*so_far, *added, is_first)
+
+    def _rows(self, rows: StepRows) -> Rows:
+        query, key, value = rows.query, rows.key, rows.value
+        strides = query.stride(), key.stride(), value.stride()
+        if strides != self._strides:
+            # Strides rarely change, and checking them takes longer than all else here.
+            for each in (query, key, value):
+                check_heads(each)
+            self._strides = strides
+        return Rows(query, strides[0][0], key, strides[1][0], value, strides[2][0])
 
     def _reserve(self) -> None:
         """Take as much scratch as any step will."""
@@ -217,6 +233,7 @@ def _pages(layer: LayerState) -> Pages:
         recent_v=recency.v,
         scores=recency.scores,
         positions=layer.last_query.new_empty(0) if layer.positions is None else layer.positions,
+        missing_rows=layer.counters.missing_rows,
         vq_block_stride=_units(vq.k_codes, 0),
         vq_head_stride=_units(vq.k_codes, 1),
         recency_block_stride=_units(recency.k, 0),
@@ -253,25 +270,3 @@ def _tables(layer: LayerState) -> Tables:
         sinks=no_angles if layer.rules.sinks is None else layer.rules.sinks.float().contiguous(),
         jensen_weights=layer.jensen_weights,
     )
-
-
-def _batch(step: Step) -> Batch:
-    return Batch(
-        query_start_loc=step.query_start_loc,
-        seq_lens=step.seq_lens,
-        vq_table=step.vq_block_table,
-        vq_table_stride=step.vq_block_table.stride(0),
-        recency_table=step.recency_block_table,
-        recency_table_stride=step.recency_block_table.stride(0),
-    )
-
-
-def _rows(rows: StepRows) -> Rows:
-    query, key, value = rows.query, rows.key, rows.value
-    return Rows(query, _token_stride(query), key, _token_stride(key), value, _token_stride(value))
-
-
-def _token_stride(rows: torch.Tensor) -> int:
-    """Elements between the tokens of (num_tokens, heads, head_size)."""
-    check_heads(rows)
-    return rows.stride(0)

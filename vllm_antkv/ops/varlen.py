@@ -1,39 +1,41 @@
 """Attention of prompts through a kernel for plain rows, FlashAttention's: see `varlen_plan` for which calls of it.
 
-The kernel comes from vLLM and is handed in (`attention.flash_attention`); the pages it attends to are scratch memory.
-Nothing here waits for the device.
+The kernel comes from vLLM and is handed in; the pages it attends to are scratch memory. Nothing here waits for the
+device.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.layer import LayerState, StepRows
-from vllm_antkv.ops.step import Step
-from vllm_antkv.ops.varlen_call import VarlenCall
-from vllm_antkv.ops.varlen_plan import Call, Limits, Round, plan
+from vllm_antkv.ops.layer import LayerSetup, LayerState, StepRows
+from vllm_antkv.ops.step import StepPlan
+from vllm_antkv.ops.varlen_call import PrefillRound, RowsInPages, VarlenCall
+from vllm_antkv.ops.varlen_plan import Limits, plan
 
 #: Blocks of a past that are written as plain rows at a time: 16,384 tokens, 64 MiB for 8 KV heads of 128 channels.
 PREFILL_CHUNK_BLOCKS = 128
-#: Query heads per KV head from which the kernel's tiles of 128 rows are filled well enough: in smaller groups the early
-#: queries of a block leave most of one empty.
-MIN_GROUP = 3
 #: Channels that plain rows have beyond a head's where the logits of coded keys are corrected: a query has what is added
 #: to them, divided by their scale, in the first, and what its dtype rounds away of that in the second; K that is coded
 #: and no anchor has 1 in both. All others are 0. A kernel takes multiples of 8.
 BIAS_CHANNELS = 8
+#: Bytes, of parts of the scratch memory.
+_ALIGNMENT = 256
+
+#: Shape and dtype of a tensor.
+_Part = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, eq=False)
 class DequantisedPages:
     """What pages are to hold, and the memory for them.
 
-    page_requests: (num_pages, 3) int32: request, VQ block, and 1 for exact rows or 0 for what codes stand for.
+    page_requests: (num_pages, 2) int32: request and VQ block.
     key, value: (capacity, VQ_BLOCK_SIZE, num_kv_heads, dequantised_size) model dtype; `num_pages` are written.
     """
 
@@ -43,10 +45,11 @@ class DequantisedPages:
 
 
 class DequantisedPageWriter(Protocol):
-    """Writes pages from the step's rows and the cache: see `ops.varlen_plan`."""
+    """Writes pages from the step's rows and the cache."""
 
-    def __call__(self, rows: StepRows, pages: DequantisedPages, step: Step) -> None:
-        """Write all rows of the pages; those that nobody sees, or that are gone, must be finite.
+    def __call__(self, rows: StepRows, pages: DequantisedPages, step: StepPlan) -> None:
+        """Write all rows of the pages: in full precision those that the first new token of the request sees so, others
+        as their codes stand for, anchors corrected. Rows behind the end of a sequence must be finite.
 
         Args:
             rows: of the step; no query is read.
@@ -58,24 +61,79 @@ class DequantisedPageWriter(Protocol):
 
 #: Gives queries (n, num_heads, head_size) their `BIAS_CHANNELS`: writes (n, num_heads, dequantised_size), contiguous.
 Extend = Callable[[torch.Tensor, torch.Tensor], None]
-#: Adds what other keys gave: takes an output (n, num_heads, head_size) in the model's dtype and its log-sum-exp
-#: (num_heads, n) float32, which are written, and the same two of the other keys. Infinite is "nothing seen".
-Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-def supports_varlen(layer: LayerState) -> bool:
-    """Whether prompts of a layer are what the plan covers, and there is a kernel for them."""
-    policy = layer.config.recency_policy
-    sliding = policy.kind == "sliding" and policy.window <= VQ_BLOCK_SIZE
-    fills = layer.kind.group >= MIN_GROUP
-    ordinary = layer.rules.are_plain and layer.config.prefill_reads_cache
-    has_kernel = layer.varlen is not None and dequantised_size(layer) <= layer.varlen.max_head_size
-    return has_kernel and fills and sliding and ordinary
+class Attended(NamedTuple):
+    """What calls gave, for some rows of a step.
+
+    output: (n, num_heads, at least head_size) model dtype.
+    lse: (num_heads, n) float32, natural log-sum-exp; infinite, of either sign, where nothing was seen.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor
 
 
-def dequantised_size(layer: LayerState) -> int:
+class Merge(Protocol):
+    """Adds what a call gave to what those before it did."""
+
+    def __call__(self, so_far: Attended, added: Attended, is_first: bool) -> None:
+        """Write `so_far`, whose output has a head's channels.
+
+        is_first: `so_far` holds anything.
+        """
+        ...
+
+
+def prefill_limits(layer: LayerSetup, score_slots: int) -> Limits | None:
+    """What prompts are planned by: the same for all layers of a model that have any.
+
+    None where the plan does not cover the layer's rules, or there is no kernel for it. score_slots: of its recency
+    pages.
+    """
+    varlen, config = layer.varlen, layer.config
+    # Else tokens of the block that is being filled are seen as codes, by its own queries without its anchors.
+    keeps_own_block = config.recency_policy.kind != "none"
+    ordinary = layer.rules.are_plain and keeps_own_block and not config.prefill_reads_cache
+    if varlen is None or dequantised_size(layer) > varlen.max_head_size or not ordinary:
+        return None
+    # The step's tokens lie in so many blocks of a request, beside a piece.
+    num_pages = PREFILL_CHUNK_BLOCKS + varlen.max_num_tokens // VQ_BLOCK_SIZE + 2
+    return Limits(PREFILL_CHUNK_BLOCKS, num_pages, score_slots)
+
+
+def dequantised_size(layer: LayerSetup) -> int:
     """Channels of plain rows of a layer."""
-    return layer.recency.k.shape[-1] + (BIAS_CHANNELS if layer.jensen_weights.any() else 0)
+    return layer.head_size + (BIAS_CHANNELS if layer.jensen_weights.any() else 0)
+
+
+def plan_rounds(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, limits: Limits, device: torch.device
+) -> tuple[PrefillRound, ...]:
+    """What computes attention of a step's requests that do not decode; nothing where none of them has a past.
+
+    Args:
+        query_start_loc: (num_reqs + 1,) int32 in the host's memory.
+        seq_lens: (num_reqs,) int32 in the host's memory; may be upper bounds for requests that decode.
+        limits: of the layers.
+        device: that has the pages.
+    """
+    rounds = plan(query_start_loc.diff().tolist(), seq_lens.tolist(), limits)
+    if not rounds:
+        return ()
+    arrays = [array for each in rounds for array in (each.pages, each.starts, each.num_keys, each.page_table)]
+    # One copy for all, which nobody waits for.
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    parts = packed.to(device, non_blocking=True).split([array.size for array in arrays])
+    tensors = iter([part.view(array.shape) for part, array in zip(parts, arrays, strict=True)])
+    planned = []
+    for each in rounds:
+        pages, starts, keys = next(tensors), next(tensors), RowsInPages(next(tensors), next(tensors))
+        call = VarlenCall(starts, keys, int(np.diff(each.starts).max()), int(each.num_keys.max()), each.causal)
+        planned.append(PrefillRound(each.first_row, each.num_rows, each.is_first, pages, call))
+    return tuple(planned)
 
 
 class VarlenPrefill:
@@ -83,107 +141,67 @@ class VarlenPrefill:
 
     def __init__(self, layer: LayerState, write: DequantisedPageWriter, extend: Extend, merge: Merge) -> None:
         assert layer.varlen is not None
-        self._layer, self._varlen = layer, layer.varlen
+        self._layer, self._varlen, self._scale = layer, layer.varlen, layer.rules.scale
         self._write, self._extend, self._merge = write, extend, merge
         self._size = dequantised_size(layer)
-        # The step's tokens lie in so many blocks of a request, beside a piece and the block before them.
-        num_pages = PREFILL_CHUNK_BLOCKS + self._varlen.max_num_tokens // VQ_BLOCK_SIZE + 3
-        window, longest_decode = layer.config.recency_policy.window, layer.recency.score_slots
-        self._limits = Limits(window, PREFILL_CHUNK_BLOCKS, num_pages, longest_decode)
-        self._scratch()
+        limits = prefill_limits(layer, layer.recency.score_slots)
+        assert limits is not None
+        self._num_pages = limits.num_pages
+        self._parts = self._parts_of_scratch()
+        self._num_bytes = sum(map(_num_bytes, self._parts))
+        self._address, self._views = -1, list[torch.Tensor]()
+        # It is taken here, and never more than that.
+        layer.scratch(((self._num_bytes,), torch.uint8))
 
-    def attend(self, rows: StepRows, output: torch.Tensor, step: Step) -> None:
-        """See `LayerOperations.attend`."""
-        key_pages, value_pages, other, total, *extended = self._scratch()
-        query, head_size = rows.query, output.shape[-1]
+    def attend(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
+        """See `LayerOperations.attend`; the step has `rounds`."""
+        if not step.rounds:
+            self._varlen.attend(rows.query, rows.key, rows.value, output, step.in_hand, self._scale)
+            return
+        key_pages, value_pages, other, *extended = self._scratch()
+        query = rows.query
         if extended:
             query = extended[0][: len(rows.query)]
             self._extend(rows.query, query)
-        for current in self._rounds(step, output.device):
-            new = slice(current.first_row, current.first_row + current.num_rows)
+        lse = None
+        for current in step.rounds:
+            new, is_first = slice(current.first_row, current.first_row + current.num_rows), current.is_first
             self._write(rows, DequantisedPages(current.pages, key_pages, value_pages), step)
-            for index, call in enumerate(current.calls):
-                is_first = current.is_first and index == 0
-                result = output[new] if is_first and not extended else other[: current.num_rows]
-                statistics = self._varlen.attend(
-                    query[new], key_pages, value_pages, result, call, self._layer.rules.scale
-                )
-                if not is_first:
-                    self._merge(output[new], total[:, new], result[..., :head_size], statistics)
-                    continue
-                total[:, new] = statistics
-                if extended:
-                    output[new] = result[..., :head_size]
+            result = output[new] if is_first and not extended else other[: current.num_rows]
+            added = self._varlen.attend(query[new], key_pages, value_pages, result, current.call, self._scale)
+            # Rounds of a request follow each other, with the same rows.
+            lse = added if is_first or lse is None else lse
+            if not is_first or extended:
+                self._merge(Attended(output[new], lse), Attended(result, added), is_first)
 
     def _scratch(self) -> list[torch.Tensor]:
-        """K and V pages, an output beside the step's, the log-sum-exp of what was merged so far; extended queries."""
+        """K and V pages, an output beside the step's; extended queries."""
+        (memory,) = self._layer.scratch(((self._num_bytes,), torch.uint8))
+        if memory.data_ptr() != self._address:
+            # Once before the server is ready, and never again: views take longer than a launch.
+            self._address, self._views = memory.data_ptr(), _views(memory, self._parts)
+        return self._views
+
+    def _parts_of_scratch(self) -> list[_Part]:
         layer, num_tokens = self._layer, self._varlen.max_num_tokens
         dtype, head_size = layer.recency.k.dtype, layer.recency.k.shape[-1]
-        pages = (self._limits.num_pages, VQ_BLOCK_SIZE, layer.k_centroids.shape[0], self._size), dtype
+        pages = (self._num_pages, VQ_BLOCK_SIZE, layer.k_centroids.shape[0], self._size), dtype
         other = (num_tokens, layer.num_heads, self._size), dtype
         extended = [other] if self._size > head_size else []
-        return layer.scratch(pages, pages, other, ((layer.num_heads, num_tokens), torch.float32), *extended)
-
-    def _rounds(self, step: Step, device: torch.device) -> "list[_DeviceRound]":
-        """Planned for the first layer of a step, and shared by the others."""
-        if self._limits not in step.shared:
-            step.shared[self._limits] = _on_device(step, self._limits, device)
-        return step.shared[self._limits]
+        return [pages, pages, other, *extended]
 
 
-@dataclass(frozen=True, eq=False)
-class _DeviceRound:
-    """See `varlen_plan.Round`; pages as in `DequantisedPages.page_requests`."""
-
-    first_row: int
-    num_rows: int
-    is_first: bool
-    pages: torch.Tensor
-    calls: list[VarlenCall]
-
-
-def _on_device(step: Step, limits: Limits, device: torch.device) -> list[_DeviceRound]:
-    assert step.query_start_loc_cpu is not None
-    assert step.seq_lens_cpu is not None
-    rounds = plan(step.query_start_loc_cpu.diff().tolist(), step.seq_lens_cpu.tolist(), limits)
-    arrays = [array for current in rounds for array in _arrays(current)]
-    # One copy for all, which nobody waits for.
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])) if arrays else torch.empty(0)
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    parts = packed.to(device, non_blocking=True).split([array.size for array in arrays])
-    tensors = iter([part.view(array.shape) for part, array in zip(parts, arrays, strict=True)])
+def _views(memory: torch.Tensor, parts: list[_Part]) -> list[torch.Tensor]:
+    """Of memory, (num_bytes,) uint8, side by side."""
+    sizes = [_num_bytes(part) for part in parts]
+    pieces = memory.split(sizes)
     return [
-        _DeviceRound(
-            current.first_row,
-            current.num_rows,
-            current.is_first,
-            next(tensors),
-            [_device_call(call, tensors) for call in current.calls],
-        )
-        for current in rounds
+        piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for piece, (shape, dtype) in zip(pieces, parts, strict=True)
     ]
 
 
-def _arrays(current: Round) -> Iterator[np.ndarray]:
-    """Everything of a round that the device is told, int32: its pages, and starts, keys and pages of each call."""
-    yield np.array([(page.request, page.block, page.exact) for page in current.pages], dtype=np.int32)
-    for call in current.calls:
-        yield np.array([0, *accumulate(run.num_rows for run in call.runs)], dtype=np.int32)
-        yield np.array([run.num_keys for run in call.runs], dtype=np.int32)
-        pages = np.zeros((len(call.runs), max(len(run.pages) for run in call.runs)), dtype=np.int32)
-        for row, run in zip(pages, call.runs, strict=True):
-            row[: len(run.pages)] = run.pages
-        yield pages
-
-
-def _device_call(call: Call, tensors: Iterator[torch.Tensor]) -> VarlenCall:
-    return VarlenCall(
-        starts=next(tensors),
-        num_keys=next(tensors),
-        pages=next(tensors),
-        max_rows=max(run.num_rows for run in call.runs),
-        max_keys=max(run.num_keys for run in call.runs),
-        causal=call.causal,
-        window=call.window,
-    )
+def _num_bytes(part: _Part) -> int:
+    """Rounded up, so that what lies behind it is aligned."""
+    shape, dtype = part
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

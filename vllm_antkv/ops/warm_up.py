@@ -9,7 +9,8 @@ from vllm_antkv.cache.pages import NO_ANCHOR
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
-from vllm_antkv.ops.step import Step
+from vllm_antkv.ops.step import StepPlan
+from vllm_antkv.ops.varlen import plan_rounds, prefill_limits
 
 #: What the kernels are tuned for: prompts of at most so many tokens together, and so many requests that continue one.
 _PROMPT, _BATCH = 2048, 32
@@ -30,17 +31,19 @@ def warm_up(build: Callable[[LayerState], LayerOperations], layer: LayerState) -
     num_prompts = min(most // length, layer.max_num_reqs)
     num_reqs = min(_BATCH, layer.max_num_reqs)
     # What is counted here is nobody's, but the kernels must be those that count.
-    operations = build(replace(layer, counters=Counters(device, "warm-up")))
+    operations = build(replace(layer, counters=Counters(device, "warm-up", layer.max_num_reqs)))
     # Attending must meet no anchor beyond a block.
     layer.vq.anchor_offsets.fill_(NO_ANCHOR)
     decodes = _step(layer, [num_decoded] * num_reqs, length + num_decoded)
+    # Prompts from their beginning, and such as have a past.
     prompts = _step(layer, [length] * num_prompts, length)
-    for step in (decodes, prompts):
+    chunks = _step(layer, [length // 2] * num_prompts, length)
+    for step in (decodes, prompts, chunks):
         for with_sinks in (False, True):
             _run(operations, layer, step, with_sinks)
 
 
-def _step(layer: LayerState, query_lens: list[int], seq_len: int) -> Step:
+def _step(layer: LayerState, query_lens: list[int], seq_len: int) -> StepPlan:
     """Requests of `seq_len` tokens, which share their pages where the pool is small.
 
     Block tables are as wide as vLLM's, which have room for the longest request: Triton compiles anew for a width that
@@ -58,7 +61,8 @@ def _step(layer: LayerState, query_lens: list[int], seq_len: int) -> Step:
     starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
     query_start_loc = torch.tensor(starts, dtype=torch.int32)
     seq_lens = torch.full((len(query_lens),), seq_len, dtype=torch.int32)
-    return Step(
+    limits = prefill_limits(layer, layer.recency.score_slots)
+    return StepPlan(
         query_start_loc=query_start_loc.to(device),
         seq_lens=seq_lens.to(device),
         vq_block_table=table(layer.vq.k_codes, VQ_BLOCK_SIZE),
@@ -66,11 +70,11 @@ def _step(layer: LayerState, query_lens: list[int], seq_len: int) -> Step:
         max_query_len=max(query_lens),
         max_seq_len=seq_len,
         query_start_loc_cpu=query_start_loc,
-        seq_lens_cpu=seq_lens,
+        rounds=None if limits is None else plan_rounds(query_start_loc, seq_lens, limits, device),
     )
 
 
-def _run(operations: LayerOperations, layer: LayerState, step: Step, with_sinks: bool) -> None:
+def _run(operations: LayerOperations, layer: LayerState, step: StepPlan, with_sinks: bool) -> None:
     """A step of random rows."""
     num_tokens = step.max_query_len * step.num_reqs
     num_kv_heads, head_size = layer.k_centroids.shape[0], layer.recency.k.shape[-1]

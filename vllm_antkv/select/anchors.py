@@ -6,7 +6,6 @@ A vote is a query's contribution to the Anchor Score of a K or V vector (a row).
 import torch
 
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.select.recency import visible
 
 #: Added to the offset of an unquantised anchor, which takes two anchor slots; the second slot's offset is -1.
 EXACT_ANCHOR = 128
@@ -14,33 +13,6 @@ EXACT_ANCHOR = 128
 SINK_SCORE = torch.inf
 #: Added to the number of votes that scores are divided by: few queries see the last rows of a block.
 VOTE_PRIOR = 32
-#: Exponent of votes and errors. Errors of many rows add up in an output like independent ones, by their squares; with
-#: a block's queries alone squares gain nothing. Only offline evaluation has the scope `prompt`.
-VOTE_POWER = {"block": 1, "prompt": 2}
-#: Weight of a vote for a row that the query sees unquantised, in scope `prompt`: it only decides between rows without
-#: other votes.
-RECENT_VOTE = 1 / 1024
-
-
-def vote_weights(
-    queries: torch.Tensor, keys: torch.Tensor, last_query: torch.Tensor, scope: str, window: int | None = None
-) -> torch.Tensor:
-    """Weight of each query's vote for each key.
-
-    Args:
-        queries: (num_queries, 1) int64 positions.
-        keys: (num_keys,) int64 positions.
-        last_query: (max_model_len,) int32, see `select.recency`.
-        scope: `block` or `prompt`. A block's queries see all its rows unquantised, or only their own.
-        window: of the layer, see `select.recency.visible`.
-
-    Returns:
-        (num_queries, num_keys) float32, 0 where the query does not see the key.
-    """
-    votes = visible(queries, keys, window).float()
-    if scope == "block":
-        return votes
-    return votes * torch.where(queries <= last_query[keys], RECENT_VOTE, 1.0)
 
 
 def code_errors(exact_rows: torch.Tensor, coded_rows: torch.Tensor) -> torch.Tensor:
@@ -54,14 +26,11 @@ def block_anchors(
     already_exact: torch.Tensor,
     config: AntKVConfig,
     window: int | None = None,
-    scope: str = "block",
 ) -> torch.Tensor:
     """Choose the anchors of one block, which later blocks' queries see beside the codes.
 
-    A score is the cost of a unit error. It is multiplied by the error of the code (in scope `prompt` both are squared),
-    and in scope `block` divided by the number of queries, of which early rows had more; `docs/design.md` says why.
-    Tokens of the intact prefix take no slot. Unquantised anchors take two slots and come first: all anchors with
-    `anchor_dtype: model`, otherwise as many sinks as leave one slot for every other sink.
+    A score is the cost of a unit error. It is multiplied by the error of the code and divided by the number of queries,
+    of which early rows had more; `docs/design.md` says why.
 
     Args:
         scores: (..., num_kv_heads, block_size) sums over queries, SINK_SCORE for sinks.
@@ -69,21 +38,35 @@ def block_anchors(
         already_exact: (..., 1, block_size) bool, tokens of the intact prefix.
         config: number of slots, and what they store.
         window: of the layer: a row has at most as many votes.
-        scope: the queries that voted, as in `VOTE_POWER`.
+
+    Returns:
+        as `anchor_slots`.
+    """
+    block_size = scores.shape[-1]
+    num_votes = torch.arange(block_size, 0, -1, device=scores.device).clamp(max=window or block_size)
+    return anchor_slots(scores * errors / (num_votes + VOTE_PRIOR), scores == SINK_SCORE, already_exact, config)
+
+
+def anchor_slots(
+    gains: torch.Tensor, is_sink: torch.Tensor, already_exact: torch.Tensor, config: AntKVConfig
+) -> torch.Tensor:
+    """Give the slots of one block to sinks, and then to the rows that gain most.
+
+    Tokens of the intact prefix take no slot. Unquantised anchors take two slots and come first: all anchors with
+    `anchor_dtype: model`, otherwise as many sinks as leave one slot for every other sink.
+
+    Args:
+        gains: (..., num_kv_heads, block_size); those of sinks are not looked at.
+        is_sink: same shape, bool.
+        already_exact: (..., 1, block_size) bool, tokens of the intact prefix.
+        config: number of slots, and what they store.
 
     Returns:
         (..., num_kv_heads, anchor_rows) int64 offsets in the block, -1 for an unused slot; see `EXACT_ANCHOR`.
     """
-    is_sink = scores == SINK_SCORE
-    if config.anchor_share > 0:
-        weighted = scores * errors ** VOTE_POWER[scope]
-        if scope == "block":
-            block_size = scores.shape[-1]
-            num_votes = torch.arange(block_size, 0, -1, device=scores.device).clamp(max=window or block_size)
-            weighted = weighted / (num_votes + VOTE_PRIOR)
-    else:
-        weighted = torch.full_like(scores, -torch.inf)
-    ranked = weighted.masked_fill(is_sink, SINK_SCORE).masked_fill(already_exact, -torch.inf)
+    if config.anchor_share == 0:
+        gains = torch.full_like(gains, -torch.inf)
+    ranked = gains.masked_fill(is_sink, SINK_SCORE).masked_fill(already_exact, -torch.inf)
     num_rows = config.anchor_rows
     if config.anchor_dtype == "model":
         num_exact = (ranked > -torch.inf).sum(-1, keepdim=True).clamp(max=num_rows // 2)

@@ -48,16 +48,17 @@ class PageRetention:
         """
         return self.needed_after(self._pages(first_page, num_tokens), num_tokens - self.unsettled)
 
-    def tails_of_step(self, first_page: int, num_tokens: int) -> np.ndarray:
+    def tails_of_step(self, first_page: int, num_tokens: int, shared: int = 0) -> np.ndarray:
         """Mask over pages `first_page ...` that a request resuming at one of the step's boundaries reads.
 
         They make prefix-cache hits possible; the request itself does not need them. Boundaries are the multiples of the
-        interval, and the end of the step, where the same or a longer prompt resumes.
+        interval, the end of the step, where the same or a longer prompt resumes, and `shared`, if that is not 0: tokens
+        with which other prompts begin, too.
         """
         pages = self._pages(first_page, num_tokens)
         # A repeated prompt that fills its last block resumes one block earlier.
         longest = num_tokens - self.dropped
-        return self.reachable(pages, [longest, longest - 1], num_tokens)
+        return self.reachable(pages, [longest, longest - 1, shared], num_tokens)
 
     def reachable(self, pages: np.ndarray, boundaries: list[int], num_tokens: int) -> np.ndarray:
         """Mask of the pages that serve a hit at one of the boundaries, or at a multiple of the interval.

@@ -11,7 +11,19 @@ import triton.language as tl
 
 from .arguments import Batch, ExactRows, Pages, Policy, Request, Rows, Shape, Tables
 from .choose import choose, key_error, store_keys, store_values, value_error
-from .common import LOG2E, capped, exact_rows, find_request, first_tile, in_recency_page, load_exact, load_rows, shares
+from .common import (
+    LOG2E,
+    capped,
+    exact_rows,
+    find_request,
+    first_tile,
+    in_recency_page,
+    load_exact,
+    load_rows,
+    mark_missing,
+    shares,
+)
+from .launch import Fixed, launch
 
 
 def anchor_score(
@@ -19,9 +31,9 @@ def anchor_score(
     is_sink: torch.Tensor | None,
     prefix: int,
     count: torch.Tensor | None,
-    pages: Pages,
-    tables: Tables,
-    batch: Batch,
+    pages: Fixed,
+    tables: Fixed,
+    batch: Fixed,
     shape: Shape,
     policy: Policy,
     scale: float,
@@ -33,22 +45,25 @@ def anchor_score(
         is_sink: (num_tokens,) bool, tokens that take an anchor row before all others; or None.
         prefix: tokens at the start of a sequence that need no anchor.
         count: () int64, to which the number of anchor rows chosen now, K and V, is added; or None.
+        pages, tables, batch: `Pages`, `Tables` and `Batch`.
         scale: multiplies the logits.
         singles: also of requests with one new token, whose votes else come from where they attend.
     """
-    num_reqs = batch.seq_lens.shape[0]
-    _anchor_score_kernel[(rows.key.shape[0] // shape.block_size + 2 * num_reqs, shape.num_kv_heads)](
+    num_reqs = batch.argument.seq_lens.shape[0]
+    launch(
+        _anchor_score_kernel,
+        (rows.key.shape[0] // shape.block_size + 2 * num_reqs, shape.num_kv_heads),
         rows,
-        batch.seq_lens if is_sink is None else is_sink.view(torch.uint8),
+        batch.argument.seq_lens if is_sink is None else is_sink.view(torch.uint8),
         prefix,
-        batch.seq_lens if count is None else count,
+        batch.argument.seq_lens if count is None else count,
         pages,
         tables,
         batch,
         num_reqs,
         scale,
-        shape,
-        policy,
+        shape=shape,
+        policy=policy,
         HAS_SINKS=is_sink is not None,
         COUNTS=count is not None,
         SINGLES=singles,
@@ -92,6 +107,7 @@ def _anchor_score_kernel(
     request = Request(found, start, first_row, head)
     k_scores, v_scores = carried_scores(keys, keys < begin, begin - 1, request, pages, batch, shape)
     k_rows = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, keys < stop, request, pages, batch, shape)
+    mark_missing(k_rows, keys < stop, request, pages)
     first = begin
     # The next step may continue behind any of the last queries. Of one, the compiler sees that there is no loop.
     settled = stop if shape.score_slots == 1 else tl.minimum(tl.maximum(begin + 1, end - shape.score_slots + 1), stop)

@@ -19,6 +19,7 @@ class Pages(NamedTuple):
     recent_k, recent_v: (num_blocks, num_kv_heads, page_size, head_size) model dtype, K after RoPE.
     scores: (num_blocks, num_kv_heads, score_slots * 2, page_size) float32.
     positions: (num_blocks, block_size, 3) int32, those of the tokens of VQ pages; not read where tokens have one.
+    missing_rows: (max_num_reqs,) int32, see `ops.counters.Counters`.
     vq_*_stride: of the first seven; recency_*_stride: of the next three. In units of 16 bytes, so that the compiler
         knows that rows are aligned and reads 16 bytes at a time. position_stride: from block to block, in entries.
     """
@@ -34,6 +35,7 @@ class Pages(NamedTuple):
     recent_v: torch.Tensor
     scores: torch.Tensor
     positions: torch.Tensor
+    missing_rows: torch.Tensor
     vq_block_stride: int
     vq_head_stride: int
     recency_block_stride: int
@@ -102,7 +104,7 @@ class Rows(NamedTuple):
 class DequantisedPages(NamedTuple):
     """Pages of rows for a kernel that knows nothing else; contiguous.
 
-    page_requests: (num_pages, 3) int32: request, VQ block, and 1 for exact rows or 0 for what codes stand for.
+    page_requests: (num_pages, 2) int32: request and VQ block.
     key, value: (at least num_pages, block_size, num_kv_heads, dequantised_size) model dtype, K after RoPE, channels
         as the model has them; see `ops.varlen.BIAS_CHANNELS` for those beyond a head's.
     """
@@ -189,7 +191,8 @@ class Shape(NamedTuple):
     corrections: some anchors are kept as what their codes lose.
     exact_anchor: added to the offset of an anchor that is kept as it is; 0 where none is.
     page_size, score_slots: tokens per recency page, and its Anchor Scores of each (`cache.pages`).
-    reads_cache: queries of prompts see the tokens of their own step as they see older ones; else exactly.
+    reads_cache: every query of a prompt sees exactly what a decode step would; else what the step's first one does,
+        and so the tokens of the step.
     exact_prefix, exact_reach: a query sees tokens of closed blocks exactly only if they are among the first
         `exact_prefix` of the sequence, or at most `exact_reach` before it.
     window: tokens that a query sees, itself included; 0 for all before it.

@@ -20,6 +20,7 @@ from .common import (
     load_exact,
     load_halves,
     load_rows,
+    mark_missing,
     rotate,
 )
 
@@ -69,13 +70,13 @@ def attend_tile(
 ) -> Softmax:
     """Attend to BLOCK_N keys from `tile` on, a multiple of BLOCK_N, which divides the VQ block.
 
-    READS_CACHE: queries see the tokens of their own step as they see older ones; else exactly.
+    READS_CACHE: every query sees exactly what a decode step would; else what the first of the request does.
     """
     keys = tile + tl.arange(0, BLOCK_N)
     present = keys <= queries.latest
     seen_until = tl.load(tables.last_query + keys, mask=present, other=-1)
     if not READS_CACHE:
-        seen_until = tl.where(present & (keys >= request.start), ALWAYS, seen_until)
+        seen_until = tl.where(seen_until >= request.start, ALWAYS, seen_until)
     visible = keys[None, :] <= queries.positions[:, None]
     if shape.window > 0:
         visible &= keys[None, :] > queries.positions[:, None] - shape.window
@@ -238,6 +239,7 @@ def attend_exact(
         # To have them at hand for every tile would fill the registers.
         query_first, query_second = load_halves(queries.at, queries.positions >= 0, tables, False, shape)
     k_rows = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, kept, request, pages, batch, shape)
+    mark_missing(k_rows, kept, request, pages)
     pairs = tl.arange(0, shape.half_pad)
     first_channels, second_channels = channels_of_pairs(pairs, shape)
     key_first = load_exact(k_rows, first_channels, pairs < shape.head_size // 2)

@@ -219,11 +219,13 @@ def exact_rows(
 ) -> ExactRows:
     """The full-precision K (or V) rows of tokens `keys`: in hand if they are new, else in pages.
 
-    Block tables keep the ids of freed pages, so `mask` must hold only tokens whose row is known to be alive.
+    Block tables keep the ids of freed pages, so `mask` must hold only tokens whose row is known to be alive. One whose
+    page is the null block is read as zeros: see `mark_missing`.
     """
     stored = mask & (keys < request.start)
     table = batch.recency_table + request.index * batch.recency_table_stride
     page = tl.load(table + keys // shape.page_size, mask=stored, other=0).to(tl.int64)
+    stored &= page > 0
     row = (request.first_row + keys - request.start).to(tl.int64)
     return ExactRows(
         in_recency_page(paged, page, request.head, pages) + keys % shape.page_size * shape.head_size,
@@ -231,6 +233,14 @@ def exact_rows(
         stored,
         mask & (keys >= request.start),
     )
+
+
+@triton.jit
+def mark_missing(rows: ExactRows, wanted: tl.tensor, request: Request, pages: Pages) -> None:
+    """Mark a request some of whose `wanted` (N,) rows have no page; see `ops.counters.Counters`."""
+    # All to one place: nothing is done where none is missing.
+    mark = pages.missing_rows + request.index + tl.zeros_like(wanted).to(tl.int32)
+    tl.store(mark, 1, mask=wanted & ~(rows.stored | rows.new))
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from .arguments import Batch, Pages, Queries, Request, Rows, Shape, Tables
 from .attention import attend_tile, coded_bias, nothing_seen, query_pointers
 from .coded_past import attend_past
 from .common import LOG2E, load_halves
+from .launch import Fixed
 from .tuning import autotuned
 
 #: Splits that a merging program reads at a time.
@@ -31,9 +32,9 @@ def decode(
     output: torch.Tensor,
     partial_output: torch.Tensor,
     partial_lse: torch.Tensor,
-    pages: Pages,
-    tables: Tables,
-    batch: Batch,
+    pages: Fixed,
+    tables: Fixed,
+    batch: Fixed,
     shape: Shape,
     scale: float,
 ) -> None:
@@ -44,20 +45,30 @@ def decode(
         partial_output: (num_reqs, score_slots, num_heads, num_splits, head_size) float32 scratch; its shape sets the
             splits.
         partial_lse: (num_reqs, score_slots, num_heads, num_splits) float32 scratch.
+        pages, tables, batch: `Pages`, `Tables` and `Batch`.
         scale: multiplies the logits.
     """
     num_reqs, score_slots, num_heads, num_splits = partial_lse.shape
     num_blocks = (score_slots - 2) // shape.block_size + 2
     _decode_kernel[(num_reqs * num_blocks, shape.num_kv_heads, num_splits)](
-        rows, partial_output, partial_lse, pages, tables, batch, num_splits, scale, shape, num_blocks
+        rows,
+        partial_output,
+        partial_lse,
+        pages.argument,
+        tables.argument,
+        batch.argument,
+        num_splits,
+        scale,
+        shape,
+        num_blocks,
     )
     _merge_kernel[(num_reqs * score_slots, num_heads)](
         output,
         output.stride(0),
         partial_output,
         partial_lse,
-        tables.sinks,
-        batch,
+        tables.argument.sinks,
+        batch.argument,
         num_splits,
         shape,
         num_warps=4,

@@ -1,7 +1,7 @@
-"""Plain rows for a kernel that knows nothing else: what codes stand for, or full precision; and merging what it gives.
+"""Plain rows for a kernel that knows nothing else: what codes stand for, or full precision.
 
 Grid of the writer (num_pages, block_size // N, 2 num_kv_heads): N rows of K or of V of a page. What is on which page is
-planned on the host. Grid of the others (rows, num_heads).
+planned on the host. Grid of queries (rows, num_heads).
 """
 
 import torch
@@ -11,30 +11,48 @@ import triton.language as tl
 from .arguments import Batch, DequantisedPages, ExactRows, Pages, Request, Rows, Shape, Tables
 from .attention import coded_bias, correct_keys, correct_values
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
-from .common import channels_in_rows, channels_of_pairs, exact_rows, in_vq_page, load_exact, load_rows, rotate
+from .common import (
+    channels_in_rows,
+    channels_of_pairs,
+    exact_rows,
+    in_vq_page,
+    load_exact,
+    load_rows,
+    mark_missing,
+    rotate,
+)
+from .launch import Fixed, launch
 
 _BLOCK_N = 32
 _ROWS = 16
 
 
 def write_dequantised_pages(
-    rows: Rows, plain: DequantisedPages, prefix: int, pages: Pages, tables: Tables, batch: Batch, shape: Shape
+    rows: Rows, plain: DequantisedPages, pages: Fixed, tables: Fixed, batch: Fixed, shape: Shape
 ) -> None:
-    """Write all rows of the wanted pages; those that nobody sees are finite.
+    """Write all rows of the wanted pages: see `ops.varlen.DequantisedPageWriter`.
 
-    Args:
-        prefix: first tokens of a sequence that have their exact rows on every page.
+    pages, tables, batch: `Pages`, `Tables` and `Batch`.
     """
-    _dequantised_pages_kernel[(len(plain.page_requests), shape.block_size // _BLOCK_N, 2 * shape.num_kv_heads)](
-        rows, plain, prefix, pages, tables, batch, shape, BLOCK_N=_BLOCK_N, num_warps=4
+    grid = (len(plain.page_requests), shape.block_size // _BLOCK_N, 2 * shape.num_kv_heads)
+    launch(
+        _dequantised_pages_kernel,
+        grid,
+        rows,
+        plain,
+        pages,
+        tables,
+        batch,
+        shape=shape,
+        BLOCK_N=_BLOCK_N,
+        num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["prefix"])
+@triton.jit
 def _dequantised_pages_kernel(
     rows: Rows,
     plain: DequantisedPages,
-    prefix: tl.tensor,
     pages: Pages,
     tables: Tables,
     batch: Batch,
@@ -44,38 +62,37 @@ def _dequantised_pages_kernel(
     """BLOCK_N rows of K or V of one KV head."""
     page = tl.program_id(0)
     head = tl.program_id(2) // 2
-    index = tl.load(plain.page_requests + page * 3)
-    block = tl.load(plain.page_requests + page * 3 + 1)
-    is_exact = tl.load(plain.page_requests + page * 3 + 2) != 0
+    index = tl.load(plain.page_requests + page * 2)
+    block = tl.load(plain.page_requests + page * 2 + 1)
     first_row = tl.load(batch.query_start_loc + index)
     end = tl.load(batch.seq_lens + index)
     start = end - (tl.load(batch.query_start_loc + index + 1) - first_row)
     request = Request(index, start, first_row, head)
     offsets = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     keys = block * shape.block_size + offsets
-    in_full = keys < tl.where(is_exact, (block + 1) * shape.block_size, prefix)
-    # A row is there as long as some query sees it, and none of the step sees more than the first.
-    seen_until = tl.load(tables.last_query + keys, mask=keys < end, other=-1)
-    alive = in_full & (keys < end) & (seen_until >= start)
+    present = keys < end
+    # The first query sees these rows in full precision, and so all of the request do.
+    exact = tl.load(tables.last_query + keys, mask=present, other=-1) >= start
+    any_coded = tl.max((present & ~exact).to(tl.int32), 0) > 0
     row = page.to(tl.int64) * shape.block_size + offsets
     written = (row * shape.num_kv_heads + head) * shape.dequantised_size
     block_id = tl.load(batch.vq_table + index * batch.vq_table_stride + block).to(tl.int64)
     if tl.program_id(2) % 2 == 0:
-        exact = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, alive, request, pages, batch, shape)
+        to = plain.key + written
+        in_full = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, exact, request, pages, batch, shape)
+        mark_missing(in_full, exact, request, pages)
         is_anchor = keys < 0
-        if not is_exact:
-            present = keys < end
-            is_anchor = _write_keys(
-                plain.key + written, offsets, present, keys >= prefix, block, block_id, head, pages, tables, shape
-            )
-        _write_bias_channels(plain.key + written, ~in_full & ~is_anchor, shape)
-        _write_exact(plain.key + written, exact, in_full, shape)
+        if any_coded:
+            is_anchor = _write_keys(to, offsets, present, ~exact, block, block_id, head, pages, tables, shape)
+        _write_bias_channels(to, present & ~exact & ~is_anchor, shape)
+        _write_exact(to, in_full, exact | ~present, shape)
     else:
-        exact = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, alive, request, pages, batch, shape)
-        if not is_exact:
-            _write_values(plain.value + written, offsets, keys >= prefix, block_id, head, pages, tables, shape)
-        _write_bias_channels(plain.value + written, keys < 0, shape)
-        _write_exact(plain.value + written, exact, in_full, shape)
+        to = plain.value + written
+        in_full = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, exact, request, pages, batch, shape)
+        if any_coded:
+            _write_values(to, offsets, ~exact, block_id, head, pages, tables, shape)
+        _write_bias_channels(to, keys < 0, shape)
+        _write_exact(to, in_full, exact | ~present, shape)
 
 
 @triton.jit
@@ -161,17 +178,28 @@ def _store(pointers: tl.tensor, channels: tl.tensor, known: tl.tensor, numbers: 
     tl.store(at, numbers.to(pointers.dtype.element_ty), mask=mask[:, None] & known[None, :])
 
 
-def extend_queries(query: torch.Tensor, extended: torch.Tensor, tables: Tables, shape: Shape, scale: float) -> None:
+def extend_queries(query: torch.Tensor, extended: torch.Tensor, tables: Fixed, shape: Shape, scale: float) -> None:
     """Give queries the channels that plain rows have beyond those of a head.
 
     Args:
         query: (n, num_heads, head_size) model dtype, heads contiguous.
         extended: (n, num_heads, dequantised_size) model dtype, contiguous; written.
+        tables: `Tables`.
         scale: multiplies the logits.
     """
     num_rows, num_heads, _ = query.shape
-    _extend_queries_kernel[(triton.cdiv(num_rows, _ROWS), num_heads)](
-        query, query.stride(0), extended, num_rows, tables, scale, shape, ROWS=_ROWS, num_warps=4
+    launch(
+        _extend_queries_kernel,
+        (triton.cdiv(num_rows, _ROWS), num_heads),
+        query,
+        query.stride(0),
+        extended,
+        num_rows,
+        tables,
+        scale,
+        shape=shape,
+        ROWS=_ROWS,
+        num_warps=4,
     )
 
 
@@ -201,78 +229,3 @@ def _extend_queries_kernel(
     rest = tl.where(channels[None, :] == 1, (bias - rounded)[:, None], 0.0)
     parts = tl.where(channels[None, :] == 0, rounded[:, None], rest)
     _store(to + shape.head_size, channels, channels >= 0, parts, real)
-
-
-def merge_attention(
-    output: torch.Tensor, lse: torch.Tensor, other_output: torch.Tensor, other_lse: torch.Tensor
-) -> None:
-    """Add what other keys gave.
-
-    Args:
-        output: (n, num_heads, head_size) model dtype, heads contiguous; written.
-        lse: (num_heads, n) float32, natural log-sum-exp; written. Infinite, of either sign, where nothing was seen.
-        other_output, other_lse: the same of the other keys; heads of any stride.
-    """
-    num_rows, num_heads, head_size = output.shape
-    _merge_attention_kernel[(triton.cdiv(num_rows, _ROWS), num_heads)](
-        output,
-        output.stride(0),
-        lse,
-        lse.stride(0),
-        other_output,
-        *other_output.stride()[:2],
-        other_lse,
-        other_lse.stride(0),
-        num_rows,
-        HEAD_SIZE=head_size,
-        HEAD_PAD=triton.next_power_of_2(head_size),
-        ROWS=_ROWS,
-        num_warps=4,
-    )
-
-
-@triton.jit(do_not_specialize=["lse_stride", "other_lse_stride", "num_rows"])
-def _merge_attention_kernel(
-    output: tl.tensor,
-    output_stride: tl.tensor,
-    lse: tl.tensor,
-    lse_stride: tl.tensor,
-    other_output: tl.tensor,
-    other_stride: tl.tensor,
-    other_head_stride: tl.tensor,
-    other_lse: tl.tensor,
-    other_lse_stride: tl.tensor,
-    num_rows: tl.tensor,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """ROWS rows of one query head."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head = tl.program_id(1)
-    real = row < num_rows
-    theirs = _seen(tl.load(other_lse + head.to(tl.int64) * other_lse_stride + row, mask=real, other=float("-inf")))
-    # Most rows see nothing in most calls but the first.
-    if tl.max(theirs, 0) == float("-inf"):
-        return
-    statistics = lse + head.to(tl.int64) * lse_stride + row
-    ours = _seen(tl.load(statistics, mask=real, other=float("-inf")))
-    maximum = tl.maximum(ours, theirs)
-    subtracted = tl.where(maximum == float("-inf"), 0.0, maximum)
-    our_weight = tl.exp(ours - subtracted)
-    their_weight = tl.exp(theirs - subtracted)
-    total = our_weight + their_weight
-    channels = tl.arange(0, HEAD_PAD)[None, :]
-    written = (real & (total > 0))[:, None] & (channels < HEAD_SIZE)
-    at = output + row.to(tl.int64)[:, None] * output_stride + head * HEAD_SIZE + channels
-    other = other_output + row.to(tl.int64)[:, None] * other_stride + head * other_head_stride + channels
-    mine = tl.load(at, mask=written, other=0).to(tl.float32) * (our_weight / total)[:, None]
-    merged = mine + tl.load(other, mask=written, other=0).to(tl.float32) * (their_weight / total)[:, None]
-    tl.store(at, merged.to(output.dtype.element_ty), mask=written)
-    tl.store(statistics, maximum + tl.log(total), mask=real & (total > 0))
-
-
-@triton.jit
-def _seen(lse: tl.tensor) -> tl.tensor:
-    """Log-sum-exps of which those of nothing are -inf: some kernels call it inf."""
-    return tl.where(lse == float("inf"), float("-inf"), lse)

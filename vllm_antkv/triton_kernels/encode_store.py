@@ -17,6 +17,7 @@ from .common import (
     load_rows,
     rope_positions,
 )
+from .launch import Fixed, launch
 
 #: Tokens from which larger tiles leave no multiprocessor idle.
 _MANY_TOKENS = 512
@@ -24,21 +25,24 @@ _MANY_TOKENS = 512
 _BLOCK_C = 128
 
 
-def encode_store(rows: Rows, pages: Pages, tables: Tables, batch: Batch, shape: Shape) -> None:
+def encode_store(rows: Rows, pages: Fixed, tables: Fixed, batch: Fixed, shape: Shape) -> None:
     """Store the codes of the step's tokens, and the rows of those that own a recency page.
 
     Only `key` and `value` of `rows` are read. Token 0 of a block resets the block's anchors: blocks fill from there.
+    pages, tables, batch: `Pages`, `Tables` and `Batch`.
     """
     num_tokens = rows.key.shape[0]
     block_t = 64 if num_tokens >= _MANY_TOKENS else 16
     num_pairs = (shape.num_sub_vectors + 1) // 2
-    _encode_store_kernel[(triton.cdiv(num_tokens, block_t), shape.num_kv_heads, 2 * num_pairs + 1)](
+    launch(
+        _encode_store_kernel,
+        (triton.cdiv(num_tokens, block_t), shape.num_kv_heads, 2 * num_pairs + 1),
         rows,
         pages,
         tables,
         batch,
-        batch.seq_lens.shape[0],
-        shape,
+        batch.argument.seq_lens.shape[0],
+        shape=shape,
         BLOCK_T=block_t,
         BLOCK_C=min(_BLOCK_C, shape.num_centroids),
         num_warps=4,

@@ -11,6 +11,7 @@ import triton.language as tl
 from .arguments import Batch, Pages, Queries, Request, Rows, Shape, Softmax, Tables
 from .attention import attend_tile, coded_bias, nothing_seen, query_pointers
 from .common import LOG2E, find_request, first_tile, load_halves
+from .launch import Fixed
 from .tuning import autotuned
 
 _CONFIGS = [
@@ -24,9 +25,9 @@ _CONFIGS = [
 def prefill(
     rows: Rows,
     output: torch.Tensor,
-    pages: Pages,
-    tables: Tables,
-    batch: Batch,
+    pages: Fixed,
+    tables: Fixed,
+    batch: Fixed,
     shape: Shape,
     scale: float,
 ) -> None:
@@ -34,9 +35,10 @@ def prefill(
 
     Args:
         output: (num_tokens, num_heads, head_size) model dtype, heads contiguous; written.
+        pages, tables, batch: `Pages`, `Tables` and `Batch`.
         scale: multiplies the logits.
     """
-    num_tokens, num_reqs = output.shape[0], batch.seq_lens.shape[0]
+    num_tokens, num_reqs = output.shape[0], batch.argument.seq_lens.shape[0]
 
     def grid(meta: dict[str, int]) -> tuple[int, int]:
         return num_tokens // _queries(meta["BLOCK_M"], shape) + 2 * num_reqs, shape.num_kv_heads
@@ -45,9 +47,9 @@ def prefill(
         rows,
         output,
         output.stride(0),
-        pages,
-        tables,
-        batch,
+        pages.argument,
+        tables.argument,
+        batch.argument,
         num_reqs,
         scale,
         shape,

@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -26,32 +25,11 @@ needs_emulation = pytest.mark.skipif(
 def library(build: Build) -> ctypes.CDLL:
     builds = {"decode": build, "encode_store": build.of_coding()}
     parts = {name: [f"-D{macro}={value}" for macro, value in b.definitions.items()] for name, b in builds.items()}
-    compiled = ctypes.CDLL(str(library_of(parts)))
-    compiled.races_found.restype = compiled.emulation_sites.restype = ctypes.c_char_p
-    compiled.emulation_change.argtypes = ctypes.c_char_p, ctypes.c_bool
-    return compiled
-
-
-def races_of(compiled: ctypes.CDLL) -> list[str]:
-    """What the detector has found since it was last asked: a line for each kind of race, with its two places."""
-    return [_described(line, compiled._name) for line in compiled.races_found().decode().splitlines()]
-
-
-def _described(race: str, path: str) -> str:
-    what, earlier, later, times = race.split("\t")
-    # Return addresses: the access is before them.
-    addresses = [hex(int(site) - 1) for site in (earlier, later)]
-    command = ["addr2line", "--exe", path, "--inlines", "--basenames", *addresses]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    places = [line.split(" ")[0] for line in lines if line.split(":")[0].endswith((".cu", ".cuh"))]
-    return f"{what}, {times} times: {' '.join(places)}"
+    return ctypes.CDLL(str(library_of(parts)))
 
 
 class EmulatedBackend:
-    """See `vllm_antkv.ops.cuda_backend.Backend`. Few multiprocessors: a CTA then walks several splits.
-
-    `launch` raises AssertionError where it finds a race.
-    """
+    """See `vllm_antkv.ops.cuda_backend.Backend`. Few multiprocessors: a CTA then walks several splits."""
 
     multiprocessors = 4
 
@@ -70,8 +48,6 @@ class EmulatedBackend:
         sizes = (ctypes.c_int * 5)(*(*grid, 1, 1)[:3], threads, shared)
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         getattr(library(build), f"launch_{kernel}")(sizes, addresses)
-        races = races_of(library(build))
-        assert not races, "\n".join(races)
 
 
 def operations(backend: EmulatedBackend | None = None) -> Callable[[LayerState], CudaOperations]:

@@ -1,4 +1,4 @@
-"""Compiles kernels with g++ against `emulation.h`, under watch: races, undefined behaviour.
+"""Compiles kernels with g++ against `emulation.h`; undefined behaviour ends the process.
 
 Whatever is made is kept under the hash of what it is made of.
 """
@@ -14,35 +14,21 @@ from tests.kernels.kept import kept
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[2] / "vllm_antkv" / "csrc" / "cuda"
 _FLAGS = ("-std=c++17", "-g1", "-march=native", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w", "-fPIC")
-#: races.cpp stands in for the runtime of -fsanitize=thread. Undefined behaviour ends the process.
-_WATCHED = ("-O1", "-fsanitize=thread", "-fsanitize=alignment,bounds,shift,null", "-fno-sanitize-recover=all")
-_DETECTOR = ("-O3",)
+_WATCHED = ("-O1", "-fsanitize=alignment,bounds,shift,null", "-fno-sanitize-recover=all")
 
 
 def library_of(parts: Mapping[str, Sequence[str]]) -> Path:
     """The library of C++ files of this folder, by name, and the kernels that they include. parts: their definitions."""
-    return _linked([_watched_object_of(name, definitions) for name, definitions in parts.items()], ["-shared"])
+    objects = [_object_of(name, definitions) for name, definitions in parts.items()]
+    return _made(["g++", "-shared", *map(str, objects), "-lubsan"])
 
 
-def program_of(name: str) -> Path:
-    """The program of a C++ file of this folder and the kernels that it includes."""
-    return _linked([_watched_object_of(name)], [])
-
-
-def _watched_object_of(name: str, definitions: Sequence[str] = ()) -> Path:
+def _object_of(name: str, definitions: Sequence[str]) -> Path:
     """With the standard library as it was read once for all of them."""
     standard = _made(["g++", *_FLAGS, *_WATCHED, "-x", "c++-header", f"{HERE}/standard.h"], _sources(), ".gch")
-    return _object_of(name, (*_WATCHED, "-include", str(standard.with_suffix("")), *definitions))
-
-
-def _object_of(name: str, options: Sequence[str]) -> Path:
-    command = ["g++", *_FLAGS, *options, "-DANTKV_EMULATION", f"-I{HERE}", f"-I{SOURCES}", "-c", f"{HERE}/{name}.cpp"]
+    folders = ("-include", str(standard.with_suffix("")), f"-I{HERE}", f"-I{SOURCES}")
+    command = ["g++", *_FLAGS, *_WATCHED, *folders, *definitions, "-DANTKV_EMULATION", "-c", f"{HERE}/{name}.cpp"]
     return _made(command, _sources())
-
-
-def _linked(objects: Sequence[Path], kind: Sequence[str]) -> Path:
-    detector = _object_of("races", _DETECTOR)
-    return _made(["g++", *kind, *map(str, (*objects, detector)), "-lubsan", "-ldl"])
 
 
 def _made(command: Sequence[str], of: bytes = b"", suffix: str = "") -> Path:

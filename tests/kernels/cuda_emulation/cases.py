@@ -24,6 +24,8 @@ LAYERS = [
     (Shape("antkv-0.5bit", 64, 3, 1, FLOAT16, reorders=True), 232448),
     (Shape("antkv-0.25bit", 64, 2, 2, BFLOAT16, reorders=True, error=0.5), 166912),
     (Shape("antkv-0.25bit", 128, 4, 1, FLOAT16, reorders=True), 232448),
+    (Shape("antkv-4bit", 128, 4, 1, BFLOAT16, reorders=True, error=0.5), 232448),
+    (Shape("antkv-4bit", 64, 3, 1, FLOAT16, magnitude=1.3), 166912),
 ]
 
 #: Outputs are rounded to the dtype, and codes of float32 may be others than those of float64 where centroids are close.

@@ -8,6 +8,7 @@
 
 #define ANTKV_KERNEL(...) extern "C" void
 #define ANTKV_DEVICE inline
+#define ANTKV_GLOBAL
 #define ANTKV_ARGUMENT(type) const type
 #define ANTKV_DYNAMIC_SHARED(name) u8* name = emulation::block->shared
 #define ANTKV_INFINITY INFINITY
@@ -33,7 +34,6 @@ struct alignas(16) float4 {
 using std::min;
 
 #include "scheduler.h"
-#include "sites.h"
 
 namespace emulation {
 
@@ -122,25 +122,21 @@ T load_constant(const T* at) {
 }
 
 inline void add_to(float* at, float x) { *at += x; }
+ANTKV_MACHINE void set_flag(i32* at) { *at = 1; }
 
 inline void copy16_async(void* shared, const void* global) {
     if (((size_t)shared | (size_t)global) % 16) {
         std::fprintf(stderr, "a copy of 16 bytes is not aligned\n");
         std::abort();
     }
-    races::touch(shared, 16, true);
     emulation::thread->copies.back().push_back({shared, global});
 }
 inline void commit_copies() { emulation::thread->copies.emplace_back(); }
 template <int kPending>
-void wait_for_copies(ANTKV_SITE) {
-    if (emulation::is_left_out("wait_for_copies", file, line)) return;
+void wait_for_copies() {
     auto& groups = emulation::thread->copies;
     while (groups.size() > kPending + 1) {
-        for (const auto& copy : groups.front()) {
-            races::touch(copy.to, 16, true);
-            std::memcpy(copy.to, copy.from, 16);
-        }
+        for (const auto& copy : groups.front()) std::memcpy(copy.to, copy.from, 16);
         groups.erase(groups.begin());
     }
 }
@@ -151,12 +147,8 @@ ANTKV_MACHINE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     for (int i = 0; i < 4; ++i) word |= (u32)(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
     return word;
 }
-inline void sync_block(ANTKV_SITE) {
-    if (!emulation::is_left_out("sync_block", file, line)) emulation::meet(emulation::block->meeting);
-}
-inline void sync_warp(ANTKV_SITE) {
-    if (!emulation::is_left_out("sync_warp", file, line)) emulation::meet(emulation::warp().meeting);
-}
+inline void sync_block() { emulation::meet(emulation::block->meeting); }
+inline void sync_warp() { emulation::meet(emulation::warp().meeting); }
 template <typename T>
 ANTKV_MACHINE T from_lane(T value, int lane) {
     return emulation::read<T>(emulation::show(value)[lane]);

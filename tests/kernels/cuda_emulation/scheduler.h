@@ -20,7 +20,7 @@ emulation_switch:
 
 // Parts of the machine that run at every step: nothing that they access is the kernel's, and to watch them takes most of
 // the time.
-#define ANTKV_MACHINE __attribute__((no_sanitize_thread, no_sanitize_undefined)) inline
+#define ANTKV_MACHINE __attribute__((no_sanitize_undefined)) inline
 
 // The source of all chances; set by the tests.
 extern "C" inline unsigned long long emulation_seed = 1;
@@ -41,12 +41,6 @@ constexpr size_t kStack = 1 << 17, kPage = 4096;
     std::abort();
 }
 
-}  // namespace emulation
-
-#include "races.h"
-
-namespace emulation {
-
 struct Copy {
     void* to;
     const void* from;
@@ -55,7 +49,6 @@ struct Copy {
 // Something that threads meet at.
 struct Meeting {
     unsigned size, arrived = 0, generation = 0;
-    races::Clock coming, together;
 };
 
 // What a barrier in shared memory has behind it.
@@ -66,7 +59,6 @@ struct Phases {
     bool published = false;
     i64 bytes = 0;           // announced, and not there yet
     unsigned completed = 0;  // phases
-    races::Clock coming, together;
 
     ANTKV_MACHINE bool is_over(unsigned parity) const { return (completed & 1) != parity; }
 };
@@ -103,7 +95,6 @@ struct BulkCopy {
     const u8* from;
     unsigned bytes;
     Phases* phases;
-    races::Agent agent;
 };
 
 struct Block {
@@ -134,8 +125,6 @@ ANTKV_MACHINE unsigned chance(unsigned choices) {
 ANTKV_MACHINE Warp& warp() { return *thread->warp; }
 ANTKV_MACHINE int lane() { return (int)(thread->index.x % kWarpSize); }
 
-inline bool is_shared(const void* address) { return address >= block->shared && address < block->shared + block->bytes; }
-
 void land_a_copy();
 
 // Go on with the next thread that can.
@@ -160,20 +149,16 @@ ANTKV_MACHINE void yield() {
     emulation_switch(&from->stack, block->launcher);
 }
 
-// `orders`: what was written before is read behind. Shuffles, ballots and mma promise nothing.
-ANTKV_MACHINE void meet(Meeting& meeting, bool orders = true) {
-    if (orders) races::release(*thread, meeting.coming);
+ANTKV_MACHINE void meet(Meeting& meeting) {
     if (++meeting.arrived == meeting.size) {
         meeting.arrived = 0;
         ++meeting.generation;
-        if (orders) races::turn(meeting.coming, meeting.together);
     } else {
         thread->meeting = &meeting;
         thread->generation = meeting.generation;
         yield();
         thread->meeting = nullptr;
     }
-    if (orders) races::acquire(*thread, meeting.together);
 }
 
 // Show a value to the warp; what all of its lanes have shown.
@@ -182,7 +167,7 @@ ANTKV_MACHINE const u8 (*show(const T& value))[64] {
     static_assert(sizeof(T) <= 64);
     auto& shown = warp().shown[thread->exchanges++ % 2];
     std::memcpy(shown[lane()], &value, sizeof value);
-    meet(warp().meeting, false);
+    meet(warp().meeting);
     return shown;
 }
 template <typename T>
@@ -240,9 +225,7 @@ inline void run(Block& b, unsigned threads) {
     }
     block = &b;
     thread = &b.threads[0];
-    races::begin(b);
     emulation_switch(&b.launcher, thread->stack);
-    races::end();
     block = nullptr;
     thread = nullptr;
     munmap(b.allocation(), b.mapped);

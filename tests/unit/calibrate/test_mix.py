@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from vllm_antkv.calibrate import mix
+from vllm_antkv.calibrate import mix, write_codebook
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.job import prepare
 from vllm_antkv.calibrate.run import calibrate
@@ -55,6 +55,17 @@ def test_the_choice_is_the_best_within_the_budget(divergences: list[list[float]]
     )
     found = sum(row[choice] for row, choice in zip(divergences, chosen, strict=True))
     assert found == pytest.approx(best, rel=1e-5, abs=1e-5 * max(map(max, divergences)))
+
+
+def test_noise_of_one_layer_with_one_preset_is_shared_by_its_others() -> None:
+    """Factors of layers and of presets stay what they are; half of the noise, in logarithms, goes to all presets."""
+    true = np.outer([1.0, 10.0, 3.0], [0.1, 0.4, 1.0, 2.0])
+    assert mix.smoothed(true) == pytest.approx(true)
+    noisy = true.copy()
+    noisy[1, 2] *= 16
+    found = mix.smoothed(noisy) / true
+    assert found[1] / found[0] == pytest.approx(np.sqrt([2.0, 2.0, 32.0, 2.0]))
+    assert np.isfinite(mix.smoothed(np.zeros((2, 3)))).all()
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +188,7 @@ class OneLayer:
 
 def test_what_a_layer_costs_is_close_to_the_divergence_when_it_alone_is_coded(books, model, windows) -> None:
     steps: list[None] = []
-    found = divergences_module.layer_divergences(model, books, windows, lambda: steps.append(None))
+    found = divergences_module.layer_divergences(model, books, windows, lambda: steps.append(None)).nats
     assert found.shape == (3, 4)
     assert len(steps) == 3 * len(windows)
     assert (found[0] > 10 * found[1:]).all(), "the other layers hardly count"
@@ -193,7 +204,43 @@ def test_costs_do_not_depend_on_whether_layers_are_recomputed(books, model, wind
     with checkpointed(model, recomputes):
         found = divergences_module.layer_divergences(model, books, windows[:1], lambda: None)
     wanted = divergences_module.layer_divergences(model, books, windows[:1], lambda: None)
-    assert found == pytest.approx(wanted, rel=1e-4)
+    assert found.nats == pytest.approx(wanted.nats, rel=1e-4)
+    assert found.sizes == pytest.approx(wanted.sizes, abs=1e-3)
+
+
+def test_a_correction_has_the_size_with_which_its_layer_costs_least(books, model, windows) -> None:
+    """Keys that are told a tenth of their errors, or ten times as much, get a larger correction, or a smaller one."""
+
+    def measured(factor: float) -> divergences_module.LayerDivergences:
+        told = [replace(book, k_errors=factor * book.k_errors) for book in books]
+        return divergences_module.layer_divergences(model, told, windows, lambda: None)
+
+    right, little, much, none = map(measured, (1.0, 0.1, 10.0, 0.0))
+    assert (right.nats <= none.nats + 1e-12).all()
+    # Where a correction changes nothing it stays as it is.
+    free = (right.sizes > 0) & (right.sizes < divergences_module._LARGEST) & (right.sizes != 1)
+    assert free.any()
+    assert (little.sizes[free] > right.sizes[free]).all()
+    assert (much.sizes[free] < right.sizes[free]).all()
+    assert (none.sizes == 1).all()
+
+
+def test_a_codebook_has_corrections_of_the_sizes_that_were_measured(
+    long_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def watched(model, books, *args):
+        measured.append((books, divergences_module.layer_divergences(model, books, *args)))
+        return measured[0][1]
+
+    monkeypatch.setattr(write_codebook, "layer_divergences", watched)
+    (path,) = calibrate(CalibrationSettings(str(long_llama), [PRESET], [str(text_file)], tmp_path, **SMALL))
+    mixed, ((books, found),) = Codebook.load(path), measured
+    for layer, preset in enumerate(mixed.header.layer_presets):
+        number = [book.preset for book in books].index(preset)
+        wanted = books[number].k_errors[layer] * found.sizes[layer, number]
+        torch.testing.assert_close(mixed.k_errors[layer], wanted, check_dtype=False)
 
 
 def test_too_little_text_gives_all_layers_the_preset(long_llama: Path, text_file: Path, tmp_path: Path, capsys) -> None:
@@ -203,7 +250,7 @@ def test_too_little_text_gives_all_layers_the_preset(long_llama: Path, text_file
     assert "need two windows of 256 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("samples", "judges"), [(6, 1), (31, 1), (32, 2), (64, 2)])
+@pytest.mark.parametrize(("samples", "judges"), [(6, 1), (11, 1), (12, 2), (24, 4), (64, 4)])
 def test_few_windows_judge_and_all_others_are_learned_from(
     samples: int, judges: int, long_llama: Path, text_file: Path, tmp_path: Path
 ) -> None:

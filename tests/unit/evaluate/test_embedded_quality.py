@@ -14,9 +14,8 @@ from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.codebook import Codebook, find_codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.windows import load_windows
-from vllm_antkv.laboratory.base import MethodRequest
-from vllm_antkv.laboratory.sample import take_sample
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.divergences import layer_divergences
 from vllm_antkv.offline.method import Method
@@ -105,7 +104,9 @@ def test_predictions_come_closer_as_more_stays_in_full_precision(
     assert divergence(recency="sliding:32", anchor_share=1.0) < 1e-3 * recent
 
 
-def test_orderings_of_the_papers_hold_with_the_shipped_codebooks(card: ModelCard, model, windows: torch.Tensor) -> None:
+def test_more_bits_and_anchors_come_closer_with_shipped_codebooks(
+    card: ModelCard, model, windows: torch.Tensor
+) -> None:
     """KL divergence from the model's own predictions; margins are half of what was measured, or wider."""
 
     def divergence(name: str, recency: str, anchor_share: float = 0.01) -> float:
@@ -113,12 +114,8 @@ def test_orderings_of_the_papers_hold_with_the_shipped_codebooks(card: ModelCard
         method = build_method(name, MethodRequest(card.name, card.identity, None, config))
         return score(model, method, windows[:1], against_own=True).fidelity.kl
 
-    kvquant_1bit, kvquant_2bit, rtn_2bit = (divergence(f"{m}bit", "none") for m in ("kvquant-1", "kvquant-2", "rtn-2"))
-    ours = {bits: divergence(f"antkv-{bits}bit", "none") for bits in ("1", "2", "4")}
-    assert ours["4"] < 0.4 * ours["2"] < 0.4 * 0.6 * ours["1"]
-    assert ours["1"] < 0.6 * kvquant_1bit
-    assert ours["2"] < 0.8 * kvquant_2bit < 0.8 * 0.6 * rtn_2bit
-    assert divergence("antkv-1bit", "sliding:32") < 0.5 * divergence("kvquant-1bit", "sliding:32")
+    by_bits = {bits: divergence(f"antkv-{bits}bit", "none") for bits in (1, 2, 4)}
+    assert by_bits[4] < 0.4 * by_bits[2] < 0.4 * 0.6 * by_bits[1]
     assert divergence("antkv-1bit", "sliding:32", 0.05) < 0.9 * divergence("antkv-1bit", "sliding:32", 0.0)
 
 
@@ -126,7 +123,7 @@ def test_mixed_layers_are_ahead_of_one_preset_for_all(card: ModelCard, model, wi
     """At no more bytes, chosen on one page and measured on another; half of the measured margin."""
     names = ("antkv-2bit", "antkv-1bit", "antkv-0.5bit")
     books = [Codebook.load(find_codebook(card.name, card.identity, name)) for name in names]
-    found = layer_divergences(model, books, windows[:1], lambda: None)
+    found = layer_divergences(model, books, windows[:1], lambda: None).nats
     mixed = mix(get_preset("antkv-1bit"), books, found)
     before, after = (
         score(model, Method("x", 1.0, AntKVConfig(), VectorQuantiser(book)), windows[1:2], against_own=True).fidelity.kl
@@ -135,8 +132,8 @@ def test_mixed_layers_are_ahead_of_one_preset_for_all(card: ModelCard, model, wi
     assert after < 0.8 * before
 
 
-def test_antkv_is_ahead_of_cq_and_cq_of_kvquant_at_one_bit(card: ModelCard, model, tmp_path: Path) -> None:
-    """As served, learned from one text and measured on another. Six seeds gave 0.49 to 0.62 and 0.11 to 0.14."""
+def test_antkv_is_ahead_of_cq_at_one_bit(card: ModelCard, model, tmp_path: Path) -> None:
+    """As served, learned from one text and measured on another. Six seeds gave 0.49 to 0.62."""
     file = tmp_path / "text.txt"
     # Technical English that comes with Python.
     file.write_text("\n".join(pydoc_data.topics.topics.values())[:150_000])
@@ -150,14 +147,11 @@ def test_antkv_is_ahead_of_cq_and_cq_of_kvquant_at_one_bit(card: ModelCard, mode
     calibrate(CalibrationSettings(card.name, out=tmp_path, **learn))
     plain = {"weights": "none", "channels": "consecutive", "bits": "uniform"}
     calibrate(CalibrationSettings(card.name, out=tmp_path / "cq", **plain, **learn))
-    sample = take_sample(model, load_windows(file, card.tokenizer, context=512)[:8], "text")
     seen = load_windows(ROOT / "LICENSE", card.tokenizer, context=512)[:2]
 
     def divergence(method: str) -> float:
         config = AntKVConfig(anchor_share=0.01, recency="sliding:32", prefix=0, sinks=False)
-        built = build_method(method, MethodRequest(card.name, card.identity, tmp_path, config, sample=sample))
+        built = build_method(method, MethodRequest(card.name, card.identity, tmp_path, config))
         return score(model, built, seen, against_own=True).fidelity.kl
 
-    ours, cq, kvquant = (divergence(method) for method in ("antkv-1bit", "cq-1bit", "kvquant-1bit"))
-    assert ours < 0.8 * cq
-    assert cq < 0.4 * kvquant
+    assert divergence("antkv-1bit") < 0.8 * divergence("cq-1bit")

@@ -13,15 +13,15 @@ from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate.compare import gap_closed
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.methods import build_method
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.report import PerplexityReport
 from vllm_antkv.evaluate.windows import TextWindows
-from vllm_antkv.laboratory.base import MethodRequest
 from vllm_antkv.offline import score as score_module
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
-from vllm_antkv.offline.score import mean_nll, score
+from vllm_antkv.offline.score import score
 from vllm_antkv.presets import PRESETS
 
 
@@ -46,14 +46,14 @@ FP16 = Method("fp16", 16.0, AntKVConfig())
 def test_fp16_is_the_models_own_loss(loaded, windows) -> None:
     with torch.inference_mode():
         loss = loaded(windows, labels=windows).loss.item()
-    assert mean_nll(loaded, FP16, windows) == pytest.approx(loss, rel=1e-5)
+    assert score(loaded, FP16, windows).nll == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_figure_does_not_depend_on_batches(card, loaded, windows, codebook_folder, monkeypatch) -> None:
     method = build_method(
         "antkv-1bit", MethodRequest("tiny", card.identity, codebook_folder, AntKVConfig(anchor_share=0.05))
     )
-    together = mean_nll(loaded, method, windows)
+    together = score(loaded, method, windows).nll
     monkeypatch.setattr(score_module, "_TOKENS_PER_PASS", 1)
     done = []
     assert score(loaded, method, windows, done.append).nll == pytest.approx(together, rel=1e-5)

@@ -39,6 +39,11 @@ def test_a_group_without_metrics_is_shown_by_its_tasks() -> None:
     assert [score.task for score in report("auto", found, "longbench").scores] == ["a", "b"]
 
 
+def test_lengths_that_were_not_asked_for_are_left_out() -> None:
+    found = {"niah_single_1": {"alias": "niah_single_1", "4096,none": -1, "8192,none": 0.75, "8192_stderr,none": 0.1}}
+    assert [score.metric for score in report("auto", found, "niah_single_1").scores] == ["8192"]
+
+
 def test_differences_are_from_the_first() -> None:
     reports = [report(dtype, results(value), "mmlu") for dtype, value in [("auto", 0.5), ("antkv-1bit", 0.25)]]
     assert list(metric_rows(reports)) == [("mmlu", "acc", [0.5, 0.25], [0.0, -0.25])]
@@ -74,7 +79,7 @@ def folders_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_a_task_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture, folders_read: list[str]) -> None:
-    check_tasks(TaskRun(tasks=("piqa",)))
+    check_tasks(TaskRun(tasks=("piqa",)), str(EMBEDDED))
     assert run(tmp_path, "--kv-cache-dtype", "auto") == 2
     assert "no-such-task" in capsys.readouterr().err.splitlines()[-1]
     # Once for both.
@@ -93,5 +98,5 @@ def test_the_harness_s_tasks_are_read_where_own_ones_do_not_do(
     definitions = [{"task": "mine", "dataset_path": "json"}, {"group": "ours", "task": ["mine", "piqa"]}]
     for number, definition in enumerate(definitions):
         (tmp_path / "own" / f"{number}.yaml").write_text(json.dumps(definition))
-    check_tasks(TaskRun(tasks=names, include_path=tmp_path / "own"))
+    check_tasks(TaskRun(tasks=names, include_path=tmp_path / "own"), str(EMBEDDED))
     assert folders_read == folders

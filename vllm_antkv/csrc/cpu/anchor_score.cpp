@@ -2,7 +2,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "gemm.h"
 #include "logit_rules.h"
@@ -289,7 +288,7 @@ struct Task {
 }  // namespace
 
 int64_t anchor_score(const antkv_layer& layer, const antkv_step& step, const antkv_work& work) {
-    std::vector<Task> tasks;
+    Vector<Task> tasks;
     for (int request = 0; request < step.num_reqs; ++request) {
         const Sequence sequence(layer, step, request, 0);
         if (sequence.start == sequence.end) continue;

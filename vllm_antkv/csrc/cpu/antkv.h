@@ -62,6 +62,8 @@ struct antkv_layer {
     int32_t prefill_reads_cache;
     int32_t window;  // tokens that a query sees, itself included; ANTKV_NO_WINDOW where all
     int32_t tiles;  // antkv_tiles; float32 arithmetic without
+    // (max_num_reqs), set for requests that lack a row: see Counters in vllm_antkv/ops/counters.py
+    int32_t* missing_rows;
 };
 
 // What a step computes; see vllm_antkv/ops/step.py. Table strides are in entries.
@@ -103,17 +105,17 @@ struct antkv_clusters {
 };
 
 // All that a layer does in a step, see LayerOperations in vllm_antkv/ops/layer.py. Returns the anchor rows chosen, K and V.
-int64_t antkv_run(const antkv_layer*, const antkv_step*, const antkv_work*);
+int64_t antkv_run(const antkv_layer*, const antkv_step*, const antkv_work*) noexcept;
 
 // Attends alone.
-void antkv_attend(const antkv_layer*, const antkv_step*, const antkv_work*);
+void antkv_attend(const antkv_layer*, const antkv_step*, const antkv_work*) noexcept;
 
 // A step of k-means; sub-vectors have at most 32 channels.
-void antkv_cluster(const antkv_clusters*);
+void antkv_cluster(const antkv_clusters*) noexcept;
 
 // The digest of the sources of this build; see vllm_antkv/ops/cpu_sources.py.
-const char* antkv_sources();
+const char* antkv_sources() noexcept;
 
 // Whether this build has these antkv_tiles and they multiply a matrix right on this processor.
-int32_t antkv_tiles_multiply_right(int32_t tiles);
+int32_t antkv_tiles_multiply_right(int32_t tiles) noexcept;
 }

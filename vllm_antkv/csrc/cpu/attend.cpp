@@ -2,7 +2,6 @@
 #include <omp.h>
 
 #include <atomic>
-#include <vector>
 
 #include "decode.h"
 #include "memory.h"
@@ -55,15 +54,15 @@ class Runs {
 
   private:
     const int64_t count_;
-    std::vector<std::atomic<int64_t>> taken_;
+    Vector<std::atomic<int64_t>> taken_;
 };
 
 }  // namespace
 
 static void decode_all(const antkv_layer& layer, const antkv_step& step, const antkv_work& work) {
-    std::vector<DecodeRun> runs;
-    std::vector<DecodeSplit> splits;
-    std::vector<DecodeMerge> merges;
+    Vector<DecodeRun> runs;
+    Vector<DecodeSplit> splits;
+    Vector<DecodeMerge> merges;
     const int group = num_queries_per_kv(layer);
     int most_rows = 0;
     int64_t num_coded = 0, num_floats = 0;  // of a head, of all partial results
@@ -114,7 +113,7 @@ static void decode_all(const antkv_layer& layer, const antkv_step& step, const a
 }
 
 static void prefill_all(const antkv_layer& layer, const antkv_step& step, const antkv_work& work) {
-    std::vector<Task> runs;
+    Vector<Task> runs;
     for (int request = 0; request < step.num_reqs; ++request) {
         if (is_decode(layer, step, request, work.is_prefilling)) continue;
         for (int head = 0; head < layer.num_kv_heads; ++head) {

@@ -110,9 +110,9 @@ bool multiply_right() {
 }  // namespace
 }  // namespace antkv
 
-extern "C" const char* antkv_sources() { return ANTKV_SOURCES_DIGEST; }
+extern "C" const char* antkv_sources() noexcept { return ANTKV_SOURCES_DIGEST; }
 
-extern "C" int32_t antkv_tiles_multiply_right(int32_t tiles) {
+extern "C" int32_t antkv_tiles_multiply_right(int32_t tiles) noexcept {
     antkv_layer layer = {};
     layer.tiles = tiles;
     bool right = false;

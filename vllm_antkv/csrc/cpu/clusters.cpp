@@ -38,7 +38,7 @@ void cluster(const antkv_clusters& all, int64_t problem) {
 }  // namespace
 }  // namespace antkv
 
-extern "C" void antkv_cluster(const antkv_clusters* all) {
+extern "C" void antkv_cluster(const antkv_clusters* all) noexcept {
 #pragma omp parallel for schedule(dynamic)
     for (int64_t problem = 0; problem < all->num_problems; ++problem) antkv::cluster(*all, problem);
 }

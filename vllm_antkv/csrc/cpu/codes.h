@@ -5,11 +5,15 @@
 #include "rows.h"
 #include "tiles/lanes.h"
 
+// For look-ups in hot loops. Compilers inline until a file has grown by so much, and what one more format adds would
+// otherwise put these out of line in the loops of all others.
+#define ANTKV_INLINE [[gnu::always_inline]] inline
+
 namespace antkv {
 
 // The code of sub-vector `s` in a row of packed codes; 12-bit codes lie two in three bytes.
 template <bool kIs12Bit>
-inline unsigned code_at(const uint8_t* codes, unsigned s) {
+ANTKV_INLINE unsigned code_at(const uint8_t* codes, unsigned s) {
     if (!kIs12Bit) return codes[s];
     uint16_t bits;
     std::memcpy(&bits, codes + s / 2 * 3 + s % 2, sizeof bits);
@@ -28,11 +32,11 @@ struct Centroids {
     static constexpr int kByteAligned = kIs12Bit ? 2 * kSize : kSize;
     // Centroids from the kByteAligned channels on that `c` is among, and the first byte of their codes. A loop that counts
     // channels from there has its tables at fixed distances, and one register for all of them.
-    Centroids from(unsigned c) const { return {data + (size_t)(c / kByteAligned) * (kByteAligned / kSize) * kTable}; }
-    static unsigned byte_of(unsigned c) { return c / kByteAligned * (kIs12Bit ? 3 : 1); }
+    ANTKV_INLINE Centroids from(unsigned c) const { return {data + (size_t)(c / kByteAligned) * (kByteAligned / kSize) * kTable}; }
+    ANTKV_INLINE static unsigned byte_of(unsigned c) { return c / kByteAligned * (kIs12Bit ? 3 : 1); }
 
     // Channels c .. c + 16 of the row that the codes stand for. In registers: small stores before a wide load would stall it.
-    __m256i sixteen(const uint8_t* codes, unsigned c) const {
+    ANTKV_INLINE __m256i sixteen(const uint8_t* codes, unsigned c) const {
         const unsigned s = c / kSize;
         if constexpr (kSize >= 16) {
             return _mm256_loadu_si256((const __m256i*)(at(codes, s) + c % kSize));
@@ -47,7 +51,7 @@ struct Centroids {
         }
     }
     // Channels c .. c + W as float32, of centroids in float16.
-    Vec channels(const uint8_t* codes, unsigned c) const {
+    ANTKV_INLINE Vec channels(const uint8_t* codes, unsigned c) const {
 #if defined(__AVX512F__)
         return (Vec)_mm512_cvtph_ps(sixteen(codes, c));
 #else
@@ -59,7 +63,7 @@ struct Centroids {
                 _mm_set_epi32(part(codes, s + 3), part(codes, s + 2), part(codes, s + 1), part(codes, s)));
 #endif
     }
-    const uint16_t* at(const uint8_t* codes, unsigned s) const {
+    ANTKV_INLINE const uint16_t* at(const uint8_t* codes, unsigned s) const {
         size_t row = code_at<kIs12Bit>(codes, s), size = kSize * sizeof *data;
         // An address takes an index times 8. For 16 bytes, adding the code to itself does the rest on any port; shifting it by
         // 4, as compilers would, on two that vectors need.
@@ -72,7 +76,7 @@ struct Centroids {
     }
 
   private:
-    auto part(const uint8_t* codes, unsigned s) const {
+    ANTKV_INLINE auto part(const uint8_t* codes, unsigned s) const {
         std::conditional_t<kSize == 2, int32_t, int64_t> bits;
         std::memcpy(&bits, at(codes, s), sizeof bits);
         return bits;
@@ -100,7 +104,7 @@ void with_centroids(const antkv_layer& layer, int head, const uint16_t* centroid
 
 // Channels c .. c + 16 of the row that the codes stand for, of centroids in float16.
 template <typename Table>
-inline Lanes sixteen_channels(Table centroids, const uint8_t* codes, unsigned c) {
+ANTKV_INLINE Lanes sixteen_channels(Table centroids, const uint8_t* codes, unsigned c) {
 #if defined(__AVX512F__)
     return centroids.channels(codes, c);
 #else

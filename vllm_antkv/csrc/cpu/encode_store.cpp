@@ -1,6 +1,5 @@
 // Codes of the step's tokens into VQ pages, their full-precision rows into recency pages.
 #include <cstring>
-#include <vector>
 
 #include "operations.h"
 #include "memory.h"
@@ -199,8 +198,8 @@ void store_rows(const Sequence& sequence, int position, antkv_rows key, antkv_ro
     std::memcpy(sequence.recency_row(page, true, position), sequence.exact_row(value, true, position), row_bytes);
 }
 
-std::vector<Token> tokens_of(const antkv_layer& layer, const antkv_step& step) {
-    std::vector<Token> tokens;
+Vector<Token> tokens_of(const antkv_layer& layer, const antkv_step& step) {
+    Vector<Token> tokens;
     tokens.reserve(step.query_start_loc[step.num_reqs]);
     for (int request = 0; request < step.num_reqs; ++request) {
         const Sequence sequence(layer, step, request, 0);
@@ -212,7 +211,7 @@ std::vector<Token> tokens_of(const antkv_layer& layer, const antkv_step& step) {
 // Calls store(kind, first, count) for runs of tokens of every head, K and V, on the threads of a parallel region.
 // Head by head, so that a thread keeps the centroids of one in its cache.
 template <typename Store>
-void for_runs(const antkv_layer& layer, const std::vector<Token>& tokens, int length, antkv_rows key, antkv_rows value,
+void for_runs(const antkv_layer& layer, const Vector<Token>& tokens, int length, antkv_rows key, antkv_rows value,
               Store store) {
     const CodeOrder order(layer);
     const int64_t num_tokens = tokens.size(), num_runs = (num_tokens + length - 1) / length;
@@ -231,7 +230,7 @@ void for_runs(const antkv_layer& layer, const std::vector<Token>& tokens, int le
 }  // namespace
 
 void encode_store(const antkv_layer& layer, const antkv_step& step, const antkv_work& work) {
-    const std::vector<Token> tokens = tokens_of(layer, step);
+    const Vector<Token> tokens = tokens_of(layer, step);
     const int num_tokens = (int)tokens.size();
     bool coded = false;
     if (layer.dtype == ANTKV_BFLOAT16 && num_tokens >= kFewTokens) {

@@ -131,7 +131,7 @@ class FixedLogits {
 
     // The vectors of a key in the order of channels.
     template <typename Table>
-    void rotated_key(Table centroids, const uint8_t* codes, int offset, Fixed* key) const {
+    ANTKV_INLINE void rotated_key(Table centroids, const uint8_t* codes, int offset, Fixed* key) const {
         const int size = rotating();
         const bool in_halves = kHeadSize || layer_.is_neox_style;
         const int16_t* cos = layer_.fixed_angles + (int64_t)offset * (in_halves ? size : 2 * size);
@@ -154,7 +154,7 @@ class FixedLogits {
         for (; c < (kHeadSize ? kHeadSize : size_); c += kFixed) key[c / kFixed] = channels(centroids, codes, c);
     }
     template <typename Table>
-    static Fixed channels(Table centroids, const uint8_t* codes, unsigned c) {
+    ANTKV_INLINE static Fixed channels(Table centroids, const uint8_t* codes, unsigned c) {
 #if defined(__AVX512BW__)
         return _mm512_inserti64x4(_mm512_castsi256_si512(centroids.sixteen(codes, c)), centroids.sixteen(codes, c + 16), 1);
 #else

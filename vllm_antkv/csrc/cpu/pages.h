@@ -123,7 +123,8 @@ struct Sequence {
     // Full-precision K (or V) row of a token: from the step's tensor where it is in hand, else from its page.
     const void* exact_row(antkv_rows in_hand, bool of_values, int position) const {
         if (position >= start) return row_of(layer, in_hand, first + position - start, head);
-        return recency_row(recency_page(position), of_values, position);
+        uint8_t* page = recency_page(position);
+        return page ? recency_row(page, of_values, position) : missing_row();
     }
 
     // Both of a token.
@@ -136,7 +137,14 @@ struct Sequence {
             return {row_of(layer, key, row, head), row_of(layer, value, row, head)};
         }
         uint8_t* page = recency_page(position);
+        if (!page) return {missing_row(), missing_row()};
         return {recency_row(page, false, position), recency_row(page, true, position)};
+    }
+    // Zeros, and a mark for the request: the row's page is the null block, which no allocator of pages may let happen.
+    [[gnu::cold, gnu::noinline]] const uint8_t* missing_row() const {
+        alignas(64) static constexpr uint8_t kZeros[kMaxHeadSize * sizeof(float)] = {};
+        __atomic_store_n(&layer.missing_rows[request], 1, __ATOMIC_RELAXED);
+        return kZeros;
     }
 
     // Position of the first token that the query at position `query` sees, and of the last query that sees a token.
@@ -154,7 +162,7 @@ struct Sequence {
   private:
     bool in_window(int query, int position) const { return query - position < layer.window; }
     bool exact_for(int query, int position) const {
-        return layer.last_query[position] >= query || (!layer.prefill_reads_cache && position >= start);
+        return layer.last_query[position] >= (layer.prefill_reads_cache ? query : start);
     }
 };
 

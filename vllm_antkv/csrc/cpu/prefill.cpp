@@ -62,7 +62,7 @@ void Prefill::coded_tiles(const Sequence& sequence, int begin, int end) {
         const VQPage page = sequence.vq_page(block);
         rotated_keys(sequence, first, count, keys_.get());
         decode_rows(layer_, sequence.head, true, page.codes(true, 0), count, values_.get());
-        std::vector<int> anchors;
+        Vector<int> anchors;
         for (int row = 0; block < own && row < layer_.anchor_rows; ++row) {
             correct(page, row, false, keys_.get());
             correct(page, row, true, values_.get());
@@ -111,7 +111,7 @@ void Prefill::exact_tiles(const Sequence& sequence, int begin, int end, antkv_ro
 }
 
 template <typename Visible>
-void Prefill::add_tile(int begin, int count, bool all_visible, const std::vector<int>* anchors, Visible visible) {
+void Prefill::add_tile(int begin, int count, bool all_visible, const Vector<int>* anchors, Visible visible) {
     const int padded = (count + W - 1) / W * W;
     transpose(count, size_, keys_.get(), columns_.get(), kBlockSize);
     gemm<false>(rows_, padded, size_, queries_.get(), size_, columns_.get(), kBlockSize, logits_.get(), kBlockSize);

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <vector>
-
 #include "memory.h"
 #include "pages.h"
 
@@ -37,7 +35,7 @@ class Prefill {
     // Softmax over one more tile of `count` keys; `visible(query, column)` says who sees what, unless all do. anchors: of
     // coded keys, the columns of those that are more than codes; null where no key is coded.
     template <typename Visible>
-    void add_tile(int begin, int count, bool all_visible, const std::vector<int>* anchors, Visible visible);
+    void add_tile(int begin, int count, bool all_visible, const Vector<int>* anchors, Visible visible);
 
     const antkv_layer& layer_;
     const int group_, size_, max_rows_;

@@ -7,7 +7,6 @@
 #include "operations.h"
 
 #include <cmath>
-#include <vector>
 
 #include "logit_rules.h"
 #include "prefill.h"
@@ -38,11 +37,13 @@ class TilePrefill {
         begin_ = begin, end_ = end;
         load_queries(sequence, work.query);
         const int num_strips = num_strips_of(end);
-        // Rows in full precision have channels in the model's order, as queries still do.
-        for (int first = begin / kBlockSize * kBlockSize; first < end; first += kBlockSize) {
+        // Rows in full precision have channels in the model's order, as queries still do. They are the same for the queries
+        // of a block, or for all of a step.
+        const int origin = begin / kBlockSize * kBlockSize, span = layer_.prefill_reads_cache ? kBlockSize : end - origin;
+        for (int first = origin; first < end; first += span) {
             const int begin_strip = std::max(first - begin, 0) * group_ / kStrip;
-            const int end_strip = num_strips_of(std::min(first + kBlockSize, end));
-            tokens_.exact(sequence, first, begin, end, work.key, work.value,
+            const int end_strip = num_strips_of(std::min(first + span, end));
+            tokens_.exact(sequence, first, first + span, begin, end, work.key, work.value,
                           [&](int count) { add_tokens<false>(begin_strip, end_strip, count); });
         }
         for (int index = 0; layer_.k_order && index < num_strips; ++index)
@@ -219,8 +220,8 @@ struct Task {
 };
 
 // The longest first.
-std::vector<Task> tasks_of(const antkv_layer& layer, const antkv_step& step, const uint8_t* is_prefilling, int length) {
-    std::vector<Task> tasks;
+Vector<Task> tasks_of(const antkv_layer& layer, const antkv_step& step, const uint8_t* is_prefilling, int length) {
+    Vector<Task> tasks;
     for (int request = 0; request < step.num_reqs; ++request) {
         if (is_decode(layer, step, request, is_prefilling)) continue;
         for (int head = 0; head < layer.num_kv_heads; ++head) {
@@ -240,7 +241,7 @@ bool prefill_in_tiles(const antkv_layer& layer, const antkv_step& step, const an
     return layer.dtype == ANTKV_BFLOAT16 && with_tiles(layer, [&](auto tiles) {
         using Tiles = decltype(tiles);
         const int length = TilePrefill<Tiles>::run_length(layer);
-        const std::vector<Task> tasks = tasks_of(layer, step, work.is_prefilling, length);
+        const Vector<Task> tasks = tasks_of(layer, step, work.is_prefilling, length);
         if (tasks.empty()) return;
 #pragma omp parallel
         {

@@ -17,7 +17,7 @@ void timed(antkv_timing& timing, Operation operation) {
 }  // namespace
 }  // namespace antkv
 
-extern "C" int64_t antkv_run(const antkv_layer* layer, const antkv_step* step, const antkv_work* work) {
+extern "C" int64_t antkv_run(const antkv_layer* layer, const antkv_step* step, const antkv_work* work) noexcept {
     using namespace antkv;
     int64_t chosen = 0;
     timed(work->timings[0], [&] { encode_store(*layer, *step, *work); });
@@ -26,6 +26,6 @@ extern "C" int64_t antkv_run(const antkv_layer* layer, const antkv_step* step, c
     return chosen;
 }
 
-extern "C" void antkv_attend(const antkv_layer* layer, const antkv_step* step, const antkv_work* work) {
+extern "C" void antkv_attend(const antkv_layer* layer, const antkv_step* step, const antkv_work* work) noexcept {
     antkv::attend(*layer, *step, *work);
 }

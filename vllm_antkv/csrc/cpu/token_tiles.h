@@ -43,18 +43,17 @@ class TokenTiles {
         use(std::exchange(count_, 0));
     }
 
-    // The same with the tokens that queries of the VQ block from `first` on see in full precision, as far as they are among
-    // begin .. end.
+    // The same with the tokens that queries at first .. stop see in full precision, as far as these are among begin .. end.
     template <typename Use>
-    void exact(const Sequence& sequence, int first, int begin, int end, antkv_rows key, antkv_rows value, Use use) {
-        begin_ = std::max(begin, first), end_ = std::min(end, first + kBlockSize);
+    void exact(const Sequence& sequence, int first, int stop, int begin, int end, antkv_rows key, antkv_rows value, Use use) {
+        begin_ = std::max(begin, first), end_ = std::min(end, stop);
         Rows rows;
         int count = 0;
         for (int position = sequence.first_visible(first); position < end_; ++position) {
             const int last = last_query(sequence, position), from = std::max(first, position);
-            if (last < from) continue;  // the same tokens for all queries of the block, wherever the run begins
+            if (last < from) continue;  // the same tokens for all of these queries, wherever the run begins
             from_[count] = from;
-            until_[count] = std::min(last, first + kBlockSize - 1);
+            until_[count] = std::min(last, stop - 1);
             if (last < begin_) {  // the row may be gone
                 rows.keys[count] = rows.values[count] = kNothing;
             } else {
@@ -86,8 +85,9 @@ class TokenTiles {
 
     // The last query that sees a token in full precision.
     int last_query(const Sequence& sequence, int position) const {
-        const bool in_hand = !layer_.prefill_reads_cache && position >= sequence.start;
-        return std::min(in_hand ? INT32_MAX : layer_.last_query[position], sequence.last_that_sees(position));
+        const int last = layer_.last_query[position];
+        const bool by_all = !layer_.prefill_reads_cache && last >= sequence.start;
+        return std::min(by_all ? INT32_MAX : last, sequence.last_that_sees(position));
     }
 
     // The tokens of a block, for the queries in it or for those behind it.

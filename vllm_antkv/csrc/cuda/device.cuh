@@ -40,6 +40,7 @@ struct alignas(8) Barrier {
 
 #define ANTKV_KERNEL(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__)
 #define ANTKV_DEVICE __device__ __forceinline__
+#define ANTKV_GLOBAL __device__
 // A structure passed by value and read where the launch has put it.
 #define ANTKV_ARGUMENT(type) const __grid_constant__ type
 #define ANTKV_DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
@@ -136,6 +137,8 @@ ANTKV_DEVICE T load_constant(const T* at) {
 
 // Nobody waits for it. Exact where no other thread adds there meanwhile.
 ANTKV_DEVICE void add_to(float* at, float x) { atomicAdd(at, x); }
+// Other threads may do so meanwhile.
+ANTKV_DEVICE void set_flag(i32* at) { asm volatile("st.relaxed.gpu.s32 [%0], 1;" ::"l"(at) : "memory"); }
 
 // `count` times `size` bytes behind `at`, in one instruction.
 ANTKV_DEVICE const u8* behind(const u8* at, u32 count, u32 size) {

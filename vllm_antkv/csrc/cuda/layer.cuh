@@ -39,6 +39,7 @@ struct Layer {
     i32 staged_bytes;                           // of a page that decoding brings at once: its codes, or all of it
     i32 num_blocks;                             // pages of codes; of recent rows there are no more
     i32 score_slots;                            // one more than there are drafts in a step
+    i32* missing_rows;                          // (max_num_reqs): see Counters in vllm_antkv/ops/counters.py
 };
 
 // What a step computes; see vllm_antkv/ops/step.py. Table strides are in entries.

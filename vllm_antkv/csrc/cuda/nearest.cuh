@@ -3,13 +3,15 @@
 // |x - c|^2 / 2 is |c|^2 / 2 - x.c but for a constant. Centroids are float16. A row is the sum of an upper and a lower
 // float16 per channel, 22 bits together, since a rounded row would choose other codes; products add up in float32.
 // Rows are the left operand of mma.m16n8k16, centroids the right one, and the accumulators start from |c|^2 / 2. Along
-// the depth the left operand has the upper parts of a sub-vector's channels, then the lower parts, then zeros.
+// the depth the left operand has the upper parts of a sub-vector's channels, then the lower parts, then zeros. A quad has
+// four channels of a part; where there are but 2, both parts of them.
 #pragma once
 
 #include "lanes.cuh"
 
 constexpr int kMaxTiles = 4;                              // of 16 rows, whose centroids are read once
-constexpr int kSubQuads = kSubVector / 4;
+constexpr int kSubQuads = larger(kSubVector / 4, 1);
+constexpr bool kHalfQuads = kSubVector == 2;
 constexpr int kSteps = larger(2 * kSubVector / 16, 1);    // mma per tile and 8 centroids
 constexpr int kCentroidQuads = larger(kSubQuads / 4, 1);  // that a lane reads of a centroid
 constexpr int kTurn = kSubVector == 32 ? 4 : 8;           // times 8 centroids, read a turn ahead: 48 registers at most
@@ -30,9 +32,9 @@ struct RowTile {
         for (int step = 0; step < kSteps; ++step) {
             const int quad = step * 4 + lane.column, part = quad / kSubQuads, channel = quad % kSubQuads * 4;
             for (int i = 0; i < 2; ++i) {
-                const float* row = (i ? lower : upper) + channel;
-                steps[step][i] = negated_part(row[0], row[1], part);
-                steps[step][2 + i] = negated_part(row[2], row[3], part);
+                const float *row = (i ? lower : upper) + channel, *others = kHalfQuads ? row : row + 2;
+                steps[step][i] = negated_part(row[0], row[1], kHalfQuads ? 2 * part : part);
+                steps[step][2 + i] = negated_part(others[0], others[1], kHalfQuads ? 2 * part + 1 : part);
             }
         }
     }
@@ -47,8 +49,13 @@ struct CentroidTurn {
 #pragma unroll
         for (int j = 0; j < kTurn; ++j) {
             const u16* centroid = centroids + (first + j * 8 + lane.row) * kSubVector;
-            for (int i = 0; i < kCentroidQuads; ++i)
-                quads[j][i] = load_constant((const uint2*)(centroid + (i * 4 + lane.column) % kSubQuads * 4));
+            if constexpr (kHalfQuads) {
+                const u32 channels = load_constant((const u32*)centroid);
+                quads[j][0] = {channels, channels};
+            } else {
+                for (int i = 0; i < kCentroidQuads; ++i)
+                    quads[j][i] = load_constant((const uint2*)(centroid + (i * 4 + lane.column) % kSubQuads * 4));
+            }
             half_norms[j] = load_constant((const float2*)(norms + first + j * 8 + lane.column * 2));
         }
     }

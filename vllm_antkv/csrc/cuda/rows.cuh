@@ -42,20 +42,26 @@ struct ExactRow {
     const u8 *key, *value;
 };
 
-// exact: of the tile's tokens; those whose pages are gone are taken out.
-ANTKV_DEVICE ExactRow find_row(const Tile& tile, u32& exact) {
+// Stands for a row whose page is the null block, which no allocator of pages may let happen.
+ANTKV_GLOBAL const uint4 kZeros[kRowBytes / 16] = {};
+
+// exact: of the tile's tokens. A missing row is zeros, and marks its request.
+ANTKV_DEVICE ExactRow find_row(const Tile& tile, u32 exact) {
     const SplitDesc& desc = tile.span.desc;
     const int own = tile.token + tile.lane.index;
     const bool has_row = exact >> tile.lane.index & 1;
     ExactRow row = {};
     if (has_row && own < tile.position) {
         const u8* key = recency_row(tile.in.layer, tile.in.step, desc.request, tile.in.head, own);
-        if (key) row = {key, key + tile.in.layer.recency_v};
+        row = {key, key + tile.in.layer.recency_v};
+        if (!key) {
+            row = {(const u8*)kZeros, (const u8*)kZeros};
+            set_flag(tile.in.layer.missing_rows + desc.request);
+        }
     } else if (has_row) {
         const i64 token = desc.query_row;
         row = {(const u8*)tile.in.key.at(token, tile.in.head), (const u8*)tile.in.value.at(token, tile.in.head)};
     }
-    exact = ballot_warp(row.key);
     return row;
 }
 

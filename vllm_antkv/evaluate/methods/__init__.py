@@ -1,71 +1,24 @@
-"""The methods that can be evaluated: one file each, and the two tables that the CLI, the tests and the docs read.
-
-A name is that of a method, or of a method of the literature and what is laid on top of it: `rtn-2bit+pfn-5`.
-"""
-
-import re
-from collections.abc import Callable
+"""The methods that `antkv eval` measures: one file each, and the table of names that the CLI and the tests read."""
 
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.evaluate.methods import antkv, fp16
-from vllm_antkv.laboratory import (
-    cq,
-    h2o,
-    intactkv,
-    kivi,
-    kvquant,
-    kvsink,
-    logquant,
-    preserve_first,
-    rtn,
-    skvq,
-    streamingllm,
-    turboquant,
-)
-from vllm_antkv.laboratory.base import Builder, MethodRequest
+from vllm_antkv.evaluate.methods import antkv, cq, fp16
+from vllm_antkv.evaluate.methods.request import Builder, MethodRequest
 from vllm_antkv.offline.method import Method
 
-_MODULES = (fp16, rtn, kivi, kvquant, turboquant, skvq, logquant, cq, antkv, streamingllm, h2o)
-
 #: Name of a method -> what builds it.
-METHODS: dict[str, Builder] = {name: module.build for module in _MODULES for name in module.NAMES}
-
-#: Name of what goes on top of a method, written `+NAME-N` -> what lays it there.
-ADDITIONS: dict[str, Callable[[Method, int, MethodRequest], Method]] = {
-    module.NAME: module.apply for module in (preserve_first, kvsink, intactkv)
-}
+METHODS: dict[str, Builder] = {name: module.build for module in (fp16, cq, antkv) for name in module.NAMES}
 
 
 def check_method(name: str) -> str:
     """`name` itself; SettingsError names the known methods when it is none of them."""
-    base, *additions = name.split("+")
-    if base not in METHODS:
-        raise SettingsError(f"Unknown method '{base}': choose among {', '.join(METHODS)}.")
-    for addition in additions:
-        if _parse(addition) is None:
-            known = ", ".join(f"+{known}-N" for known in ADDITIONS)
-            raise SettingsError(f"Unknown addition '+{addition}' to a method: choose among {known}, N from 1 to 9999.")
+    if name not in METHODS:
+        raise SettingsError(f"Unknown method '{name}': choose among {', '.join(METHODS)}.")
     return name
 
 
 def build_method(name: str, request: MethodRequest) -> Method:
     """The method called `name`.
 
-    Raises SettingsError when there is none, CodebookError when it needs a codebook that is missing or does not fit.
+    Raises SettingsError when there is none, CodebookError when its codebook is missing or does not fit.
     """
-    base, *additions = check_method(name).split("+")
-    method = METHODS[base](base, request)
-    for addition in additions:
-        match = _parse(addition)
-        assert match is not None
-        if method.retention is None and (match[1] != intactkv.NAME or base not in antkv.NAMES):
-            raise SettingsError(
-                f"Nothing can be laid on top of {base}: antkv-* have --prefix and --sinks of their own, and take "
-                f"+{intactkv.NAME}-N alone."
-            )
-        method = ADDITIONS[match[1]](method, int(match[2]), request)
-    return method
-
-
-def _parse(addition: str) -> re.Match[str] | None:
-    return re.fullmatch(rf"({'|'.join(ADDITIONS)})-([1-9][0-9]{{0,3}})", addition)
+    return METHODS[check_method(name)](name, request)

@@ -1,6 +1,6 @@
 """`antkv-Xbit`: what is served with `--kv-cache-dtype antkv-Xbit` under the same settings."""
 
-from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.presets import PRESETS, nominal_bits
@@ -20,7 +20,6 @@ def build(name: str, request: MethodRequest) -> Method:
         sinks=codebook.header.sinks if request.config.sinks else None,
         key_errors=codebook.k_errors,
         k_scale=codebook.k_scale,
-        anchor_scope=request.anchor_scope,
         provenance={
             "codebook": codebook.identity,
             "weights": codebook.header.calibration.get("weights"),

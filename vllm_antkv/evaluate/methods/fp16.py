@@ -1,7 +1,7 @@
 """`fp16`: the model's own attention, untouched. What every other method is measured against."""
 
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.laboratory.base import MethodRequest
+from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.offline.method import Method
 
 NAMES = ("fp16",)

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import vllm
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -16,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_blo
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_antkv.releases import supported_releases
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 
 #: Shared by decode steps that need no new page, which is most of them: no array operation for them.
@@ -37,6 +39,11 @@ class RecencyManager(SingleTypeKVCacheManager):
         self._next_death: dict[str, int] = {}
         # Result of `get_num_blocks_to_allocate`, for the `allocate_new_blocks` that follows it.
         self._counted: dict[str, tuple[int, int, np.ndarray]] = {}
+        self._shared: dict[str, int] = {}
+
+    def share(self, request_id: str, num_tokens: int) -> None:
+        """Store pages for hits at `num_tokens` tokens of a request, too: other prompts begin with these."""
+        self._shared[request_id] = num_tokens
 
     def get_num_blocks_to_allocate(
         self,
@@ -57,7 +64,7 @@ class RecencyManager(SingleTypeKVCacheManager):
             num_new = min(cdiv(num_tokens, self.block_size) - num_held, self.max_admission_blocks_per_request)
         else:
             first = max(num_held, total_computed_tokens // self.block_size)
-            pages = self._pages_to_store(first, num_tokens)
+            pages = self._pages_to_store(request_id, first, num_tokens)
             if first > num_held:
                 # A KV connector fills those that a request resuming there reads.
                 loaded = self.retention.needed_after(np.arange(num_held, first), total_computed_tokens)
@@ -76,7 +83,8 @@ class RecencyManager(SingleTypeKVCacheManager):
         """Take over the pages of a prefix-cache hit; `find_longest_cache_hit` put null where none is needed."""
         del num_local_computed_tokens, num_external_computed_tokens
         blocks = self.req_to_blocks[request_id]
-        assert not blocks
+        if blocks:
+            raise _unexpected(f"a prefix-cache hit for request {request_id}, which already holds {len(blocks)} pages")
         real = [index for index, block in enumerate(new_computed_blocks) if not block.is_null]
         self.block_pool.touch([new_computed_blocks[index] for index in real])
         blocks.extend(new_computed_blocks)
@@ -97,8 +105,12 @@ class RecencyManager(SingleTypeKVCacheManager):
         del num_tokens_main_model
         blocks = self.req_to_blocks[request_id]
         first = len(blocks)
-        counted_first, counted_tokens, needed = self._counted.pop(request_id)
-        assert (first, num_tokens) == (counted_first, counted_tokens), "vLLM allocates what it counted"
+        *counted, needed = self._counted.pop(request_id, (None, None, _NO_PAGES))
+        if counted != [first, num_tokens]:
+            raise _unexpected(
+                f"pages for {num_tokens} tokens of request {request_id} behind {first} pages, not for {counted[1]} "
+                f"behind {counted[0]} as it counted"
+            )
         if not len(needed):
             return []
         fresh = iter(self.block_pool.get_new_blocks(int(needed.sum())))
@@ -125,6 +137,7 @@ class RecencyManager(SingleTypeKVCacheManager):
         self._live.pop(request_id, None)
         self._next_death.pop(request_id, None)
         self._counted.pop(request_id, None)
+        self._shared.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     def pages_in_use(self) -> int:
@@ -150,8 +163,8 @@ class RecencyManager(SingleTypeKVCacheManager):
         if drop_eagle_block:
             # VLLM added one, to be dropped where the cache of an EAGLE head ends.
             max_length -= kv_cache_spec.block_size
-        assert dcp_world_size == 1
-        assert pcp_world_size == 1
+        if dcp_world_size * pcp_world_size > 1:
+            raise _unexpected(f"sequences shared by {dcp_world_size * pcp_world_size} ranks")
         hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size)
         for boundary in range(max_length // alignment_tokens * alignment_tokens, 0, -alignment_tokens):
             blocks = _blocks_at(boundary, hashes, kv_cache_group_ids, block_pool, kv_cache_spec)
@@ -182,14 +195,14 @@ class RecencyManager(SingleTypeKVCacheManager):
         """0: the prefix stays, so freed pages are not the beginning of the sequence."""
         return 0
 
-    def _pages_to_store(self, first_page: int, num_tokens: int) -> np.ndarray:
+    def _pages_to_store(self, request_id: str, first_page: int, num_tokens: int) -> np.ndarray:
         """Mask of the pages that the request needs and, while the pool has spare pages, that prefix-cache hits need."""
         if num_tokens <= first_page * self.block_size:
             return _NO_PAGES
         needed = self.retention.pages_of_step(first_page, num_tokens)
         if not self.enable_caching:
             return needed
-        wanted = needed | self.retention.tails_of_step(first_page, num_tokens)
+        wanted = needed | self.retention.tails_of_step(first_page, num_tokens, self._shared.get(request_id, 0))
         spare = self.block_pool.num_gpu_blocks // _SPARE_POOL_FRACTION
         return wanted if self.block_pool.get_num_free_blocks() - int(wanted.sum()) >= spare else needed
 
@@ -217,6 +230,14 @@ def pages_in_use(manager: KVCacheManager) -> dict[str, int]:
     pool = manager.block_pool
     # Every block but the null block is held or free, and a held block that is none of these is a VQ page.
     return {"vq": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() - sum(of_class.values()), **of_class}
+
+
+def _unexpected(request: str) -> RuntimeError:
+    """Not an assertion: `python -O` would drop it, and rows would be read that are not there."""
+    return RuntimeError(
+        f"vLLM {vllm.__version__} asks the manager of recency pages for {request}: install a release that vllm-antkv "
+        f"supports ({supported_releases()}), or report this."
+    )
 
 
 def _blocks_at(

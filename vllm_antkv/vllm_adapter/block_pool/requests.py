@@ -60,7 +60,7 @@ class LastRequests:
 
     def closed_blocks(self, manager: KVCacheManager) -> list[ClosedBlocks]:
         """Those with a closed block that can be read, newest first."""
-        found = []
+        closed = []
         for number, request in reversed(self._requests):
             running = request.request_id in _vq_manager(manager).req_to_blocks
             block_ids = _held if running else _remembered
@@ -71,8 +71,8 @@ class LastRequests:
                     each.kv_cache_group_id: block_ids(request, manager, each)[:num_blocks]
                     for each in _vq_managers(manager)
                 }
-                found.append(ClosedBlocks(number, request, ids, running))
-        return found
+                closed.append(ClosedBlocks(number, request, ids, running))
+        return closed
 
 
 def tokens_in_use(scheduler: Scheduler) -> int:

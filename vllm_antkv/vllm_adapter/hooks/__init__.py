@@ -7,6 +7,7 @@ from vllm_antkv.vllm_adapter.hooks import (
     dtype,
     groups,
     metrics,
+    missing_rows,
     rope_cpu,
     specs,
     states,
@@ -26,4 +27,5 @@ HOOKS: tuple[Hook, ...] = (
     connector.HOOK,
     status.HOOK,
     metrics.HOOK,
+    missing_rows.HOOK,
 )

@@ -16,7 +16,7 @@ from vllm_antkv.vllm_adapter.hooks.base import Hook, new_plugin_groups
 from vllm_antkv.vllm_adapter.hooks.patches import Patches
 
 _NAME = "ANTKV"
-_PATH = "vllm_antkv.vllm_adapter.attention.backend.AntKVBackend"
+_PATH = "vllm_antkv.vllm_adapter.step.backend.AntKVBackend"
 
 
 def _install(patches: Patches) -> None:

@@ -29,8 +29,8 @@ def _install(patches: Patches) -> None:
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         if _is_no_preset(self.kv_cache_dtype):
             return original(self, *args, **kwargs)
-        from vllm_antkv.vllm_adapter.attention.refusals import refuse_context_parallelism
-        from vllm_antkv.vllm_adapter.attention.startup import complete
+        from vllm_antkv.vllm_adapter.plan.refusals import refuse_context_parallelism
+        from vllm_antkv.vllm_adapter.plan.startup import complete
 
         refuse_context_parallelism(self)
         vllm_config = original(self, *args, **kwargs)

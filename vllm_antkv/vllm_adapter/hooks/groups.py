@@ -33,8 +33,8 @@ def _install(patches: Patches) -> None:
         vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec]
     ) -> list[KVCacheGroupSpec] | None:
         groups = group(vllm_config, kv_cache_spec)
-        ours = any(isinstance(spec, RecencySpec) for spec in kv_cache_spec.values())
-        return regrouped(groups, kv_cache_spec) if groups and ours else groups
+        has_antkv = any(isinstance(spec, RecencySpec) for spec in kv_cache_spec.values())
+        return regrouped(groups, kv_cache_spec) if groups and has_antkv else groups
 
     patches.set(planning, "_get_packed_kv_cache_groups", get_packed_kv_cache_groups)
 

@@ -1,15 +1,20 @@
 """Compares what the hooks wrap, override and call of vLLM with what it looked like when they were written.
 
 A parameter that was added, renamed or given another default may mean something else than we think, although the name is
-still there.
+still there. `configs/vllm_signatures.toml` has what it looked like.
 """
 
 import importlib
 import inspect
+import tomllib
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from typing import Any
 
-from vllm_antkv.vllm_adapter.hooks.recorded_signatures import RECORDED
+#: By hook, class or module, and function.
+RECORDED: dict[str, dict[str, dict[str, str | dict[str, str]]]] = tomllib.loads(
+    files("vllm_antkv.configs").joinpath("vllm_signatures.toml").read_text(encoding="utf-8")
+)
 
 
 def changed_signature(hook: str, release: str | None) -> str | None:
@@ -17,9 +22,9 @@ def changed_signature(hook: str, release: str | None) -> str | None:
     for owner, functions in RECORDED[hook].items():
         for name, recorded in functions.items():
             expected = recorded.get(release or "") if isinstance(recorded, Mapping) else recorded
-            found = parameters(owner, name)
-            if expected is not None and found != expected:
-                return f"{owner}.{name} {f'takes {found}, not {expected}' if found else 'is not there'}"
+            actual = parameters(owner, name)
+            if expected is not None and actual != expected:
+                return f"{owner}.{name} {f'takes {actual}, not {expected}' if actual else 'is not there'}"
     return None
 
 
@@ -30,12 +35,12 @@ def parameters(owner: str, name: str) -> str | None:
     """
     module, _, path = owner.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        function: Any = importlib.import_module(module)
         for part in filter(None, [*path.split("."), name]):
-            found = getattr(found, part)
+            function = getattr(function, part)
     except (ImportError, AttributeError):
         return None
-    return _plain(found)
+    return _plain(function)
 
 
 def _plain(function: Callable[..., Any]) -> str:

@@ -1,7 +1,7 @@
 """Lets layers with a state lie beside ours, and cuts prompts where their states belong.
 
 vLLM makes blocks larger until a page of one layer holds a state. Pages of ours lie side by side in a block, which
-`attention.blocks` has planned.
+`plan.blocks` has planned.
 
 Between two parts of a prompt the state enters the prefix cache, as that of all tokens of its block. vLLM ends parts at
 multiples of the smallest block of all layers, which is that of our recent rows: states would be taken for those of
@@ -24,10 +24,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec, iter_layer_specs
 
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.vllm_adapter.attention.blocks import set_block_size
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 from vllm_antkv.vllm_adapter.hooks.base import Hook
 from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.plan.blocks import set_block_size
+from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
 #: What vLLM cuts prompts by.
 _GRID = "block_size = self.cache_config.block_size"
@@ -41,7 +42,7 @@ def _install(patches: Patches) -> None:
     def align_hybrid_block_size(cls: type, vllm_config: VllmConfig, backend_cls: Any) -> None:
         if vllm_config.cache_config.cache_dtype in PRESETS:
             # Until the model was loaded, vLLM's own choice may have taken their place.
-            set_block_size(vllm_config)
+            set_block_size(vllm_config, engine_plan(vllm_config).blocks)
         else:
             align(cls, vllm_config, backend_cls)
 
@@ -53,8 +54,8 @@ def _install(patches: Patches) -> None:
 
     @wraps(ends_within)
     def partial_hash_hits_enabled(kv_cache_groups: Sequence[KVCacheGroupSpec], *args: Any, **kwargs: Any) -> bool:
-        ours = any(isinstance(spec, RecencySpec) for spec in _specs(kv_cache_groups))
-        return not ours and ends_within(kv_cache_groups, *args, **kwargs)
+        has_antkv = any(isinstance(spec, RecencySpec) for spec in _specs(kv_cache_groups))
+        return not has_antkv and ends_within(kv_cache_groups, *args, **kwargs)
 
     for module in (kv_cache_utils, kv_cache_coordinator):
         patches.set(module, "partial_hash_hits_enabled", partial_hash_hits_enabled)

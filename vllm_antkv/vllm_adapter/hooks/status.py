@@ -21,6 +21,8 @@ from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.block_pool.requests import LastRequests
 from vllm_antkv.vllm_adapter.hooks.base import Hook
 from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.kv_transfer.savings import StoreReport
+from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
 #: Anchor rows in one answer of `antkv_anchors`, all layers and heads: a few hundred KB as JSON.
 _MAX_ROWS = 65536
@@ -36,20 +38,28 @@ def _install(patches: Patches) -> None:
 
 def _engine_status(self: EngineCore) -> dict[str, Any]:
     """Pages of the pool and reports of all workers, as plain values; see `vllm_antkv.vllm_adapter.server.status`."""
-    from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
     from vllm_antkv.vllm_adapter.block_pool.managers import pages_in_use
     from vllm_antkv.vllm_adapter.block_pool.requests import tokens_in_use
 
     manager = self.scheduler.kv_cache_manager
-    exact = resolved_codebook(self.vllm_config).exact
     return {
         # Without the null block, which is never allocated.
         "pool_pages": manager.block_pool.num_gpu_blocks - 1,
         "pages_in_use": pages_in_use(manager),
         "tokens_in_use": tokens_in_use(self.scheduler),
-        "num_layers": _num_layers(self) - len(exact),
+        "num_layers": _num_layers(self) - len(engine_plan(self.vllm_config).exact),
         "workers": _reports(self),
+        "store": _store_report(self),
     }
+
+
+def _store_report(core: EngineCore) -> StoreReport | None:
+    """Of the KV connector `AntKVStore`; None without one."""
+    from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
+
+    connector = core.scheduler.get_kv_connector()
+    stores = (each for each in getattr(connector, "sub_connectors", [connector]) if isinstance(each, AntKVStore))
+    return next((store.report() for store in stores), None)
 
 
 def _reports(core: EngineCore) -> list[Report]:
@@ -76,14 +86,14 @@ def _engine_anchors(self: EngineCore, prompt: int | None, first_block: int) -> d
 
     prompt: number of the request; None is the newest. first_block: where to begin; the answer's size is bounded.
     """
-    found = _memory(self).requests.closed_blocks(self.scheduler.kv_cache_manager)
-    chosen = next((each for each in found if prompt in (None, each.number)), None)
+    closed = _memory(self).requests.closed_blocks(self.scheduler.kv_cache_manager)
+    chosen = next((each for each in closed if prompt in (None, each.number)), None)
     answer: dict[str, Any] = {
-        "prompts": [{"prompt": each.number, "blocks": each.num_blocks, "running": each.running} for each in found],
+        "prompts": [{"prompt": each.number, "blocks": each.num_blocks, "running": each.running} for each in closed],
         "map": None,
     }
     if chosen is not None:
-        settings = AntKVConfig.from_additional_config(self.vllm_config.additional_config)
+        settings = engine_plan(self.vllm_config).settings
         first = min(first_block, chosen.num_blocks - 1)
         last = min(first + _window(self, settings), chosen.num_blocks)
         block_ids = {group: ids[first:last] for group, ids in chosen.block_ids.items()}

@@ -11,13 +11,16 @@ import numpy as np
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from vllm_antkv.ops.counters import Report
-from vllm_antkv.vllm_adapter.attention.attach import attach
-from vllm_antkv.vllm_adapter.attention.impl import take_pages
-from vllm_antkv.vllm_adapter.attention.inspection import Inspector
 from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
+from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
+from vllm_antkv.vllm_adapter.load.attach import attach
+from vllm_antkv.vllm_adapter.step.inspection import Inspector
+from vllm_antkv.vllm_adapter.step.missing_rows import MissingRows
+from vllm_antkv.vllm_adapter.step.pages import let_pages_go, take_pages
 
 if current_platform.is_cpu() and not TYPE_CHECKING:
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -32,6 +35,14 @@ def _of_one_size(group: KVCacheGroupSpec) -> KVCacheGroupSpec:
     return replace(group, kv_cache_spec=spec.first_spec) if is_of_states else group
 
 
+def _connectors() -> list[Any]:
+    """This worker's KV connectors."""
+    if not has_kv_transfer_group():
+        return []
+    connector = get_kv_transfer_group()
+    return getattr(connector, "sub_connectors", [connector])
+
+
 class AntKVWorker(Worker):
     """A worker whose attention layers have codes."""
 
@@ -44,6 +55,7 @@ class AntKVWorker(Worker):
         with self.model_runner.maybe_select_dummy_loras(self.lora_config, step, num_active_loras=0):
             counters = attach(self.get_model(), self.vllm_config, self.device, of_step)
         self._inspector = Inspector(self.vllm_config, counters)
+        self._missing_rows = MissingRows(counters.missing_rows)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, and warm the kernels up.
@@ -53,6 +65,7 @@ class AntKVWorker(Worker):
 
         And it looks for states, to know which kernels of Mamba it needs, in groups of pages of one size alone.
         """
+        let_pages_go(self.compilation_config.static_forward_context)
         groups = [_of_one_size(group) for group in kv_cache_config.kv_cache_groups]
         kv_cache_config = replace(kv_cache_config, kv_cache_groups=groups)
         self._layers = [group.layer_names for group in groups]
@@ -64,11 +77,24 @@ class AntKVWorker(Worker):
                     spec.kv_cache_specs[name] = spec.kv_cache_specs[target]
         super().initialize_from_config(kv_cache_config)
         take_pages(self.compilation_config.static_forward_context)
+        for connector in _connectors():
+            if isinstance(connector, AntKVStore):
+                connector.watch(self._missing_rows.marks)
         if current_platform.is_cpu():
             self._zero_exact_pages()
 
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Compute a step."""
+        self._missing_rows.clear()
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        """Sample the step's tokens; say which requests lack rows."""
+        marks = self._missing_rows.of_step()
+        return marks.added_to(super().sample_tokens(grammar_output))
+
     def _zero_exact_pages(self) -> None:
-        from vllm_antkv.vllm_adapter.attention.packed_cpu import PackedCPUBackend, zeroing
+        from vllm_antkv.vllm_adapter.step.packed_cpu import PackedCPUBackend, zeroing
 
         layers = self.compilation_config.static_forward_context.values()
         exact = [layer for layer in layers if getattr(layer, "attn_backend", None) is PackedCPUBackend]
@@ -77,19 +103,15 @@ class AntKVWorker(Worker):
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load other weights; what KV connectors have was computed with those before."""
-        self._stop_kv_transfer()
+        for connector in _connectors():
+            connector.stop()
         super().reload_weights(*args, **kwargs)
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Take other weights; see `reload_weights`."""
-        self._stop_kv_transfer()
+        for connector in _connectors():
+            connector.stop()
         super().update_weights(update_info)
-
-    def _stop_kv_transfer(self) -> None:
-        if has_kv_transfer_group():
-            connector = get_kv_transfer_group()
-            for each in getattr(connector, "sub_connectors", [connector]):
-                each.stop()
 
     def antkv_report(self) -> Report:
         """What the layers counted; see `Inspector.report`."""

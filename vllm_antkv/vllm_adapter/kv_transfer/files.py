@@ -1,5 +1,6 @@
 """Pages in files, one for a block of a group of layers. A file with whatever fault is as good as none."""
 
+import errno
 import hashlib
 import logging
 import os
@@ -7,6 +8,8 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from vllm_antkv.vllm_adapter.kv_transfer.ledger import Ledger
 
 logger = logging.getLogger("vllm.antkv")
 
@@ -17,12 +20,12 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 class PageFiles:
     """The files of one tensor-parallel rank of servers whose pages are interchangeable.
 
-    root: the folder that the user named.
+    ledger: of the folder that the user named.
     identity: of these servers, see `kv_transfer.identity`.
     rank, num_ranks: which layers and KV heads the pages have.
     """
 
-    root: Path
+    ledger: Ledger
     identity: str
     rank: int
     num_ranks: int
@@ -30,11 +33,11 @@ class PageFiles:
     _failing: set[str] = field(default_factory=set, compare=False)
 
     def has(self, name: str) -> bool:
-        """Whether a block is there; it may still turn out to be damaged."""
-        return os.path.exists(self._path(name))
+        """Whether a block is there, which is then the one that was used last; it may still turn out to be damaged."""
+        return _use(self._path(name))
 
     def write(self, name: str, layout: str, pages: bytes) -> None:
-        """Store a block; readers see all of it or nothing.
+        """Store a block unless it is there; readers see all of it or nothing.
 
         Args:
             name: the block's hash and group.
@@ -42,21 +45,36 @@ class PageFiles:
             pages: of all layers of the group.
         """
         path = self._path(name)
+        if _use(path):
+            return
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-                try:
-                    file.write(self._digest(name, layout, pages))
-                    file.write(pages)
-                    file.close()
-                    os.replace(file.name, path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+            self._write(path, self._digest(name, layout, pages), pages)
         except OSError as error:
-            self._say_once("write", f"Pages cannot be kept in {self.root} ({error.strerror or error}).")
+            self._say_once("write", f"Pages cannot be kept in {self.ledger.root} ({error.strerror or error}).")
         else:
             self._failing.discard("write")
+
+    def _write(self, path: Path, *parts: bytes) -> None:
+        num_bytes = sum(map(len, parts))
+        with self.ledger.entering(num_bytes) as has_room:
+            if not has_room:
+                raise OSError(errno.EDQUOT, "max_bytes leaves no room")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False)  # noqa: SIM115
+            # Whoever counts files now finds as many bytes as were entered.
+            file.truncate(num_bytes)
+        try:
+            with file:
+                file.writelines(parts)
+            # Whoever counts files meanwhile would find neither.
+            with self.ledger.entering(0):
+                os.replace(file.name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.name)
+                with self.ledger.entering(-num_bytes):
+                    pass
+            raise
 
     def read(self, name: str, layout: str) -> bytes | None:
         """The bytes of a block as they were written, or None. A file that is not as it was is removed."""
@@ -68,6 +86,7 @@ class PageFiles:
             return None
         self._failing.discard("read")
         pages = content[_DIGEST_BYTES:]
+        _use(path)
         if content[:_DIGEST_BYTES] == self._digest(name, layout, pages):
             return pages
         logger.warning("%s is damaged, or of another server: its tokens are computed again.", path)
@@ -82,7 +101,7 @@ class PageFiles:
         self._failing.add(operation)
 
     def _path(self, name: str) -> Path:
-        return self.root / self.identity / f"{self.rank}-of-{self.num_ranks}" / name[:2] / name
+        return self.ledger.root / self.identity / f"{self.rank}-of-{self.num_ranks}" / name[:2] / name
 
     def _digest(self, name: str, layout: str, pages: bytes) -> bytes:
         """Of the content, and of what it must be the content of: a file that was moved is damaged, too."""
@@ -90,3 +109,12 @@ class PageFiles:
         digest = hashlib.sha256(hashlib.sha256(head.encode()).digest())
         digest.update(pages)
         return digest.digest()
+
+
+def _use(path: Path) -> bool:
+    """Whether a file is there; this is when it was used last, unless others may not say so."""
+    try:
+        os.utime(path)
+    except OSError:
+        return os.path.exists(path)
+    return True

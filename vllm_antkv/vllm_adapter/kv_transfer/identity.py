@@ -18,11 +18,10 @@ from vllm_antkv.codebook.revision import revision_of
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.vllm_adapter.kv_transfer import EXTRA_KEY, MODULES, STORE, connectors
+from vllm_antkv.vllm_adapter.kv_transfer.settings import IDENTITY_KEY, StoreSettings
 
-FOLDER_KEY = "folder"
-#: Where `prepare` leaves the identity, for the scheduler and the workers.
-IDENTITY_KEY = "identity"
-
+#: Methods of speculative decoding that look at tokens alone.
+_WITHOUT_PAGES = ("ngram", "suffix")
 _FILES = ("*.safetensors", "*.bin", "*.pt", "*.py")
 
 
@@ -35,7 +34,7 @@ def prepare(vllm_config: VllmConfig, settings: AntKVConfig, **codes: Any) -> Non
         codes: what else decides pages: the codebook's identity, the layers without codes.
 
     Raises:
-        SettingsError, CodebookError: no folder, or no files of weights.
+        SettingsError, CodebookError: settings of a connector, or no files of weights.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
@@ -43,12 +42,8 @@ def prepare(vllm_config: VllmConfig, settings: AntKVConfig, **codes: Any) -> Non
     identity = _identity(vllm_config, settings, codes)
     for connector in connectors(transfer):
         extra = connector.setdefault(EXTRA_KEY, {})
-        folder = extra.get(FOLDER_KEY)
-        if connector["kv_connector"] == STORE and not (isinstance(folder, str) and Path(folder).is_absolute()):
-            raise SettingsError(
-                f'{STORE} needs the folder for its pages, as an absolute path: "kv_connector_extra_config": '
-                f'{{"{FOLDER_KEY}": "/var/cache/antkv"}} in --kv-transfer-config.'
-            )
+        if connector["kv_connector"] == STORE:
+            StoreSettings.of(extra)
         extra[IDENTITY_KEY] = identity
         connector["kv_connector_module_path"] = MODULES[connector["kv_connector"]]
     if transfer.kv_connector in MODULES:
@@ -78,9 +73,26 @@ def _identity(vllm_config: VllmConfig, settings: AntKVConfig, codes: dict[str, A
         "cache_dtype": cache_config.cache_dtype,
         "hashes": cache_config.prefix_caching_hash_algo,
         "settings": settings.of_pages,
+        "drafts": _drafts(vllm_config),
         **codes,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _drafts(vllm_config: VllmConfig) -> dict[str, Any] | None:
+    """What decides the pages of a model that drafts, which lie beside the others; None where none does."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_PAGES:
+        return None
+    model_config = speculative.draft_model_config
+    is_other = model_config.model != vllm_config.model_config.model
+    return {
+        "method": speculative.method,
+        "weights": _weights(model_config.model, model_config.revision) if is_other else None,
+        "config": {**model_config.hf_config.to_dict(), "_name_or_path": None},
+        "dtype": model_config.dtype,
+        "quantization": model_config.quantization,
+    }
 
 
 def _weights(model: str, revision: str | None) -> str:

@@ -23,12 +23,14 @@ from vllm.v1.request import Request
 
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.vllm_adapter.kv_transfer import NIXL
-from vllm_antkv.vllm_adapter.kv_transfer.identity import IDENTITY_KEY, has_lasting_hashes
+from vllm_antkv.vllm_adapter.kv_transfer.identity import has_lasting_hashes
+from vllm_antkv.vllm_adapter.kv_transfer.settings import IDENTITY_KEY
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
-#: Of `kv_transfer_params`: the hash of the tokens whose pages are offered.
+#: Of `kv_transfer_params`: the hash of the tokens whose pages are offered. It finds mistakes and is no secret: vLLM's
+#: hashes of tokens begin with a fixed seed. Clients must not reach these parameters (`docker/prefill_proxy.py`).
 _PREFIX_KEY = "antkv_prefix"
 #: Requests that were pulled lately. The other server gives their pages up after the first pull.
 _NUM_PULLED = 1 << 16

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 from vllm.config import VllmConfig
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
+from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
 
 class Config(BaseModel, frozen=True):
@@ -26,16 +26,16 @@ class Config(BaseModel, frozen=True):
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Self:
         """Read it from the configuration of a server with an antkv cache."""
-        settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
+        plan = engine_plan(vllm_config)
         cache, model = vllm_config.cache_config, vllm_config.model_config
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
         return cls(
             model=model.served_model_name,
             kv_cache_dtype=cache.cache_dtype,
-            settings=settings,
+            settings=plan.settings,
             block_size=VQ_BLOCK_SIZE,
-            anchor_rows=settings.anchor_rows,
-            codebook=resolved_codebook(vllm_config).path,
+            anchor_rows=plan.settings.anchor_rows,
+            codebook=plan.codebook.path,
             engine={
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "max_model_len": model.max_model_len,

@@ -53,6 +53,14 @@ class Metrics:
         self._seconds = _counter(
             "operation_seconds", "Time in an operation, in all layers; measured on CPUs only.", "operation"
         )
+        self._store_bytes = _gauge("store_bytes", "Bytes of the files with pages, of all servers with this folder.")
+        self._store_saved = _gauge(
+            "store_seconds_saved", "An estimate: what tokens with pages from files would have taken to compute."
+        )
+        self._store_hits = _counter("store_hits", "Requests that had pages from files.")
+        self._store_evictions = _counter(
+            "store_evictions", "Files that the limit has cost, in the life of the folder, of all servers."
+        )
 
     def update(self, engines: Iterable[EngineStatus]) -> None:
         """Update all metrics from the engines' last answers."""
@@ -74,6 +82,11 @@ class Metrics:
             for name, operation in status.operations.items():
                 self._raise_to(self._calls, (*labels, name), operation.calls)
                 self._raise_to(self._seconds, (*labels, name), operation.seconds)
+            if status.store is not None:
+                self._store_bytes.labels(*labels).set(status.store.num_bytes)
+                self._store_saved.labels(*labels).set(status.store.seconds_saved)
+                self._raise_to(self._store_hits, labels, status.store.hits)
+                self._raise_to(self._store_evictions, labels, status.store.evictions)
 
     def _show_setup(self, labels: tuple[str, str]) -> None:
         bits, codebook = self._setup.bits, self._setup.codebook

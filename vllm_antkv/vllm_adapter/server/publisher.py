@@ -81,12 +81,15 @@ async def _publish(engines: Engines) -> None:
     """Keep the metrics up to date until the server stops."""
     assert engines.setup is not None
     metrics = Metrics(engines.setup, engines.vllm_config.model_config.served_model_name)
-    try:
-        while True:
+    has_failed = False
+    while True:
+        try:
             metrics.update(await engines.status())
-            await asyncio.sleep(_REFRESH_SECONDS)
-    except EngineDeadError:
-        # vLLM logs this and stops the server.
-        return
-    except Exception:
-        logger.exception("The antkv metrics are no longer updated.")
+        except EngineDeadError:
+            # vLLM logs this and stops the server.
+            return
+        except Exception:
+            if not has_failed:
+                logger.exception("The antkv metrics were not updated; this is tried again, and not said again.")
+            has_failed = True
+        await asyncio.sleep(_REFRESH_SECONDS)

@@ -3,6 +3,7 @@
 vLLM loads it only when VLLM_PLUGINS names `antkv`.
 """
 
+import asyncio
 from argparse import Namespace
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -31,6 +32,7 @@ class StatusSource:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
+        self._reading = asyncio.Lock()
 
     @property
     def inactive(self) -> Inactive:
@@ -53,7 +55,13 @@ class StatusSource:
             return self.inactive
         answers = await self._engines.ask("antkv_anchors", prompt, block)
         num_kv_heads = self._engines.vllm_config.model_config.get_total_num_kv_heads()
-        return Anchors.of(answers, engine, num_kv_heads, lambda ids: self._engines.client.get_tokenizer().decode(ids))
+        # Text is a call of the tokenizer for each of thousands of tokens: no request waits for it. One thread at most.
+        async with self._reading:
+            return await asyncio.to_thread(Anchors.of, answers, engine, num_kv_heads, self._text)
+
+    def _text(self, token_ids: list[int]) -> str:
+        text: str = self._engines.client.get_tokenizer().decode(token_ids)
+        return text
 
 
 class GuardedRoute(APIRoute):

@@ -12,9 +12,7 @@ from vllm_antkv.cache.pages import pool_block_bytes
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.counters import ROW_CLASSES, Report
 from vllm_antkv.presets import nominal_bits
-from vllm_antkv.vllm_adapter.attention.blocks import block_plan
-from vllm_antkv.vllm_adapter.attention.footprint import position_bytes, served_footprint
-from vllm_antkv.vllm_adapter.attention.startup import resolved_codebook
+from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
 #: Pages of states are those of layers that do not attend.
 PageClass = Literal["vq", "recency", "state"]
@@ -71,10 +69,8 @@ class Setup(BaseModel, frozen=True):
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Self:
         """Read it from the configuration of a server with an antkv cache."""
-        settings = AntKVConfig.from_additional_config(vllm_config.additional_config)
-        codebook = resolved_codebook(vllm_config)
-        layouts, cost = served_footprint(vllm_config, settings, codebook.presets, codebook.exact)
-        model_config, plan = vllm_config.model_config, block_plan(vllm_config)
+        plan, model_config = engine_plan(vllm_config), vllm_config.model_config
+        cost, layouts, codebook = plan.footprint, plan.layouts, plan.codebook
         parts: dict[Part, int] = {
             "codes": cost.codes,
             "anchors": cost.anchors,
@@ -86,26 +82,26 @@ class Setup(BaseModel, frozen=True):
         heads = model_config.get_total_num_kv_heads()
         return cls(
             preset=vllm_config.cache_config.cache_dtype,
-            layers=codebook.layers,
+            layers=plan.layers,
             bits=Bits(
-                nominal=nominal_bits(codebook.presets),
+                nominal=nominal_bits(plan.presets),
                 effective=cost.bits(cost.total),
                 parts={part: cost.bits(num_bytes) for part, num_bytes in parts.items()},
                 at_tokens=cost.length,
             ),
             kv_bytes_per_token={part: heads * num_bytes / cost.length for part, num_bytes in parts.items()},
-            settings=settings,
+            settings=plan.settings,
             codebook=CodebookInfo(identity=codebook.identity, path=codebook.path, bytes=codebook.num_bytes),
             pages={
                 "vq": Page(
-                    block_size=plan.num_tokens,
-                    bytes=plan.num_pages * sum(layout.vq_page_bytes for layout in layouts),
+                    block_size=plan.blocks.num_tokens,
+                    bytes=plan.blocks.num_pages * sum(layout.vq_page_bytes for layout in layouts),
                 ),
                 "recency": Page(
                     block_size=layouts[0].recency_block_size, bytes=sum(layout.recency_page_bytes for layout in layouts)
                 ),
             },
-            pool_page_bytes=heads * pool_block_bytes(layouts, codebook.num_beside, position_bytes(vllm_config)),
+            pool_page_bytes=heads * pool_block_bytes(layouts, plan.blocks.num_exact, plan.position_bytes),
             # A BF16 cache would free tokens past a window, too.
             bf16_bytes_per_token=heads * 2 * cost.elements // cost.length,
             versions={"vllm_antkv": __version__, "vllm": vllm.__version__, "torch": torch.__version__},
@@ -119,6 +115,18 @@ class Operation(BaseModel, frozen=True):
     seconds: float
 
 
+class Store(BaseModel, frozen=True):
+    """Pages in a folder."""
+
+    lookups: int = Field(description="Requests that it was asked for.")
+    hits: int = Field(description="Of those, that had pages from files.")
+    hit_tokens: int = Field(description="Tokens of these pages.")
+    seconds_saved: float = Field(description="An estimate: what computing them would have taken, less the loading.")
+    num_bytes: int = Field(description="Of the files, of all servers.")
+    max_bytes: int | None = Field(description="That they may take; null: as many as there is room for.")
+    evictions: int = Field(description="Files that the limit has cost, in the life of the folder.")
+
+
 class EngineStatus(BaseModel, frozen=True):
     """What one engine has done since its start."""
 
@@ -130,13 +138,14 @@ class EngineStatus(BaseModel, frozen=True):
     anchors_chosen: float = Field(description="Tokens kept as an anchor, the mean over KV heads, K and V.")
     sinks_found: int = Field(description="Tokens that KVSink flagged.")
     sampled_attention: dict[RowClass, float] = Field(description="Sampled queries, by where their attention went.")
-    implementation: str = Field(description="Of the operations.")
+    implementation: str = Field(description="Kernels that run, with + between them.")
     fallbacks: int | None = Field(
         description="Attention calls that the implementation did not serve; not 0 is a bug. Null on a GPU."
     )
     operations: dict[str, Operation] = Field(
         description="None contains the time of another. Empty on a GPU, where CUDA graphs run without calls."
     )
+    store: Store | None = Field(description="Null without pages in a folder.")
 
     @classmethod
     def of(cls, engine: int, answer: dict[str, Any]) -> Self:
@@ -170,6 +179,7 @@ class EngineStatus(BaseModel, frozen=True):
                 )
                 for name, operation in first["operations"].items()
             },
+            store=answer["store"] and Store(**answer["store"]),
         )
 
 

@@ -1,6 +1,7 @@
 """The endpoint plugin without an engine: who may ask, what is answered, and who publishes metrics."""
 
 import asyncio
+import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -25,9 +26,9 @@ from vllm_antkv.vllm_adapter.server.status import Setup
 
 
 class EngineClient:
-    """What the plugin uses of vLLM's AsyncLLM. Two engines, which die after `lives` answers."""
+    """What the plugin uses of vLLM's AsyncLLM. Two engines, which die after `lives` answers; `failures` are none."""
 
-    def __init__(self, cache_dtype: str, api_server: int = 0, lives: int = 3) -> None:
+    def __init__(self, cache_dtype: str, api_server: int = 0, lives: int = 3, failures: tuple[int, ...] = ()) -> None:
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(cache_dtype=cache_dtype),
             model_config=SimpleNamespace(served_model_name="model", get_total_num_kv_heads=lambda: 1),
@@ -35,16 +36,28 @@ class EngineClient:
         )
         self.engine_core = SimpleNamespace(engine_ranks_managed=[0, 1], call_utility_all_async=self._call)
         self.asked = 0
-        self._lives = lives
+        self._lives, self._failures = lives, failures
+        self.map: dict[str, Any] | None = None
+        self.threads: dict[str, int] = {}
+
+    def get_tokenizer(self) -> "EngineClient":
+        return self
+
+    def decode(self, token_ids: list[int]) -> str:
+        self.threads["tokenizer"] = threading.get_ident()
+        return str(token_ids)
 
     async def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
         if method == "antkv_anchors":
             self.anchors_asked = args
-            return [{"prompts": [], "map": None}] * 2
+            self.threads["requests"] = threading.get_ident()
+            return [{"prompts": [], "map": self.map}] * 2
         assert method == "antkv_status"
         if self.asked == self._lives:
             raise EngineDeadError()
         self.asked += 1
+        if self.asked in self._failures:
+            raise ValueError("no answer")
         return [answer(report(10 * self.asked), vq=self.asked)] * 2
 
 
@@ -198,6 +211,25 @@ def test_status_of_an_antkv_cache_names_every_engine(fast: None) -> None:
     anchors = TestClient(app).get(f"{PREFIX}/anchors?engine=1&prompt=7&block=3").json()
     assert anchors == {"prompts": [], "map": None}
     assert engine.anchors_asked == (7, 3)
+
+
+def test_text_of_anchors_does_not_keep_requests_waiting(fast: None) -> None:
+    app = FastAPI()
+    app.state.args = Namespace(api_key=None)
+    AntKVEndpoints().attach_router(app)
+    engine: Any = EngineClient("antkv-1bit")
+    engine.map = {"prompt": 1, "first_block": 0, "blocks": 1, "token_ids": [5, 6], "workers": [[[[[[0], [1]]]]]]}
+    app.state.antkv_source = routes.StatusSource(publisher.Engines(engine))
+    anchors = TestClient(app).get(f"{PREFIX}/anchors").json()
+    assert anchors["map"]["text"] == ["[5]", "[6]"]
+    assert engine.threads["tokenizer"] != engine.threads["requests"]
+
+
+def test_metrics_go_on_after_a_failure_which_is_said_once(fast: None, said: list[str]) -> None:
+    assert publish(EngineClient("antkv-1bit", lives=4, failures=(1, 3)))
+    assert sum("metrics were not updated" in line for line in said) == 1
+    labels = {"model_name": "model", "engine": "0"}
+    assert REGISTRY.get_sample_value("vllm:antkv_tokens_stored_total", labels) == 40
 
 
 @pytest.mark.parametrize("plugin", [AntKVEndpoints, AntKVMetrics])

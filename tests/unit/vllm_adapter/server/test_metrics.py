@@ -58,6 +58,7 @@ def answer(*workers: Report, vq: int = 7) -> dict[str, Any]:
         "tokens_in_use": 100 * vq,
         "num_layers": NUM_LAYERS,
         "workers": list(workers),
+        "store": None,
     }
 
 
@@ -127,6 +128,20 @@ def test_nothing_is_shown_of_operations_that_are_not_counted(metrics: Metrics) -
     for name in ("operation_calls_total", "operation_seconds_total"):
         assert value(name, operation="attend") is None
     assert value("fallbacks_total") is None
+
+
+def test_a_store_is_shown_where_there_is_one(metrics: Metrics) -> None:
+    metrics.update([engine_status(report(1))])
+    assert value("store_hits_total") is None
+    assert value("store_bytes") is None
+    store = {"lookups": 9, "hit_tokens": 1024, "seconds_saved": 1.5, "num_bytes": 4000, "max_bytes": None}
+    for hits, evictions in [(1, 10), (3, 12)]:
+        told = {**answer(report(1)), "store": {**store, "hits": hits, "evictions": evictions}}
+        metrics.update([EngineStatus.of(0, told)])
+    assert value("store_hits_total") == 3
+    assert value("store_evictions_total") == 12
+    assert value("store_bytes") == 4000
+    assert value("store_seconds_saved") == 1.5
 
 
 def test_gauges_of_several_processes_show_the_last_value(metrics: Metrics) -> None:

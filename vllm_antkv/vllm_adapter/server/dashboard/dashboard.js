@@ -139,6 +139,15 @@ function showSetup(status) {
   ]);
   $("setup").querySelectorAll("th").forEach((head) => head.classList.toggle("part", head.textContent in bits.parts));
   for (const name of ["settings", "engine"]) rows($(name), Object.entries(config[name]).map(([key, value]) => [key, value ?? "–"]));
+  const stores = engines.flatMap((engine) => engine.store ?? []), of = (name) => sum(stores.map((store) => store[name]));
+  $("store").hidden = !stores.length;
+  if (stores.length) rows($("store"), [
+    ["Bytes", size(stores[0].num_bytes) + (stores[0].max_bytes ? ` of ${size(stores[0].max_bytes)}` : "")],
+    ["Hits", `${count(of("hits"))} of ${count(of("lookups"))} requests`],
+    ["Tokens of hits", count(of("hit_tokens"))],
+    ["Time saved", `about ${count(of("seconds_saved"))} s`],
+    ["Files removed", count(stores[0].evictions)],
+  ]);
   rows($("operations"), [
     ["kernels", first.implementation],
     ...(first.fallbacks === null ? [] : [["fall-backs", sum(engines.map((engine) => engine.fallbacks))]]),

@@ -1,0 +1,153 @@
+"""A layer of `antkv-1bit` on an H200 with a codebook as calibration makes it: all that costs a launch is there."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.workspace import init_workspace_manager
+
+from benchmarks.gpu.llama import HEAD_SIZE, ROPE_THETA, SCALE
+from benchmarks.host.driver import CountingBackend
+from benchmarks.host.hopper import on_hopper
+from benchmarks.host.step import DEVICE, DTYPE, GROUP, MAX_LEN, MAX_NUM_REQS, MAX_NUM_TOKENS, NUM_BLOCKS
+from vllm_antkv.cache.pages import PageLayout, pool_block_bytes
+from vllm_antkv.codebook import SinkRule
+from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
+from vllm_antkv.ops.counters import Counters
+from vllm_antkv.ops.cuda import CudaOperations
+from vllm_antkv.ops.dispatch import KERNELS
+from vllm_antkv.ops.layer import LayerSetup, LayerState, StepRows
+from vllm_antkv.ops.logits import LogitRules
+from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
+from vllm_antkv.ops.triton import TritonOperations
+from vllm_antkv.presets import get_preset
+from vllm_antkv.select.recency import last_query_table
+from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
+from vllm_antkv.vllm_adapter.step.flash_attention import flash_attention
+from vllm_antkv.vllm_adapter.step.impl import AntKVImpl, Attachment
+from vllm_antkv.vllm_adapter.step.key_scales import LayerScales
+from vllm_antkv.vllm_adapter.step.layer import RecencyLayer
+from vllm_antkv.vllm_adapter.step.metadata import RecencyMetadataBuilder, VQMetadataBuilder
+from vllm_antkv.vllm_adapter.step.sinks import SinkFlags
+from vllm_antkv.vllm_adapter.step.workspace import workspace
+
+PRESET = "antkv-1bit"
+
+
+class AntKV:
+    """See `host_cost.Side`."""
+
+    def __init__(self, vllm_config: VllmConfig, num_kv_heads: int) -> None:
+        settings = AntKVConfig()
+        layout = PageLayout.of(settings, get_preset(PRESET), HEAD_SIZE, DTYPE)
+        self.block_sizes: tuple[int, ...] = (VQ_BLOCK_SIZE, layout.recency_block_size)
+        _reserve_workspace()
+        shape = (NUM_BLOCKS, num_kv_heads, 1, pool_block_bytes([layout]))
+        self._pages = torch.empty(shape, dtype=torch.uint8, device=DEVICE)
+        recency = RecencyLayer(layout, num_kv_heads, DTYPE, settings, None)
+        recency.bind_kv_cache(self._pages[..., : layout.recency_page_bytes])
+        self._impl = AntKVImpl(GROUP * num_kv_heads, HEAD_SIZE, SCALE, num_kv_heads, kv_cache_dtype=PRESET)
+        self._impl.attachment = Attachment(
+            setup=_setup(settings, num_kv_heads),
+            layout=layout,
+            source=None,
+            sinks=SinkFlags(SinkRule(layer=0, channels=(0,), threshold=1.0), MAX_NUM_TOKENS, DEVICE),
+            scales=LayerScales(query=Factor(GROUP * num_kv_heads), key=Factor(num_kv_heads)),  # type: ignore[arg-type]
+            recency_name="recency",
+            recency=recency,
+            positions=None,
+            stores_positions=False,
+            kernels=replace(next(each for each in KERNELS if each.name == "cuda"), build=_operations, on_gpu=False),
+        )
+        self._codes = self._pages[..., : layout.vq_page_bytes]
+        context = vllm_config.compilation_config.static_forward_context
+        context["layer"] = SimpleNamespace(impl=self._impl, kv_cache=self._codes)
+        self._vllm_config, self._layer = vllm_config, SimpleNamespace()
+        spec = vq_spec(layout, num_kv_heads)
+        self._builder = VQMetadataBuilder(spec, ["layer"], vllm_config, DEVICE)
+        recency_pages = recency_spec(layout, num_kv_heads, settings, vllm_config, None)
+        self._recency_builder = RecencyMetadataBuilder(recency_pages, ["recency"], vllm_config, DEVICE)
+
+    def plan(self, batches: Sequence[CommonAttentionMetadata]) -> dict[str, Any]:
+        """See `host_cost.Side`."""
+        codes, recency = batches
+        return {"layer": self._builder.build(0, codes), "recency": self._recency_builder.build(0, recency)}
+
+    def context(self, metadata: dict[str, Any]) -> AbstractContextManager[None]:
+        """See `host_cost.Side`."""
+        return set_forward_context(metadata, self._vllm_config)
+
+    def run(self, rows: StepRows, output: torch.Tensor, metadata: dict[str, Any]) -> None:
+        """See `host_cost.Side`."""
+        self._impl.forward(self._layer, rows.query, rows.key, rows.value, self._codes, metadata["layer"], output)
+
+
+class Factor:
+    """Stands in for a tensor that rows are multiplied by.
+
+    Shapes of products on the meta device are worked out in Python, which takes 20 times what a GPU's operator does.
+    This takes what that does: the operator's way through PyTorch, on the rows of a token.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        self._factor = torch.ones(num_heads, HEAD_SIZE)
+        self._token = torch.ones(1, num_heads, HEAD_SIZE)
+        self._products: dict[torch.Size, torch.Tensor] = {}
+
+    def __mul__(self, rows: torch.Tensor) -> torch.Tensor:
+        self._factor * self._token
+        if rows.shape not in self._products:
+            self._products[rows.shape] = rows.new_empty(rows.shape)
+        return self._products[rows.shape]
+
+
+@cache
+def _reserve_workspace() -> None:
+    """More than any layer takes: it is nobody's memory."""
+    init_workspace_manager(DEVICE)
+    with patch.object(torch.accelerator, "empty_cache", lambda: None):
+        workspace(((1 << 40,), torch.uint8))
+
+
+def _setup(settings: AntKVConfig, num_kv_heads: int) -> LayerSetup:
+    """What start-up looks into is in memory."""
+    preset, num_heads = get_preset(PRESET), GROUP * num_kv_heads
+    centroids = torch.zeros(
+        num_kv_heads, preset.num_sub_vectors(HEAD_SIZE), preset.num_centroids, preset.sub_vector_size
+    )
+    frequencies = ROPE_THETA ** (-torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
+    angles = torch.arange(MAX_LEN)[:, None] * frequencies
+    rotary = RotaryTable(angles.cos(), angles.sin())
+    order = interleaved(rotary, HEAD_SIZE, preset.sub_vector_size)
+    with on_hopper():
+        varlen = flash_attention(HEAD_SIZE, DTYPE, MAX_NUM_TOKENS)
+    assert varlen is not None
+    return LayerSetup(
+        config=settings,
+        preset=preset,
+        k_centroids=centroids.half(),
+        v_centroids=centroids.half(),
+        k_order=torch.tensor(order, dtype=torch.int32),
+        rotary=reordered(rotary, order),
+        jensen_weights=torch.ones(num_heads, HEAD_SIZE),
+        last_query=last_query_table(settings, MAX_LEN),
+        num_heads=num_heads,
+        rules=LogitRules(SCALE),
+        counters=Counters(torch.device("cpu"), "host cost", MAX_NUM_REQS),
+        counts_rows=False,
+        max_num_reqs=MAX_NUM_REQS,
+        scratch=workspace,
+        varlen=varlen,
+    )
+
+
+def _operations(layer: LayerState) -> CudaOperations:
+    return CudaOperations(layer, CountingBackend(), TritonOperations(layer, decodes=False))

@@ -1,0 +1,161 @@
+"""What a layer of a step costs the host, without a GPU: `antkv-1bit` against FlashAttention 3 as vLLM calls it.
+
+Real steps of a layer as vLLM calls it on an H200, whose query heads are four times its KV heads. NVIDIA's driver is
+replaced, so that everything above it is what a server runs: our Python, Triton's launcher, vLLM's. PyTorch's operators
+work on tensors that have no memory, products on numbers; FlashAttention's end where vLLM's Python does. Both, and CuPy,
+cost more on a GPU. Planning is what vLLM's metadata builders take, and what the first layer of a step takes longer
+than the others. Times are of this thread on a processor, medians. Needs gcc, Python's headers and vLLM's build for
+CPUs.
+
+    python -m benchmarks.host_cost                      # about a minute
+    python -m benchmarks.host_cost --steps prompt-1024 --kv-heads 8 --json host.json
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from benchmarks.gpu.tables import table
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from vllm_antkv.ops.layer import StepRows
+
+#: Numbers of new tokens and of all tokens of each request.
+STEPS = {
+    "prompt-1024": ([1024], [1024]),
+    "prompt-8192": ([8192], [8192]),
+    "prompt-8192-behind-122880": ([8192], [131_072]),
+    "mixed-64+512": ([1] * 64 + [512], [2048] * 65),
+    "decode-128": ([1] * 128, [2048] * 128),
+}
+#: Layers of a step that are timed behind the first.
+LAYERS = 8
+
+
+class Side(Protocol):
+    """A layer, and what vLLM does with it.
+
+    block_sizes: tokens of a block, for each of its block tables.
+    """
+
+    block_sizes: tuple[int, ...]
+
+    def plan(self, batches: "Sequence[CommonAttentionMetadata]") -> dict[str, Any]:
+        """Build the metadata of a step, of which there is a description for each block table."""
+        ...
+
+    def context(self, metadata: dict[str, Any]) -> AbstractContextManager[None]:
+        """In which layers run."""
+        ...
+
+    def run(self, rows: "StepRows", output: "torch.Tensor", metadata: dict[str, Any]) -> None:
+        """Run the layer."""
+        ...
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8, 1], help="of the layer")
+    parser.add_argument("--rounds", type=int, default=50, help="times that each step is run")
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    arguments = parser.parse_args()
+    report: dict[str, list[dict[str, Any]]] = {"rows": [], "flash_attention": []}
+    for num_kv_heads in arguments.kv_heads:
+        for name, side in _sides(num_kv_heads).items():
+            for step in arguments.steps:
+                measured = measure(side, step, num_kv_heads, arguments.rounds)
+                report[name].append({"step": step, "kv_heads": num_kv_heads} | measured)
+    print(report_table(report))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2))
+
+
+def _sides(num_kv_heads: int) -> dict[str, Side]:
+    from benchmarks.host.antkv import AntKV
+    from benchmarks.host.driver import driver
+    from benchmarks.host.flash_attention import FlashAttention
+    from benchmarks.host.step import engine_config
+
+    driver()
+    with tempfile.TemporaryDirectory() as folder:
+        vllm_config = engine_config(Path(folder), num_kv_heads)
+        return {"rows": AntKV(vllm_config, num_kv_heads), "flash_attention": FlashAttention(vllm_config, num_kv_heads)}
+
+
+def measure(side: Side, step: str, num_kv_heads: int, rounds: int) -> dict[str, float]:
+    """Launches and microseconds of a layer behind the first one, and milliseconds of planning."""
+    import torch
+
+    from benchmarks.host.step import Batch
+
+    batch = Batch(*STEPS[step])
+    rows = batch.rows(num_kv_heads)
+    output = torch.empty_like(rows.query, memory_format=torch.contiguous_format)
+    batches = [batch.metadata(block_size) for block_size in side.block_sizes]
+    layer_times, plan_times = [], []
+    with torch.inference_mode():
+        launches = _launches(side, rows, output, batches)
+        gc.disable()
+        for _ in range(rounds):
+            start = time.thread_time_ns()
+            metadata = side.plan(batches)
+            planned = time.thread_time_ns()
+            with side.context(metadata):
+                entered = time.thread_time_ns()
+                side.run(rows, output, metadata)
+                first = time.thread_time_ns()
+                for _ in range(LAYERS):
+                    side.run(rows, output, metadata)
+                end = time.thread_time_ns()
+            layer_times.append((end - first) / LAYERS)
+            plan_times.append(planned - start + first - entered - layer_times[-1])
+        gc.enable()
+    return {
+        "launches_per_layer": launches,
+        "host_us_per_layer": statistics.median(layer_times) / 1e3,
+        "plan_ms": statistics.median(plan_times) / 1e6,
+    }
+
+
+def _launches(
+    side: Side, rows: "StepRows", output: "torch.Tensor", batches: "Sequence[CommonAttentionMetadata]"
+) -> int:
+    """Of a layer that is not the first."""
+    from benchmarks.host.driver import num_launches
+    from benchmarks.host.hopper import CountedOperators
+
+    metadata = side.plan(batches)
+    with side.context(metadata):
+        side.run(rows, output, metadata)
+        before = num_launches()
+        with CountedOperators() as operators:
+            side.run(rows, output, metadata)
+    return num_launches() - before + operators.num_launches
+
+
+def report_table(report: dict[str, list[dict[str, Any]]]) -> str:
+    """A line for each step and number of KV heads."""
+    header = ["step", "KV heads", "launches a layer", "auto", "host, us a layer", "auto", "planning, ms", "auto"]
+    lines = []
+    for antkv, flash in zip(report["rows"], report["flash_attention"], strict=True):
+        measured = [f"{side['launches_per_layer']}" for side in (antkv, flash)]
+        measured += [f"{side['host_us_per_layer']:.0f}" for side in (antkv, flash)]
+        measured += [f"{side['plan_ms']:.2f}" for side in (antkv, flash)]
+        lines.append([antkv["step"], str(antkv["kv_heads"]), *measured])
+    return table(header, lines)
+
+
+if __name__ == "__main__":
+    main()

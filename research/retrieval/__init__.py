@@ -1,0 +1,1 @@
+"""Facts in a long text: prompts that ask for one, and how many a method finds."""

@@ -1,0 +1,44 @@
+"""What a layer costs the host, measured without a GPU: launches are counted where NVIDIA's driver would be called."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="the driver's stand-in needs gcc"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="vLLM's build for CUDA has the operators replaced here"),
+]
+
+
+def test_a_prompt_is_measured_beside_vllm_s_own_backend(tmp_path):
+    """FlashAttention's backend stores and attends, in a launch each. Ours has two for key scales, encode_store,
+    anchor_score, and a call of FlashAttention in two.
+    """
+    report = tmp_path / "report.json"
+    options = ["--steps", "prompt-1024", "--kv-heads", "1", "--rounds", "1", "--json", str(report)]
+    command = [sys.executable, "-m", "benchmarks.host_cost", *options]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    measured = json.loads(report.read_text())
+    (ours,), (theirs,) = measured["rows"], measured["flash_attention"]
+    assert (ours["step"], ours["kv_heads"]) == (theirs["step"], theirs["kv_heads"]) == ("prompt-1024", 1)
+    assert (ours["launches_per_layer"], theirs["launches_per_layer"]) == (6, 2)
+    assert min(side[key] for side in (ours, theirs) for key in ("host_us_per_layer", "plan_ms")) > 0
+    assert "| prompt-1024 | 1 | 6 | 2 |" in run.stdout
+
+
+def test_a_layer_only_launches():
+    """What a step is was planned before, and pages were bound when vLLM gave them."""
+    command = [sys.executable, "-m", "tests.house.planned_layer"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "launches" in run.stdout

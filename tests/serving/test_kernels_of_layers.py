@@ -1,0 +1,51 @@
+"""Layers of one model on different kernels, in real vLLM: each runs on the fastest that have code for it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving.conftest import assert_all_same
+from tests.serving.served_family import OPTIONS, PROMPTS, SINKS
+from tests.serving.tiny import FAMILY, make_codebook, make_model
+from vllm_antkv.ops import cpu, dispatch
+from vllm_antkv.ops.layer import LayerKind
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing())),
+]
+
+PRESET = "antkv-1bit"
+
+
+def only_plain_layers(device: torch.device, layer: LayerKind) -> str | None:
+    """As the CUDA kernels, which have no code for sliding windows."""
+    return None if layer.is_plain else "this test has it so"
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3n"])
+def test_layers_on_different_kernels_answer_as_on_one(
+    start_engine: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With sinks, anchors, chunks, and layers that read the cache of others."""
+    model = make_model(tmp_path / "model", *FAMILY[name])
+    make_codebook(tmp_path / "model" / "antkv", model, PRESET, SINKS)
+    best = cpu.best()
+    assert best is not None
+    answers, implementations = [], []
+    of_cpus = [
+        replace(each, unsupported=only_plain_layers) if each.family == "cpu" else each for each in dispatch.KERNELS
+    ]
+    for kernels in (dispatch.KERNELS, of_cpus):
+        monkeypatch.setattr(dispatch, "KERNELS", kernels)
+        with start_engine(model, PRESET, **OPTIONS) as engine:
+            answers.append(engine.complete(PROMPTS, max_tokens=8))
+            engine.assert_all_blocks_free()
+            (report,) = engine.core.antkv_status()["workers"]
+            implementations.append(report["implementation"])
+    assert implementations == [best.name, f"reference+{best.name}"]
+    assert_all_same(*answers)

@@ -1,0 +1,110 @@
+"""What `AntKVStore` keeps: little more than the pool holds, and what a hit reads where prompts part."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_same
+from tests.serving.test_page_store import PRESET, transfer
+from tests.serving.tiny import make_codebook, make_model
+from vllm_antkv.vllm_adapter.block_pool.managers import pages_in_use
+
+pytestmark = pytest.mark.serving
+
+NUM_TOKENS = 8192
+#: Of real layers.
+SHAPES = {
+    "SmolLM2": {"hidden_size": 192, "head_dim": 64, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "Llama-3-8B": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 8},
+}
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def bytes_in_pool(engine: Engine) -> int:
+    """Of the blocks that requests hold."""
+    config = engine.core.scheduler.kv_cache_config
+    num_held = sum(pages_in_use(engine.core.scheduler.kv_cache_manager).values())
+    return num_held * config.kv_cache_tensors[0].size // config.num_blocks
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_takes_little_more_than_in_the_pool(
+    start_engine: Callable[..., Any], tmp_path: Path, shape: str
+) -> None:
+    sizes = SHAPES[shape]
+    model = make_model(tmp_path / "model", "llama", {**sizes, "max_position_embeddings": NUM_TOKENS + 8})
+    make_codebook(tmp_path / "codebooks", model, PRESET)
+    options = {
+        "dtype": "bfloat16",
+        "max_model_len": NUM_TOKENS + 8,
+        "max_num_batched_tokens": 1024,
+        "kv_transfer_config": transfer(tmp_path / "store"),
+    }
+    with start_engine(model, PRESET, {"codebooks": str(tmp_path / "codebooks")}, **options) as engine:
+        running = engine.llm.llm_engine
+        prompt = TokensPrompt(prompt_token_ids=[(7 * position) % 4000 + 3 for position in range(NUM_TOKENS)])
+        running.add_request("one", prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        held = 0
+        while running.has_unfinished_requests():
+            running.step()
+            held = bytes_in_pool(engine) or held
+    kept = bytes_in(tmp_path / "store")
+    layers_and_classes, bytes_per_element = 2 * 2, 2
+    of_bfloat16 = NUM_TOKENS * sizes["num_key_value_heads"] * sizes["head_dim"] * layers_and_classes * bytes_per_element
+    assert kept < 1.15 * held
+    assert 12 * kept < of_bfloat16 < 13.5 * kept
+
+
+@pytest.mark.long
+def test_hits_end_where_prompts_part(
+    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """The first prompt is found where it ends, or as far as another one goes along with it, once one has done so."""
+    whole = prompts[-1]
+    parting = [[*whole[:300], *whole[end:]] for end in (350, 351, 352)]
+
+    def answers(engine: Engine, prompt: list[int]) -> Completion:
+        assert engine.llm.reset_prefix_cache()
+        (answer,) = engine.complete([prompt])
+        return answer
+
+    with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
+        alone = [answers(engine, prompt) for prompt in (whole, *parting, [*whole, *whole[:50]])]
+    options = {"kv_transfer_config": transfer(tmp_path / "store"), "max_num_batched_tokens": 400}
+    with start_engine(EMBEDDED, PRESET, default, **options) as engine:
+        found = [answers(engine, prompt) for prompt in (whole, *parting, [*whole, *whole[:50]])]
+    assert [answer.num_cached_tokens for answer in found] == [0, 0, 256, 256, 512]
+    for mine, theirs in zip(found, alone, strict=True):
+        assert_same(mine, theirs)
+
+
+@pytest.mark.long
+def test_the_limit_costs_hits_alone(
+    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """What was used last is still there, on a folder for two prompts of three."""
+    folder = tmp_path / "store"
+    some = [prompt[::step] for prompt in prompts[-1:] for step in (1, -1)] + [prompts[-2]]
+    with start_engine(EMBEDDED, PRESET, default, kv_transfer_config=transfer(folder)) as engine:
+        alone = engine.complete(some, together=False)
+    limit = bytes_in(folder) * 4 // 5
+    shutil.rmtree(folder)
+    store = transfer(folder)
+    store["kv_connector_extra_config"]["max_bytes"] = limit
+    with start_engine(EMBEDDED, PRESET, default, kv_transfer_config=store) as engine:
+        for index, num_found in [(0, 0), (1, 0), (0, 512), (2, 0), (0, 512), (1, 0), (1, 512)]:
+            assert engine.llm.reset_prefix_cache()
+            (answer,) = engine.complete([some[index]])
+            assert answer.num_cached_tokens == num_found
+            assert_same(answer, alone[index])
+            assert bytes_in(folder) <= limit
+        engine.assert_all_blocks_free()

@@ -1,0 +1,142 @@
+"""Pages of all kinds of layers in a folder: with windows, exact, with states, and of what drafts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
+from tests.serving.drafts import speculation
+from tests.serving.test_page_store import HIT, PRESET, transfer
+from tests.serving.test_speculation import served
+from tests.serving.tiny import FAMILY, GEMMA, make_codebook, make_model
+
+pytestmark = [pytest.mark.serving, pytest.mark.long]
+
+Start = Callable[..., Any]
+MAX_TOKENS = 24
+HYBRIDS = ("lfm2", "lfm2 with large states", "qwen3 next")
+
+
+@pytest.fixture
+def start(start_engine: Start, tmp_path: Path) -> Start:
+    """An engine that keeps pages in a folder; the same one each time."""
+
+    def started(model: Path, settings: dict[str, Any], **options: Any) -> Any:
+        options = {"kv_transfer_config": transfer(tmp_path / "store"), "max_num_batched_tokens": 300, **options}
+        return start_engine(model, PRESET, settings, disable_log_stats=False, **options)
+
+    return started
+
+
+def made(folder: Path, name: str, **changes: Any) -> tuple[Path, dict[str, Any]]:
+    """A model of a family, and settings with random codebooks."""
+    model_type, own = FAMILY[name]
+    model = make_model(folder / "model", model_type, {**own, "max_position_embeddings": 1024, **changes})
+    make_codebook(folder / "codebooks", model, PRESET)
+    return model, {"codebooks": str(folder / "codebooks")}
+
+
+def fill_with_nan(engine: Engine) -> None:
+    for pages in engine.kv_tensors():
+        # Layers with states have several.
+        for each in pages if isinstance(pages, tuple) else (pages,):
+            each.fill_(torch.nan if each.is_floating_point() else 0xFF)
+
+
+def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[Completion]:
+    """Of an empty pool each time."""
+    answers = []
+    for prompt in prompts:
+        assert engine.llm.reset_prefix_cache()
+        answers += engine.complete([prompt], max_tokens)
+    engine.assert_all_blocks_free()
+    return answers
+
+
+@pytest.mark.parametrize("exact", [[], ["0"], ["1"]], ids=["coded", "a window exact", "no window exact"])
+def test_pages_of_layers_with_windows(start: Start, prompts: list[list[int]], tmp_path: Path, exact: list[str]) -> None:
+    """And of those that `--kv-cache-dtype-skip-layers` names."""
+    with start(*made(tmp_path, "gemma2", **GEMMA), kv_cache_dtype_skip_layers=exact) as engine:
+        engine.complete(prompts[-1:])
+        local = engine.complete(prompts[-1:])
+        fill_with_nan(engine)
+        assert engine.llm.reset_prefix_cache()
+        assert engine.complete(prompts[-1:]) == local
+        assert local[0].num_cached_tokens == HIT
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_are_found_where_prompts_end_and_part(
+    start_engine: Start, start: Start, prompts: list[list[int]], tmp_path: Path, name: str
+) -> None:
+    model, settings = made(tmp_path, name)
+    dtype = "bfloat16" if name == "qwen3 next" else "float32"
+    whole = prompts[-1]
+    some = [whole, *([*whole[:300], *whole[end:]] for end in (350, 351, 352))]
+    # Where prompts are cut, states round in 16 bits.
+    with start_engine(model, PRESET, settings, dtype=dtype, max_num_batched_tokens=300) as engine:
+        alone = one_by_one(engine, some)
+    with start(model, settings, dtype=dtype) as engine:
+        size = engine.core.scheduler.block_size
+        found = one_by_one(engine, some)
+        parting, at_end = 300 // size * size, 600 // size * size
+        assert [answer.num_cached_tokens for answer in found] == [0, 0, parting, parting]
+        assert_all_same(found, alone)
+    with start(model, settings, dtype=dtype) as engine:
+        fill_with_nan(engine)
+        for found in (engine.complete(some), one_by_one(engine, some)):
+            assert [answer.num_cached_tokens for answer in found] == [at_end] * len(some)
+            assert_all_same(found, alone)
+        engine.assert_all_blocks_free()
+
+
+def test_states_beside_preemption(start: Start, prompts: list[list[int]], tmp_path: Path) -> None:
+    model, settings = made(tmp_path, "lfm2")
+    some = [prompts[-1][:300], prompts[4], prompts[6]]
+    with start(model, settings, max_model_len=512, num_gpu_blocks_override=150) as engine:
+        alone = engine.complete(some, max_tokens=100, together=False)
+        assert engine.count("num_preemptions") == 0
+        assert engine.llm.reset_prefix_cache()
+        assert_all_same(engine.complete(2 * some, max_tokens=100), 2 * alone)
+        assert engine.count("num_preemptions") > 0
+        assert engine.count("external_prefix_cache_hits") > 0
+        engine.assert_all_blocks_free()
+
+
+@pytest.fixture(scope="module")
+def answered(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
+    """Prompts whose answers cross the edges of blocks, these answers without drafts, and what continues both."""
+    some = [prompt[:length] for prompt, length in zip(prompts[-3:], (250, 380, 506), strict=True)]
+    with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
+        alone = engine.complete(some, MAX_TOKENS, together=False)
+        longer = [[*prompt, *answer.tokens] for prompt, answer in zip(some, alone, strict=True)]
+        return [some, alone, longer, engine.complete(longer, MAX_TOKENS, together=False)]
+
+
+@pytest.mark.parametrize(("method", "num_drafts"), [("ngram", 5), ("draft_model", 3), ("eagle", 3), ("mtp", 1)])
+def test_blocks_that_closed_among_drafts(
+    start: Start, default: dict[str, Any], answered: list[Any], tmp_path: Path, method: str, num_drafts: int
+) -> None:
+    """They serve whoever comes after a restart, beside the pages of what drafts."""
+    some, alone, longer, alone_longer = answered
+    model, settings = served(method, default, tmp_path)
+    options = {"speculative_config": speculation(method, num_drafts, tmp_path), "max_num_batched_tokens": 600}
+    with start(model, settings, **options) as engine:
+        assert_all_same(one_by_one(engine, some, MAX_TOKENS), alone)
+        # Their last blocks are those of the answers.
+        found = one_by_one(engine, longer, MAX_TOKENS)
+        # Where vLLM takes a block off hits, the pool has the rows of the end of a prompt a block earlier.
+        first = [0, 128, 256] if method in ("eagle", "mtp") else [128, 256, 384]
+        assert [answer.num_cached_tokens for answer in found] == first
+        assert_all_same(found, alone_longer)
+    with start(model, settings, **options) as engine:
+        found = one_by_one(engine, some, MAX_TOKENS)
+        assert [answer.num_cached_tokens for answer in found] == [128, 256, 384]
+        assert_all_same(found, alone)
+        found = one_by_one(engine, longer, MAX_TOKENS)
+        assert [answer.num_cached_tokens for answer in found] == [256, 384, 512]
+        assert_all_same(found, alone_longer)
+        assert engine.count("spec_decode_num_accepted_tokens") > 0

@@ -1,0 +1,197 @@
+"""`docker/prefill_proxy.py` over HTTP: nothing that a client says of pages reaches a server.
+
+The servers are two that note what they are asked; a real pair is in `tests/serving/test_pair.py`.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loadtest.server import Start, free_port, running
+from tests.patience import PATIENCE, wait_for
+
+SCRIPT = Path(__file__).parents[2] / "docker" / "prefill_proxy.py"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+#: Where the prefill server says that its pages are, and where a client says so.
+TRUE, FALSE = {"remote_host": "prefill"}, {"remote_host": "evil"}
+ASKED = {"model": "m", "prompt": "Once", "max_tokens": 9, "vllm_xargs": {"beams": 2}}
+JSON = {"Content-Type": "application/json"}
+
+
+class Noted(ThreadingHTTPServer):
+    """A server that notes its requests, and answers each with `answer`; None: not before `silent` is over."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: bytes | None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer, self.silent = answer, threading.Event()
+        self.requests: list[tuple[str, bytes]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Noted
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.requests.append((self.path, body))
+        if self.server.answer is None:
+            self.server.silent.wait(PATIENCE)
+        answer = self.server.answer or b""
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[Noted]:
+    with Noted(answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.silent.set()
+            server.shutdown()
+            thread.join()
+
+
+#: Answers of the prefill server.
+ANSWERS = {
+    "pages": json.dumps({"kv_transfer_params": TRUE}).encode(),
+    "no pages": b"{}",
+    "no object": b"[]",
+    "no JSON": b"Internal Server Error",
+    "too late": None,
+}
+
+
+@contextmanager
+def pair(answer: bytes | None, log: Path) -> Iterator[tuple[str, Noted, Noted]]:
+    """The URL of a proxy, and its servers."""
+    with ExitStack() as stack:
+        prefill, decode = stack.enter_context(listening(answer)), stack.enter_context(listening(b'{"of": "decode"}'))
+        port = free_port()
+        command = [sys.executable, str(SCRIPT), "--prefill", prefill.url, "--decode", decode.url, f"--port={port}"]
+        command += ["--timeout=5"] if answer is None else []
+        process = stack.enter_context(running(command, log, os.environ))
+        start = Start("", f"http://127.0.0.1:{port}", log, process, time.monotonic() + PATIENCE)
+        wait_for(start.is_healthy)
+        decode.requests.clear()
+        yield start.url, prefill, decode
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Noted, Noted]]:
+    with pair(ANSWERS["pages"], tmp_path_factory.mktemp("proxy") / "log") as found:
+        yield found
+
+
+@pytest.fixture
+def servers(proxy: tuple[str, Noted, Noted]) -> tuple[str, Noted, Noted]:
+    """A pair that was asked nothing."""
+    for each in proxy[1:]:
+        each.requests.clear()
+    return proxy
+
+
+def hidden(key: str) -> bytes:
+    """A request in which an attacker's pages have a name that is written so."""
+    return f'{{{json.dumps(ASKED)[1:-1]}, "{key}": {json.dumps(FALSE)}}}'.encode()
+
+
+ATTACKS = {
+    "in the open": json.dumps({**ASKED, "kv_transfer_params": FALSE}).encode(),
+    "among vLLM's": json.dumps({**ASKED, "vllm_xargs": {"kv_transfer_params": FALSE}}).encode(),
+    "twice": hidden("kv_transfer_params")[:-1] + b', "kv_transfer_params": null}',
+    "escaped": hidden(r"kv\u005ftransfer\u005fparams"),
+    "in UTF-16": hidden("kv_transfer_params").decode().encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_pages_that_a_client_names_are_not_passed_on(servers: tuple[str, Noted, Noted], attack: str, path: str) -> None:
+    url, prefill, decode = servers
+    answer = httpx.post(url + path, content=ATTACKS[attack], headers=JSON, timeout=PATIENCE)
+    assert answer.json() == {"of": "decode"}
+    ((to_prefill, computed), (to_decode, asked)) = (*prefill.requests, *decode.requests)
+    assert to_prefill == to_decode == path
+    assert json.loads(computed)["kv_transfer_params"] == {"do_remote_decode": True}
+    assert json.loads(asked)["kv_transfer_params"] == TRUE
+    assert b"evil" not in computed + asked
+
+
+@pytest.mark.parametrize("answer", [name for name in ANSWERS if name != "pages"])
+def test_nor_where_the_prefill_server_names_none(tmp_path: Path, answer: str) -> None:
+    with pair(ANSWERS[answer], tmp_path / "log") as (url, prefill, decode):
+        done = httpx.post(url + COMPLETIONS, json={**ASKED, "kv_transfer_params": FALSE}, timeout=PATIENCE)
+        assert done.json() == {"of": "decode"}
+        assert len(prefill.requests) == 1
+        ((_, asked),) = decode.requests
+        assert json.loads(asked).pop("kv_transfer_params", None) is None
+        assert {key: value for key, value in json.loads(asked).items() if key in ASKED} == ASKED
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/version"])
+def test_what_a_server_says_of_itself_is_the_decode_servers(servers: tuple[str, Noted, Noted], path: str) -> None:
+    url, prefill, decode = servers
+    assert httpx.get(url + path, timeout=PATIENCE).json() == {"of": "decode"}
+    assert decode.requests == [(path, b"")]
+    assert prefill.requests == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/chat/completions/batch",
+        "/v1/completions/derender",
+        "/inference/v1/generate",
+        "/v1/completions/../responses",
+        "/v1/completions/..%2Fresponses",
+        "//v1/completions",
+        "/V1/completions",
+        "/reset_prefix_cache",
+        "/",
+    ],
+)
+def test_no_other_path_is_known(servers: tuple[str, Noted, Noted], path: str) -> None:
+    url, prefill, decode = servers
+    target = httpx.URL(url, raw_path=path.encode())
+    for method in ("GET", "POST"):
+        answer = httpx.request(method, target, json={**ASKED, "kv_transfer_params": FALSE}, timeout=PATIENCE)
+        assert answer.status_code == 404
+        message = answer.json()["error"]["message"]
+        assert message.startswith("The proxy knows only /v1/completions, /v1/chat/completions, /health")
+    assert prefill.requests == decode.requests == []
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b"\xff\xff", b"[" * 100_000], ids=lambda body: body[:4])
+def test_what_is_no_object_is_not_passed_on(servers: tuple[str, Noted, Noted], body: bytes) -> None:
+    url, prefill, decode = servers
+    answer = httpx.post(url + COMPLETIONS, content=body, headers=JSON, timeout=PATIENCE)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("The body is no JSON object (")
+    assert prefill.requests == decode.requests == []

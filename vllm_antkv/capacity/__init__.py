@@ -1,0 +1,1 @@
+"""What a GPU holds and does with each cache, from sizes alone: `antkv plan`."""

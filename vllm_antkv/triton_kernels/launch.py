@@ -1,0 +1,100 @@
+"""Short launches of Triton's kernels.
+
+Triton looks at every argument of every launch, to know which of the kernels that it has compiled is meant: about a
+microsecond for each, and kernels here have fifty. Most of these are a layer's, and never change. So they are looked at
+once, the others in short, and where all are alike the compiled kernel is called as Triton would call it.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+
+class Fixed:
+    """An argument that stays as it is from launch to launch: tensors that do not move, sizes.
+
+    argument: as kernels declare it.
+    """
+
+    __slots__ = ("argument", "key", "values")
+
+    def __init__(self, argument: Any) -> None:
+        self.argument = argument
+        self.key, self.values = _looked_at(argument)
+
+
+#: What Triton made, by the kernel and by all that decides which of its compilations is meant.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """As `kernel[grid](*arguments, **constants)`.
+
+    Args:
+        kernel: of `triton.jit`.
+        arguments: all that are no constants, in order; `Fixed` ones stand for what is in them.
+        constants: compiled in, and options of the compiler.
+    """
+    unspecialised = _unspecialised(kernel)
+    keys: list[Any] = [kernel, *constants.values()]
+    values: list[Any] = []
+    for index, argument in enumerate(arguments):
+        if type(argument) is Fixed:
+            key, value = argument.key, argument.values
+            keys.append(key)
+        elif index in unspecialised:
+            value = argument
+            keys.append(type(argument))
+        else:
+            value = _flattened(argument, keys)
+        values.append(value)
+    known = _compiled.get(tuple(keys))
+    if known is None:
+        plain = [argument.argument if type(argument) is Fixed else argument for argument in arguments]
+        made = kernel[grid](*plain, **constants)
+        if hasattr(made, "packed_metadata"):
+            # Not under the interpreter.
+            rest = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+            _compiled[tuple(keys)] = made, made.run, made.function, made.packed_metadata, rest
+        return
+    made, run, function, metadata, rest = known
+    driver = triton.runtime.driver.active
+    stream = driver.get_current_stream(driver.get_current_device())
+    hooks = triton.knobs.runtime
+    launched = made.launch_metadata(grid, stream, *values, *rest)
+    sizes = (*grid, 1, 1)[:3]
+    run(*sizes, stream, function, metadata, launched, hooks.launch_enter_hook, hooks.launch_exit_hook, *values, *rest)
+
+
+@cache
+def _unspecialised(kernel: Any) -> frozenset[int]:
+    """Arguments whose values Triton does not look at, only their types."""
+    return frozenset(
+        index for index, parameter in enumerate(getattr(kernel, "params", ())) if parameter.do_not_specialize
+    )
+
+
+def _looked_at(argument: Any) -> tuple[Any, Any]:
+    """What Triton may compile by, no coarser than it does, and what it hands over: addresses in place of tensors."""
+    keys: list[Any] = []
+    value = _flattened(argument, keys)
+    return tuple(keys), value
+
+
+def _flattened(argument: Any, keys: list[Any]) -> Any:
+    """What is handed over; adds to the keys."""
+    kind = type(argument)
+    if kind is torch.Tensor or isinstance(argument, torch.Tensor):
+        address = argument.data_ptr()
+        keys += (argument.dtype, address & 15)
+        return address
+    if kind is int:
+        keys += (argument == 1, argument & 15, -(1 << 31) <= argument < 1 << 31)
+        return argument
+    if isinstance(argument, tuple):
+        keys.append(len(argument))
+        return tuple([_flattened(each, keys) for each in argument])
+    keys += (kind, argument if kind is bool else None)
+    return argument

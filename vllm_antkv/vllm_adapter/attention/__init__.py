@@ -1,1 +1,0 @@
-"""The attention backend that vLLM calls."""

@@ -1,0 +1,1 @@
+"""What an engine is, decided when it is configured: refusals, the codebook, blocks, and the plan of all that."""

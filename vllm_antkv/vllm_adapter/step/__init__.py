@@ -1,0 +1,1 @@
+"""The attention backend that vLLM calls in every step."""
