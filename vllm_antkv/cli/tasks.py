@@ -13,7 +13,7 @@ from vllm_antkv.cli.tables import print_table, table
 from vllm_antkv.errors import SettingsError
 
 if TYPE_CHECKING:
-    from vllm_antkv.evaluate.tasks import TasksReport
+    from vllm_antkv.evaluate.tasks import TaskScore, TasksReport
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class RunOptions:
         int | None,
         typer.Option(min=1, help="Tokens of prompt and answer, in tasks that write prompts (niah_*)."),
     ] = None
+    confirm_run_unsafe_code: Annotated[
+        bool, typer.Option(help="Run programs that the model writes, where a task does: use a container.")
+    ] = False
 
 
 @grouped
@@ -88,14 +91,16 @@ def _named_url(text: str) -> tuple[str, str]:
     return name, url
 
 
-def _table(reports: "list[TasksReport]") -> Table:
-    from vllm_antkv.evaluate.tasks import metric_rows
+def _with_error(score: "TaskScore") -> str:
+    return f"{score.value:.4f}" + ("" if score.stderr is None else f" ± {score.stderr:.4f}")
 
+
+def _table(reports: "list[TasksReport]") -> Table:
     made = table("task", "metric", *(report.kv_cache_dtype for report in reports))
     made.columns[1].justify = "left"
-    for task, metric, values, differences in metric_rows(reports):
-        others = (f"{value:.4f} ({far:+.4f})" for value, far in zip(values[1:], differences[1:], strict=True))
-        made.add_row(task, metric, f"{values[0]:.4f}", *others)
+    for first, *others in zip(*(report.scores for report in reports), strict=True):
+        differences = (f"{_with_error(score)} ({score.value - first.value:+.4f})" for score in others)
+        made.add_row(first.task, first.metric, _with_error(first), *differences)
     if reports[0].answers:
         made.add_row("all", "tokens per answer", *(f"{report.answer_tokens:.1f}" for report in reports))
         made.add_row("all", "answers cut off", *(f"{report.cap_hits:.1%}" for report in reports))

@@ -61,6 +61,7 @@ class TaskRun(BaseModel, frozen=True):
     max_gen_toks: cap on answers of tasks that set none.
     context: longest sequence; None is the model's own.
     length: tokens of a prompt and its answer, of tasks that write their prompts themselves; None leaves it to the task.
+    confirm_run_unsafe_code: tasks may run programs that the model wrote.
     """
 
     tasks: tuple[str, ...]
@@ -71,6 +72,7 @@ class TaskRun(BaseModel, frozen=True):
     apply_chat_template: bool = False
     context: int | None = None
     length: int | None = None
+    confirm_run_unsafe_code: bool = False
 
 
 def check_tasks(run: TaskRun, model: str) -> None:
@@ -78,7 +80,7 @@ def check_tasks(run: TaskRun, model: str) -> None:
 
     Raises:
         UnsupportedModelError: the harness is not installed.
-        SettingsError: a task that it does not know.
+        SettingsError: a task that it does not know, or that runs programs and may not.
     """
     manager = _task_manager(run, model)
     unknown = [task for task in run.tasks if not manager.match_tasks([task])]
@@ -87,6 +89,13 @@ def check_tasks(run: TaskRun, model: str) -> None:
             f"lm-evaluation-harness does not know the task {unknown[0]}: `lm-eval ls tasks` lists its own, and "
             "--include-path adds a folder with yours."
         )
+    for task in [] if run.confirm_run_unsafe_code else run.tasks:
+        entry = manager.task_index.get(task)
+        if entry is not None and (entry.cfg or {}).get("unsafe_code"):
+            raise SettingsError(
+                f"The task {task} runs programs that the model writes: allow it with --confirm-run-unsafe-code, in a "
+                "container."
+            )
 
 
 def evaluate_tasks(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, run: TaskRun) -> TasksReport:
@@ -140,13 +149,6 @@ def evaluate_tasks_on_server(card: ModelCard, name: str, url: str, run: TaskRun)
     return _evaluate(card, name, model, model.answers, run, {"server": url})
 
 
-def metric_rows(reports: Sequence[TasksReport]) -> Iterator[tuple[str, str, list[float], list[float]]]:
-    """Task, metric, its value in every report, and how far each is from the first."""
-    for at, score in enumerate(reports[0].scores):
-        values = [report.scores[at].value for report in reports]
-        yield score.task, score.metric, values, [value - values[0] for value in values]
-
-
 def _evaluate(
     card: ModelCard, name: str, model: Any, answers: "list[Answer]", run: TaskRun, settings: dict[str, Any]
 ) -> TasksReport:
@@ -159,6 +161,7 @@ def _evaluate(
         num_fewshot=run.num_fewshot,
         limit=run.limit,
         apply_chat_template=run.apply_chat_template,
+        confirm_run_unsafe_code=run.confirm_run_unsafe_code,
         log_samples=False,
     )["results"]
     generated = len(answers)

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from vllm_antkv import cli
+from vllm_antkv.cli.tables import print_table
+from vllm_antkv.cli.tasks import _table
+from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate import tasks
-from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, metric_rows, read_scores
+from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, read_scores
 
 EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 
 
 def report(dtype: str, results: dict[str, Any], *tasks: str) -> TasksReport:
-    return TasksReport.model_construct(kv_cache_dtype=dtype, scores=list(read_scores(results, tasks)))
+    return TasksReport.model_construct(kv_cache_dtype=dtype, scores=list(read_scores(results, tasks)), answers=0)
 
 
 def results(value: float) -> dict[str, Any]:
@@ -44,9 +47,12 @@ def test_lengths_that_were_not_asked_for_are_left_out() -> None:
     assert [score.metric for score in report("auto", found, "niah_single_1").scores] == ["8192"]
 
 
-def test_differences_are_from_the_first() -> None:
+def test_differences_are_from_the_first(capsys: pytest.CaptureFixture) -> None:
     reports = [report(dtype, results(value), "mmlu") for dtype, value in [("auto", 0.5), ("antkv-1bit", 0.25)]]
-    assert list(metric_rows(reports)) == [("mmlu", "acc", [0.5, 0.25], [0.0, -0.25])]
+    print_table(_table(reports))
+    shown = capsys.readouterr().out
+    assert "0.5000 ± 0.0100" in shown
+    assert "0.2500 ± 0.0100 (-0.2500)" in shown
 
 
 def run(tmp_path: Path, *args: str) -> int:
@@ -100,3 +106,11 @@ def test_the_harness_s_tasks_are_read_where_own_ones_do_not_do(
         (tmp_path / "own" / f"{number}.yaml").write_text(json.dumps(definition))
     check_tasks(TaskRun(tasks=names, include_path=tmp_path / "own"), str(EMBEDDED))
     assert folders_read == folders
+
+
+def test_programs_that_a_model_writes_run_where_that_is_allowed(tmp_path: Path, folders_read: list[str]) -> None:
+    (tmp_path / "code.yaml").write_text(json.dumps({"task": "code", "dataset_path": "json", "unsafe_code": True}))
+    asked = TaskRun(tasks=("code",), include_path=tmp_path)
+    with pytest.raises(SettingsError, match="--confirm-run-unsafe-code"):
+        check_tasks(asked, str(EMBEDDED))
+    check_tasks(asked.model_copy(update={"confirm_run_unsafe_code": True}), str(EMBEDDED))
