@@ -16,6 +16,8 @@ from vllm_antkv.doctor.verify import EXACT, TOLERANCE, largest_difference
 pytestmark = pytest.mark.serving
 
 PRESET = "antkv-1bit"
+#: vLLM's kernels for such weights compute in 16 bits.
+IN_16_BITS = {**OPTIONS, "dtype": "bfloat16"}
 WITHOUT_AVX512 = not torch.cuda.is_available() and not torch.cpu.get_capabilities().get("avx512_f")
 
 
@@ -35,14 +37,12 @@ def test_weights_are_quantised_and_the_cache_is_the_same(
         pytest.skip("vLLM's build for CPUs runs 4-bit weights with AVX-512 only, which this processor lacks")
     model = quantise(original, tmp_path / "model", scheme)
     settings = {"codebooks": str(original / "antkv")}
-    # vLLM's kernels for such weights compute in 16 bits.
-    options = {**OPTIONS, "dtype": "bfloat16"}
-    with start_engine(model, "auto", **options) as engine:
+    with start_engine(model, "auto", **IN_16_BITS) as engine:
         auto = engine.complete(PROMPTS, max_tokens=4)
-    with start_engine(model, PRESET, settings | EXACT, **options) as engine:
+    with start_engine(model, PRESET, settings | EXACT, **IN_16_BITS) as engine:
         exact = engine.complete(PROMPTS, max_tokens=4)
     assert largest_difference(exact, auto) <= TOLERANCE["bfloat16"]
-    with start_engine(model, PRESET, settings, **options) as engine:
+    with start_engine(model, PRESET, settings, **IN_16_BITS) as engine:
         assert_all_same(engine.complete(PROMPTS, max_tokens=4), engine.complete(PROMPTS, max_tokens=4, together=False))
 
 
@@ -55,7 +55,7 @@ def test_scales_of_an_fp8_cache_are_left_alone(
     found, left_alone = [], []
     for model in (plain, scaled):
         said.clear()
-        with start_engine(model, PRESET, settings, **OPTIONS) as engine:
+        with start_engine(model, PRESET, settings, **IN_16_BITS) as engine:
             found.append(engine.complete(PROMPTS, max_tokens=4))
         left_alone.append(any("Scales for an FP8 KV cache in the checkpoint are not used" in line for line in said))
     assert_all_same(*found)
