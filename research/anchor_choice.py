@@ -24,7 +24,7 @@ from research.figures.activations import LayerRows
 from research.figures.equation_5 import equation_5
 from research.figures.row_error import RowScores, row_errors
 from research.figures.scene import Scene, track
-from research.figures.style import canvas, label, legend_beside, lines
+from research.figures.style import INK, canvas, label, legend_beside, lines
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.evaluate.report import perplexity_of
 from vllm_antkv.offline.method import Method, Quantiser
@@ -268,10 +268,10 @@ def draw(numbers: dict[str, Any]) -> Canvas:
     figure, (perplexity, divergence) = canvas(f"Who chooses the anchors ({numbers['preset']})", 2)
     shares = [100 * share for share in numbers["shares"]]
     lines(perplexity, shares, numbers["perplexity"])
-    perplexity.axhline(numbers["no_anchors"], color="black", linestyle=":", label="no anchors")
-    perplexity.axhline(numbers["fp16"], color="black", linestyle="--", label="full precision")
+    perplexity.axhline(numbers["no_anchors"], color=INK, linestyle=":", label="no anchors")
+    perplexity.axhline(numbers["fp16"], color=INK, linestyle="--", label="full precision")
     lines(divergence, shares, numbers["divergence"])
-    divergence.axhline(numbers["no_anchors_divergence"], color="black", linestyle=":")
+    divergence.axhline(numbers["no_anchors_divergence"], color=INK, linestyle=":")
     label(perplexity, "All choices keep the same number of rows", "anchors (% of tokens)", "perplexity")
     label(divergence, "0: as in full precision", "anchors (% of tokens)", "KL divergence (nats)", legend=False)
     legend_beside(figure, perplexity, 14)

@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.figure import Figure as Canvas
 
 from research.figures.scene import Scene, track
-from research.figures.style import canvas, label, lines
+from research.figures.style import INK, canvas, label, lines
 
 SHARES = (0.0, 0.01, 0.02, 0.05, 0.10, 0.15, 0.20)
 
@@ -23,6 +23,6 @@ def draw(numbers: dict[str, Any]) -> Canvas:
     """One line for each preset."""
     figure, (panel,) = canvas("Perplexity against the share of anchors")
     lines(panel, [100 * share for share in numbers["shares"]], numbers["perplexity"])
-    panel.axhline(numbers["fp16"], color="black", linestyle="--", label="full precision")
+    panel.axhline(numbers["fp16"], color=INK, linestyle="--", label="full precision")
     label(panel, "Anchors per VQ block of 128 tokens and KV head", "anchors (% of tokens)", "perplexity")
     return figure

@@ -12,8 +12,8 @@ def main() -> None:
     lengths = numbers["lengths"]
     figure, (panel,) = style.canvas("Tokens in the same cache memory, relative to auto (Llama-3-8B)")
     style.lines(panel, lengths, numbers["relative to auto"])
-    panel.axhline(2, color="#7F7F7F", linestyle="--", label="fp8")
-    panel.axhline(1, color="#000000", linestyle=":", label="auto (16 bit)")
+    panel.axhline(2, color=style.INK, linestyle="--", label="fp8")
+    panel.axhline(1, color=style.INK, linestyle=":", label="auto (16 bit)")
     panel.set_xscale("log", base=2)
     panel.set_yscale("log", base=2)
     panel.set_xticks(lengths, [f"{length // 1024}K" if length >= 1024 else str(length) for length in lengths])

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from research.figures.activations import hidden_states
 from research.figures.scene import Scene, numbers_of, track
-from research.figures.style import canvas, label
+from research.figures.style import BY_DEPTH, canvas, label
 from vllm_antkv.offline.attention import quantised_past
 
 SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
@@ -35,7 +35,7 @@ def draw(numbers: dict[str, Any]) -> Canvas:
     errors = numbers["mean_squared_error"]
     layers = list(zip(*errors.values(), strict=True))
     places = range(len(errors))
-    shades = ScalarMappable(Normalize(0, len(layers) - 1), "viridis")
+    shades = ScalarMappable(Normalize(0, len(layers) - 1), BY_DEPTH)
     for layer, colour in zip(layers, shades.to_rgba(np.arange(len(layers))), strict=True):
         absolute.plot(places, layer, color=colour)
         relative.plot(places, [100 * e / layer[0] if layer[0] else 100 for e in layer], color=colour)

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure as Canvas
 
 from research.figures.activations import hidden_states
 from research.figures.scene import Scene, numbers_of
-from research.figures.style import COLOURS, canvas, label, lines, number_layers
+from research.figures.style import COLOURS, INK, canvas, label, lines, number_layers
 
 #: Largest values of a layer that are followed.
 TOP = 4
@@ -39,11 +39,11 @@ def draw(numbers: dict[str, Any]) -> Canvas:
     figure, (layers, channels, tokens) = canvas(f"Outliers of the hidden state ({found})", 3)
     depth = range(len(numbers["median"]))
     lines(layers, depth, numbers["largest"])
-    layers.plot(depth, numbers["median"], color="black", linestyle="--", label="median")
+    layers.plot(depth, numbers["median"], color=INK, linestyle="--", label="median")
     layers.set_yscale("log")
     layers.axvline(
         numbers["layer"],
-        color="grey",
+        color=INK,
         linestyle=":",
         label="emergence layer" if numbers["calibrated"] else "layer shown",
     )
@@ -56,6 +56,6 @@ def draw(numbers: dict[str, Any]) -> Canvas:
     for index, (channel, values) in enumerate(numbers["by_token"].items()):
         tokens.plot(values, color=COLOURS[index], linewidth=0.8, label=f"channel {channel}")
     if numbers["threshold"] is not None:
-        tokens.axhline(numbers["threshold"], color="black", linestyle=":", label="calibrated threshold")
+        tokens.axhline(numbers["threshold"], color=INK, linestyle=":", label="calibrated threshold")
     label(tokens, f"After layer {numbers['layer']}", "position of the token", "magnitude of the hidden state")
     return figure

@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.figure import Figure as Canvas
 
 from research.figures.scene import Scene, track
-from research.figures.style import canvas, label, lines
+from research.figures.style import INK, canvas, label, lines
 
 BASE = "kvquant-2bit"
 COUNTS = (0, 5, 10, 15, 20)
@@ -38,7 +38,7 @@ def draw(numbers: dict[str, Any]) -> Canvas:
     """Two lines over N, for perplexity and for divergence."""
     figure, (perplexity, divergence) = canvas(f"Sinks or first tokens in full precision, on {numbers['base']}", 2)
     lines(perplexity, numbers["counts"], numbers["perplexity"])
-    perplexity.axhline(numbers["fp16"], color="black", linestyle="--", label="full precision")
+    perplexity.axhline(numbers["fp16"], color=INK, linestyle="--", label="full precision")
     lines(divergence, numbers["counts"], numbers["kl_divergence"])
     divergence.set_ylim(bottom=0)
     for panel in (perplexity, divergence):

@@ -13,6 +13,7 @@ def main() -> None:
     numbers = json.loads(NUMBERS.read_text())
     cpu, gpu = numbers["CPU"], numbers["GPU"]
     figure, (decode, prefill, attention) = style.canvas("Speed of antkv-1bit relative to a cache in 16 bits", 3)
+    figure.set_size_inches(11, 3.8)
     for panel, name, meaning in (
         (decode, "decode", "tokens per second over auto's"),
         (prefill, "prefill", "time of a prompt over auto's"),
@@ -22,7 +23,7 @@ def main() -> None:
             panel.plot(tokens, ratios, color=style.COLOURS[index], marker=marker, label=f"{who} at once")
         panel.set_xscale("log", base=2)
         panel.set_xticks(cpu["tokens"], [f"{tokens:,}" for tokens in cpu["tokens"]])
-        panel.axhline(1, color="#000000", linestyle=":")
+        panel.axhline(1, color=style.INK, linestyle=":")
         panel.set_ylim(bottom=0)
         style.label(panel, f"CPU, {name}", "tokens", meaning)
 
