@@ -1,4 +1,4 @@
-"""docs/presets.md and its figure show what vLLM computes."""
+"""docs/presets.md, docs/compatibility.md and their figures show what vLLM and `antkv plan` compute."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import capacity_figure
+from scripts import capacity_figure, hybrid_figure
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = json.loads(capacity_figure.NUMBERS.read_text())
@@ -43,3 +43,14 @@ def test_presets_hold_what_was_promised():
     assert gemma[at(131072)] >= 11
     of_presets = [ratios[at(32768)] for ratios in NUMBERS["relative to auto"].values()]
     assert of_presets == sorted(set(of_presets)), "fewer bits hold more"
+
+
+def test_what_hybrids_gain():
+    """Of one model the numbers are computed anew. Run `python -m scripts.hybrid_figure` when they are not the same."""
+    numbers = json.loads(hybrid_figure.NUMBERS.read_text())
+    assert numbers["LFM2-350M"] == hybrid_figure.measure(hybrid_figure.MODELS["LFM2-350M"])
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    header, _, *rows = re.search(r"^\|model\|1 bit.*?\n\n", page, re.M | re.S)[0].strip().splitlines()
+    columns = header.strip("|").split("|")[1:]
+    table = {name: list(map(float, gains)) for name, *gains in (row.strip("|").split("|") for row in rows)}
+    assert table == {name: [gains[column] for column in columns] for name, gains in numbers.items()}

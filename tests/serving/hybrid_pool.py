@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,15 +19,7 @@ from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
 from vllm_antkv.vllm_adapter.plan.blocks import make_blocks, set_block_size, states_of
 
-_COMMON = {"vocab_size": 128256, "max_position_embeddings": 131072, "dtype": "bfloat16"}
 _POOL = 1 << 42
-#: Layers of Nemotron-H.
-_KINDS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
-#: The shapes of published models.
-MODELS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-for _shape in MODELS.values():
-    if "layers_block_type" in _shape:
-        _shape["layers_block_type"] = [_KINDS[letter] for letter in _shape["layers_block_type"]]
 
 
 class Pool(NamedTuple):
@@ -48,7 +39,7 @@ def measure(shape: dict[str, Any], preset: str, length: int) -> Pool:
     """Of a server for requests of so many tokens."""
 
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(_COMMON | shape))
+        Path(folder, "config.json").write_text(json.dumps(shape))
         config = EngineArgs(
             model=folder, skip_tokenizer_init=True, max_model_len=length, enable_prefix_caching=True
         ).create_engine_config()

@@ -10,8 +10,9 @@ from transformers import AutoConfig
 from vllm import EngineArgs
 
 from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_config, capacity, engine_config
+from scripts.hybrid_figure import MODELS
 from tests.serving.conftest import EMBEDDED
-from tests.serving.hybrid_pool import MODELS, measure
+from tests.serving.hybrid_pool import measure
 from tests.serving.tiny import LFM2, make_codebook, make_model
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
