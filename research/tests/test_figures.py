@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from research.figures import FIGURES
+from research.figures import FIGURES, by_position
 from research.figures import __main__ as figures
 from research.figures.activations import LayerRows, hidden_states, visit_layers
 from research.figures.coverage import kept_by_table, mass_on
@@ -235,3 +235,21 @@ def test_mistakes_are_one_line(
     assert figures.run(args) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+def test_loss_by_position_is_drawn_from_comparisons(tmp_path: Path, monkeypatch) -> None:
+    def fidelity(*divergences: float) -> dict[str, Any]:
+        bands = [{"first": 128 * band, "kl": kl, "loss": 0.0} for band, kl in enumerate(divergences)]
+        return {"kl": 0.5, "by_position": bands}
+
+    compared = {"results": [], "fidelity": {"fp16": fidelity(0, 0), "antkv-1bit": fidelity(0.0171, 0.033)}}
+    file = tmp_path / "compared.json"
+    file.write_text(json.dumps(compared))
+    monkeypatch.setattr(by_position, "NUMBERS", tmp_path / "by-position.json")
+    by_position.main([f"Small={file}"])
+    by_position.main([])
+    assert "<svg" in (tmp_path / "by-position.svg").read_text()
+    (panel,) = by_position.draw(json.loads(by_position.NUMBERS.read_text())).axes
+    (line,) = panel.get_lines()
+    assert (panel.get_title(), line.get_label(), list(line.get_ydata())) == ("Small", "antkv-1bit", [0.0171, 0.033])
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["0", "128"]
