@@ -168,7 +168,7 @@ def _check_header(changes: dict[str, Any], path: Path) -> None:
 
 
 def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
-    """As docs/calibration.md describes it, independently of the loader."""
+    """As docs/codebook-file.md describes it, independently of the loader."""
     content = {key: value for key, value in header.items() if key != "checksum"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name in sorted(tensors):

@@ -1,7 +1,7 @@
 """The codebook file: centroids and sinks of one (model, preset).
 
 One safetensors file, never pickle. Its metadata holds a JSON header that is checked against the tensors and against the
-model before anything is served; see `docs/calibration.md` for the format.
+model before anything is served; see `docs/codebook-file.md` for the format.
 """
 
 import json
