@@ -16,6 +16,7 @@ def main() -> None:
     """Write the figure."""
     numbers = json.loads(NUMBERS.read_text())
     figure, panels = style.canvas("What caches lose by their effective bits, windows of 8,192 tokens", len(numbers))
+    figure.set_size_inches(8, 3.8)
     for panel, (model, methods) in zip(panels, numbers.items(), strict=True):
         for index, (family, points) in enumerate(methods.items()):
             bits, divergences = zip(*points.values(), strict=True)
