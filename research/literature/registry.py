@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from research.literature import (
+    fp8,
     h2o,
     intactkv,
     kivi,
@@ -28,7 +29,7 @@ from vllm_antkv.evaluate import methods as ours
 from vllm_antkv.evaluate.methods import antkv
 from vllm_antkv.offline.method import Method
 
-_MODULES = (rtn, kivi, kvquant, turboquant, skvq, logquant, streamingllm, h2o)
+_MODULES = (fp8, rtn, kivi, kvquant, turboquant, skvq, logquant, streamingllm, h2o)
 
 #: Name of a method -> what builds it.
 METHODS: dict[str, Callable[[str, LiteratureRequest], Method]] = {

@@ -151,6 +151,7 @@ def test_settings_say_what_was_kept(name, request_for) -> None:
 CONTEXT = 500
 COUNTS = {
     # name, recency: bits of all K elements of a channel of one sequence, and of V
+    ("fp8", "none"): (CONTEXT * 8,) * 2,
     ("rtn-2bit", "none"): (CONTEXT * (2 + 32 / 64), CONTEXT * (2 + 32 / 64)),
     ("rtn-4bit", "sliding:1"): ((500 - 116) * (4 + 32 / 64) + 116 * 16,) * 2,  # the open VQ block: 384 to 499
     ("kivi-2bit", "none"): (480 * (2 + 1) + 20 * 16, 500 * (2 + 1)),  # 15 groups of 32
@@ -430,7 +431,7 @@ def test_votes_on_rows_that_are_seen_exactly_count_little() -> None:
 
 
 def test_every_row_of_the_design_is_there() -> None:
-    literature = {"rtn", "kivi", "skvq", "kvquant", "turboquant", "logquant", "streamingllm", "h2o"}
+    literature = {"fp8", "rtn", "kivi", "skvq", "kvquant", "turboquant", "logquant", "streamingllm", "h2o"}
     assert {name.split("-")[0] for name in METHODS} == {"fp16", "cq", "antkv", *literature}
     assert set(ADDITIONS) == {"pfn", "kvsink", "intactkv"}
 
@@ -447,7 +448,8 @@ def test_the_docs_name_every_method() -> None:
 
 @pytest.mark.parametrize("name", [*QUANTISING, *EVICTING])
 def test_every_method_has_the_bits_of_its_name(name, request_for) -> None:
-    assert build_method(name, request_for()).nominal_bits == (int(name[-4]) if name.endswith("bit") else 16)
+    bits = 8 if name == "fp8" else int(name[-4]) if name.endswith("bit") else 16
+    assert build_method(name, request_for()).nominal_bits == bits
 
 
 def test_intactkv_takes_its_own_prefix(request_for) -> None:
