@@ -107,7 +107,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 #: Slow files, the slowest first: started last, one of them would run alone at the end. Files that share servers are
-#: together, and the tests that end them are the last of these.
+#: together, and the tests that end them are the last of these; so are files that share memory.
 SLOW_FILES = (
     "serving/test_bad_requests.py",
     "serving/test_dashboard.py",
@@ -117,17 +117,17 @@ SLOW_FILES = (
     "serving/test_surface.py",
     "serving/test_soak.py",
     "serving/test_kill.py",
+    "serving/test_pair.py",
+    "serving/test_shared_store.py",
+    "serving/test_data_parallel.py",
+    "serving/test_machines.py",
+    "serving/test_pipeline.py",
     "serving/test_families.py",
     "kernels/test_cuda.py",
     "serving/test_exactness.py",
     "serving/test_speculation.py",
-    "serving/test_data_parallel.py",
-    "serving/test_pipeline.py",
-    "serving/test_machines.py",
-    "serving/test_pair.py",
     "serving/test_page_store.py",
     "serving/test_store_layers.py",
-    "serving/test_shared_store.py",
     "serving/test_store_bytes.py",
     "serving/test_slow_store.py",
     "kernels/test_triton.py",

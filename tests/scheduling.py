@@ -16,13 +16,22 @@ SERVER_FILES = (
     "tests/serving/test_kill.py",
 )
 
+#: Files whose engines have several processes: two at once may not fit into memory.
+LARGE_FILES = (
+    "tests/serving/test_pair.py",
+    "tests/serving/test_shared_store.py",
+    "tests/serving/test_data_parallel.py",
+    "tests/serving/test_machines.py",
+    "tests/serving/test_pipeline.py",
+)
+
 
 class FileScheduling(LoadFileScheduling):
-    """Runs a file in one process, and all files that share servers."""
+    """Runs a file in one process, and all files that share servers or memory."""
 
     def _split_scope(self, nodeid: str) -> str:
         scope = super()._split_scope(nodeid)
-        return SERVER_FILES[0] if scope in SERVER_FILES else scope
+        return next((files[0] for files in (SERVER_FILES, LARGE_FILES) if scope in files), scope)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:

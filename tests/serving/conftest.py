@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 
 from tests.patience import PATIENCE
 from vllm_antkv.doctor.verify import Completion, complete
@@ -196,13 +195,6 @@ def engine_environment() -> Iterator[None]:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For tests that start engines of several processes: two at once may not fit."""
-    with FileLock(tmp_path_factory.getbasetemp().parent / "much-memory.lock"):
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from tests.serving.server import answer, process_serving
 from tests.serving.test_page_store import PRESET, transfer
 from tests.serving.test_store_bytes import bytes_in
 
-pytestmark = [pytest.mark.serving, pytest.mark.long, pytest.mark.usefixtures("much_memory")]
+pytestmark = [pytest.mark.serving, pytest.mark.long]
 
 
 def test_a_server_that_is_killed_under_load_leaves_nothing_wrong(
