@@ -15,7 +15,7 @@ from research.figures.scene import Scene, numbers_of, track
 from research.figures.style import COLOURS, canvas, label, number_layers
 from vllm_antkv.offline.kmeans import learn_centroids
 from vllm_antkv.ops.reference import decode, encode
-from vllm_antkv.ops.rope import unrotate
+from vllm_antkv.ops.rope import rotate, unrotate
 from vllm_antkv.presets import get_preset
 
 BEFORE, AFTER = "before RoPE", "after RoPE"
@@ -27,7 +27,11 @@ def numbers(scene: Scene) -> dict[str, Any]:
     """Of KV head 0 in every layer: standard deviation of each channel, and squared error of the quantisation."""
     sample = scene.request.sample
     assert sample is not None
-    learned_from = {BEFORE: sample.plain_key, AFTER: sample.key}
+    turned = [
+        rotate(rows, torch.arange(rows.shape[1]), rotary.to("cpu"))
+        for rows, rotary in zip(sample.plain_key, scene.rotaries, strict=True)
+    ]
+    learned_from = {BEFORE: sample.plain_key, AFTER: turned}
     measured: dict[str, list[torch.Tensor]] = {BEFORE: [], AFTER: []}
 
     def visit(rows: LayerRows) -> None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from research.literature import tasq
 from research.literature.method import check_eviction
 from research.literature.registry import build_method, check_method
 from research.literature.request import AnchorScope, LiteratureRequest
-from research.literature.sample import take_sample
+from research.literature.sample import MAX_TOKENS, take_sample
 from vllm_antkv import cli
 from vllm_antkv.cli.compare import show_comparison
 from vllm_antkv.cli.methods import Loader, perplexities
@@ -53,10 +54,11 @@ class LiteratureOptions(CacheOptions):
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="Text that kvquant-*, skvq-* and +kvsink-N learn from. Default: the first tokens of each window, and "
-            "for kvsink a codebook's sink rule."
+            help="Text that kvquant-*, skvq-*, tasq-* and +kvsink-N learn from. Default: the first tokens of each "
+            "window, and for kvsink a codebook's sink rule; tasq-* needs a text."
         ),
     ] = None
+    calibration_tokens: Annotated[int, typer.Option(min=1, help="Of that text, tokens learned from.")] = MAX_TOKENS
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), **({"recency": DEFAULTS.recency} if self.recency == OWN else {})}
@@ -73,7 +75,8 @@ def method_loader(names: list[str], cache: LiteratureOptions) -> Loader:
             learned = load_windows(cache.calibration, card.tokenizer, context)
             card.check_windows(learned)
             loaded = card.load()
-            sample = take_sample(loaded, learned, str(cache.calibration))
+            minded = any(name.split("+")[0] in tasq.NAMES for name in names)
+            sample = take_sample(loaded, learned, str(cache.calibration), cache.calibration_tokens, minded)
         request = LiteratureRequest(
             card.name, card.identity, cache.codebooks, config, cache.anchor_scope, cache.recency == OWN, sample
         )

@@ -19,6 +19,7 @@ from research.literature import (
     rtn,
     skvq,
     streamingllm,
+    tasq,
     turboquant,
 )
 from research.literature.method import LiteratureMethod
@@ -29,7 +30,7 @@ from vllm_antkv.evaluate import methods as ours
 from vllm_antkv.evaluate.methods import antkv
 from vllm_antkv.offline.method import Method
 
-_MODULES = (fp8, rtn, kivi, kvquant, turboquant, skvq, logquant, streamingllm, h2o)
+_MODULES = (fp8, rtn, kivi, kvquant, turboquant, skvq, logquant, tasq, streamingllm, h2o)
 
 #: Name of a method -> what builds it.
 METHODS: dict[str, Callable[[str, LiteratureRequest], Method]] = {

@@ -30,15 +30,19 @@ class Sample:
     """What calibrated methods learn from: a text run through the model in full precision.
 
     text: where it comes from.
-    key, plain_key, value: for every layer (num_windows, num_tokens, num_kv_heads, head_size) floating point; `key` is
-        after RoPE and `plain_key` before.
+    plain_key, value: for every layer (num_windows, num_tokens, num_kv_heads, head_size) floating point, keys before
+        RoPE.
+    query_moments: for every layer, see there, means over windows.
+    key_fisher, value_fisher: like rows, bfloat16: their squared gradients; empty where these were not asked for.
     sink_layer, sink_channels: the decoder layer after which few tokens stand out, and the channels in which they do.
     """
 
     text: str
-    key: list[torch.Tensor] = field(repr=False)
     plain_key: list[torch.Tensor] = field(repr=False)
     value: list[torch.Tensor] = field(repr=False)
+    query_moments: list[torch.Tensor] = field(repr=False)
+    key_fisher: list[torch.Tensor] = field(repr=False)
+    value_fisher: list[torch.Tensor] = field(repr=False)
     sink_layer: int
     sink_channels: tuple[int, ...]
 

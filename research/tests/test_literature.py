@@ -12,11 +12,13 @@ from research.literature.kvquant import KVQuant, num_outliers
 from research.literature.lloyd import lloyd_max, round_to_levels
 from research.literature.logquant import LogQuant
 from research.literature.method import check_eviction, strongest_so_far
+from research.literature.query_moments import channel_pairs, query_moments
 from research.literature.registry import ADDITIONS, METHODS, build_method, check_method
 from research.literature.request import LiteratureRequest
 from research.literature.sample import take_sample
 from research.literature.skvq import Skvq
 from research.literature.streamingllm import SinksAndWindow
+from research.literature.tasq import grouped, learn_tables
 from research.literature.turboquant import TurboQuant, normal_levels, rotation
 from research.literature.uniform import group_size, per_channel, per_token, round_to_grid
 from tests.unit.evaluate.conftest import HEAD_SIZE, LAYERS, tiny_model
@@ -24,9 +26,10 @@ from tests.unit.offline.test_attention import MODELS, OTHERS, logits_of, random_
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
 from vllm_antkv.evaluate.effective_bits import effective_bits
+from vllm_antkv.offline.hidden import loss_of
 from vllm_antkv.offline.prompt_scores import RECENT_VOTE, vote_weights
 from vllm_antkv.offline.traits import rotary_tables
-from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
+from vllm_antkv.ops.rope import RotaryTable, rotate, rotated_gradient, unrotate
 from vllm_antkv.select.recency import ALWAYS, last_query_table
 
 ENGINE = ("fp16", "cq-", "antkv-")
@@ -34,13 +37,15 @@ EVICTING = [name for name in METHODS if name.startswith(("streamingllm-", "h2o-"
 QUANTISING = [name for name in METHODS if not name.startswith(ENGINE) and name not in EVICTING]
 ON_TOP = [f"rtn-2bit+{addition}-3" for addition in ADDITIONS]
 LITERATURE = [*QUANTISING, *EVICTING, *ON_TOP]
+#: Learn from a calibration text or not at all.
+CALIBRATED = ["tasq-1bit"]
 KV_HEADS = 2
 CHANNELS = KV_HEADS * HEAD_SIZE
 
 
 @pytest.fixture(scope="module")
 def sample(model):
-    return take_sample(model, random_windows(2, 300, seed=5), "some text")
+    return take_sample(model, random_windows(2, 300, seed=5), "some text", gradients=True)
 
 
 @pytest.fixture
@@ -70,11 +75,11 @@ def random_rows(num_tokens: int = 300, num_windows: int = 2, seed: int = 0) -> t
 
 
 @pytest.mark.parametrize(
-    "recency, learned",
-    [("none", True), ("own", True), ("own", False)],
+    "recency, learned, name",
+    [(recency, True, name) for recency in ("none", "own") for name in LITERATURE]
+    + [("own", False, name) for name in LITERATURE if name not in CALIBRATED],
 )
-@pytest.mark.parametrize("name", LITERATURE)
-def test_a_later_token_never_changes_an_earlier_position(name, recency, learned, model, request_for) -> None:
+def test_a_later_token_never_changes_an_earlier_position(recency, learned, name, model, request_for) -> None:
     """At the ends of groups, blocks and residuals, and within them."""
     method = build_method(name, request_for(recency, learned))
     windows = random_windows(1, 300)
@@ -91,7 +96,7 @@ def test_a_later_token_never_changes_an_earlier_position(name, recency, learned,
 @pytest.mark.parametrize("name", QUANTISING)
 def test_a_row_depends_on_rows_that_are_there_when_it_is_first_read(name, recency, request_for, rotary) -> None:
     """However loud what comes later: the first query that reads row j coded comes after the last that sees it exact."""
-    method = build_method(name, request_for(recency, learned=False))
+    method = build_method(name, request_for(recency, learned=name in CALIBRATED))
     rows = [random_rows(), random_rows(seed=1)]
     before = method.quantiser.read_back(0, *rows, rotary)
     checked = 0
@@ -118,7 +123,7 @@ def test_the_error_falls_with_bits(family, request_for, rotary) -> None:
     key, value = random_rows(), random_rows(seed=1)
     errors = []
     for name in sorted(name for name in QUANTISING if name.startswith(family + "-")):
-        quantiser = build_method(name, request_for(learned=False)).quantiser
+        quantiser = build_method(name, request_for(learned=name in CALIBRATED)).quantiser
         coded = quantiser.read_back(0, key, value, rotary)
         assert [rows.shape for rows in coded] == [key.shape, value.shape]
         errors.append([float((a - b).norm()) for a, b in zip(coded, (key, value), strict=True)])
@@ -160,6 +165,9 @@ COUNTS = {
     ("kvquant-2bit", "none"): (500 * (2 + 32 / 64), 500 * (2 + 32 / 64 + 32 / 64)),
     ("kvquant-2bit", "own"): (496 * 2.5 + 4 * 16, 496 * 3 + 4 * 16),
     ("skvq-2bit", "own"): ((500 - 36) * (2 + 16 / 64) + 36 * 16,) * 2,  # 5 sinks and 31 beside the token in hand
+    # Codes of 10 bits for 8 channels, and a float16 for each token's K.
+    ("tasq-1bit", "none"): (500 * (1.25 + 16 / 64), 500 * 1.25),
+    ("tasq-1bit", "own"): ((500 - 63) * 1.5 + 63 * 16, (500 - 63) * 1.25 + 63 * 16),
     ("rtn-2bit+pfn-3", "none"): (497 * 2.5 + 3 * 16,) * 2,
     ("rtn-2bit+intactkv-1", "none"): (499 * 2.5 + 16,) * 2,
     # Sinks are exact in the layers after the first.
@@ -309,6 +317,67 @@ def test_skvq_reorders_and_clips(rotary) -> None:
     assert (coded - tailed).norm() < (per_token(tailed, 2, 64) - tailed).norm()
 
 
+def test_tasq_forgets_how_loud_a_token_is(request_for, rotary) -> None:
+    """One scale for all heads of a token: the code, and the error for its size, stay."""
+    key = random_rows()
+    quantiser = build_method("tasq-1bit", request_for()).quantiser
+    coded, loud = (quantiser.read_back(0, size * key, key, rotary)[0] for size in (1, 100))
+    torch.testing.assert_close(loud, 100 * coded, rtol=2e-3, atol=1e-2)
+
+
+def test_tasq_codes_what_queries_look_at(sample, request_for, rotary) -> None:
+    """The error that queries see is smaller than with channels that count alike."""
+    generator = torch.Generator().manual_seed(0)
+    known, rows = torch.randn(2, 8, 500, KV_HEADS, HEAD_SIZE, generator=generator)
+    moments = torch.logspace(-2, 2, HEAD_SIZE)[torch.randperm(HEAD_SIZE, generator=generator)].repeat(KV_HEADS, 1)
+    alike = [torch.ones_like(known)]
+    text = replace(sample, plain_key=[known], value=[known], key_fisher=alike, value_fisher=alike)
+    positions = torch.arange(500)
+    key, error = rotate(rows, positions, rotary), []
+    for weights in (torch.ones_like(moments), moments):
+        request = replace(request_for(), sample=replace(text, query_moments=[weights]))
+        coded, _ = build_method("tasq-1bit", request).quantiser.read_back(0, key, key, rotary)
+        error.append(float(((unrotate(coded, positions, rotary) - rows).square() * moments).sum()))
+    assert error[1] < 0.6 * error[0]
+
+
+def test_tasq_groups_channels_that_move_together() -> None:
+    """Eight causes of four pairs each, whose pairs come far apart."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = [[first, first + 32] for first in range(32)]
+    causes = torch.randn(4000, 8, generator=generator).repeat(1, 8)
+    rows = causes + 0.3 * torch.randn(4000, 64, generator=generator)
+    order = grouped(torch.cov(rows.double().T), pairs)
+    assert sorted(order) == list(range(64))
+    for group in torch.tensor(order).view(8, 8):
+        assert len((group % 8).unique()) == 1
+        assert {int(channel) + 32 for channel in group if channel < 32} == {int(c) for c in group if c >= 32}
+
+
+def test_tasq_keeps_rope_pairs_together(sample, rotary) -> None:
+    tables = learn_tables(sample, 0, rotary, torch.empty(0))
+    assert (tables.weights.square().mean(-1) - 1).abs().max() < 1e-5
+    for order in tables.order:
+        groups = {frozenset(group) for group in order.view(-1, 8).tolist()}
+        for first, second in channel_pairs(rotary, HEAD_SIZE):
+            assert any({first, second} <= group for group in groups)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("neox, rotary_dim", [(True, 8), (False, 8), (True, 4)])
+def test_query_moments_are_those_of_queries_turned_back_by_each_key(window, neox, rotary_dim) -> None:
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.arange(7)[:, None] * torch.rand(rotary_dim // 2, generator=generator)
+    table = RotaryTable(1.5 * angles.cos(), 1.5 * angles.sin(), neox)
+    query = torch.randn(7, 4, 8, generator=generator)
+    seen = []
+    for position in range(7):
+        queries = query[position : position + (window or 7)]
+        turned = rotated_gradient(queries, torch.full((len(queries),), position), table)
+        seen.append(turned.square().unflatten(1, (2, 2)).mean(2))
+    torch.testing.assert_close(query_moments(query, 2, table, window), torch.cat(seen).mean(0))
+
+
 def test_logquant_holds_what_the_engine_s_recency_would_hold() -> None:
     """The table of `select.recency`, which also has the open VQ block, where that says nothing more."""
     own, engine = LogQuant(2, 4).last_query(600), last_query_table(AntKVConfig(recency="log:4", prefix=0), 600).long()
@@ -373,8 +442,8 @@ def test_h2o_keeps_what_is_attended_to() -> None:
 
 
 def test_a_sample_holds_the_rows_of_the_text(model, sample) -> None:
-    assert len(sample.key) == len(sample.value) == LAYERS
-    assert sample.key[0].shape == (2, 300, KV_HEADS, HEAD_SIZE)
+    assert len(sample.plain_key) == len(sample.value) == LAYERS
+    assert sample.plain_key[0].shape == (2, 300, KV_HEADS, HEAD_SIZE)
     assert 0 <= sample.sink_layer < LAYERS
     values = []
     hook = model.get_decoder().layers[1].self_attn.v_proj.register_forward_hook(lambda m, a, out: values.append(out))
@@ -383,10 +452,33 @@ def test_a_sample_holds_the_rows_of_the_text(model, sample) -> None:
     torch.testing.assert_close(sample.value[1], values[0].view(2, 300, KV_HEADS, HEAD_SIZE), rtol=1e-3, atol=1e-4)
 
 
+def test_a_sample_holds_the_squared_gradients_of_the_loss(model, sample) -> None:
+    """By a difference: K and V are changed before RoPE, where the loss minds most."""
+    window = random_windows(2, 300, seed=5)[1]
+    attention = model.get_decoder().layers[1].self_attn
+    for projection, fisher in ((attention.k_proj, sample.key_fisher), (attention.v_proj, sample.value_fisher)):
+        assert fisher[1].shape == (2, 300, KV_HEADS, HEAD_SIZE)
+        largest, where = fisher[1][1].flatten().float().max(0)
+        losses = []
+        for step in (-1e-2, 1e-2):
+
+            def change(module, args, output, step=step, where=where):
+                moved = output.clone()
+                moved.flatten()[where] += step
+                return moved
+
+            hook = projection.register_forward_hook(change)
+            with torch.no_grad():
+                losses.append(float(loss_of(model, window)))
+            hook.remove()
+        assert ((losses[1] - losses[0]) / 2e-2) ** 2 == pytest.approx(float(largest), rel=0.05)
+    assert not take_sample(model, window[None], "text").key_fisher
+
+
 def test_calibrated_methods_learn_from_the_sample(request_for, rotary) -> None:
     """A row comes back the same whatever window it is in."""
     key, value = random_rows(), random_rows(seed=1)
-    for name in ("kvquant-2bit", "skvq-2bit"):
+    for name in ("kvquant-2bit", "skvq-2bit", "tasq-1bit"):
         learned = build_method(name, request_for())
         alone = learned.quantiser.read_back(0, key[:1], value[:1], rotary)
         together = learned.quantiser.read_back(0, key, value, rotary)
@@ -394,7 +486,15 @@ def test_calibrated_methods_learn_from_the_sample(request_for, rotary) -> None:
             torch.testing.assert_close(a[0], b[0])
         assert learned.settings["learned_from"] == "some text"
         assert learned.retention.learn == 0
-        assert build_method(name, request_for(learned=False)).retention.learn == 128
+        if name not in CALIBRATED:
+            assert build_method(name, request_for(learned=False)).retention.learn == 128
+
+
+def test_tasq_without_a_text_says_what_to_do(model, request_for, refused) -> None:
+    without_gradients = take_sample(model, random_windows(1, 300), "text", max_tokens=1)
+    for sample in (None, without_gradients):
+        with refused(SettingsError, "--calibration"):
+            build_method("tasq-1bit", replace(request_for(), sample=sample))
 
 
 def test_kvsink_without_a_rule_says_what_to_do(request_for, tmp_path, refused) -> None:
@@ -431,7 +531,7 @@ def test_votes_on_rows_that_are_seen_exactly_count_little() -> None:
 
 
 def test_every_row_of_the_design_is_there() -> None:
-    literature = {"fp8", "rtn", "kivi", "skvq", "kvquant", "turboquant", "logquant", "streamingllm", "h2o"}
+    literature = {"fp8", "rtn", "kivi", "skvq", "kvquant", "turboquant", "logquant", "tasq", "streamingllm", "h2o"}
     assert {name.split("-")[0] for name in METHODS} == {"fp16", "cq", "antkv", *literature}
     assert set(ADDITIONS) == {"pfn", "kvsink", "intactkv"}
 
@@ -448,7 +548,8 @@ def test_the_docs_name_every_method() -> None:
 
 @pytest.mark.parametrize("name", [*QUANTISING, *EVICTING])
 def test_every_method_has_the_bits_of_its_name(name, request_for) -> None:
-    bits = 8 if name == "fp8" else int(name[-4]) if name.endswith("bit") else 16
+    codes = {"fp8": 8, "tasq-1bit": 1.25}
+    bits = codes[name] if name in codes else int(name[-4]) if name.endswith("bit") else 16
     assert build_method(name, request_for()).nominal_bits == bits
 
 

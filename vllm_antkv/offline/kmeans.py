@@ -24,7 +24,9 @@ MAX_POINTS = 256
 _DISTANCES = 1 << 26
 
 
-def learn_centroids(points: torch.Tensor, weights: torch.Tensor, num_centroids: int, seed: int) -> torch.Tensor:
+def learn_centroids(
+    points: torch.Tensor, weights: torch.Tensor, num_centroids: int, seed: int, further: int = 0
+) -> torch.Tensor:
     """Weighted k-means from a k-means++ start.
 
     Args:
@@ -32,6 +34,7 @@ def learn_centroids(points: torch.Tensor, weights: torch.Tensor, num_centroids: 
         weights: (num_problems, num_points) float32, positive.
         num_centroids: of each problem, at most num_points.
         seed: sets the random choices.
+        further: iterations on all points at the end, beside those that calibration takes.
 
     Returns:
         (num_problems, num_centroids, size) float32. With fewer distinct points than centroids, some are equal.
@@ -46,7 +49,8 @@ def learn_centroids(points: torch.Tensor, weights: torch.Tensor, num_centroids: 
     centroids = _start(rows[..., :-1], weights, num_centroids, generator)
     variant = cpu.best() if rows.device.type == "cpu" else None
     least = min(rows.shape[1], SEEDING_POINTS * num_centroids)
-    for share, iterations in _FEW_CENTROIDS if num_centroids <= 256 else _MANY_CENTROIDS:
+    schedule = _FEW_CENTROIDS if num_centroids <= 256 else _MANY_CENTROIDS
+    for share, iterations in (*schedule, (1, further)):
         num_points = max(least, math.ceil(share * rows.shape[1]))
         for _ in range(iterations):
             centroids = improved(rows[:, :num_points], weights[:, :num_points], centroids, variant)
