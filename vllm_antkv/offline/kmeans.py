@@ -8,6 +8,7 @@ import math
 
 import torch
 
+from vllm_antkv.offline.large_tables import cuml_kmeans, learn_one_by_one
 from vllm_antkv.ops import cpu, cpu_clusters
 
 #: Lloyd's iterations as (share of the points, iterations), up to 256 centroids and above: most of the way is found on
@@ -34,7 +35,7 @@ def learn_centroids(
         weights: (num_problems, num_points) float32, positive.
         num_centroids: of each problem, at most num_points.
         seed: sets the random choices.
-        further: iterations on all points at the end, beside those that calibration takes.
+        further: iterations on all points at the end, beside those that calibration takes; not of cuML's.
 
     Returns:
         (num_problems, num_centroids, size) float32. With fewer distinct points than centroids, some are equal.
@@ -47,6 +48,8 @@ def learn_centroids(
     centre = points.mean(1, keepdim=True)
     rows = torch.cat((points - centre, torch.ones_like(points[..., :1])), -1)
     centroids = _start(rows[..., :-1], weights, num_centroids, generator)
+    if (kmeans := cuml_kmeans(rows.device, num_centroids)) is not None:
+        return learn_one_by_one(kmeans, rows[..., :-1], weights, centroids) + centre
     variant = cpu.best() if rows.device.type == "cpu" else None
     least = min(rows.shape[1], SEEDING_POINTS * num_centroids)
     schedule = _FEW_CENTROIDS if num_centroids <= 256 else _MANY_CENTROIDS

@@ -1,11 +1,18 @@
 """Weighted k-means: weights count, starts are reproducible, no centroid is wasted."""
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
 from scipy.spatial.distance import cdist
+from sklearn.cluster import KMeans
 
+from vllm_antkv.offline import kmeans
 from vllm_antkv.offline.kmeans import cluster_sums, improved, learn_centroids
+from vllm_antkv.offline.large_tables import cuml_kmeans
 from vllm_antkv.ops import cpu, cpu_clusters
 
 
@@ -143,3 +150,31 @@ def test_fewer_distinct_points_than_centroids_are_all_met() -> None:
 
 def test_constant_points_are_met() -> None:
     np.testing.assert_allclose(learned(np.full((300, 4), 2.5), 16), 2.5)
+
+
+def test_cuml_learns_large_tables_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu_device = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setitem(sys.modules, "cuml", None)
+    assert cuml_kmeans(gpu, 4096) is None, "it is not installed"
+    cuml = ModuleType("cuml")
+    cuml.__spec__ = ModuleSpec("cuml", None)
+    cluster = ModuleType("cuml.cluster")
+    cluster.KMeans = KMeans
+    monkeypatch.setitem(sys.modules, "cuml", cuml)
+    monkeypatch.setitem(sys.modules, "cuml.cluster", cluster)
+    assert cuml_kmeans(gpu, 4096) is KMeans
+    assert cuml_kmeans(gpu, 256) is None
+    assert cuml_kmeans(cpu_device, 4096) is None
+
+
+def test_what_cuml_is_asked_scikit_learn_answers_as_well_as_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same call: class, arguments, attributes. No GPU is needed for it."""
+    points = gaussian(4000, 8) + 5
+    weights = np.random.default_rng(1).lognormal(0, 2, len(points))
+    ours = objective(points, weights, learned(points, 64, weights))
+    monkeypatch.setattr(kmeans, "cuml_kmeans", lambda device, num_centroids: KMeans)
+    theirs = learned(points, 64, weights)
+    assert theirs.shape == (64, 8)
+    assert theirs.dtype == np.float32
+    assert objective(points, weights, theirs) < 1.02 * ours
+    assert objective(points, weights, theirs) < objective(points, weights, learned(points, 64))
