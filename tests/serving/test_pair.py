@@ -48,6 +48,11 @@ def num_pulls(url: str) -> float:
     return metrics(url)["vllm:nixl_bytes_transferred_count"]
 
 
+def wait_for_pulls(url: str, expected: float) -> None:
+    """A rank says with a later step what it has had."""
+    wait_for(lambda: num_pulls(url) == expected)
+
+
 @contextmanager
 def proxy(log: Path, prefill: str, decode: str, *options: str) -> Iterator[str]:
     """The URL of one."""
@@ -168,7 +173,7 @@ def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]],
             # VLLM's own attention, of the exact layer, rounds by where a prompt was cut.
             tolerance = 1e-5 if model != EMBEDDED else 0
             assert [(text, pytest.approx(logprobs, rel=0, abs=tolerance))] == local
-            assert num_pulls(decode.url) == number * num_ranks
+            wait_for_pulls(decode.url, number * num_ranks)
         # A client knows where the pages of a prompt are, and there is nobody to say so in its place.
         params = computed(prefill.url, prompts[-3])
         with proxy(tmp_path / "proxy.log", f"http://127.0.0.1:{free_port()}", decode.url) as url:
@@ -179,7 +184,7 @@ def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]],
         assert answers(decode.url, prompts[-3], params)
         pulls, other = num_pulls(decode.url), prompts[-3][::-1]
         assert answers(decode.url, other, computed(prefill.url, other))
-        assert num_pulls(decode.url) == pulls + num_ranks
+        wait_for_pulls(decode.url, pulls + num_ranks)
         # Their pages are given up once they are there.
         assert not wait_until_idle(prefill.url, PATIENCE)
 
