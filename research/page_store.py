@@ -32,7 +32,7 @@ def main() -> None:
     # ExampleConnector looks for one token less than it stores: not at the edge of a block.
     parser.add_argument("--context", type=int, default=8066, help="tokens of the prompt")
     given = parser.parse_args()
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     for dtype in STORES:
         with tempfile.TemporaryDirectory() as folder:
             without = first_tokens(given, dtype, None, range(TIMES))

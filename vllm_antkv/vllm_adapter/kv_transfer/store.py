@@ -6,6 +6,7 @@ one page cannot be loaded is computed as if none had been there. Threads wait fo
 and the host, and no step does.
 """
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 _LOADING_THREADS = 8
 #: Seconds that a server which ends waits for pages to be saved.
 _LAST_SECONDS = 10
+#: Seconds of a step in which nothing is computed, as in vLLM's engine process.
+_TURN = 0.001
 
 
 @dataclass
@@ -159,6 +162,10 @@ class AntKVStore(KVConnectorBase_V1, SupportsHMA):
         """The loads noted since the last step, and the blocks that enter the prefix cache in this one."""
         self._savings.step_begins(scheduler_output.total_num_scheduled_tokens)
         loads, self._loads = self._loads, {}
+        if not scheduler_output.total_num_scheduled_tokens:
+            # All wait for pages. An engine in the caller's process steps on and on then, and threads that read files
+            # would hardly have a turn.
+            time.sleep(_TURN)
         if self._stopped or not self._kv_transfer_config.is_kv_producer:
             return Transfers(loads)
         names = self._seen.keys() & scheduler_output.num_scheduled_tokens.keys()
