@@ -4,7 +4,8 @@ Questions, functions and answers are those that `bfcl-eval` brings; functions ar
 environment of its own, as `bfcl-eval` wants other versions than vLLM:
 
     vllm serve MODEL --enable-auto-tool-choice --tool-call-parser hermes --kv-cache-dtype antkv-1bit
-    pip install bfcl-eval soundfile && python research/tool_calls.py --server antkv-1bit=http://localhost:8000 --json OUT
+    pip install bfcl-eval soundfile
+    python research/tool_calls.py --server antkv-1bit=http://localhost:8000 --json OUT
 """
 
 import argparse
