@@ -65,7 +65,7 @@ test-long: $(VENV)
 	env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PYTEST) -m long $(ARGS)
 
 test-research: $(VENV)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix research/tests/test_,literature.py compare.py orderings.py figures.py retrieval.py retrieval_prompts.py) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix research/tests/test_,literature.py compare.py orderings.py figures.py retrieval.py retrieval_prompts.py humaneval.py) $(ARGS)
 
 vllm-contract: $(VENV)
 	$(BIN)/python -m scripts.vllm_contract $(VERSION) $(ARGS)
