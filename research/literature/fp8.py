@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from research.literature.method import LiteratureMethod
 from research.literature.request import LiteratureRequest
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.offline.method import Method
@@ -32,10 +31,7 @@ class Fp8:
 
 def build(name: str, request: LiteratureRequest) -> Method:
     """No token stays exact but those of the recency that all methods share."""
-    recency = "own" if request.own_recency else request.config.recency
-    return LiteratureMethod(
-        name, 8.0, request.config, Fp8(), retention=request.retention(), provenance={"recency": recency}
-    )
+    return request.coded(name, 8.0, Fp8(), request.retention())
 
 
 def _rounded(rows: torch.Tensor) -> torch.Tensor:

@@ -74,12 +74,18 @@ class LiteratureRequest(MethodRequest):
     ) -> LiteratureMethod:
         """A method called `...-Nbit`, which rounds to so many bits."""
         bits = int(name.removesuffix("bit").rpartition("-")[2])
+        return self.coded(name, bits, quantiser(bits), retention, **provenance)
+
+    def coded(
+        self, name: str, bits: float, quantiser: Quantiser, retention: Retention, **provenance: Any
+    ) -> LiteratureMethod:
+        """A method whose codes take so many bits per element."""
         recency = "own" if self.own_recency else self.config.recency
         return LiteratureMethod(
             name=name,
             nominal_bits=bits,
             config=self.config,
-            quantiser=quantiser(bits),
+            quantiser=quantiser,
             retention=retention,
             provenance={"recency": recency, **provenance},
         )

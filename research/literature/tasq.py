@@ -9,7 +9,7 @@ authors' code does. Exact by the paper: the last 64 tokens.
 Learned from a calibration text alone: 1,024 centroids want more than the first tokens of a window.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import networkx
@@ -159,11 +159,11 @@ def build(name: str, request: LiteratureRequest) -> Method:
     if sample is None or not sample.key_fisher:
         raise SettingsError(f"{name} learns from queries and gradients on a text: give --calibration TEXT.")
     _CODES.num_sub_vectors(request.identity.head_size)
-    method = request.rounded(
+    return request.coded(
         name,
-        lambda bits: Tasq(sample),
+        _CODES.nominal_bits,
+        Tasq(sample),
         request.retention(_WINDOW),
         learned_from=learned_from(sample),
         tokens=sample.value[0].shape[:2].numel(),
     )
-    return replace(method, nominal_bits=_CODES.nominal_bits)
