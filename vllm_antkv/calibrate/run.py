@@ -130,7 +130,12 @@ def _capture(job: Job, source: Source, work: Workspace, found: SinkChannels | No
     check_disk(work.folder, shape.num_bytes - files.num_bytes_taken())
     capture = Capture(source.rotary_tables(seq_len), files, job.weighted, found)
     done = work.windows_done()
-    with source.capturing(capture) as capture_window, progress_bar("Capturing K and V", num_windows, done) as progress:
+    # Codes err by far more than rounded products do.
+    with (
+        faster_products(rounded=True),
+        source.capturing(capture) as capture_window,
+        progress_bar("Capturing K and V", num_windows, done) as progress,
+    ):
         for index in range(done, num_windows):
             capture_window(job.learning[index], index)
             if (index + 1) % _WINDOWS_PER_SAVE == 0 or index + 1 == num_windows:

@@ -7,15 +7,21 @@ from vllm_antkv.offline.float32_products import faster_products
 
 
 @pytest.mark.parametrize(
-    ("found", "asked"), [([], False), (["avx512_bf16"], True), (["avx512_bf16", "amx_bf16"], False)]
+    ("found", "rounded", "asked"),
+    [
+        ([], True, False),
+        (["avx512_bf16"], False, True),
+        (["avx512_bf16", "amx_bf16"], False, False),
+        (["avx512_bf16", "amx_bf16"], True, True),
+    ],
 )
-def test_asked_for_only_where_nothing_is_rounded(
-    found: list[str], asked: bool, monkeypatch: pytest.MonkeyPatch
+def test_asked_for_only_where_nothing_is_rounded_that_may_not_be(
+    found: list[str], rounded: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(found, True))
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
-    with faster_products():
+    with faster_products(rounded):
         assert matmul.fp32_precision == ("bf16" if asked else before)
     assert matmul.fp32_precision == before
 
