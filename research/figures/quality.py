@@ -10,6 +10,9 @@ from research.figures import style
 NUMBERS = Path(__file__).parents[2] / "docs" / "figures" / "quality.json"
 #: In bits.
 _TICKS = (0.5, 1, 2, 4)
+#: Where names stand, in points.
+_SIDES = ({"xytext": (5, 3)}, {"xytext": (-5, -9), "ha": "right"})
+_BELOW = {"xytext": (0, -12), "ha": "center"}
 
 
 def main() -> None:
@@ -24,7 +27,7 @@ def main() -> None:
             panel.plot(bits, divergences, **look)
             for place, (name, point) in enumerate(points.items()):
                 # In turns on either side, as some points nearly coincide.
-                side = {"xytext": (5, 3)} if place % 2 == 0 else {"xytext": (-5, -9), "ha": "right"}
+                side = _SIDES[place % 2] if len(points) > 1 else _BELOW
                 panel.annotate(name, point, textcoords="offset points", fontsize=7, **side)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
