@@ -1,6 +1,7 @@
 # make demo   serve the embedded model at 1 bit and ask it something (ARGS=--once: then stop)
 # make test   lint, type-check and test, in about ten minutes on two cores
 # make test-long   the tests that take longer: every family of models, other processors and GPUs, several processes
+# make test-release   slow variants of what test-long runs: before a release
 # make test-research   the tests of the literature's methods, figures and retrieval in research/
 # make venv   only make .venv; every target does so by itself
 # make audit  licences of what is installed, and known vulnerabilities of what the locks name
@@ -31,7 +32,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Containers set it. Every process would then compile all modules of vLLM again, which takes longer than importing them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv demo real-models test test-short test-long test-research vllm-contract wheel audit gpu-check bench-cpu lint $(LINTERS) format docs lock clean
+.PHONY: help venv demo real-models test test-short test-long test-release test-research vllm-contract wheel audit gpu-check bench-cpu lint $(LINTERS) format docs lock clean
 
 help:
 	@sed -n 's/^# //;/^make/p' Makefile
@@ -62,7 +63,10 @@ test-short: $(VENV)
 	env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PYTEST) -m 'not long' $(ARGS)
 
 test-long: $(VENV)
-	env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PYTEST) -m long $(ARGS)
+	env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PYTEST) -m 'long and not release' $(ARGS)
+
+test-release: $(VENV)
+	env -u MAKEFLAGS -u MAKELEVEL -u ARGS $(PYTEST) -m release $(ARGS)
 
 test-research: $(VENV)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix research/tests/test_,literature.py compare.py orderings.py figures.py retrieval.py retrieval_prompts.py humaneval.py) $(ARGS)

@@ -54,7 +54,7 @@ def another(codebooks: str, tmp_path: Path) -> str:
     return str(tmp_path / "other")
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+@pytest.mark.parametrize("kind", ["tensor", pytest.param("pipeline", marks=pytest.mark.release)])
 def test_ranks_that_differ_do_not_start(default: dict[str, Any], another: str, tmp_path: Path, kind: str) -> None:
     theirs, differing = {
         "tensor": ({"codebooks": another}, r"codebook \(\w+, \w+\)"),

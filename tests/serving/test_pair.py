@@ -101,7 +101,7 @@ def one(name: str, role: str, folder: Path, model: Path = EMBEDDED, **options: s
         yield server
 
 
-@pytest.mark.parametrize("name", ["AntKVStore", "MultiConnector"])
+@pytest.mark.parametrize("name", [pytest.param("AntKVStore", marks=pytest.mark.release), "MultiConnector"])
 def test_no_request_ends_with_the_prefill_server(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
     """Those that it computes then, and later ones, are computed by the decode server; what is refused says why."""
     some = prompts[-3:]
@@ -155,7 +155,10 @@ def answers(url: str, prompt: list[int], params: dict[str, Any] | None = None, n
     return [(choice["text"], choice["logprobs"]["token_logprobs"]) for choice in response.json()["choices"]]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2], ids=["windows, one exact", "two ranks"])
+@pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(1, marks=pytest.mark.release, id="windows, one exact"), pytest.param(2, id="two ranks")],
+)
 def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]], tmp_path: Path) -> None:
     model, options = EMBEDDED, {"--tensor-parallel-size": str(num_ranks)}
     if num_ranks == 1:
@@ -189,6 +192,7 @@ def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]],
         assert not wait_until_idle(prefill.url, PATIENCE)
 
 
+@pytest.mark.release
 def test_pages_that_are_gone_or_foreign_are_computed(prompts: list[list[int]], tmp_path: Path) -> None:
     some, other, last = prompts[-1], prompts[-1][::-1], prompts[-2]
     foreign = {"--additional-config": antkv(recency="sliding:40")}

@@ -21,8 +21,15 @@ NEEDS_SUFFIX_TREES = pytest.mark.skipif(
     importlib.util.find_spec("arctic_inference") is None, reason="needs arctic-inference, which has no wheels for CPUs"
 )
 DRAFTS_OF_MODELS = [("draft_model", 3), ("eagle", 3), ("eagle3", 2), ("mtp", 1), ("mtp", 3)]
+#: Of those that draft alike, one.
+SLOW_VARIANTS = (("eagle", 3), ("mtp", 1))
 #: Answers cross the edges of blocks.
 MAX_TOKENS = 24
+
+
+def marks_of(method: str, num_drafts: int) -> list[pytest.MarkDecorator]:
+    """Whether `make test-long` runs a kind of drafts."""
+    return [pytest.mark.long, *([pytest.mark.release] if (method, num_drafts) in SLOW_VARIANTS else [])]
 
 
 def assert_drafts_were_right_and_wrong(engine: Engine) -> None:
@@ -102,7 +109,7 @@ def test_equals_auto_where_every_token_is_exact(
     [
         ("ngram", 1),
         pytest.param("suffix", 3, marks=[pytest.mark.long, NEEDS_SUFFIX_TREES]),
-        *(pytest.param(*kind, marks=pytest.mark.long) for kind in DRAFTS_OF_MODELS),
+        *(pytest.param(*kind, marks=marks_of(*kind)) for kind in DRAFTS_OF_MODELS),
     ],
 )
 def test_same_as_without_speculation(

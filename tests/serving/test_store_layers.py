@@ -116,7 +116,15 @@ def answered(start_engine: Start, default: dict[str, Any], prompts: list[list[in
         return [some, alone, longer, engine.complete(longer, MAX_TOKENS, together=False)]
 
 
-@pytest.mark.parametrize(("method", "num_drafts"), [("ngram", 5), ("draft_model", 3), ("eagle", 3), ("mtp", 1)])
+@pytest.mark.parametrize(
+    ("method", "num_drafts"),
+    [
+        ("ngram", 5),
+        ("draft_model", 3),
+        pytest.param("eagle", 3, marks=pytest.mark.release),
+        pytest.param("mtp", 1, marks=pytest.mark.release),
+    ],
+)
 def test_blocks_that_closed_among_drafts(
     start: Start, default: dict[str, Any], answered: list[Any], tmp_path: Path, method: str, num_drafts: int
 ) -> None:
