@@ -7,7 +7,8 @@ serve nothing within it. The figures of this choice are the paper's, not the ser
 import torch
 
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.offline.attention import OwnQueries, attend_window
+from vllm_antkv.offline.attention import attend_window
+from vllm_antkv.offline.coded_rows import OwnQueries
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.prompt_scores import POWER, prompt_scores

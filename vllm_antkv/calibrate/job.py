@@ -12,9 +12,15 @@ import torch
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.forward_backend import WhyVllm, why_vllm
 from vllm_antkv.calibrate.models import Streaming, compute_dtype, load_model
-from vllm_antkv.calibrate.resources import needs_checkpointing, pick_device, places_for_weights
+from vllm_antkv.calibrate.resources import (
+    needs_checkpointing,
+    pick_device,
+    places_for_weights,
+    training_needs_checkpointing,
+)
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.texts import built_in_text, read_text, text_hash, token_windows
+from vllm_antkv.calibrate.train import STEP_TOKENS
 from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import VQ_BLOCK_SIZE
@@ -39,6 +45,7 @@ class Job:
     presets: those asked for, each once.
     parts: of a preset, by its name, those that its layers may have; none: all layers have the preset.
     windows: (num_windows, seq_len) int64.
+    training: (num_windows, STEP_TOKENS or less), those of the steps in which centroids are trained; none of none.
     why_vllm: why vLLM has to run the model; None: transformers does.
     places: bytes of weights that each place can hold where the device cannot hold them all; None: it can.
     record: what the codebook's header says about the calibration.
@@ -50,6 +57,7 @@ class Job:
     presets: list[Preset]
     parts: dict[str, list[Preset]]
     windows: torch.Tensor
+    training: torch.Tensor
     device: torch.device
     why_vllm: WhyVllm | None
     places: dict[int | str, int] | None
@@ -88,10 +96,16 @@ class Job:
         return load_model(self.settings.model, self.config, self.device, streaming, self.settings.lora)
 
     @contextmanager
-    def model_again(self, folder: Path) -> Iterator[Any]:
-        """The model, loaded again as `load_model` does; it recomputes its layers where memory is short."""
-        model = self.load_model(folder)
-        with checkpointed(model, self.recomputes):
+    def model_again(self, folder: Path, trains: bool = False) -> Iterator[Any]:
+        """The model, loaded again as `load_model` does; it recomputes its layers where memory is short.
+
+        trains: what keeps more of every layer (`calibrate.train`).
+        """
+        model, recomputes = self.load_model(folder), self.recomputes
+        if trains and not recomputes:
+            dtype = compute_dtype(self.config, self.device)
+            recomputes = training_needs_checkpointing(self.config, self.training.shape[1], dtype)
+        with checkpointed(model, recomputes):
             yield model
 
 
@@ -113,8 +127,10 @@ def prepare(settings: CalibrationSettings) -> Job:
         preset.num_sub_vectors(identity.head_size)
     # Of a prompt, vLLM wants to predict one token more.
     seq_len = _clip(settings.seq_len, config.get_text_config().max_position_embeddings - (why is not None))
+    _check_trainable(settings, seq_len, why)
     tokenizer = read_tokenizer(model, CalibrationError)
-    windows, record = _read_windows(settings, tokenizer, seq_len, identity)
+    windows, training, record = _read_windows(settings, tokenizer, seq_len)
+    check_token_ids(torch.cat((windows.flatten(), training.flatten())), model, identity.vocab_size, CalibrationError)
     num_tokens = windows.numel() - len(windows)
     parts = _parts(settings, identity.head_size, windows, why)
     check_enough(_learned(presets, parts), num_tokens, seq_len)
@@ -127,7 +143,7 @@ def prepare(settings: CalibrationSettings) -> Job:
     record |= {"samples": len(windows), "seq_len": seq_len, **settings.recorded()}
     if why is not None and settings.weights == "grad":
         record["weights"] = "votes"
-    return Job(settings, config, identity, presets, parts, windows, device, why, places, record)
+    return Job(settings, config, identity, presets, parts, windows, training, device, why, places, record)
 
 
 def _parts(
@@ -152,13 +168,15 @@ def _learned(presets: Sequence[Preset], parts: Mapping[str, list[Preset]]) -> li
 
 
 def _read_windows(
-    settings: CalibrationSettings, tokenizer: Any, seq_len: int, identity: ModelIdentity
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The windows, and what the codebook's header says about their text."""
+    settings: CalibrationSettings, tokenizer: Any, seq_len: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """The windows, those of training, and what the codebook's header says about their text."""
     texts = [read_text(source) for source in settings.texts] or [built_in_text()]
     windows = token_windows(texts, tokenizer, settings.samples, seq_len, settings.seed)
-    check_token_ids(windows, settings.model, identity.vocab_size, CalibrationError)
-    return windows, {"texts": [text.name for text in texts], "text_sha256": text_hash(texts)}
+    training, steps = windows[:0], settings.train_steps
+    if steps:
+        training = token_windows(texts, tokenizer, steps, min(seq_len, STEP_TOKENS), settings.seed)
+    return windows, training, {"texts": [text.name for text in texts], "text_sha256": text_hash(texts)}
 
 
 def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> None:
@@ -178,6 +196,17 @@ def _refuse_adapter(settings: CalibrationSettings, why: WhyVllm) -> None:
             f"--lora works through transformers' code, but vLLM has to run {settings.model}, as {why.because}: "
             f"{why.instead or 'leave --lora out'}."
         )
+
+
+def _check_trainable(settings: CalibrationSettings, seq_len: int, why: WhyVllm | None) -> None:
+    """UnsupportedModelError for a model without gradients, CalibrationError for windows that read no codes."""
+    if settings.train_steps and why is not None:
+        raise UnsupportedModelError(
+            f"--train-steps needs gradients, and vLLM, which has to run {settings.model}, as {why.because}, has none: "
+            "leave it out."
+        )
+    if settings.train_steps and seq_len < 2 * VQ_BLOCK_SIZE:
+        raise CalibrationError(f"--train-steps needs windows of {2 * VQ_BLOCK_SIZE} tokens or more, not of {seq_len}.")
 
 
 def _check_streamable(settings: CalibrationSettings, device: torch.device) -> None:

@@ -21,6 +21,8 @@ _ATTENTION_ACTIVATIONS = 8
 _MLP_ACTIVATIONS = 4
 #: Of a token that goes to an expert, in hidden sizes: its way there and back.
 _EXPERT_ACTIVATIONS = 3
+#: Of a layer that attends through codes, in float32 logits of all its heads.
+_CODED_ATTENTION_ACTIVATIONS = 3
 #: Share of free memory beside a GPU that weights may take.
 _SHARE_OF_RAM = 0.8
 #: Above this many bytes of activations per window, layers are recomputed in the backward pass instead.
@@ -103,6 +105,14 @@ def layer_activation_bytes(config: Any, seq_len: int, dtype: torch.dtype) -> int
 def needs_checkpointing(config: Any, seq_len: int, dtype: torch.dtype) -> bool:
     """Whether decoder layers are recomputed in the backward pass, to save memory for a third more time."""
     return layer_activation_bytes(config, seq_len, dtype) > _CHECKPOINT_ABOVE
+
+
+def training_needs_checkpointing(config: Any, seq_len: int, dtype: torch.dtype) -> bool:
+    """As `needs_checkpointing`, where layers attend through codes in float32, and keep what that gives on its way."""
+    text = config.get_text_config()
+    per_layer = _CODED_ATTENTION_ACTIVATIONS * text.num_attention_heads * seq_len**2 * torch.float32.itemsize
+    kept = layer_activation_bytes(config, seq_len, dtype) + text.num_hidden_layers * per_layer
+    return kept > _CHECKPOINT_ABOVE
 
 
 def places_for_weights(config: Any, seq_len: int, device: torch.device) -> dict[int | str, int] | None:

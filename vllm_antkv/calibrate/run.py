@@ -17,7 +17,7 @@ from vllm_antkv.calibrate.resources import check_disk
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, open_source
 from vllm_antkv.calibrate.workspace import Workspace, open_workspace
-from vllm_antkv.calibrate.write_codebook import with_layers_mixed, write_codebook
+from vllm_antkv.calibrate.write_codebook import with_centroids_trained, with_layers_mixed, write_codebook
 from vllm_antkv.codebook.revision import revision_of
 from vllm_antkv.errors import AntKVError, CalibrationError
 from vllm_antkv.offline.float32_products import faster_products
@@ -59,7 +59,8 @@ def _run(job: Job) -> list[Path]:
         work, captured = _take(job, held)
         check_enough(job.learned, int(captured.kept.sum()), captured.files.shape.seq_len)
         learned = {preset.name: learn_preset(job, preset, captured, work) for preset in job.learned}
-        paths = [write_codebook(job, codebook, work) for codebook in with_layers_mixed(job, learned, work)]
+        mixed = with_layers_mixed(job, learned, work)
+        paths = [write_codebook(job, codebook, work) for codebook in with_centroids_trained(job, mixed, work)]
         work.remove()
     return paths
 

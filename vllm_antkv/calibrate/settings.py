@@ -33,7 +33,8 @@ class CalibrationSettings:
     bits: `uniform` gives all layers the preset; `mixed` gives each what it needs, all together no more bytes.
     lora: folder of an adapter that is always on.
     device: `auto`, `cpu`, `cuda` or `cuda:N`.
-    seed: chooses the text windows and seeds k-means.
+    train_steps: in which centroids are trained after k-means (`calibrate.train`).
+    seed: chooses the text windows, seeds k-means, and orders what is trained on.
 
     Raises:
         SettingsError: an unknown preset.
@@ -51,14 +52,15 @@ class CalibrationSettings:
     bits: Bits = "mixed"
     lora: Path | None = None
     device: str = "auto"
+    train_steps: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check all that can be checked without the model."""
-        if self.samples < 1 or self.seq_len < 2 or self.seed < 0:
+        if self.samples < 1 or self.seq_len < 2 or self.seed < 0 or self.train_steps < 0:
             raise CalibrationError(
-                f"--samples {self.samples}, --seq-len {self.seq_len}, --seed {self.seed}: they must be at least 1, 2 "
-                "and 0."
+                f"--samples {self.samples}, --seq-len {self.seq_len}, --seed {self.seed}, --train-steps "
+                f"{self.train_steps}: they must be at least 1, 2, 0 and 0."
             )
         for option, value, known in (
             ("weights", self.weights, get_args(Weights)),
@@ -85,4 +87,5 @@ class CalibrationSettings:
             "bits": self.bits,
             "seed": self.seed,
             **({"lora": self.lora.name} if self.lora else {}),
+            **({"train_steps": self.train_steps} if self.train_steps else {}),
         }

@@ -1,18 +1,21 @@
-"""From the centroids of k-means to the files: layers are mixed where that was asked for."""
+"""From the centroids of k-means to the files: layers are mixed, and centroids trained, where that was asked for."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.mix import mix
+from vllm_antkv.calibrate.train import train
 from vllm_antkv.calibrate.workspace import Workspace
 from vllm_antkv.codebook import Codebook, codebook_path
 from vllm_antkv.offline.divergences import layer_divergences
+from vllm_antkv.offline.float32_products import faster_products
 from vllm_antkv.presets import Preset
 from vllm_antkv.progress import progress_bar, say
 
@@ -37,6 +40,25 @@ def with_layers_mixed(job: Job, learned: Mapping[str, Codebook], work: Workspace
         else learned[preset.name]
         for preset in job.presets
     ]
+
+
+def with_centroids_trained(job: Job, learned: Sequence[Codebook], work: Workspace) -> Iterator[Codebook]:
+    """The codebooks asked for, trained where that was asked for: by `work` again, if they were before a kill."""
+    if not job.settings.train_steps:
+        yield from learned
+        return
+    with job.model_again(work.folder / "weights", trains=True) as model:
+        for book in learned:
+            path = codebook_path(work.folder / "trained", book.preset.name)
+            if not path.exists():
+                _trained(job, model, book).save(path)
+            yield Codebook.load(path)
+
+
+def _trained(job: Job, model: PreTrainedModel, book: Codebook) -> Codebook:
+    steps = job.settings.train_steps
+    with faster_products(rounded=True), progress_bar(f"Training {book.preset.name}", steps) as progress:
+        return train(model, book, job.training, steps, progress.update)
 
 
 def write_codebook(job: Job, codebook: Codebook, work: Workspace) -> Path:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from vllm_antkv.codebook.key_scales import query_scales
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.offline.capture_attention import layer_of, replaced
+from vllm_antkv.offline.coded_rows import CodedRows, OwnQueries, closed_rows, decoded_rows
 from vllm_antkv.offline.hidden import handed_on
 from vllm_antkv.offline.layer_window import LayerWindow
 from vllm_antkv.offline.method import Method
@@ -29,16 +30,11 @@ from vllm_antkv.offline.traits import LayerTraits, layer_traits, rotary_tables
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import (
     SeenRows,
-    anchor_score,
-    causal_lse,
-    corrected,
-    correction,
     jensen_bias,
     jensen_weights,
     mixed_attention,
 )
 from vllm_antkv.ops.rope import RotaryTable
-from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, block_anchors, code_errors
 from vllm_antkv.select.recency import last_query_table
 
 
@@ -135,28 +131,6 @@ class Run:
         self.is_sink = self.method.sinks_among(magnitude)
 
 
-class OwnQueries:
-    """The server's choice of anchors: by the queries of a block, when it closes.
-
-    window: rows in full precision, of the layer whose K and V are attended to.
-    """
-
-    def __init__(self, window: LayerWindow, config: AntKVConfig) -> None:
-        self.window, self.config = window, config
-
-    def scores(self, block: slice, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Anchor Scores of a block's K and V, each (num_windows, num_kv_heads, block_size).
-
-        visible: (1, block_size, block_size) bool, what the block's queries see of it.
-        """
-        query, key, rules = self.window.query[:, block], self.window.key[:, block], self.window.rules
-        return anchor_score(query, key, causal_lse(query, key, visible, rules), visible.to(key.dtype), rules)
-
-    def anchors(self, scores: torch.Tensor, errors: torch.Tensor, already_exact: torch.Tensor) -> torch.Tensor:
-        """See `block_anchors`."""
-        return block_anchors(scores, errors, already_exact, self.config, self.window.rules.window)
-
-
 def attend_window(
     window: LayerWindow,
     method: Method,
@@ -181,62 +155,28 @@ def attend_window(
     num_tokens, config, owner = key.shape[1], method.config, window.owner
     positions = torch.arange(num_tokens, device=key.device)
     last_query = last_query_table(config, num_tokens, rules.window).to(key.device)
-    # What queries of later blocks see: decoded rows, of which the anchors of closed blocks are corrected.
-    seen_key, seen_value = method.quantiser.read_back(owner.layer, key, value, window.rotary)
-    choice = chosen_by(owner, config)
+    decoded = decoded_rows(window, method.quantiser)
+    closed = closed_rows(decoded, chosen_by(owner, config), is_sink)
     weights = _jensen_weights(window, method)
-    is_code = torch.ones(key.shape[:3], dtype=torch.bool, device=key.device)
     outputs = []
     for start in range(0, num_tokens, VQ_BLOCK_SIZE):
         block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
-        past = slice(0, block.stop)
         attending = slice(start, block.stop, every)
-        visible = rules.visible(positions[attending, None], positions[past])
-        exact = visible & (positions[attending, None] <= last_query[past])
+        visible = rules.visible(positions[attending, None], positions[: block.stop])
+        exact = visible & (positions[attending, None] <= last_query[: block.stop])
         columns = exact.any(0).nonzero().flatten()
+        coded = CodedRows(
+            *(torch.cat((of[:, :start], own[:, block]), 1) for of, own in zip(closed, decoded, strict=True))
+        )
         output = mixed_attention(
             query[:, attending],
-            SeenRows(seen_key[:, past], seen_value[:, past], (visible & ~exact)[None]),
+            SeenRows(coded.key, coded.value, (visible & ~exact)[None]),
             SeenRows(key[:, columns], value[:, columns], exact[None, :, columns]),
             rules,
-            jensen_bias(query[:, attending], weights, is_code[:, past]),
+            jensen_bias(query[:, attending], weights, coded.is_code),
         )
         outputs.append(output)
-        # A block that never closes, or that no later query can see, has no anchors.
-        if config.anchor_rows == 0 or block.stop - start < VQ_BLOCK_SIZE or block.stop == num_tokens:
-            continue
-        own = rules.visible(positions[block, None], positions[block])[None]
-        scores = choice.scores(block, own)
-        anchors = []
-        for seen, full, score in ((seen_key, key, scores[0]), (seen_value, value, scores[1])):
-            if is_sink is not None:
-                score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
-            already_exact = positions[block] < config.prefix
-            errors = code_errors(full[:, block], seen[:, block])
-            offsets = choice.anchors(score, errors, already_exact)
-            anchors.append(_correct_anchors(seen[:, block], full[:, block], offsets))
-        is_code[:, block] = ~anchors[0]
     return torch.cat(outputs, dim=1)
-
-
-def _correct_anchors(seen: torch.Tensor, full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Correct the decoded rows of the anchors of one block as the cache would.
-
-    Args:
-        seen: (num_windows, block_size, num_kv_heads, head_size) decoded rows, written.
-        full: the same rows in full precision.
-        rows: (num_windows, num_kv_heads, anchor_rows) offsets of the anchors, from `block_anchors`.
-
-    Returns:
-        (num_windows, block_size, num_kv_heads) bool, which rows are anchors.
-    """
-    offsets = torch.arange(seen.shape[1], device=seen.device)
-    # An unused row is -1 and matches no offset.
-    in_fp8, exact = (
-        (rows[..., None] == first + offsets).any(-2).transpose(1, 2)[..., None] for first in (0, EXACT_ANCHOR)
-    )
-    seen.copy_(torch.where(exact, full, torch.where(in_fp8, corrected(seen, correction(full, seen)), seen)))
-    return (exact | in_fp8)[..., 0]
 
 
 def _jensen_weights(window: LayerWindow, method: Method) -> torch.Tensor:

@@ -74,7 +74,7 @@ def _measured(
 
     They are of x^2, x y and y^2, where x is g . d without a correction, and y what the whole correction adds to it.
     """
-    methods = [_method(book) for book in books]
+    methods = [served_method(book) for book in books]
     with watched_run(model, methods[0], num_tokens) as run:
 
         def watch(attended: Attended) -> None:
@@ -102,7 +102,8 @@ def _measured(
             yield
 
 
-def _method(book: Codebook) -> Method:
+def served_method(book: Codebook) -> Method:
+    """A codebook with the server's defaults."""
     name, bits, sinks = book.preset.name, book.preset.nominal_bits, book.header.sinks
     return Method(
         name,

@@ -11,6 +11,15 @@ from torch.nn import functional
 _NO_TARGET = -100
 
 
+def logits_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
+    """Of one window, (seq_len,) int64: (seq_len, vocab_size); gradients reach all K and V."""
+    # The parameters are frozen: the embeddings are where the graph that reaches every K and V begins.
+    embeddings = model.get_input_embeddings()(window[None]).detach()  # type: ignore[operator]
+    embeddings.requires_grad_(torch.is_grad_enabled())
+    logits: torch.Tensor = model(inputs_embeds=embeddings, use_cache=False).logits
+    return logits.flatten(0, 1)
+
+
 def loss_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
     """Causal language-model loss of one window, summed over its tokens.
 
@@ -19,10 +28,7 @@ def loss_of(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
     Args:
         window: (seq_len,) int64.
     """
-    # The parameters are frozen: the embeddings are where the graph that reaches every K and V begins.
-    embeddings = model.get_input_embeddings()(window[None]).detach()  # type: ignore[operator]
-    embeddings.requires_grad_(torch.is_grad_enabled())
-    logits = model(inputs_embeds=embeddings, use_cache=False).logits.flatten(0, 1)
+    logits = logits_of(model, window)
     # Nothing follows the last token. Its logits stay: cut off, they would be copied on the way back.
     targets = functional.pad(window[1:], (0, 1), value=_NO_TARGET)
     return functional.cross_entropy(logits.float(), targets, ignore_index=_NO_TARGET, reduction="sum")

@@ -14,7 +14,7 @@ from vllm_antkv.ops.rope import RotaryTable, rotate, unrotate
 class VectorQuantiser:
     """Rows come back as their nearest centroids. A row depends on itself alone.
 
-    A gradient reaches the centroids, but not the rows: which centroid is the nearest is a choice.
+    A gradient reaches the centroids, and the rows as if they came back as they are.
     """
 
     codebook: Codebook
@@ -41,4 +41,5 @@ def _nearest(rows: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     # Centroids that are trained get their gradient past the rounding. What is added is exact.
     centroids = centroids + (served(plain) - plain)
     codes = encode(rows.detach().flatten(0, 1), centroids.detach())
-    return decode(codes, centroids).unflatten(0, rows.shape[:2])
+    found = decode(codes, centroids).unflatten(0, rows.shape[:2])
+    return found + (rows - rows.detach()) if rows.requires_grad else found
