@@ -3,7 +3,7 @@
 python -m research.page_store MODEL --codebooks DIR
 
 Pages of antkv go through `AntKVStore`, those of `auto` through vLLM's ExampleConnector. What is restored is in memory.
-Prompts are computed with the folder, where they are looked for and kept, and without, one after the other.
+What the folder costs prompts that are not in it is measured on one engine, in turn with and without.
 """
 
 import argparse
@@ -12,15 +12,22 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 STORES = {"antkv-1bit": ("AntKVStore", "folder"), "auto": ("ExampleConnector", "shared_storage_path")}
 
 
 #: Prompts that are computed, and how often one is restored.
-TIMES = 5
+TIMES = 3
+#: Pairs of prompts, with the folder and without.
+PAIRS = 12
 
 
 def main() -> None:
@@ -35,28 +42,70 @@ def main() -> None:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     for dtype in STORES:
         with tempfile.TemporaryDirectory() as folder:
-            without = first_tokens(given, dtype, None, range(TIMES))
             computed = first_tokens(given, dtype, folder, range(TIMES))
             num_bytes = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
             restored = first_tokens(given, dtype, folder, [0] * TIMES)
         a_token = f"{num_bytes / given.context / TIMES:,.0f} bytes a token"
-        times = f"computed {computed:.2f} s (without a folder {without:.2f} s), restored {restored:.2f} s"
-        print(f"{dtype}: {times}, {a_token}", flush=True)
+        print(f"{dtype}: computed {computed:.2f} s, restored {restored:.2f} s, {a_token}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"a prompt that misses takes {in_new_process(misses, given, folder):.3f} of the time without a folder")
 
 
-def first_tokens(given: argparse.Namespace, dtype: str, folder: str | None, seeds: Sequence[int]) -> float:
+def first_tokens(given: argparse.Namespace, dtype: str, folder: str, seeds: Sequence[int]) -> float:
     """The median of some prompts, in seconds, in a new engine."""
+    return in_new_process(_first_tokens, given, dtype, folder, seeds)
+
+
+def in_new_process(measure: Callable[..., float], *arguments: Any) -> float:
+    """What it gives there."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as fresh:
-        return fresh.submit(_first_tokens, given, dtype, folder, seeds).result()
+        return fresh.submit(measure, *arguments).result()
 
 
-def _first_tokens(given: argparse.Namespace, dtype: str, folder: str | None, seeds: Sequence[int]) -> float:
-    from vllm import LLM, SamplingParams
+def misses(given: argparse.Namespace, folder: str) -> float:
+    """The median, over pairs of prompts, of the time with the folder by that without."""
+    # So that the scheduler's side of the connector is in this process, and the worker's side can be told.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    llm = _engine(given, "antkv-1bit", folder)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    ratios = []
+    _first_token(llm, given.context, 0)
+    for seed in range(1, PAIRS + 1):
+        seconds = {}
+        # Either comes first as often.
+        for stopped in (True, False)[:: 1 - 2 * (seed % 2)]:
+            scheduler.connector._stopped = stopped
+            llm.collective_rpc(partial(_stop, stopped=stopped))
+            seconds[stopped] = _first_token(llm, given.context, 2 * seed + stopped)
+        ratios.append(seconds[False] / seconds[True])
+    print("with by without:", ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios)), flush=True)
+    llm.llm_engine.engine_core.shutdown()
+    return statistics.median(ratios)
+
+
+def _stop(worker: Any, stopped: bool) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    get_kv_transfer_group()._stopped = stopped
+
+
+def _first_tokens(given: argparse.Namespace, dtype: str, folder: str, seeds: Sequence[int]) -> float:
+    llm = _engine(given, dtype, folder)
+    # The first prompt, too short for a block, warms up.
+    _first_token(llm, 15, 0)
+    is_restored = len(set(seeds)) < len(seeds)
+    seconds = [_first_token(llm, given.context, seed, is_restored) for seed in seeds]
+    # What is still to be written is written.
+    llm.llm_engine.engine_core.shutdown()
+    return statistics.median(seconds)
+
+
+def _engine(given: argparse.Namespace, dtype: str, folder: str) -> "LLM":
+    from vllm import LLM
 
     connector, key = STORES[dtype]
-    store = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": {key: folder}}
-    llm = LLM(
+    return LLM(
         given.model,
         dtype=given.dtype,
         kv_cache_dtype=dtype,
@@ -66,20 +115,24 @@ def _first_tokens(given: argparse.Namespace, dtype: str, folder: str | None, see
         max_num_batched_tokens=given.context,
         kv_cache_memory_bytes=1 << 30,
         additional_config={"antkv": {"codebooks": given.codebooks}},
-        kv_transfer_config=store if folder else None,
+        kv_transfer_config={
+            "kv_connector": connector,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {key: folder},
+        },
     )
-    seconds = []
-    # The first prompt, too short for a block, warms up.
-    for number, num_tokens in [(0, 15), *((seed, given.context) for seed in seeds)]:
-        prompt = {"prompt_token_ids": [(7 * position + number) % 4000 + 3 for position in range(num_tokens)]}
-        start = time.perf_counter()
-        (answer,) = llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-        assert llm.reset_prefix_cache()
-    assert bool(answer.num_cached_tokens) == (len(set(seeds)) < len(seeds))
-    # What is still to be written is written.
-    llm.llm_engine.engine_core.shutdown()
-    return statistics.median(seconds[1:])
+
+
+def _first_token(llm: "LLM", num_tokens: int, seed: int, is_restored: bool = False) -> float:
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": [(7 * position + seed) % 4000 + 3 for position in range(num_tokens)]}
+    start = time.perf_counter()
+    (answer,) = llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+    seconds = time.perf_counter() - start
+    assert bool(answer.num_cached_tokens) == is_restored
+    assert llm.reset_prefix_cache()
+    return seconds
 
 
 if __name__ == "__main__":
