@@ -1,5 +1,6 @@
 """Trained centroids: predictions are closer to the model's own, on other text too; the same command, the same bytes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,23 @@ def test_a_killed_training_goes_on_with_the_next_preset(
     assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == sorted(
         f"{each}.safetensors" for each in PRESETS
     )
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2"])
+def test_any_attention_can_be_trained_through(
+    family: str, make_model: Callable[..., Path], text_file: Path, tmp_path: Path
+) -> None:
+    """With windows, soft caps, sink logits, experts, and without RoPE."""
+    model = make_model(family, max_position_embeddings=256)
+    small = {"samples": 4, "seq_len": 256, "device": "cpu"}
+    books = []
+    for steps in (0, 1):
+        settings = CalibrationSettings(
+            str(model), PRESETS[:1], [str(text_file)], tmp_path / str(steps), train_steps=steps, **small
+        )
+        books.append(Codebook.load(*calibrate(settings)))
+    changed = [not torch.equal(one, other) for one, other in zip(books[0].v, books[1].v, strict=True)]
+    assert changed[-1]
 
 
 def test_windows_that_read_no_codes_are_refused(tmp_path: Path, refused: Refused) -> None:
