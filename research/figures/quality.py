@@ -11,7 +11,7 @@ NUMBERS = Path(__file__).parents[2] / "docs" / "figures" / "quality.json"
 #: In bits.
 _TICKS = (0.5, 1, 2, 4)
 #: Where names stand, in points.
-_SIDES = ({"xytext": (5, 3)}, {"xytext": (-5, -9), "ha": "right"})
+_SIDES = ({"xytext": (-5, -9), "ha": "right"}, {"xytext": (5, 3)})
 _BELOW = {"xytext": (0, -12), "ha": "center"}
 
 
@@ -27,12 +27,12 @@ def main() -> None:
             panel.plot(bits, divergences, **look)
             for place, (name, point) in enumerate(points.items()):
                 # In turns on either side, as some points nearly coincide.
-                side = _SIDES[place % 2] if len(points) > 1 else _BELOW
+                side = _SIDES[(len(points) - place) % 2] if len(points) > 1 else _BELOW
                 panel.annotate(name, point, textcoords="offset points", fontsize=7, **side)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xlim(0.5, 6)
-        panel.set_ylim(0.005, 2)
+        panel.set_ylim(0.0005, 2)
         panel.xaxis.set_major_locator(FixedLocator(_TICKS))
         panel.xaxis.set_minor_locator(NullLocator())
         panel.xaxis.set_major_formatter("{x:g}")

@@ -69,4 +69,4 @@ def test_the_comparison_has_the_figures_of_the_other_pages():
             (first_bits, first), (_, second) = results[name]
             assert (bits, *lost) == (first_bits, first, second)
             compared.add(name)
-    assert compared == {"turboquant-4bit", "kivi-2bit", "antkv-2bit", "antkv-1bit"}
+    assert compared == {"fp8", "turboquant-4bit", "kivi-2bit", "antkv-4bit", "antkv-2bit", "antkv-1bit"}
