@@ -36,8 +36,8 @@ class LearningOptions:
         int,
         typer.Option(
             min=0,
-            help="Train centroids end to end for so many steps of 1,024 tokens: 150 take a fifth off what 1 bit "
-            "loses, and minutes on a GPU.",
+            help="Train centroids end to end for so many steps of 1,024 tokens: 200 take a third off the perplexity "
+            "that SmolLM2 loses at 1 bit.",
         ),
     ] = CalibrationSettings.train_steps
     seed: Annotated[int, typer.Option(help="The same command and seed write the same file.")] = CalibrationSettings.seed
