@@ -12,6 +12,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.scheduling import LARGE_FILES, SERVER_FILES
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Otherwise every process that a test starts compiles all modules of vLLM again.
@@ -106,60 +108,22 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logger.removeFilter(listen)
 
 
-#: Slow files, the slowest first: started last, one of them would run alone at the end. Files that share servers are
-#: together, and the tests that end them are the last of these; so are files that share memory.
-SLOW_FILES = (
-    "serving/test_bad_requests.py",
-    "serving/test_dashboard.py",
-    "serving/test_prometheus.py",
-    "serving/test_status.py",
-    "serving/test_tasks.py",
-    "serving/test_surface.py",
-    "serving/test_soak.py",
-    "serving/test_kill.py",
-    "serving/test_pair.py",
-    "serving/test_shared_store.py",
-    "serving/test_data_parallel.py",
-    "serving/test_machines.py",
-    "serving/test_pipeline.py",
-    "serving/test_families.py",
-    "kernels/test_cuda.py",
-    "serving/test_exactness.py",
-    "serving/test_speculation.py",
-    "serving/test_page_store.py",
-    "serving/test_store_layers.py",
-    "serving/test_store_bytes.py",
-    "serving/test_slow_store.py",
-    "kernels/test_triton.py",
-    "kernels/test_triton_compile.py",
-    "serving/test_lora.py",
-    "serving/test_one_flag.py",
-    "serving/test_real_model.py",
-    "serving/test_images.py",
-    "serving/test_quantised_calibration.py",
-    "serving/test_windows.py",
-    "kernels/test_cuda_compile.py",
-    "unit/evaluate/test_embedded_quality.py",
-    "unit/calibrate/test_calibrate_on_start.py",
-    "serving/test_cuts.py",
-    "kernels/test_cpu_cuts.py",
-    "kernels/test_drafts.py",
-    "unit/calibrate/test_mix.py",
-    "unit/calibrate/test_kill.py",
-    "unit/test_hub.py",
-    "unit/calibrate/test_run.py",
-    "unit/offline/test_attention.py",
-)
+#: Folders of slow tests, the slowest first: started last, one of them would run alone at the end.
+SLOW_FOLDERS = ("serving", "kernels", "calibrate")
 
 
 def start_order(item: pytest.Item) -> int:
-    """Position of the test's file in the order of execution."""
-    file = item.path.relative_to(Path(__file__).parent).as_posix()
-    return SLOW_FILES.index(file) if file in SLOW_FILES else len(SLOW_FILES)
+    """Position of the test's file in the order of execution: first those that share servers or memory, together."""
+    file = item.path.relative_to(Path(__file__).parents[1])
+    together = [*SERVER_FILES, *LARGE_FILES]
+    if file.as_posix() in together:
+        return together.index(file.as_posix())
+    ranks = [rank for rank, folder in enumerate(SLOW_FOLDERS) if folder in file.parts]
+    return len(together) + (ranks[0] if ranks else len(SLOW_FOLDERS))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow files first; skip GPU tests where there is no GPU."""
+    """Put slow folders first; skip GPU tests where there is no GPU."""
     items.sort(key=start_order)
     if torch.cuda.is_available():
         return

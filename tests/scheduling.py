@@ -4,15 +4,15 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-#: Files that use the same servers: one process starts each once for all of them.
+#: Files that use the same servers: one process starts each once for all of them. The tests that end them are the last.
 SERVER_FILES = (
     "tests/serving/test_bad_requests.py",
     "tests/serving/test_dashboard.py",
     "tests/serving/test_prometheus.py",
-    "tests/serving/test_soak.py",
     "tests/serving/test_status.py",
-    "tests/serving/test_surface.py",
     "tests/serving/test_tasks.py",
+    "tests/serving/test_surface.py",
+    "tests/serving/test_soak.py",
     "tests/serving/test_kill.py",
 )
 
