@@ -74,11 +74,10 @@ def grown(size: int) -> Spoil:
     return grow
 
 
-def claiming(shape: list[Any], offsets: list[int] | None = None, both: bool = False) -> Spoil:
-    """A file of 4 bytes whose header claims a tensor k of a shape, and v at the same place if `both`."""
-    claim = {"dtype": "F16", "shape": shape, "data_offsets": offsets or [0, 4]}
-    header = {"k": claim, "v": claim} if both else {"k": claim}
-    return raw_header(json.dumps(header).encode(), bytes(4))
+def claiming(shape: list[Any], offsets: tuple[int, int] = (0, 4)) -> Spoil:
+    """A file of 4 bytes whose header claims a tensor k of a shape."""
+    claim = {"dtype": "F16", "shape": shape, "data_offsets": offsets}
+    return raw_header(json.dumps({"k": claim}).encode(), bytes(4))
 
 
 def sparse(size: int) -> Spoil:
@@ -142,8 +141,8 @@ def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
     return spoil
 
 
-def without_tensor(*names: str) -> Spoil:
-    return lambda path: _save(path, {name: tensor for name, tensor in _tensors(path).items() if name not in names})
+def without_tensor(missing: str) -> Spoil:
+    return lambda path: _save(path, {name: tensor for name, tensor in _tensors(path).items() if name != missing})
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -26,7 +26,6 @@ TABLE: list[tuple[str, list[str], int, str]] = [
     ("calibrate", [], 2, "Missing argument 'MODEL'"),
     (CALIBRATE, ["--verbose"], 2, "No such option"),
     (CALIBRATE, ["--preset", "auto"], 2, "Unknown preset 'auto'"),
-    (CALIBRATE, ["--preset", "../antkv-1bit"], 2, "Unknown preset"),
     (CALIBRATE, ["--samples", "0"], 2, AT_LEAST),
     (CALIBRATE, ["--samples", "1.5"], 2, INTEGER),
     (CALIBRATE, ["--samples", "9" * 5000], 2, "--samples"),
@@ -40,37 +39,24 @@ TABLE: list[tuple[str, list[str], int, str]] = [
     (CALIBRATE, ["--text", "/dev/null"], 1, "/dev/null"),
     (CALIBRATE, ["--text", "/proc/self/mem"], 1, "cannot be read as plain text"),
     (CALIBRATE, ["--text", "two\nlines"], 1, "two lines"),
-    (CALIBRATE, ["--out", "/dev/null"], 1, "/dev/null cannot be written"),
-    (CALIBRATE, ["--out", "/dev/null/below"], 1, "cannot be written"),
     (CALIBRATE, ["--out", LONG], 1, "File name too long"),
-    (PERPLEXITY, ["--method", ""], 2, "Unknown method ''"),
     (PERPLEXITY, ["--method", "rtn-2bit"], 2, "Unknown method 'rtn-2bit'"),
     (PERPLEXITY, ["--anchors", "nan"], 2, AT_MOST),
-    (PERPLEXITY, ["--anchors", "1.5"], 2, AT_MOST),
     (PERPLEXITY, ["--anchors", "1%"], 2, NUMBER),
     (PERPLEXITY, ["--sinks", "-1"], 2, AT_LEAST),
     (PERPLEXITY, ["--prefix", "4097"], 2, AT_MOST),
     (PERPLEXITY, ["--recency", "OWN"], 2, "'OWN' must be sliding:W"),
-    (PERPLEXITY, ["--recency", "log:3"], 2, "'log:3' must be sliding:W"),
     (PERPLEXITY, ["--recency", LONG], 2, "must be sliding:W"),
     (PERPLEXITY, ["--context", "1"], 2, AT_LEAST),
     (PERPLEXITY, ["--context", "4096"], 2, "made for 512 tokens"),
-    (PERPLEXITY, ["--context", "1" + "0" * 30], 2, "made for 512 tokens"),
     (PERPLEXITY, ["--max-windows", "0"], 2, AT_LEAST),
     (PERPLEXITY, ["--codebooks", "/none"], 1, "antkv calibrate"),
     (PERPLEXITY, ["--codebooks", "two\nlines"], 2, "control characters"),
     (PERPLEXITY, ["--codebooks", LONG], 2, "no path has more than"),
     (PERPLEXITY, ["--codebooks", "TEXT"], 1, "antkv calibrate"),
-    (PERPLEXITY, ["--json", ""], 2, "it is a folder"),
-    (PERPLEXITY, ["--json", "/none/out.json"], 2, "cannot be written"),
-    (PERPLEXITY, ["--json", "/dev/null/out.json"], 2, "cannot be written"),
     (COMPARE, ["--methods", ""], 2, "Unknown method ''"),
-    (COMPARE, ["--methods", ","], 2, "Unknown method ''"),
-    (COMPARE, ["--methods", "fp16;cq-1bit"], 2, "Unknown method 'fp16;cq-1bit'"),
     (COMPARE, ["--methods", "fp16,cq-1bit,fp99"], 2, "Unknown method 'fp99'"),
     (SERVED, ["--kv-cache-dtype", "antkv"], 2, "must be one of"),
-    (SERVED, ["--kv-cache-dtype", "fp16"], 2, "must be one of"),
-    (SERVED, ["--recency", "own"], 2, "must be sliding:W"),
     (SERVED, ["--kv-cache-dtype", "auto", "--against", "fp16"], 2, "must be one of"),
     (TASKS, [], 2, "Say what to evaluate"),
     (TASKS, ["--kv-cache-dtype", "auto", "--server", "auto=http://localhost:1"], 2, "Say what to evaluate"),
@@ -79,22 +65,15 @@ TABLE: list[tuple[str, list[str], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("line", "added", "code", "words"), TABLE, ids=lambda value: str(value)[:40])
-def test_a_bad_command_line(
-    line: str,
-    added: list[str],
-    code: int,
-    words: str,
-    model_folder: Path,
-    codebook_folder: Path,
-    text_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Where a name without a folder would end up.
+@pytest.fixture
+def places(model_folder, codebook_folder, text_file, tmp_path, monkeypatch) -> dict[str, Path]:
+    """What words in capitals stand for. A name without a folder would end up in the test's."""
     monkeypatch.chdir(tmp_path)
-    places = {"MODEL": model_folder, "BOOKS": codebook_folder, "TEXT": text_file, "NEW": tmp_path / "new"}
+    return {"MODEL": model_folder, "BOOKS": codebook_folder, "TEXT": text_file, "NEW": tmp_path / "new"}
+
+
+@pytest.mark.parametrize(("line", "added", "code", "words"), TABLE, ids=lambda value: str(value)[:40])
+def test_a_bad_command_line(line, added, code, words, places, tmp_path, capsys) -> None:
     assert cli.run([str(places.get(word, word)) for word in [*line.split(), *added]]) == code
     captured = capsys.readouterr()
     assert captured.out == ""

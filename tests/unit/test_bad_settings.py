@@ -13,17 +13,12 @@ from vllm_antkv.errors import SettingsError
 TABLE: list[tuple[str, str, str]] = [
     # The whole of it.
     ("null", "antkv", "valid dictionary"),
-    ("5", "antkv", "valid dictionary"),
-    ('"antkv-1bit"', "antkv", "valid dictionary"),
     ("[]", "antkv", "valid dictionary"),
     # Keys.
     ('{"anchors": 0.01}', "anchors", "not permitted"),
-    ('{"antkv": {"prefix": 8}}', "antkv", "not permitted"),
-    ('{"a\\nb": 1}', "a\\nb", "not permitted"),
     ('{"\\u001b[2J": 1}', "\\x1b[2J", "not permitted"),
     # codebooks: a folder.
     ('{"codebooks": ""}', "codebooks", "at least 1 character"),
-    ('{"codebooks": 7}', "codebooks", "valid string"),
     ('{"codebooks": "a\\u0000b"}', "codebooks", "control characters"),
     ('{"codebooks": "\\u2028"}', "codebooks", "control characters"),
     ('{"codebooks": "\\ud800"}', "codebooks", "unicode"),
@@ -37,28 +32,18 @@ TABLE: list[tuple[str, str, str]] = [
     ('{"anchor_share": 1.01}', "anchor_share", "less than or equal to 1"),
     ('{"anchor_share": -0.01}', "anchor_share", "greater than or equal to 0"),
     ('{"anchor_share": NaN}', "anchor_share", "got nan"),
-    ('{"anchor_share": Infinity}', "anchor_share", "got inf"),
     ('{"anchor_share": "0.01"}', "anchor_share", "valid number"),
     # sinks: true or false.
-    ('{"sinks": "yes"}', "sinks", "valid boolean"),
     ('{"sinks": 1}', "sinks", "valid boolean"),
     # prefix: 0 to 4096.
     ('{"prefix": -1}', "prefix", "greater than or equal to 0"),
     ('{"prefix": 4097}', "prefix", "less than or equal to 4096"),
-    ('{"prefix": 1000000000000000000000000000000}', "prefix", "less than or equal to 4096"),
     ('{"prefix": 8.5}', "prefix", "valid integer"),
-    ('{"prefix": "8"}', "prefix", "valid integer"),
     # recency: sliding:W, log:W or none.
     ('{"recency": ""}', "recency", "must be sliding:W, log:W"),
-    ('{"recency": "None"}', "recency", "must be sliding:W, log:W"),
-    ('{"recency": "sliding:"}', "recency", "must be sliding:W, log:W"),
     ('{"recency": "window:8"}', "recency", "must be sliding:W, log:W"),
-    ('{"recency": "none:4"}', "recency", "must be sliding:W, log:W"),
-    ('{"recency": "sliding:1.5"}', "recency", "must be sliding:W, log:W"),
     ('{"recency": "sliding:0"}', "recency", "must be sliding:W, log:W"),
-    ('{"recency": "sliding:-1"}', "recency", "must be sliding:W, log:W"),
     ('{"recency": "sliding:\\u0661"}', "recency", "must be sliding:W, log:W"),
-    ('{"recency": "sliding:9999999999"}', "recency", "must be sliding:W, log:W"),
     ('{"recency": "sliding:8\\n"}', "recency", "must be sliding:W, log:W"),
     ('{"recency": "log:41"}', "recency", "must be sliding:W, log:W"),
     (json.dumps({"recency": "sliding:" + "9" * 100_000}), "recency", "must be sliding:W, log:W"),
