@@ -99,10 +99,7 @@ def tables(settings: AntKVConfig) -> tuple[BlockTables, list[Any]]:
     )
     arguments = what_the_runner_reads(config)
     found = BlockTables(
-        max_num_reqs=len(COMPUTED) + 2,
-        max_num_batched_tokens=MAX_LEN,
-        device=torch.device("cpu"),
-        **arguments,
+        max_num_reqs=len(COMPUTED) + 2, max_num_batched_tokens=MAX_LEN, device=torch.device("cpu"), **arguments
     )
     return found, groups
 
@@ -146,14 +143,6 @@ def test_attention_is_shown_every_live_page(recency: str, prefix: int) -> None:
             assert not lost, (
                 f"{type(spec).__name__}, {computed} tokens: pages that are live, or dead, are shown otherwise"
             )
-
-
-def test_the_first_page_is_among_them() -> None:
-    """What a window would take first: the intact prefix, and BOS with it."""
-    (_, rows, shown) = gathered(AntKVConfig())[1]
-    assert all(row[0] != 0 for row in rows)
-    assert any(0 in row for row in rows), "other pages are dead"
-    assert [int(table[0]) for table in shown] == [row[0] for row in rows]
 
 
 def test_tokens_are_stored_in_their_pages() -> None:

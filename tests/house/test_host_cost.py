@@ -36,9 +36,10 @@ def test_a_prompt_is_measured_beside_vllm_s_own_backend(tmp_path):
     assert "| prompt-1024 | 1 | 6 | 2 |" in run.stdout
 
 
-def test_a_layer_only_launches():
-    """What a step is was planned before, and pages were bound when vLLM gave them."""
-    command = [sys.executable, "-m", "tests.house.planned_layer"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize(("module", "says"), [("house.planned_layer", "launches"), ("kernels.launches", "variants")])
+def test_a_layer_only_launches_and_short_launches_hand_over_what_triton_does(module, says):
+    """What a step is was planned before, and pages were bound when vLLM gave them; the same compiled kernels, with the
+    same arguments. Each in a process of its own."""
+    run = subprocess.run([sys.executable, "-m", f"tests.{module}"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "launches" in run.stdout
+    assert says in run.stdout

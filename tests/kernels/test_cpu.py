@@ -287,17 +287,3 @@ def test_attending_to_the_cache_of_another_layer_changes_nothing_in_it(float32_k
 
     engine.operations = SimpleNamespace(run=run_and_read)
     engine.step([(sequence, 1)])
-
-
-def test_rows_whose_heads_lie_apart_are_refused(float32_kernels):
-    engine, sequence = Engine(AntKVConfig(), Shape(), float32_kernels), draw_sequence(0, 2, Shape())
-    engine.step([(sequence, 1)])
-    run_one = engine.operations.run
-    apart = torch.empty(1, 4, 32)[..., ::2]
-
-    def with_rows_apart(step_rows, output, step):
-        run_one(step_rows._replace(query=apart), output, step)
-
-    engine.operations.run = with_rows_apart
-    with pytest.raises(ValueError, match="contiguous"):
-        engine.step([(sequence, 1)])

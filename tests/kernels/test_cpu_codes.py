@@ -21,35 +21,17 @@ STEPS = (11, 4, 1, 1, 43)
 SHAPES = [Shape(preset, 64, rotary_dim=0) for preset in ("antkv-0.75bit", "antkv-0.375bit")]
 
 #: Changes rows, (num_tokens, num_kv_heads, head_size), and centroids, (num_kv_heads, num_sub_vectors, 4096, size).
-Change = Callable[[torch.Tensor, torch.Tensor], None]
+Change = Callable[[torch.Tensor, torch.Tensor], object]
 
 
-def usual(rows: torch.Tensor, centroids: torch.Tensor) -> None:
-    pass
-
-
-def far_from_zero(rows: torch.Tensor, centroids: torch.Tensor) -> None:
-    rows[..., 3] += 300
-    centroids[:, 0, :, 3] += 300
-
-
-def rows_with_outliers(rows: torch.Tensor, centroids: torch.Tensor) -> None:
-    rows[::7, :, 5] = 1e4
-
-
-def a_centroid_that_dwarfs_the_others(rows: torch.Tensor, centroids: torch.Tensor) -> None:
-    centroids[:, :, 7] *= 1e4
-    rows[::9] *= 1e4
-
-
-def tiny_rows(rows: torch.Tensor, centroids: torch.Tensor) -> None:
-    rows *= 1e-30
-
-
-def nearly_the_same(rows: torch.Tensor, centroids: torch.Tensor) -> None:
-    """What bytes cannot tell apart."""
-    centroids *= 1e-3
-    centroids[:, :, 0] = 50
+CHANGES: dict[str, Change] = {
+    "usual": lambda rows, centroids: None,
+    "far from zero": lambda rows, centroids: (rows[..., 3].add_(300), centroids[:, 0, :, 3].add_(300)),
+    "rows with outliers": lambda rows, centroids: rows[::7, :, 5].fill_(1e4),
+    "a centroid that dwarfs the others": lambda rows, centroids: (centroids[:, :, 7].mul_(1e4), rows[::9].mul_(1e4)),
+    "tiny rows": lambda rows, centroids: rows.mul_(1e-30),
+    "what bytes cannot tell apart": lambda rows, centroids: (centroids.mul_(1e-3), centroids[:, :, 0].fill_(50)),
+}
 
 
 def one_centroid(rows: torch.Tensor, centroids: torch.Tensor) -> None:
@@ -86,11 +68,7 @@ def codes_of(engine: Engine, sequence: Sequence, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(
-    "change",
-    [usual, far_from_zero, rows_with_outliers, a_centroid_that_dwarfs_the_others, tiny_rows, nearly_the_same],
-    ids=lambda change: change.__name__,
-)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_no_centroid_is_nearer(float32_kernels, shape, change, monkeypatch):  # noqa: F811
     for rows, codes, centroids in coded(float32_kernels, shape, change, monkeypatch):
         distances = torch.cdist(

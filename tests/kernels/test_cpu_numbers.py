@@ -16,15 +16,7 @@ SHAPE = Shape("antkv-1bit", 64, 8, 2, torch.bfloat16, reorders=True)
 LENGTH = 390
 
 
-def usual(sequence: Sequence) -> None:
-    pass
-
-
-def sharp_logits(sequence: Sequence) -> None:
-    sequence.query.mul_(16)
-
-
-def rows_with_outliers(sequence: Sequence) -> None:
+def with_outliers(sequence: Sequence) -> None:
     """Some of them make logits of hundreds of thousands; float32 holds no larger ones to a tenth."""
     generator = torch.Generator().manual_seed(5)
     for rows, outlier in ((sequence.query, 100), (sequence.key, 1e4), (sequence.value, 1e4)):
@@ -32,19 +24,20 @@ def rows_with_outliers(sequence: Sequence) -> None:
         rows[chosen, :, 7] = outlier
 
 
-def an_outlier_channel(sequence: Sequence) -> None:
-    sequence.key[:, :, 3] += 300
-
-
-def tiny_numbers(sequence: Sequence) -> None:
-    for rows in (sequence.query, sequence.key, sequence.value):
-        rows.mul_(1e-30)
-
-
-def negative_zeros(sequence: Sequence) -> None:
+def with_negative_zeros(sequence: Sequence) -> None:
     for rows in (sequence.query, sequence.key, sequence.value):
         rows[::3] = -0.0
         rows[:, :, ::2] = -0.0
+
+
+CHANGES = {
+    "usual": lambda sequence: None,
+    "sharp logits": lambda sequence: sequence.query.mul_(16),
+    "rows with outliers": with_outliers,
+    "an outlier channel": lambda sequence: sequence.key[:, :, 3].add_(300),
+    "tiny numbers": lambda sequence: [rows.mul_(1e-30) for rows in (sequence.query, sequence.key, sequence.value)],
+    "negative zeros": with_negative_zeros,
+}
 
 
 def output(operations, change, compute_dtype: torch.dtype) -> torch.Tensor:
@@ -65,11 +58,7 @@ def with_rounded_rows(query, coded, *arguments):
     return mixed_attention(query, coded._replace(key=key, value=value), *arguments)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [usual, sharp_logits, rows_with_outliers, an_outlier_channel, tiny_numbers, negative_zeros],
-    ids=lambda change: change.__name__,
-)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_errors_are_those_of_rounding_to_bfloat16(kernels, change, monkeypatch):  # noqa: F811
     ours = output(kernels, change, torch.float32)
     exact = output(ReferenceOperations, change, torch.float64)

@@ -32,11 +32,11 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import cuda
 from vllm_antkv.ops.cuda_build import Build
-from vllm_antkv.ops.layer import LayerKind, StepRows
+from vllm_antkv.ops.layer import StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import unpack_codes
 from vllm_antkv.ops.step import StepPlan
-from vllm_antkv.presets import LAYER_PRESETS, Preset
+from vllm_antkv.presets import LAYER_PRESETS
 
 pytestmark = [needs_emulation, pytest.mark.long]
 
@@ -251,20 +251,6 @@ def test_lanes_that_are_served_together_read_other_banks(shape, reads):
                 assert len(set(columns[first : first + at_once])) == together
 
 
-def test_every_lane_reads_its_part_of_a_row_once():
-    for case in LAYERS:
-        build = build_of(*case)
-        quads = set(range(build.head_size // 4))
-        for row in range(8):
-            lanes = range(4 * row, 4 * row + 4)
-            steps = range(build.head_size // 16)
-            assert {library(build).key_quad(lane, step) for lane in lanes for step in steps} == quads
-        for column in range(4):
-            lanes = range(column, 32, 4)
-            steps = range(build.head_size // 32)
-            assert {library(build).value_quad(lane, step) for lane in lanes for step in steps} == quads
-
-
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
@@ -285,12 +271,3 @@ def test_layers_without_code_are_refused(shape, words, refused):
 def test_a_gpu_with_too_little_shared_memory_is_refused(shape, shared_bytes, refused):
     with refused(UnsupportedModelError, "shared memory"):
         Engine(AntKVConfig(), shape, operations(EmulatedBackend(shared_bytes)))
-
-
-def test_a_preset_without_code_is_refused():
-    layer = LayerKind(Preset("antkv-8bit", 1, 256), 64, 2, FLOAT16, None)
-    assert "antkv-8bit" in str(cuda.unsupported(layer, EmulatedBackend()))
-
-
-def test_missing_says_why():
-    assert "NVIDIA" in str(cuda.missing(torch.device("cpu")))

@@ -95,13 +95,7 @@ def test_the_reference_gives_what_it_gives_token_by_token(
 @pytest.mark.long
 @pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 @settings(max_examples=40, deadline=None)
-@given(
-    config=CONFIGS,
-    shape=st.sampled_from(test_cpu.SHAPES),
-    lengths=LENGTHS,
-    num_drafts=NUM_DRAFTS,
-    data=st.data(),
-)
+@given(config=CONFIGS, shape=st.sampled_from(test_cpu.SHAPES), lengths=LENGTHS, num_drafts=NUM_DRAFTS, data=st.data())
 def test_the_kernels_give_the_same_bits_as_token_by_token(
     kernels,  # noqa: F811
     config,

@@ -57,17 +57,6 @@ def test_any_schedule_gives_what_the_evaluator_computes(config, shape, lengths, 
     assert len(engine.free) == 1199
 
 
-def test_tokens_in_hand_are_seen_exactly_where_prefill_does_not_read_the_cache():
-    config = AntKVConfig(prefill_reads_cache=False)
-    engine = Engine(config, SMALL, ReferenceOperations)
-    sequence = draw_sequence(0, 300, SMALL)
-    engine.step([(sequence, 300)])
-    logits = torch.einsum("qhd,khd->hqk", sequence.query, sequence.key.repeat_interleave(2, 1)) * SMALL.scale
-    probs = logits.masked_fill(torch.ones(300, 300).triu(1).bool(), -torch.inf).softmax(-1)
-    expected = torch.einsum("hqk,khd->qhd", probs, sequence.value.repeat_interleave(2, 1))
-    torch.testing.assert_close(sequence.output, expected, rtol=1e-3, atol=1e-4)
-
-
 def test_rows_that_nobody_sees_may_be_gone():
     """Without recency, prefix and anchors a row is dead after its own step, though block tables still point to it."""
     config = AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0)

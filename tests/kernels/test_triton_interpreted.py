@@ -4,8 +4,8 @@ Pages are full of NaN before they are written, and freed pages are again (see en
 """
 
 import os
-import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -22,11 +22,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
 from tests.kernels.as_reference import assert_as_reference
 from tests.kernels.engine import Engine, Shape, draw_sequence
-from tests.kernels.guarded import guarded, guarding
+from tests.kernels.guarded import guarding
 from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from tests.kernels.quick_interpreter import quicken
-from tests.kernels.test_drafts import AT_THE_EDGE, DRAFT_CONFIGS, EDGE, answer, draw_request
-from tests.kernels.test_guarded import ending
+from tests.kernels.test_drafts import AT_THE_EDGE, DRAFT_CONFIGS, EDGE, draw_request
 from tests.kernels.triton_cases import (
     CONFIGS,
     ONE_HEAD,
@@ -130,21 +129,6 @@ def test_a_block_that_rejected_tokens_filled_closes_again(config, rules):
     assert_offline(engine, [sequence])
 
 
-@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(
-    config=st.sampled_from([*DRAFT_CONFIGS, *CONFIGS]),
-    shape=st.sampled_from([ONE_HEAD, Shape("antkv-1bit", 16, 5, 1, window=40), Shape("antkv-4bit", 8, 2, 1)]),
-    lengths=st.tuples(st.integers(1, 260), st.integers(2, 20)),
-    num_drafts=st.sampled_from([1, 3, 5]),
-    data=st.data(),
-)
-def test_drafts_leave_no_trace_if_they_are_rejected(config, shape, lengths, num_drafts, data):
-    engine, sequence = Engine(config, shape, TritonOperations, num_drafts=num_drafts), draw_request(shape, lengths)
-    engine.step([(sequence, lengths[0])])
-    answer(engine, sequence, num_drafts, data)
-    assert_offline(engine, [sequence])
-
-
 @pytest.mark.parametrize("window", [None, 321])
 def test_drafts_over_splits(window):
     """Queries of two blocks see anchors of several chunks of blocks; windows of some of them begin with a tile."""
@@ -241,18 +225,6 @@ def test_a_row_whose_page_is_null_is_zeros_and_marks_its_request(recency, is_var
     assert_missing_rows_are_zeros(build, ONE_HEAD, recency, reads_cache=not is_varlen)
 
 
-@pytest.mark.parametrize(("missing", "signal_"), [(0, 0), (300, signal.SIGSEGV)])
-def test_a_kernel_that_reads_behind_a_table_is_stopped(missing, signal_):
-    """Told of a table of positions that is shorter than the sequence."""
-
-    def operations(layer: LayerState) -> TritonOperations:
-        table = guarded(layer.last_query[: len(layer.last_query) - missing])
-        return TritonOperations(replace(layer, last_query=table))
-
-    engine = Engine(AntKVConfig(), ONE_HEAD, operations)
-    assert ending(lambda: engine.step([(draw_sequence(0, 140, ONE_HEAD), 140)])) == signal_
-
-
 class Decoding(ReferenceOperations):
     """The Triton kernels decode; longer queries are the reference's, which takes less time."""
 
@@ -296,8 +268,7 @@ def test_blocks_that_single_tokens_fill_are_closed_by_the_scores_in_their_pages(
 
 
 @pytest.mark.parametrize(
-    ("num_splits", "share", "anchor_dtype", "error"),
-    [(1, 0.015, "fp8", 0), (4, 0.0, "fp8", 0), (4, 0.2, "model", 1.0)],
+    ("num_splits", "share", "anchor_dtype", "error"), [(1, 0.015, "fp8", 0), (4, 0.0, "fp8", 0), (4, 0.2, "model", 1.0)]
 )
 def test_a_long_past(monkeypatch, share, anchor_dtype, num_splits, error):
     """Anchors of several chunks of blocks, of which the last is not full, and no anchor rows, and many."""
@@ -366,8 +337,8 @@ class Planned(TritonOperations):
         super().run(rows, output, planned(step, self._layer, self.decoded))
 
 
-def through_a_varlen_kernel(layer: LayerState) -> TritonOperations:
-    return Planned(replace(layer, varlen=varlen(400)))
+def through_a_varlen_kernel(layer: LayerState, kind: type[Planned] = Planned) -> TritonOperations:
+    return kind(replace(layer, varlen=varlen(400)))
 
 
 @pytest.mark.parametrize(
@@ -397,14 +368,9 @@ class Overestimating(Planned):
 def test_drafts_beside_prompts_through_a_kernel_for_plain_rows(monkeypatch):
     monkeypatch.setattr(triton_operations, "prefill", None)
     shape = Shape("antkv-1bit", 48, 3, 1, error=1.0)
-
-    def operations(layer: LayerState) -> TritonOperations:
-        return Overestimating(replace(layer, varlen=varlen(400)))
-
+    builds = partial(through_a_varlen_kernel, kind=Overestimating), ReferenceOperations
     config = AntKVConfig(recency="sliding:32", prefill_reads_cache=False)
-    ours, theirs = (
-        serve_drafts(Engine(config, shape, build, num_drafts=3)) for build in (operations, ReferenceOperations)
-    )
+    ours, theirs = (serve_drafts(Engine(config, shape, build, num_drafts=3)) for build in builds)
     for mine, reference in zip(ours, theirs, strict=True):
         computed = slice(mine.computed)
         torch.testing.assert_close(mine.output[computed], reference.output[computed], rtol=1e-3, atol=1e-4)
