@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(not HAS_COMPILER, reason="nee
 ROOT = Path(__file__).parents[2]
 #: Kinds of entry points that the wheel has one of.
 GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins", "console_scripts")
-RESOURCES = ("centroids", "configs", "csrc", "triton_kernels")
 KERNELS = {f"vllm_antkv/ops/_cpu_{name}.so" for name in ("avx2", "avx512", "tiles")}
 #: The oldest that is documented.
 OLDEST_COMPILER = "g++-" + re.search(r"`g\+\+` (\d+) or newer", (ROOT / "docs" / "troubleshooting.md").read_text())[1]
@@ -37,14 +36,6 @@ def distributions(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(distributions):
     return distributions[1]
-
-
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """A folder with the wheel unpacked, as pip would."""
-    site = tmp_path_factory.mktemp("site")
-    zipfile.ZipFile(wheel).extractall(site)
-    return site
 
 
 def test_the_wheel_is_for_every_python_and_no_newer_glibc_than_documented(wheel):
@@ -78,11 +69,6 @@ def test_without_a_compiler_there_is_a_wheel_without_kernels(tmp_path):
     assert not [name for name in zipfile.ZipFile(path).namelist() if name.endswith(".so")]
 
 
-def test_the_wheel_puts_one_package_at_the_top(wheel):
-    top = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert top == {"vllm_antkv", f"vllm_antkv-{vllm_antkv.__version__}.dist-info"}
-
-
 def test_every_file_of_the_package_is_in_the_wheel(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "vllm_antkv").rglob("*"):
@@ -90,32 +76,12 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
             assert path.relative_to(ROOT).as_posix() in names
 
 
-def test_the_engine_is_no_requirement_but_our_entry_points_are_there(wheel):
+def test_the_engine_is_no_requirement(wheel):
     archive = zipfile.ZipFile(wheel)
     metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
     requirements = [line.split()[1] for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
     assert requirements
     assert not any(requirement.startswith("vllm") for requirement in requirements)
-    entries = archive.read(next(name for name in archive.namelist() if name.endswith("/entry_points.txt"))).decode()
-    assert "[vllm.general_plugins]\nantkv = vllm_antkv.plugin:register" in entries
-    assert "antkv = vllm_antkv.cli:main" in entries
-
-
-def find_resources(site=None):
-    code = "import importlib.resources as r\n"
-    code += "\n".join(f"print(r.files('vllm_antkv.{name}'))" for name in RESOURCES)
-    path = f"import sys; sys.path.insert(0, {str(site)!r})\n" if site else ""
-    done = subprocess.run([sys.executable, "-I", "-c", path + code], check=True, capture_output=True, text=True)
-    return [Path(line) for line in done.stdout.splitlines()]
-
-
-def test_resources_are_found_in_an_installed_wheel(installed):
-    assert find_resources(installed) == [installed / "vllm_antkv" / name for name in RESOURCES]
-
-
-def test_resources_are_found_where_this_package_lives():
-    """In a checkout (editable) or in site-packages, whichever is under test."""
-    assert all((folder / "__init__.py").is_file() for folder in find_resources())
 
 
 @pytest.fixture(scope="module")
