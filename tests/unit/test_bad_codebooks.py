@@ -39,6 +39,15 @@ NAN, INFINITE = float("nan"), float("inf")
 #: How the names of those begin that claim more than there is.
 BOMBS = ("a header of", "a million", "10 TB", "more bytes", "offsets beyond", "a sparse")
 
+#: Of channels of keys: what is known of each of them.
+CHANNELS = torch.ones(MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)
+
+
+def with_first(number: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """This number for one channel alone."""
+    return lambda _: CHANNELS.index_fill(-1, torch.tensor([0]), number)
+
+
 #: What is wrong, how the file is made so, words of the sentence.
 TABLE: dict[str, tuple[Spoil, str]] = {
     # What stands in its place.
@@ -84,6 +93,10 @@ TABLE: dict[str, tuple[Spoil, str]] = {
     "the preset clears the screen": (header_field(preset="\x1b[2J"), r"'\x1b[2J', which is none of"),
     "another preset": (header_field(preset="antkv-4bit"), "holds centroids for antkv-4bit, not for antkv-1bit"),
     "a preset that does not divide the head": (header_field(preset="antkv-0.375bit"), "does not divide its head size"),
+    "layers that cost more than it": (header_field(layers=["antkv-2bit", "antkv-1bit"]), "take more bytes"),
+    "few layers": (header_field(layers=["antkv-1bit"]), "one preset for each"),
+    "a layer of an unknown preset": (header_field(layers=["antkv-1bit", "antkv-3bit"]), "one preset for each"),
+    "no layers with a preset": (header_field(layers=[]), "one preset for each"),
     # Its model.
     "the model is empty": (header_field(model={}), "'model.architecture'"),
     "no layers": (model_field(num_layers=0), "'model.num_layers'"),
@@ -113,26 +126,23 @@ TABLE: dict[str, tuple[Spoil, str]] = {
     "v with fewer centroids": (tensor("v", lambda v: v[:, :, :, :255]), "v is F16"),
     "a NaN in every row of k": (tensor("k", lambda k: torch.cat((k[..., 1:], k[..., :1] * NAN), -1)), "not finite"),
     "infinities in v": (tensor("v", lambda v: v.clamp(min=INFINITE)), "v holds values that are not finite"),
+    "errors of one layer": (tensor("k_errors", lambda _: CHANNELS[:1]), "k_errors is F32 (1, 2, 16), but must be F32"),
+    "errors in float16": (tensor("k_errors", lambda _: CHANNELS.half()), "k_errors is F16"),
+    "errors below 0": (tensor("k_errors", lambda _: -CHANNELS), "k_errors holds values below 0"),
+    "infinite errors": (tensor("k_errors", lambda _: CHANNELS / 0), "k_errors holds values that are not finite"),
+    # Logits would change.
+    "a scale below 0": (tensor("k_scale", with_first(-1)), "k_scale holds values below 0"),
+    "a scale of 0": (tensor("k_scale", with_first(0)), "powers of two"),
+    "a scale of 3/2": (tensor("k_scale", with_first(1.5)), "powers of two"),
+    "a large scale": (tensor("k_scale", with_first(256)), "powers of two"),
     "other values": (tensor("v", lambda v: v + 1), "checksum does not match"),
 }  # fmt: skip
 
 
-@pytest.fixture
-def spoilt(tmp_path: Path) -> Callable[[Spoil], Path]:
-    """Spoils the good codebook that lies in the test's folder."""
-
-    def spoil(how: Spoil) -> Path:
-        path = tmp_path / "codebook"
-        how(path)
-        return path
-
-    return spoil
-
-
 @pytest.mark.parametrize("name", TABLE)
-def test_a_bad_codebook(name: str, spoilt: Callable[[Spoil], Path], refused: Refused) -> None:
-    how, words = TABLE[name]
-    path = spoilt(how)
+def test_a_bad_codebook(name: str, tmp_path: Path, refused: Refused) -> None:
+    (spoil, words), path = TABLE[name], tmp_path / "codebook"
+    spoil(path)
     before = os.listdir(path.parent)
     with refused(CodebookError, words, str(path)) as caught:
         Codebook.load(path, PRESET, MODEL)
@@ -141,8 +151,9 @@ def test_a_bad_codebook(name: str, spoilt: Callable[[Spoil], Path], refused: Ref
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if name.startswith(BOMBS)])
-def test_a_bomb_is_refused_before_it_takes_memory(name: str, spoilt: Callable[[Spoil], Path]) -> None:
-    path = spoilt(TABLE[name][0])
+def test_a_bomb_is_refused_before_it_takes_memory(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "codebook"
+    TABLE[name][0](path)
     # Resets the peak that Linux keeps of this process.
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_memory()

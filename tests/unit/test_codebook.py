@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
 
 from tests.codebooks import random_codebook
 from tests.unit import spoilt
@@ -31,27 +30,11 @@ from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import LAYER_PRESETS, PRESETS, get_preset
 
 MODEL = spoilt.MODEL.model_copy(update={"head_size": 32})
-SINKS = SinkRule(layer=1, channels=(3, 17), threshold=12.5)
 same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def make(preset="antkv-4bit", model=MODEL, seed=0, **more):
     return random_codebook(model, preset, seed, **more)
-
-
-@pytest.fixture(scope="module")
-def good_bytes(tmp_path_factory):
-    path = tmp_path_factory.mktemp("codebook") / "good.safetensors"
-    make(sinks=SINKS).save(path)
-    return path.read_bytes()
-
-
-def rewrite(path, *, header=None, tensors=None):
-    """A file with parts of a good one replaced, and everything else (checksum included) as it was."""
-    make().save(path)
-    with safe_open(path, framework="pt") as file:
-        old_header = json.loads(file.metadata()["antkv"])
-    save_file(load_file(path) | (tensors or {}), path, {"antkv": json.dumps(old_header | (header or {}))})
 
 
 sink_rules = st.none() | st.builds(
@@ -96,52 +79,16 @@ def test_what_is_known_of_the_channels_of_keys_is_loaded(tmp_path, name, rows):
     assert getattr(Codebook.load(tmp_path / "without"), name) is None
 
 
-def first_times(factor):
-    """Of one channel alone."""
-    factors = torch.ones(CHANNELS)
-    factors[0, 0, 0] = factor
-    return lambda rows: factors * rows
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "said"),
-    [
-        ("k_errors", lambda rows: rows[:1], "must be F32"),
-        ("k_errors", lambda rows: rows.half(), "must be F32"),
-        ("k_errors", lambda rows: -rows, "below 0"),
-        ("k_errors", lambda rows: rows / 0, "finite"),
-        # Logits would change.
-        ("k_scale", first_times(-1), "below 0"),
-        ("k_scale", first_times(0), "powers of two"),
-        ("k_scale", first_times(1.5), "powers of two"),
-        ("k_scale", first_times(256), "powers of two"),
-    ],
-)
-def test_what_cannot_be_of_the_channels_of_keys_is_refused(tmp_path, refused, name, change, said):
-    rewrite(tmp_path / "c", tensors={name: change(torch.ones(CHANNELS))})
-    with refused(CodebookError, str(tmp_path / "c"), said):
-        Codebook.load(tmp_path / "c")
-
-
-def with_prefix_field(path, prefix):
-    """A file as versions wrote it that could train a prefix."""
+def test_a_file_that_says_it_has_no_trained_prefix_is_loaded(tmp_path):
+    """As versions wrote it that could train one."""
+    path = tmp_path / "c"
     make().save(path)
     with safe_open(path, framework="pt") as file:
-        header = json.loads(file.metadata()["antkv"]) | {"prefix": prefix}
+        header = json.loads(file.metadata()["antkv"]) | {"prefix": None}
     tensors = load_file(path)
     header["checksum"] = checksum_of(header, tensors)
     save_file(tensors, path, {"antkv": json.dumps(header)})
-    return header
-
-
-def test_a_file_that_says_it_has_no_trained_prefix_is_loaded(tmp_path):
-    header = with_prefix_field(tmp_path / "c", None)
-    assert Codebook.load(tmp_path / "c").header.checksum == header["checksum"]
-
-
-def test_the_same_codebook_gives_the_same_bytes(tmp_path, good_bytes):
-    make(sinks=SINKS).save(tmp_path / "again")
-    assert (tmp_path / "again").read_bytes() == good_bytes
+    assert Codebook.load(path).header.checksum == header["checksum"]
 
 
 def cost(preset):
@@ -160,22 +107,6 @@ def test_layers_of_a_preset_stand_together_and_come_back_in_order(tmp_path):
     assert all(map(torch.equal, (*loaded.k, *loaded.v), (*saved.k, *saved.v)))
     assert [preset.name for preset in loaded.header.layer_presets] == list(layers)
     assert loaded.header.mix == "antkv-2bit in layers 1; antkv-1bit in layers 2; antkv-0.375bit in layers 0, 3"
-
-
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    [
-        (("antkv-2bit", "antkv-1bit"), "take more bytes"),
-        (("antkv-1bit",), "one preset for each"),
-        (("antkv-1bit", "antkv-3bit"), "one preset for each"),
-        ((), "one preset for each"),
-    ],
-    ids=["expensive", "few", "unknown", "none"],
-)
-def test_layers_that_do_not_fit_are_refused(tmp_path, refused, layers, said):
-    rewrite(tmp_path / "c", header={"preset": "antkv-1bit", "layers": layers})
-    with refused(CodebookError, str(tmp_path / "c"), said):
-        Codebook.load(tmp_path / "c")
 
 
 @pytest.mark.parametrize("field", ModelIdentity.model_fields)
@@ -239,11 +170,3 @@ def test_lookup_goes_from_the_model_to_what_we_ship_to_the_users_cache(tmp_path,
         find_codebook(name, MODEL, "antkv-4bit", str(mine))
     make().save(codebook_path(mine, "antkv-4bit"))
     assert find_codebook(name, MODEL, "antkv-4bit", str(mine)) == codebook_path(mine, "antkv-4bit")
-
-
-def test_identity_of_a_hugging_face_config():
-    config = LlamaConfig(
-        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=99
-    )
-    identity = ModelIdentity.from_hf_config(config)
-    assert (identity.num_layers, identity.num_kv_heads, identity.head_size, identity.vocab_size) == (3, 2, 16, 99)

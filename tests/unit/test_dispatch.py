@@ -67,11 +67,6 @@ def test_kernels_for_cpus_do_not_run_on_a_gpu_nor_those_for_gpus_on_a_cpu():
         choose("cuda", CPU, [LLAMA])
 
 
-def test_a_gpu_without_cupy_runs_the_triton_kernels(monkeypatch):
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None if name == "cupy" else name)
-    assert names("auto", GPU) == ["triton"]
-
-
 #: Layers for which the CUDA kernels have no code, and a word of why.
 TABLE = RotaryTable(torch.ones(1, 64), torch.zeros(1, 64))
 WITHOUT_CODE = {
@@ -116,8 +111,9 @@ def test_what_runs_is_said_by_layers_and_what_is_slower_than_it_could_be_with_th
     assert (summary(alone), list(cautions(alone))) == ("CUDA", [])
 
 
-def test_a_gpu_without_cupy_is_told_what_to_install(monkeypatch):
+def test_a_gpu_without_cupy_runs_the_triton_kernels_and_is_told_what_to_install(monkeypatch):
     monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None if name == "cupy" else name)
+    assert names("auto", GPU) == ["triton"]
     (said,) = cautions(dict(enumerate(choose("auto", GPU, [LLAMA, LLAMA]))))
     assert said.startswith("The antkv cache runs on the Triton kernels, ")
     assert "(pip install 'vllm-antkv[cuda]')" in said

@@ -15,7 +15,6 @@ from vllm_antkv.cache.positions import NUM_POSITIONS, POSITION_PAGE_BYTES, store
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.vllm_adapter.block_pool.specs import position_spec
 from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
 
 NUM_BLOCKS = 4
@@ -46,10 +45,6 @@ def test_a_step_writes_the_positions_of_its_tokens_alone(data, num_padded):
     assert (raw[..., POSITION_PAGE_BYTES:] == 0xFF).all()
 
 
-def test_vllm_is_told_their_size():
-    assert position_spec().page_size_bytes == POSITION_PAGE_BYTES
-
-
 def test_a_sequence_has_a_share_in_every_block_that_it_holds():
     layout, settings = PageLayout.of(AntKVConfig(), PRESETS["antkv-1bit"], 128, torch.bfloat16), AntKVConfig()
     without, with_them = (footprint([layout] * 28, settings, 8192, position_bytes=size) for size in (0, 384))
@@ -60,16 +55,15 @@ def test_a_sequence_has_a_share_in_every_block_that_it_holds():
     assert with_them.padding == without.padding + share
 
 
-@pytest.mark.parametrize("where", [{}, {"mrope_positions": SimpleNamespace(gpu=torch.zeros(4, 9))}])
-def test_a_runner_that_says_them_otherwise_is_refused(where):
-    runner = SimpleNamespace(get_model=TextWithPositions)
-    vars(runner).update(where)
-    with pytest.raises(UnsupportedModelError, match="does not say by which three positions"):
-        positions_of_step(runner)
-
-
-def test_a_text_model_that_vllm_has_no_positions_for_is_refused():
-    runner = SimpleNamespace(get_model=Text)
-    vars(runner).update(mrope_positions=SimpleNamespace(gpu=torch.zeros(NUM_POSITIONS, 9)))
-    with pytest.raises(UnsupportedModelError, match="vLLM does not know how Text gives its tokens three"):
-        positions_of_step(runner)
+@pytest.mark.parametrize(
+    ("model", "num_positions", "words"),
+    [
+        (TextWithPositions, None, "does not say by which three positions"),
+        (TextWithPositions, NUM_POSITIONS + 1, "does not say by which three positions"),
+        (Text, NUM_POSITIONS, "vLLM does not know how Text gives its tokens three"),
+    ],
+)
+def test_a_runner_or_a_model_that_says_them_otherwise_is_refused(model, num_positions, words):
+    said = {} if num_positions is None else {"mrope_positions": SimpleNamespace(gpu=torch.zeros(num_positions, 9))}
+    with pytest.raises(UnsupportedModelError, match=words):
+        positions_of_step(SimpleNamespace(get_model=model, **said))

@@ -126,11 +126,10 @@ def test_gap_closed_compares_with_the_same_bits() -> None:
     assert gap_closed(results) == {"antkv-1bit": 0.75}
 
 
-@pytest.mark.parametrize("missing", ["fp16", "cq-1bit"])
-def test_no_gap_without_both_ends(missing) -> None:
-    results = [result("fp16", 4.0), result("cq-1bit", 8.0), result("antkv-1bit", 5.0)]
-    assert gap_closed([r for r in results if r.method != missing]) == {}
-
-
-def test_no_gap_where_the_baseline_loses_nothing() -> None:
-    assert gap_closed([result("fp16", 4.0), result("cq-1bit", 4.0), result("antkv-1bit", 4.0)]) == {}
+@pytest.mark.parametrize(
+    "values",
+    [{"cq-1bit": 8.0, "antkv-1bit": 5.0}, {"fp16": 4.0, "antkv-1bit": 5.0}, {"fp16": 4, "cq-1bit": 4, "antkv-1bit": 4}],
+    ids=["no fp16", "no baseline", "a baseline that loses nothing"],
+)
+def test_no_gap_without_both_ends(values) -> None:
+    assert gap_closed([result(*each) for each in values.items()]) == {}

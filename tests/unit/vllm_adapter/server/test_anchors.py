@@ -25,10 +25,7 @@ def worker(first_head: int, num_heads: int) -> list[Any]:
 def answer(*workers: list[Any], prompt: int = 7, token_ids: list[int] | None = None) -> dict[str, Any]:
     """What an engine core answers to `antkv_anchors`."""
     shown = {"prompt": prompt, "first_block": 4, "blocks": NUM_BLOCKS, "token_ids": token_ids}
-    return {
-        "prompts": [{"prompt": prompt, "blocks": 9, "running": True}],
-        "map": {**shown, "workers": list(workers)},
-    }
+    return {"prompts": [{"prompt": prompt, "blocks": 9, "running": True}], "map": {**shown, "workers": list(workers)}}
 
 
 def no_text(token_ids: list[int]) -> str:
