@@ -57,16 +57,6 @@ def copied(model_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
-@pytest.fixture
-def no_text(tmp_path: Path) -> dict[str, Path]:
-    """Files that are no text."""
-    paths = {name: tmp_path / name for name in ("missing", "folder", "empty", "binary")}
-    paths["folder"].mkdir()
-    paths["empty"].touch()
-    paths["binary"].write_bytes(bytes(range(256)) * 50)
-    return paths
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_model(calibrate: Fails, evaluate: Fails, copied: Path, tmp_path: Path, damage: str) -> None:
     spoil, words = DAMAGES[damage]
@@ -114,14 +104,6 @@ def test_weights_that_are_not_numbers(calibrate: Fails, evaluate: Fails, copied:
     code, sentence = evaluate(copied)
     assert (code, "not a number" in sentence) == (1, True)
     assert not (tmp_path / "o.json").exists()
-
-
-@pytest.mark.parametrize("kind", ["missing", "folder", "empty", "binary"])
-def test_no_text(calibrate: Fails, evaluate: Fails, no_text: dict[str, Path], kind: str) -> None:
-    text = no_text[kind]
-    for command, expected in ((calibrate, 1), (evaluate, 2)):
-        code, sentence = command(text=text)
-        assert (code, str(text) in sentence) == (expected, True)
 
 
 def test_folders_that_cannot_be_written(calibrate: Fails, evaluate: Fails, tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 """Counters: what they count, and which times they claim."""
 
-import time
-
 import pytest
 import torch
 
-from vllm_antkv.ops.counters import OPERATIONS, ROW_CLASSES, Counters, merged
+from vllm_antkv.ops.counters import Counters, merged
 
 
 @pytest.fixture
@@ -13,23 +11,12 @@ def counters() -> Counters:
     return Counters(torch.device("cpu"), "reference", 4)
 
 
-def test_a_new_worker_has_counted_nothing(counters: Counters) -> None:
-    report = counters.report()
-    assert report["implementation"] == "reference"
-    assert (report["tokens_stored"], report["anchors_chosen"], report["sinks_found"]) == (0, 0, 0)
-    assert report["steps"] == 0
-    assert report["sampled_attention"] == dict.fromkeys(ROW_CLASSES, 0)
-    assert report["operations"] == {name: {"calls": 0, "seconds": 0} for name in OPERATIONS}
-
-
 def test_tokens_and_sinks_add_up_over_steps(counters: Counters) -> None:
     for is_sink in ([True, False, True], [False], [False, False]):
         counters.count_step(len(is_sink))
         counters.count_sinks(torch.tensor(is_sink), torch.tensor(len(is_sink)))
     report = counters.report()
-    assert report["steps"] == 3
-    assert report["tokens_stored"] == 6
-    assert report["sinks_found"] == 2
+    assert (report["steps"], report["tokens_stored"], report["sinks_found"]) == (3, 6, 2)
 
 
 def test_rows_that_pad_a_step_are_no_sinks(counters: Counters) -> None:
@@ -54,17 +41,6 @@ def test_sampled_attention_adds_up(counters: Counters) -> None:
 def test_no_blocks_closed_is_no_anchors(counters: Counters) -> None:
     counters.count_anchors(torch.empty(0, 2, 3, dtype=torch.int64))
     assert counters.report()["anchors_chosen"] == 0
-
-
-def test_calls_and_seconds_add_up(counters: Counters) -> None:
-    start = time.perf_counter()
-    for _ in range(2):
-        with counters.timed("attend"):
-            time.sleep(0.02)
-    elapsed = time.perf_counter() - start
-    operation = counters.report()["operations"]["attend"]
-    assert operation["calls"] == 2
-    assert 0.04 <= operation["seconds"] <= elapsed
 
 
 def test_nothing_is_claimed_of_operations_that_the_host_only_queues(

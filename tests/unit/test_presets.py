@@ -19,14 +19,6 @@ def test_the_name_says_the_nominal_bits(preset):
     assert preset.name == f"antkv-{preset.nominal_bits:g}bit"
 
 
-@pytest.mark.parametrize(
-    ("name", "bytes_per_token"),
-    [("antkv-4bit", 128), ("antkv-2bit", 64), ("antkv-1bit", 32), ("antkv-0.75bit", 24), ("antkv-0.5bit", 16)],
-)
-def test_bytes_of_k_and_v_at_head_size_128(name, bytes_per_token):
-    assert 2 * get_preset(name).code_bytes(128) == bytes_per_token
-
-
 @pytest.mark.parametrize("preset", LAYER_PRESETS.values(), ids=str)
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_sub_vectors_fill_the_head_or_it_is_refused(preset, head_size, refused):

@@ -117,14 +117,6 @@ def test_rows_live_until_their_block_chooses_its_anchors(config):
         assert torch.equal(use, last_query_table(config, LENGTH))
 
 
-@pytest.mark.parametrize("recency", ["none", "sliding:32", "log:42"])
-def test_tables_are_int32_of_the_length_asked_for(recency):
-    for length in (1, 127, 128, 129):
-        table = last_query_table(AntKVConfig(recency=recency), length)
-        assert table.dtype == torch.int32
-        assert table.shape == (length,)
-
-
 @given(configs)
 def test_exact_rows_of_closed_blocks_are_where_the_bounds_say(config):
     table = last_query_table(config, LENGTH)

@@ -21,14 +21,7 @@ from vllm_antkv.ops.reference import (
 )
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.select.anchors import (
-    EXACT_ANCHOR,
-    SINK_SCORE,
-    anchor_slots,
-    block_anchors,
-    code_errors,
-    top_rows,
-)
+from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, anchor_slots, block_anchors, code_errors, top_rows
 
 presets = st.sampled_from(list(PRESETS.values()))
 seeds = st.integers(0, 2**31)
@@ -277,13 +270,6 @@ def test_no_sink_goes_without_a_row_for_another_to_be_exact():
     assert choose(scores, 3, [False] * 4) == [EXACT_ANCHOR + 1, -1, 2]
     assert choose(scores, 2, [False] * 4) == [1, 2]
     assert choose(scores, 1, [False] * 4) == [1]
-
-
-def test_with_the_dtype_of_the_model_every_anchor_takes_two_rows():
-    scores, prefix = [9.0, 8.0, 7.0, SINK_SCORE], [True, False, False, False]
-    assert choose(scores, 2, prefix, anchor_dtype="model") == [EXACT_ANCHOR + 3, -1, EXACT_ANCHOR + 1, -1]
-    # Rows beyond the candidates stay empty.
-    assert choose(scores, 4, prefix, anchor_dtype="model")[4:] == [EXACT_ANCHOR + 2, -1, -1, -1]
 
 
 @given(

@@ -19,7 +19,6 @@ from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.codebook import Codebook, codebook_path
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline import divergences as divergences_module
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.score import score
@@ -262,8 +261,3 @@ def test_few_windows_judge_and_all_others_are_learned_from(
     alike = replace(job, parts={})
     assert len(alike.judging) == 0
     assert torch.equal(alike.learning, job.windows)
-
-
-def test_an_unknown_way_to_spend_bits_is_refused(long_llama: Path, text_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="none of uniform, mixed"):
-        CalibrationSettings(str(long_llama), [PRESET], [str(text_file)], tmp_path, bits="some")

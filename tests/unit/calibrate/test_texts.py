@@ -67,10 +67,6 @@ def test_the_hash_tells_texts_apart() -> None:
     assert len({text_hash([Text("a", "xy")]), text_hash([Text("a", "x"), Text("a", "y")]), text_hash([])}) == 3
 
 
-def test_the_name_has_no_folder(text_file: Path) -> None:
-    assert read_text(str(text_file)).name == "words.txt"
-
-
 def test_a_data_set_without_the_library(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with refused(CalibrationError, "pip install datasets"):

@@ -162,17 +162,6 @@ def test_a_model_that_does_not_fit_is_told_so(tmp_path: Path, capsys: pytest.Cap
     assert make_plan(str(tmp_path), "l4-24", 8192, 1, AntKVConfig()).recommended is None
 
 
-def test_the_table_fits_80_columns(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", llama, "--gpu", "h200-141", "--context", "131072", "--batch", "10000"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines[1:])) <= 80, "the first line has the model's path"
-    marked = [line.split()[0] for line in lines if line.startswith(("auto", "fp8", "antkv-"))]
-    assert [name.rstrip("*") for name in marked] == [
-        cache.kv_cache_dtype for cache in make_plan(llama, "h200-141", 131072, 10000, AntKVConfig()).caches
-    ]
-    assert sum(name.endswith("*") for name in marked) == 1
-
-
 def test_json_is_written_or_takes_the_place_of_the_table(
     llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,13 +1,11 @@
 """On the models of this repository: what the papers say of methods, settings and codebooks, by more than noise."""
 
 import pydoc_data.topics
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.codebooks import random_codebook
 from vllm_antkv.calibrate.mix import mix
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
@@ -16,13 +14,11 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.windows import load_windows
-from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.divergences import layer_divergences
 from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.score import score
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
-from vllm_antkv.ops.rope import RotaryTable, unrotate
 from vllm_antkv.presets import get_preset
 
 pytestmark = pytest.mark.long
@@ -44,64 +40,6 @@ def model(card: ModelCard):
 @pytest.fixture(scope="module")
 def windows(card: ModelCard) -> torch.Tensor:
     return load_windows(ROOT / "LICENSE", card.tokenizer, context=768)[:2]
-
-
-class Sampling:
-    """Loses nothing, and takes rows of the model at random as centroids: crude, but of the right size and place."""
-
-    def __init__(self) -> None:
-        self.centroids: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def read_back(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, rotary: RotaryTable
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen = torch.randperm(key.shape[1], generator=torch.Generator().manual_seed(layer))[: PRESET.num_centroids]
-        plain = unrotate(key, torch.arange(key.shape[1]), rotary)
-        self.centroids.append((self._cut(plain[0, chosen]), self._cut(value[0, chosen])))
-        return key.clone(), value.clone()
-
-    @staticmethod
-    def _cut(rows: torch.Tensor) -> torch.Tensor:
-        """(num_centroids, num_kv_heads, head_size) -> (num_kv_heads, num_sub_vectors, num_centroids, size)."""
-        return rows.unflatten(-1, (-1, PRESET.sub_vector_size)).permute(1, 2, 0, 3).half()
-
-
-@pytest.fixture(scope="module")
-def codebook(card: ModelCard, model, windows: torch.Tensor) -> Codebook:
-    sampling = Sampling()
-    method = Method("lossless", 16.0, AntKVConfig(recency="none", prefix=0), sampling)
-    with torch.inference_mode(), quantised_past(model, method, windows.shape[1]):
-        model(windows[1:], use_cache=False)
-    k, v = zip(*sampling.centroids, strict=True)
-    return replace(random_codebook(card.identity, PRESET.name), k=k, v=v)
-
-
-@torch.inference_mode()
-def log_probs(model, windows: torch.Tensor, method: Method) -> torch.Tensor:
-    with quantised_past(model, method, windows.shape[1]):
-        return model(windows, use_cache=False).logits.log_softmax(-1)
-
-
-def test_predictions_come_closer_as_more_stays_in_full_precision(
-    model, windows: torch.Tensor, codebook: Codebook
-) -> None:
-    """Measured as KL divergence from the model's own predictions: perplexity on one page is mostly noise."""
-    own = log_probs(model, windows[:1], Method("fp16", 16.0, AntKVConfig()))
-
-    def divergence(**settings: object) -> float:
-        config = AntKVConfig.model_validate({"anchor_share": 0, "prefix": 0, "sinks": False, **settings})
-        method = Method("antkv-1bit", 1.0, config, VectorQuantiser(codebook))
-        quantised = log_probs(model, windows[:1], method)
-        return (own.exp() * (own - quantised)).sum(-1).mean().item()
-
-    nothing = divergence(recency="none")
-    assert divergence(recency="none", anchor_share=0.1) < 0.97 * nothing
-    recent = divergence(recency="sliding:32")
-    assert recent < 0.8 * nothing
-    some, many = (divergence(recency="sliding:32", anchor_share=share) for share in (0.1, 0.5))
-    assert some < 0.9 * recent
-    assert many < 0.9 * some
-    assert divergence(recency="sliding:32", anchor_share=1.0) < 1e-3 * recent
 
 
 def test_more_bits_and_anchors_come_closer_with_shipped_codebooks(
@@ -137,13 +75,7 @@ def test_antkv_is_ahead_of_cq_at_one_bit(card: ModelCard, model, tmp_path: Path)
     file = tmp_path / "text.txt"
     # Technical English that comes with Python.
     file.write_text("\n".join(pydoc_data.topics.topics.values())[:150_000])
-    learn = {
-        "presets": [PRESET.name],
-        "texts": [str(file)],
-        "samples": 8,
-        "seq_len": 512,
-        "device": "cpu",
-    }
+    learn = {"presets": [PRESET.name], "texts": [str(file)], "samples": 8, "seq_len": 512, "device": "cpu"}
     calibrate(CalibrationSettings(card.name, out=tmp_path, **learn))
     plain = {"weights": "none", "channels": "consecutive", "bits": "uniform"}
     calibrate(CalibrationSettings(card.name, out=tmp_path / "cq", **plain, **learn))
