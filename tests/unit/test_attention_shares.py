@@ -26,17 +26,11 @@ def decoded_engine(config: AntKVConfig, shape: Shape) -> tuple[Engine, StepPlan,
     sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate(LENGTHS)]
     for sequence, length in zip(sequences, LENGTHS, strict=True):
         engine.step([(sequence, length - 1)])
+    run, seen = engine.operations.run, []
+    engine.operations = SimpleNamespace(run=lambda *step: (run(*step), seen.append(step)))
     engine.step([(sequence, 1) for sequence in sequences])
-    step = StepPlan(
-        query_start_loc=torch.arange(3, dtype=torch.int32),
-        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
-        vq_block_table=engine._table([sequence.vq_blocks for sequence in sequences]),
-        recency_block_table=engine._table([sequence.table for sequence in sequences]),
-        max_query_len=1,
-        max_seq_len=max(LENGTHS),
-    )
-    query, key = (torch.stack([getattr(each, name)[-1] for each in sequences]) for name in ("query", "key"))
-    return engine, step, query, key
+    ((rows, _, step),) = seen
+    return engine, step, rows.query, rows.key
 
 
 def attention_to_exact_values(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.codebooks import random_codebook
 from tests.unit import spoilt
+from vllm_antkv import centroids
 from vllm_antkv.codebook import (
     Codebook,
     ModelIdentity,
@@ -29,6 +30,7 @@ from vllm_antkv.codebook.tensors import checksum_of
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.presets import LAYER_PRESETS, PRESETS, get_preset
 
+SHIPPED = sorted(Path(centroids.__file__).parent.glob("*/*.safetensors"))
 MODEL = spoilt.MODEL.model_copy(update={"head_size": 32})
 same_file = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
@@ -170,3 +172,9 @@ def test_lookup_goes_from_the_model_to_what_we_ship_to_the_users_cache(tmp_path,
         find_codebook(name, MODEL, "antkv-4bit", str(mine))
     make().save(codebook_path(mine, "antkv-4bit"))
     assert find_codebook(name, MODEL, "antkv-4bit", str(mine)) == codebook_path(mine, "antkv-4bit")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_shipped_codebook_is_whole_and_found_for_its_model(path):
+    header = Codebook.load(path).header
+    assert find_codebook("a model with a name alone", header.model, header.preset) == path

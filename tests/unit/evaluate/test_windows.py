@@ -12,23 +12,19 @@ def tokenizer(model_folder):
     return AutoTokenizer.from_pretrained(model_folder)
 
 
-def test_text_is_cut_in_order_with_bos_before_every_window(tokenizer, text_file) -> None:
+def test_text_is_cut_in_order_with_bos_before_every_window_and_the_first_are_taken(tokenizer, text_file) -> None:
     windows = load_windows(text_file, tokenizer, context=64)
     assert windows.shape == (1000 // 63, 64)
     assert (windows[:, 0] == 1).all()
     words = [int(word[1:]) for word in text_file.read_text().split()]
     assert windows[:, 1:].flatten().tolist() == words[: 15 * 63]
+    assert load_windows(text_file, tokenizer, 64, max_windows=2).tolist() == windows[:2].tolist()
 
 
 def test_without_bos_windows_are_all_text(model_folder, text_file) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder, bos_token=None)
     windows = load_windows(text_file, tokenizer, context=100)
     assert windows.shape == (10, 100)
-
-
-def test_max_windows_takes_the_first(tokenizer, text_file) -> None:
-    all_windows = load_windows(text_file, tokenizer, context=64)
-    assert load_windows(text_file, tokenizer, 64, max_windows=2).tolist() == all_windows[:2].tolist()
 
 
 def test_exact_ids_are_taken_as_they_are(tokenizer, write_ids) -> None:

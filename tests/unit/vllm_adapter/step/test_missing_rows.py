@@ -49,14 +49,9 @@ def test_steps_without_requests_or_without_output_stay_as_they_are() -> None:
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, FIELD)
 
 
-def test_marks_of_a_step_before_are_gone() -> None:
-    marks = MissingRows(torch.ones(2, dtype=torch.int32))
-    marks.clear()
-    assert not hasattr(marks.of_step().added_to(of_two()), FIELD)
-
-
-def test_the_next_step_may_begin_before_the_output_is_read() -> None:
+def test_the_next_step_may_begin_before_the_output_is_read_and_marks_of_the_one_before_are_gone() -> None:
     marks = MissingRows(torch.tensor([0, 1], dtype=torch.int32))
     later = marks.of_step().added_to(Later())
     marks.clear()
     assert getattr(later.get_output(), FIELD) == ["b"]
+    assert not hasattr(marks.of_step().added_to(of_two()), FIELD)
