@@ -54,6 +54,8 @@ TABLE: list[tuple[str, list[str], int, str]] = [
     (PERPLEXITY, ["--codebooks", "two\nlines"], 2, "control characters"),
     (PERPLEXITY, ["--codebooks", LONG], 2, "no path has more than"),
     (PERPLEXITY, ["--codebooks", "TEXT"], 1, "antkv calibrate"),
+    (PERPLEXITY, ["--json", "/none/out.json"], 2, "cannot be written"),
+    (PERPLEXITY, ["--text", "/dev/null"], 2, "/dev/null"),
     (COMPARE, ["--methods", ""], 2, "Unknown method ''"),
     (COMPARE, ["--methods", "fp16,cq-1bit,fp99"], 2, "Unknown method 'fp99'"),
     (SERVED, ["--kv-cache-dtype", "antkv"], 2, "must be one of"),

@@ -1,7 +1,5 @@
 """Tiny random models, codebooks and texts."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +82,3 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = torch.randint(3, VOCAB, (1000,), generator=torch.Generator().manual_seed(1))
     path.write_text(" ".join(f"w{i}" for i in words.tolist()))
     return path
-
-
-@pytest.fixture
-def write_ids(tmp_path: Path) -> Callable[[Any], Path]:
-    def write(content: Any) -> Path:
-        path = tmp_path / "some_ids.json"
-        path.write_text(json.dumps(content))
-        return path
-
-    return write

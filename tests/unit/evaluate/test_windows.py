@@ -1,5 +1,7 @@
 """From files to windows of token ids."""
 
+import json
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -10,6 +12,11 @@ from vllm_antkv.evaluate.windows import load_windows
 @pytest.fixture(scope="module")
 def tokenizer(model_folder):
     return AutoTokenizer.from_pretrained(model_folder)
+
+
+@pytest.fixture
+def ids_file(tmp_path):
+    return tmp_path / "some_ids.json"
 
 
 def test_text_is_cut_in_order_with_bos_before_every_window_and_the_first_are_taken(tokenizer, text_file) -> None:
@@ -27,10 +34,10 @@ def test_without_bos_windows_are_all_text(model_folder, text_file) -> None:
     assert windows.shape == (10, 100)
 
 
-def test_exact_ids_are_taken_as_they_are(tokenizer, write_ids) -> None:
-    path = write_ids([[1, 5, 6, 7], [1, 9, 10, 11, 12]])
-    assert load_windows(path, tokenizer, context=4).tolist() == [[1, 5, 6, 7], [1, 9, 10, 11]]
-    assert load_windows(path, tokenizer, context=3).tolist() == [[1, 5, 6], [1, 9, 10]]
+def test_exact_ids_are_taken_as_they_are(tokenizer, ids_file) -> None:
+    ids_file.write_text("[[1, 5, 6, 7], [1, 9, 10, 11, 12]]")
+    assert load_windows(ids_file, tokenizer, context=4).tolist() == [[1, 5, 6, 7], [1, 9, 10, 11]]
+    assert load_windows(ids_file, tokenizer, context=3).tolist() == [[1, 5, 6], [1, 9, 10]]
 
 
 @pytest.mark.parametrize(
@@ -45,9 +52,10 @@ def test_exact_ids_are_taken_as_they_are(tokenizer, write_ids) -> None:
         ([[1, 2, 3, -1]], "vocabulary: 64"),
     ],
 )
-def test_ids_that_cannot_be_used(tokenizer, write_ids, refused, content, words) -> None:
+def test_ids_that_cannot_be_used(tokenizer, ids_file, refused, content, words) -> None:
+    ids_file.write_text(json.dumps(content))
     with refused(SettingsError, words):
-        load_windows(write_ids(content), tokenizer, context=4)
+        load_windows(ids_file, tokenizer, context=4)
 
 
 def test_text_that_cannot_be_used(tokenizer, tmp_path, text_file, refused) -> None:
