@@ -1,10 +1,11 @@
-"""Metrics, the documentation and the dashboard name the same, and Prometheus and Grafana find each other."""
+"""The dashboard asks for metrics that exist, in PromQL that parses, and Prometheus and Grafana find each other."""
 
 import importlib.util
 import json
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -12,6 +13,8 @@ DOCKER = ROOT / "docker"
 DASHBOARD = DOCKER / "grafana" / "dashboards" / "vllm-antkv.json"
 #: Of our metrics, what the dashboard leaves out: the bytes are there.
 NOT_ON_IT = {"vllm:antkv_tokens_in_use"}
+#: Counters are exported with `_total`, histograms in several series.
+_SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 
 
 def queries():
@@ -49,6 +52,23 @@ def test_every_metric_of_ours_is_documented():
 def test_the_dashboard_shows_every_metric_of_ours():
     shown = set(re.findall(r"vllm:antkv_\w+", DASHBOARD.read_text()))
     assert documented_metrics() - shown == NOT_ON_IT
+
+
+@pytest.mark.parametrize("query", [*queries(), *documented_queries()])
+def test_the_dashboard_asks_for_metrics_that_exist(query):
+    used = set(re.findall(r"vllm:\w+", query))
+    assert used
+    for name in used:
+        ends = [name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)]
+        assert {name, *ends} & known_metrics()
+
+
+@pytest.mark.parametrize("query", [*queries(), *documented_queries()])
+def test_the_dashboard_speaks_promql(query):
+    promql = pytest.importorskip(
+        "promql_parser", reason="promql-parser is not installed: requirements/deploy.lock has it"
+    )
+    promql.parse(query)
 
 
 def test_grafana_finds_prometheus_and_prometheus_the_server():

@@ -1,11 +1,14 @@
-"""The figures of docs/presets.md and docs/compatibility.md show what vLLM and `antkv plan` compute."""
+"""docs/presets.md, docs/compatibility.md and their figures show what vLLM and `antkv plan` compute."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from scripts import capacity_figure, hybrid_figure
 
+ROOT = Path(__file__).parents[2]
 NUMBERS = json.loads(capacity_figure.NUMBERS.read_text())
 
 
@@ -17,6 +20,18 @@ def test_the_numbers_are_those_of_vllm(monkeypatch, key, shape):
     places = [NUMBERS["lengths"].index(length) for length in some]
     recorded = {name: [ratios[place] for place in places] for name, ratios in NUMBERS[key].items()}
     assert capacity_figure.measure(getattr(capacity_figure, shape)) == recorded
+
+
+def test_the_table_has_the_numbers():
+    page = (ROOT / "docs" / "presets.md").read_text()
+    header, *rows = re.search(r"^\| longest request .*?\n\n", page, re.M | re.S)[0].strip().splitlines()
+    places = [NUMBERS["lengths"].index(int(length)) for length in header.strip("| ").split(" | ")[1:]]
+    assert len(places) >= 4
+    table = dict(re.fullmatch(r"\| `(.+?)` \| (.*) \|", row).groups() for row in rows[1:])
+    expected = {"fp8": [2.0] * len(places)} | {
+        name: [ratios[place] for place in places] for name, ratios in NUMBERS["relative to auto"].items()
+    }
+    assert {name: [float(cell) for cell in cells.split(" | ")] for name, cells in table.items()} == expected
 
 
 def test_presets_hold_what_was_promised():
@@ -34,3 +49,8 @@ def test_what_hybrids_gain():
     """Of one model the numbers are computed anew. Run `python -m scripts.hybrid_figure` when they are not the same."""
     numbers = json.loads(hybrid_figure.NUMBERS.read_text())
     assert numbers["LFM2-350M"] == hybrid_figure.measure(hybrid_figure.MODELS["LFM2-350M"])
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    header, _, *rows = re.search(r"^\|model\|1 bit.*?\n\n", page, re.M | re.S)[0].strip().splitlines()
+    columns = header.strip("|").split("|")[1:]
+    table = {name: list(map(float, gains)) for name, *gains in (row.strip("|").split("|") for row in rows)}
+    assert table == {name: [gains[column] for column in columns] for name, gains in numbers.items()}

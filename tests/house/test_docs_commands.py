@@ -3,15 +3,33 @@
 How: `docs_commands.py`. Those of `antkv` in which nothing is to be filled in are run as they stand.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.house.docs_commands import PAGES, ROOT, Command, WrongCommand, check, commands
+from tests.house.docs_commands import (
+    PAGES,
+    ROOT,
+    Command,
+    WrongCommand,
+    check,
+    commands,
+)
 from vllm_antkv import cli
 
 COMMANDS = [command for page in PAGES for command in commands(page) if command.words]
 RUN = [command for command in COMMANDS if command.words[0] == "antkv" and not (command.needs or command.has_blanks)]
+
+
+def test_what_a_command_needs_stands_before_its_fence(tmp_path: Path) -> None:
+    """GitHub drops what stands beside the language."""
+    assert not [page.name for page in PAGES if re.search(r"^ *```\w+ ", page.read_text(), re.M)]
+    page = tmp_path / "page.md"
+    fence = "```bash\nantkv doctor\n```\n"
+    for sentence, needs in {"This needs a GPU:": True, "One needs Docker and a GPU:": True, "Read it:": False}.items():
+        page.write_text(f"{sentence}\n\n{fence}\nMore.\n\n{fence}")
+        assert [command.needs for command in commands(page)] == [needs, False]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.line}"[:90])
