@@ -33,7 +33,6 @@ from vllm_antkv.select.recency import last_query_table
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
 from vllm_antkv.vllm_adapter.step.flash_attention import flash_attention
 from vllm_antkv.vllm_adapter.step.impl import AntKVImpl, Attachment
-from vllm_antkv.vllm_adapter.step.key_scales import LayerScales
 from vllm_antkv.vllm_adapter.step.layer import RecencyLayer
 from vllm_antkv.vllm_adapter.step.metadata import RecencyMetadataBuilder, VQMetadataBuilder
 from vllm_antkv.vllm_adapter.step.sinks import SinkFlags
@@ -60,7 +59,6 @@ class AntKV:
             layout=layout,
             source=None,
             sinks=SinkFlags(SinkRule(layer=0, channels=(0,), threshold=1.0), MAX_NUM_TOKENS, DEVICE),
-            scales=LayerScales(query=Factor(GROUP * num_kv_heads), key=Factor(num_kv_heads)),  # type: ignore[arg-type]
             recency_name="recency",
             recency=recency,
             positions=None,
@@ -88,25 +86,6 @@ class AntKV:
     def run(self, rows: StepRows, output: torch.Tensor, metadata: dict[str, Any]) -> None:
         """See `host_cost.Side`."""
         self._impl.forward(self._layer, rows.query, rows.key, rows.value, self._codes, metadata["layer"], output)
-
-
-class Factor:
-    """Stands in for a tensor that rows are multiplied by.
-
-    Shapes of products on the meta device are worked out in Python, which takes 20 times what a GPU's operator does.
-    This takes what that does: the operator's way through PyTorch, on the rows of a token.
-    """
-
-    def __init__(self, num_heads: int) -> None:
-        self._factor = torch.ones(num_heads, HEAD_SIZE)
-        self._token = torch.ones(1, num_heads, HEAD_SIZE)
-        self._products: dict[torch.Size, torch.Tensor] = {}
-
-    def __mul__(self, rows: torch.Tensor) -> torch.Tensor:
-        self._factor * self._token
-        if rows.shape not in self._products:
-            self._products[rows.shape] = rows.new_empty(rows.shape)
-        return self._products[rows.shape]
 
 
 @cache

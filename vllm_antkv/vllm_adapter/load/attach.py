@@ -31,7 +31,7 @@ from vllm_antkv.vllm_adapter.load.same_on_ranks import load_codebook
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 from vllm_antkv.vllm_adapter.step.flash_attention import flash_attention
 from vllm_antkv.vllm_adapter.step.impl import AntKVImpl, Attachment
-from vllm_antkv.vllm_adapter.step.key_scales import LayerScales
+from vllm_antkv.vllm_adapter.step.key_scales import scale_rows
 from vllm_antkv.vllm_adapter.step.layer import RecencyLayer, recency_layer_name
 from vllm_antkv.vllm_adapter.step.positions import PositionLayer, position_layer_name
 from vllm_antkv.vllm_adapter.step.sinks import SinkFlags, hand_on, watch
@@ -111,8 +111,10 @@ def attach(
     is_exact = [layer in plan.exact for layer in decoder_indices]
     for index in found.coded:
         _attach_layer(index, plan.layouts[index - sum(is_exact[:index])], shared)
+        _scale_rows(index, shared)
     for index in found.sources.keys() & found.ours.keys():
         _attach_reader(index, shared)
+        _scale_rows(index, shared)
     return counters
 
 
@@ -203,7 +205,6 @@ def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:
         layout=layout,
         source=None,
         sinks=shared.sinks if rule is not None and indices[index] > rule.layer else None,
-        scales=_scales(index, shared),
         recency_name=name,
         recency=companion,
         positions=shared.positions,
@@ -242,20 +243,18 @@ def _attach_reader(index: int, shared: _Shared) -> None:
         attachment,
         setup=setup,
         source=source,
-        scales=_scales(index, shared),
         stores_positions=False,
         kernels=shared.kernels[index],
     )
 
 
-def _scales(index: int, shared: _Shared) -> LayerScales | None:
-    """For the queries of a layer and the K that they read."""
+def _scale_rows(index: int, shared: _Shared) -> None:
+    """The queries of a layer and the K that they read, where the codebook says so."""
     layer, k_scale = shared.found.every[index], shared.codebook.k_scale
-    if k_scale is None:
-        return None
-    heads = _heads_of_rank(shared.codebook.header.model.num_kv_heads, layer.num_kv_heads)
-    scale = k_scale[shared.found.source(index), heads]
-    return LayerScales.of(scale, layer.num_heads, shared.device, shared.vllm_config.model_config.dtype)
+    if k_scale is not None:
+        heads = _heads_of_rank(shared.codebook.header.model.num_kv_heads, layer.num_kv_heads)
+        scale = k_scale[shared.found.source(index), heads]
+        scale_rows(layer, scale, shared.device, shared.vllm_config.model_config.dtype)
 
 
 def _jensen_weights(index: int, shared: _Shared) -> torch.Tensor:

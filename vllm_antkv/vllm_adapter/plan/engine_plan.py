@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel
 from vllm.config import VllmConfig
 
+from vllm_antkv import __version__
 from vllm_antkv.cache.blocks import States
 from vllm_antkv.cache.footprint import Footprint, footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts
@@ -41,6 +42,7 @@ class EnginePlan(BaseModel, frozen=True):
     head_size: channels. dtype: of the model, as torch calls it.
     max_model_len: tokens of the longest request.
     position_bytes: of M-RoPE, as in `cache.pages.pool_block_bytes`.
+    version: of this package. What vLLM compiled with another one is not used: part of it is ours (`step.key_scales`).
     """
 
     settings: AntKVConfig
@@ -55,6 +57,7 @@ class EnginePlan(BaseModel, frozen=True):
     dtype: str
     max_model_len: int
     position_bytes: int
+    version: str = __version__
 
     @cached_property
     def presets(self) -> list[Preset]:

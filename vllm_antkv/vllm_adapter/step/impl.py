@@ -15,7 +15,6 @@ from vllm_antkv.ops.layer import LayerOperations, LayerSetup, LayerState, StepRo
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.warm_up import warm_up
-from vllm_antkv.vllm_adapter.step.key_scales import LayerScales
 from vllm_antkv.vllm_adapter.step.metadata import VQMetadata
 from vllm_antkv.vllm_adapter.step.sinks import SinkFlags
 
@@ -28,7 +27,6 @@ class Attachment:
     layout: of its pages.
     source: the layer whose cache this one reads, its rows of the step included; None: it has its own.
     sinks: flags of the step's tokens, for layers after the one that reveals the sinks.
-    scales: what queries and K are multiplied by, where the codebook says so.
     recency_name: name of the companion layer, for its metadata.
     recency: the companion layer.
     positions: the companion of all layers of a model with M-RoPE; None for others.
@@ -40,7 +38,6 @@ class Attachment:
     layout: PageLayout
     source: "AntKVImpl | None"
     sinks: SinkFlags | None
-    scales: LayerScales | None
     recency_name: str
     recency: Any
     positions: Any
@@ -127,9 +124,6 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         if self.attachment.stores_positions:
             self.attachment.positions.store(attn_metadata.slot_mapping)
         step = attn_metadata.of_layer(get_forward_context().attn_metadata[self.attachment.recency_name])
-        scales = self.attachment.scales
-        if scales is not None:
-            query = scales.query * query
         if self.attachment.source is not None:
             self._read(self.attachment.source, query[:num_tokens], output[:num_tokens], step)
             return output
@@ -137,8 +131,6 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         is_sink = None if sinks is None else sinks.of_step(num_tokens)
         if is_sink is not None and self._layer.counts_rows:
             self._layer.counters.count_sinks(is_sink, step.query_start_loc[-1])
-        if scales is not None:
-            key = scales.key * key
         rows, written = StepRows(query, key, value, is_sink), output
         if len(query) != num_tokens:
             # Graphs are padded.

@@ -1,24 +1,36 @@
 """The scales of K's channels in a worker; what they are for: `codebook.key_scales`."""
 
-from dataclasses import dataclass
-from typing import Self
+from types import MethodType
+from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import Attention
 
 from vllm_antkv.codebook.key_scales import query_scales
 
 
-@dataclass(frozen=True)
-class LayerScales:
-    """What one layer multiplies by, in the model's dtype: exactly, as they are powers of two.
+def scale_rows(layer: Attention, k_scale: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    """Let a layer multiply queries and K by their scales: exactly, as these are powers of two.
 
-    query: (num_heads, head_size). key: (num_kv_heads, head_size), this rank's KV heads.
+    In `Attention.forward`, and not in its implementation: there torch.compile makes it part of what computes RoPE, and
+    no step starts a kernel for it. In eager mode there are two. Not in a hook: some models call `forward` itself.
+
+    Args:
+        layer: after the model is loaded, before it is compiled.
+        k_scale: (num_kv_heads, head_size), of the K that it reads; this rank's KV heads.
+        dtype: of the model.
     """
+    # Buffers, since vLLM puts a sleeping model's aside.
+    layer.register_buffer("antkv_query_scale", query_scales(k_scale, layer.num_heads).to(device, dtype), False)
+    layer.register_buffer("antkv_key_scale", k_scale.to(device, dtype), False)
+    layer.forward = MethodType(_forward, layer)
 
-    query: torch.Tensor
-    key: torch.Tensor
 
-    @classmethod
-    def of(cls, k_scale: torch.Tensor, num_heads: int, device: torch.device, dtype: torch.dtype) -> Self:
-        """Those of a codebook, (num_kv_heads, head_size)."""
-        return cls(query_scales(k_scale, num_heads).to(device, dtype), k_scale.to(device, dtype))
+def _forward(
+    self: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, *rest: Any, **options: Any
+) -> torch.Tensor:
+    """As `Attention.forward`. key: None where another layer's cache is read."""
+    query = query.view(-1, self.num_heads, self.head_size) * self.antkv_query_scale
+    if key is not None:
+        key = key.view(-1, self.num_kv_heads, self.head_size) * self.antkv_key_scale
+    return type(self).forward(self, query, key, value, *rest, **options)
