@@ -28,12 +28,7 @@ from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.traits import LayerTraits, layer_traits, rotary_tables
 from vllm_antkv.ops.logits import LogitRules
-from vllm_antkv.ops.reference import (
-    SeenRows,
-    jensen_bias,
-    jensen_weights,
-    mixed_attention,
-)
+from vllm_antkv.ops.reference import SeenRows, jensen_bias, jensen_weights, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.recency import last_query_table
 
