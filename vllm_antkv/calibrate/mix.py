@@ -76,17 +76,12 @@ def _made_of(layers: Sequence[Codebook], preset: Preset) -> Codebook:
     names = tuple(book.preset.name for book in layers)
     different = None if set(names) == {preset.name} else names
     orders = {name: order for book in layers for name, order in book.header.k_orders.items()}
-    k, v = (
-        tuple(centroids[index] for index, centroids in enumerate(books))
-        for books in ([book.k for book in layers], [book.v for book in layers])
-    )
+    errors = [book.k_errors[index] for index, book in enumerate(layers) if book.k_errors is not None]
     update = {"preset": preset.name, "layers": different, "k_orders": orders}
-    errors = [None if book.k_errors is None else book.k_errors[index] for index, book in enumerate(layers)]
-    known = [each for each in errors if each is not None]
     return replace(
         layers[0],
         header=layers[0].header.model_copy(update=update),
-        k=k,
-        v=v,
-        k_errors=torch.stack(known) if len(known) == len(errors) else None,
+        k=tuple(book.k[index] for index, book in enumerate(layers)),
+        v=tuple(book.v[index] for index, book in enumerate(layers)),
+        k_errors=torch.stack(errors) if len(errors) == len(layers) else None,
     )
