@@ -76,7 +76,11 @@ def make_plan(
         raise SettingsError(f"--gpu is '{gpu}', but must be one of {', '.join(GPUS)}.")
     config = read_config(model, SettingsError)
     identity = ModelIdentity.from_hf_config(config)
-    _check_cut(identity, tensor_parallel_size)
+    heads, kv_heads, size = identity.num_attention_heads, identity.num_kv_heads, tensor_parallel_size
+    if heads % size or max(kv_heads, size) % min(kv_heads, size):
+        raise SettingsError(
+            f"--tensor-parallel-size is {size}, but {heads} attention heads and {kv_heads} KV heads cannot be cut so."
+        )
     if feature := unserved_feature(config.get_text_config()):
         raise UnsupportedModelError(
             f"{identity.architecture} has no antkv cache (it does not support {feature}): use auto or fp8."
@@ -103,14 +107,6 @@ def make_plan(
         recommended=recommended,
         reason=reason,
     )
-
-
-def _check_cut(identity: ModelIdentity, size: int) -> None:
-    heads, kv_heads = identity.num_attention_heads, identity.num_kv_heads
-    if heads % size or max(kv_heads, size) % min(kv_heads, size):
-        raise SettingsError(
-            f"--tensor-parallel-size is {size}, but {heads} attention heads and {kv_heads} KV heads cannot be cut so."
-        )
 
 
 def recommend(caches: list[CachePlan], batch: int) -> tuple[str | None, str]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
-from vllm_antkv.evaluate.engine import engine_options, shut_down, starting
+from vllm_antkv.evaluate.engine import engine_options, starting
 from vllm_antkv.evaluate.report import versions
 from vllm_antkv.offline.models import ModelCard
 
@@ -118,7 +118,7 @@ def evaluate_tasks(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, ru
     try:
         return _evaluate(card, kv_cache_dtype, model, model.answers, run, settings)
     finally:
-        shut_down(model.model)
+        model.model.llm_engine.engine_core.shutdown()
 
 
 def evaluate_tasks_on_server(card: ModelCard, name: str, url: str, run: TaskRun) -> TasksReport:
