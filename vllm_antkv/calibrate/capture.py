@@ -165,7 +165,7 @@ def checkpointed(model: nn.Module, active: bool) -> Iterator[None]:
     for layer in layers:
         layer.training = True
     try:
-        # A layer that is recomputed to its end can put away what it has read for it (`models.Streaming`).
+        # A layer that is recomputed to its end can put away what it has read for it (`models.load_model`).
         with set_checkpoint_early_stop(False):
             yield
     finally:

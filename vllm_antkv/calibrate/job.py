@@ -11,7 +11,7 @@ import torch
 
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.forward_backend import WhyVllm, why_vllm
-from vllm_antkv.calibrate.models import Streaming, compute_dtype, load_model
+from vllm_antkv.calibrate.models import compute_dtype, load_model
 from vllm_antkv.calibrate.resources import (
     needs_checkpointing,
     pick_device,
@@ -92,7 +92,10 @@ class Job:
 
     def load_model(self, folder: Path) -> Any:
         """The model, frozen; weights that do not fit are read when they are needed, some of them from `folder`."""
-        streaming = None if self.places is None else Streaming(self.places, folder)
+        streaming = None
+        if self.places is not None:
+            # In the folder are weights that transformers does not read as the checkpoint has them, such as experts'.
+            streaming = {"device_map": "sequential", "max_memory": self.places, "offload_folder": str(folder)}
         return load_model(self.settings.model, self.config, self.device, streaming, self.settings.lora)
 
     @contextmanager
