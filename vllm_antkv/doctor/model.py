@@ -86,9 +86,6 @@ def _codebook(
     """And what is said of it."""
     try:
         PRESETS[preset].num_sub_vectors(identity.head_size)
-    except AntKVError as error:
-        return Finding(preset, "note", str(error)), None
-    try:
         path = find_codebook(model, identity, preset, codebooks)
     except NoCodebookError:
         raise

@@ -65,7 +65,7 @@ def _exact_windows(path: Path, content: str, vocab_size: int, context: int) -> t
         # From numbers of its own kind, so that no fraction is cut and no truth value counted.
         rows = [torch.tensor(row) for row in json.loads(content)]
     except (ValueError, TypeError, RuntimeError):
-        raise SettingsError(f"{path} is not a list of windows of token ids.") from None
+        rows = []
     if not rows or any(row.dim() != 1 or (len(row) and row.dtype != torch.int64) for row in rows):
         raise SettingsError(f"{path} is not a list of windows of token ids.")
     shortest = min(len(row) for row in rows)
