@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scripts.capacity_figure import LLAMA_3_8B
+
 if TYPE_CHECKING:
     from vllm_antkv.codebook import Codebook, ModelIdentity
 
@@ -27,19 +29,9 @@ def make_model(folder: Path, presets: Sequence[str], max_len: int) -> Path:
 
     from vllm_antkv.codebook import ModelIdentity, codebook_path
 
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=max_len,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        dtype="bfloat16",
-    )
+    ropes = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    sizes = {"head_dim": HEAD_SIZE, "max_position_embeddings": max_len, "rope_parameters": ropes}
+    config = LlamaConfig(**LLAMA_3_8B | sizes)
     config.save_pretrained(folder)
     channels = NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE
     for name in presets:
