@@ -25,8 +25,11 @@ from tqdm import tqdm
 
 from benchmarks.checkout import built_at
 from benchmarks.cpu_engine import EngineProcess, Setting
+from benchmarks.gpu.llama import random_codebook
 
 HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS = 128, 2, 4
+#: Query heads per KV head.
+GROUP = 4
 MAX_LEN = 33_000
 #: Turns of each engine for a setting, and decode steps of a turn after those that only warm up.
 TURNS, STEPS, WARM_UP = 8, 6, 2
@@ -38,12 +41,12 @@ def main() -> None:
 
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or _make_model(Path(folder), arguments.kv_cache_dtype, arguments.group)
+        model = arguments.model or _make_model(Path(folder), arguments.kv_cache_dtype)
         longest = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
         options = {"max_model_len": min(MAX_LEN, longest), "dtype": arguments.dtype}
         options["additional_config"] = {"antkv": {"kernels": arguments.kernels}}
         sides = {
-            side: EngineProcess(model, dtype, arguments.threads, options, checkout)
+            side: EngineProcess(model, dtype, options, checkout)
             for side, (dtype, checkout) in _sides(arguments).items()
         }
         for engine in sides.values():
@@ -53,7 +56,7 @@ def main() -> None:
             engine.finish()
         settings = [Setting(context, batch) for context in arguments.contexts for batch in arguments.batches]
         rows = [_row(setting, _measure(sides, setting, arguments.rounds)) for setting in tqdm(settings)]
-    name = arguments.model.name if arguments.model else f"random weights, {arguments.group} query heads per KV head"
+    name = arguments.model.name if arguments.model else f"random weights, {GROUP} query heads per KV head"
     report = {"kv_cache_dtype": arguments.kv_cache_dtype, "kernels": arguments.kernels, "model": name}
     report |= {"dtype": arguments.dtype, "machine": processor() | {"cpus": os.cpu_count()}, "rows": rows}
     print(_table(report))
@@ -72,9 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", default="auto", help="The antkv setting kernels.")
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 4096, 16384])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--group", type=int, default=4, help="Query heads per KV head (Llama-3-8B has 4, 70B 8).")
     parser.add_argument("--rounds", type=int, default=2, help="Times that each setting is run from its prompts on.")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS of both sides.")
     parser.add_argument("--json", help="Write everything measured to this file.")
     return parser.parse_args()
 
@@ -93,14 +94,12 @@ def _sides(arguments: argparse.Namespace) -> dict[str, tuple[str, Path | None]]:
     return sides | {"antkv": (arguments.kv_cache_dtype, None)}
 
 
-def _make_model(folder: Path, preset_name: str, group: int) -> Path:
+def _make_model(folder: Path, preset: str) -> Path:
     """A model with random weights, and a codebook of random centroids beside it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, codebook_path
-    from vllm_antkv.ops.rope import RotaryTable, interleaved
-    from vllm_antkv.presets import get_preset
+    from vllm_antkv.codebook import ModelIdentity, codebook_path
 
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -108,7 +107,7 @@ def _make_model(folder: Path, preset_name: str, group: int) -> Path:
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=group * NUM_KV_HEADS,
+        num_attention_heads=GROUP * NUM_KV_HEADS,
         num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_SIZE,
         max_position_embeddings=MAX_LEN,
@@ -116,23 +115,9 @@ def _make_model(folder: Path, preset_name: str, group: int) -> Path:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    preset, identity = get_preset(preset_name), ModelIdentity.from_hf_config(config)
-    shape = (NUM_LAYERS, NUM_KV_HEADS, preset.num_sub_vectors(HEAD_SIZE), preset.num_centroids, preset.sub_vector_size)
-    pairs = torch.zeros(1, HEAD_SIZE // 2)
-    order = interleaved(RotaryTable(pairs, pairs), HEAD_SIZE, preset.sub_vector_size)
-    header = CodebookHeader(
-        format_version=FORMAT_VERSION,
-        preset=preset_name,
-        model=identity,
-        sinks=None,
-        k_orders={preset_name: tuple(order)},
-        calibration={},
-    )
-    path = codebook_path(folder / "antkv", preset_name)
-    path.parent.mkdir()
     # As spread out as the keys and values of these weights, so that all codes are used.
-    k, v = (0.3 * torch.randn(shape) for _ in "kv")
-    Codebook(header, tuple(k.half()), tuple(v.half())).save(path)
+    codebook = random_codebook(ModelIdentity.from_hf_config(config), preset, (preset,) * NUM_LAYERS, spread=0.3)
+    codebook.save(codebook_path(folder / "antkv", preset))
     return folder
 
 

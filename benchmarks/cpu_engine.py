@@ -26,7 +26,6 @@ class EngineProcess:
     Args:
         model: its folder.
         dtype: of the KV cache.
-        threads: of this engine.
         options: more arguments of vLLM's `LLM`.
         checkout: a folder with the package, instead of the installed one.
 
@@ -34,12 +33,10 @@ class EngineProcess:
         SystemExit: it ended; what it said stands above.
     """
 
-    def __init__(
-        self, model: Path, dtype: str, threads: int, options: dict[str, Any], checkout: Path | None = None
-    ) -> None:
+    def __init__(self, model: Path, dtype: str, options: dict[str, Any], checkout: Path | None = None) -> None:
         self.dtype = dtype
         os.environ |= {
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(os.cpu_count()),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "3",

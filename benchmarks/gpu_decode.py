@@ -90,7 +90,8 @@ def _measured(prepare: Prepare, bandwidth: float) -> dict[str, Any]:
     run, num_bytes = prepare()
     if not run().isfinite().all():
         raise ArithmeticError("the output has numbers that are not finite")
-    return measure(run, graph=True).moving(num_bytes, bandwidth)
+    timing = measure(run, graph=True)
+    return timing | {"bytes": num_bytes, "roofline": num_bytes / (timing["median_ms"] / 1e3) / bandwidth}
 
 
 def _antkv(

@@ -164,15 +164,19 @@ class _Measurements:
 
     def largest(self, context: int) -> dict[str, float]:
         """Tokens that fit, requests of `context` tokens among them, and their output tokens per second."""
-        capacity = capacity_of(self._llm)
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+
+        engine = self._llm.llm_engine
+        kv_cache_config = engine.engine_core.engine_core.scheduler.kv_cache_config
+        capacity = int(get_kv_cache_capacity(engine.vllm_config, kv_cache_config)[0])
         batch = min(int(FILLED * capacity) // context, MAX_BATCH)
         return {"capacity": capacity, "batch": batch, "tokens_per_second": self.tokens_per_second(context, batch)}
 
     def profile(self, context: int) -> dict[str, str]:
         """The operators and kernels of a prompt, of decode steps, and of both at once, that took longest."""
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, profile, supported_activities
 
-        activities = [each for each in (ProfilerActivity.CPU, ProfilerActivity.CUDA) if each in _supported()]
+        activities = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
         sort_by = f"self_{'cuda' if len(activities) > 1 else 'cpu'}_time_total"
 
         def table(run: Callable[[], object]) -> str:
@@ -197,21 +201,6 @@ class _Measurements:
         begin = time.perf_counter()
         self._llm.generate(prompts, parameters, use_tqdm=False)
         return time.perf_counter() - begin
-
-
-def _supported() -> Any:
-    from torch.profiler import supported_activities
-
-    return supported_activities()
-
-
-def capacity_of(llm: Any) -> int:
-    """Tokens that fit into the KV cache, as vLLM reports them."""
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
-
-    engine = llm.llm_engine
-    kv_cache_config = engine.engine_core.engine_core.scheduler.kv_cache_config
-    return int(get_kv_cache_capacity(engine.vllm_config, kv_cache_config)[0])
 
 
 if __name__ == "__main__":

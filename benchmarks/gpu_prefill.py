@@ -12,7 +12,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +86,7 @@ def row(num_tokens: int, past: int) -> dict[str, Any]:
 def _measured(run: Callable[[], object], output: "torch.Tensor | None") -> dict[str, Any]:
     from benchmarks.gpu.timing import measure
 
-    timing = asdict(measure(run, graph=False))
+    timing = measure(run, graph=False)
     if output is not None and not output.isfinite().all():
         raise ArithmeticError("the output has numbers that are not finite")
     return timing

@@ -18,9 +18,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.tables import table
 
@@ -28,7 +27,11 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
+    from benchmarks.host.antkv import AntKV
+    from benchmarks.host.flash_attention import FlashAttention
     from vllm_antkv.ops.layer import StepRows
+
+    Side = AntKV | FlashAttention
 
 #: Numbers of new tokens and of all tokens of each request.
 STEPS = {
@@ -40,27 +43,6 @@ STEPS = {
 }
 #: Layers of a step that are timed behind the first.
 LAYERS = 8
-
-
-class Side(Protocol):
-    """A layer, and what vLLM does with it.
-
-    block_sizes: tokens of a block, for each of its block tables.
-    """
-
-    block_sizes: tuple[int, ...]
-
-    def plan(self, batches: "Sequence[CommonAttentionMetadata]") -> dict[str, Any]:
-        """Build the metadata of a step, of which there is a description for each block table."""
-        ...
-
-    def context(self, metadata: dict[str, Any]) -> AbstractContextManager[None]:
-        """In which layers run."""
-        ...
-
-    def run(self, rows: "StepRows", output: "torch.Tensor", metadata: dict[str, Any]) -> None:
-        """Run the layer."""
-        ...
 
 
 def main() -> None:
@@ -82,7 +64,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(report, indent=2))
 
 
-def _sides(num_kv_heads: int) -> dict[str, Side]:
+def _sides(num_kv_heads: int) -> "dict[str, Side]":
     from benchmarks.host.antkv import AntKV
     from benchmarks.host.driver import driver
     from benchmarks.host.flash_attention import FlashAttention
@@ -94,7 +76,7 @@ def _sides(num_kv_heads: int) -> dict[str, Side]:
         return {"rows": AntKV(vllm_config, num_kv_heads), "flash_attention": FlashAttention(vllm_config, num_kv_heads)}
 
 
-def measure(side: Side, step: str, num_kv_heads: int, rounds: int) -> dict[str, float]:
+def measure(side: "Side", step: str, num_kv_heads: int, rounds: int) -> dict[str, float]:
     """Launches and microseconds of a layer behind the first one, and milliseconds of planning."""
     import torch
 
@@ -130,7 +112,7 @@ def measure(side: Side, step: str, num_kv_heads: int, rounds: int) -> dict[str, 
 
 
 def _launches(
-    side: Side, rows: "StepRows", output: "torch.Tensor", batches: "Sequence[CommonAttentionMetadata]"
+    side: "Side", rows: "StepRows", output: "torch.Tensor", batches: "Sequence[CommonAttentionMetadata]"
 ) -> int:
     """Of a layer that is not the first."""
     from benchmarks.host.driver import num_launches

@@ -10,11 +10,13 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 
 def main() -> None:
     """The command."""
     wanted, lock = (pins(Path(name).read_text()) for name in sys.argv[1:])
-    installed = {normal(distribution.name): distribution.version for distribution in distributions()}
+    installed: dict[str, str] = {canonicalize_name(each.name): each.version for each in distributions()}
     if installed.get("vllm", "none").split("+")[0] != wanted["vllm"]:
         sys.exit(f"This image has vLLM {installed.get('vllm', 'none')}, but gpu.in pins {wanted['vllm']}.")
     for name, version in sorted((lock | installed).items()):
@@ -23,12 +25,7 @@ def main() -> None:
 
 def pins(text: str) -> dict[str, str]:
     """Normal name -> version, of the lines `name==version`."""
-    return {normal(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)}
-
-
-def normal(name: str) -> str:
-    """As package indexes compare names."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return {canonicalize_name(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)}
 
 
 if __name__ == "__main__":

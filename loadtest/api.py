@@ -23,20 +23,20 @@ class Request:
     max_tokens: int
 
 
-def completion(model: str, prompt: str, max_tokens: int, temperature: float = 0.7) -> Request:
+def completion(model: str, prompt: str, max_tokens: int) -> Request:
     """Continue a prompt."""
-    return _request("/v1/completions", model, max_tokens, temperature, prompt=prompt)
+    return _request("/v1/completions", model, max_tokens, prompt=prompt)
 
 
-def chat(model: str, messages: list[dict[str, str]], max_tokens: int, temperature: float = 0.7) -> Request:
+def chat(model: str, messages: list[dict[str, str]], max_tokens: int) -> Request:
     """Answer the last message."""
-    return _request("/v1/chat/completions", model, max_tokens, temperature, messages=messages)
+    return _request("/v1/chat/completions", model, max_tokens, messages=messages)
 
 
-def _request(path: str, model: str, max_tokens: int, temperature: float, **content: Any) -> Request:
+def _request(path: str, model: str, max_tokens: int, **content: Any) -> Request:
     """Ignore end-of-sequence tokens, so that the work does not depend on the model's answers."""
     fixed = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    body = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **fixed, **content}
+    body = {"model": model, "max_tokens": max_tokens, "temperature": 0.7, **fixed, **content}
     return Request(path, body, max_tokens)
 
 

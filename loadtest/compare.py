@@ -21,7 +21,12 @@ from loadtest.summary import table
 
 def main() -> int:
     """The command."""
-    arguments, vllm = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
+    parser.add_argument("scenario", type=Path, help="YAML file")
+    parser.add_argument("--model", default=str(EMBEDDED), help="model to serve (default: the embedded one)")
+    parser.add_argument("--preset", default="antkv-1bit", help="compared with auto (default: antkv-1bit)")
+    parser.add_argument("--out", type=Path, default=Path("loadtest-results"), help="folder for the results")
+    arguments, vllm = parser.parse_known_args()
     try:
         title = Scenario.load(arguments.scenario).name
     except (OSError, ValueError, YAMLError) as error:
@@ -39,16 +44,6 @@ def main() -> int:
     (arguments.out / "compare.json").write_text(json.dumps(content, indent=2) + "\n")
     Console().print(table(title, {dtype: summary.total for dtype, summary in summaries.items()}))
     return 1 if any(summary.total.failures for summary in summaries.values()) else 0
-
-
-def _arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Our arguments, and those of `vllm serve`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
-    parser.add_argument("scenario", type=Path, help="YAML file")
-    parser.add_argument("--model", default=str(EMBEDDED), help="model to serve (default: the embedded one)")
-    parser.add_argument("--preset", default="antkv-1bit", help="compared with auto (default: antkv-1bit)")
-    parser.add_argument("--out", type=Path, default=Path("loadtest-results"), help="folder for the results")
-    return parser.parse_known_args()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The next request of a user, by kind of traffic. Deterministic in seed, kind and user number."""
 
 import random
-from collections.abc import Callable
 
 from loadtest.api import Request, chat, completion
 from loadtest.prose import Prose
@@ -19,7 +18,7 @@ class Speaker:
 
     def __init__(self, scenario: Scenario, kind: Kind, number: int, model: str, prose: Prose) -> None:
         self.rng = random.Random(f"{scenario.seed}/{kind}/{number}")
-        self._traffic = scenario.traffic[kind]
+        self._kind, self._traffic = kind, scenario.traffic[kind]
         self._max_context = scenario.max_context
         self._model = model
         self._prose = prose
@@ -28,18 +27,18 @@ class Speaker:
         self._history: list[dict[str, str]] = []
         self._tokens_so_far = 0
         self._turn = 0
-        makers: dict[Kind, Callable[[str, int], Request]] = {
-            "chat": self._chat,
-            "completion": self._completion,
-            "rag": self._rag,
-            "multi_turn": self._next_turn,
-        }
-        self._make = makers[kind]
 
     def request(self) -> Request:
         """The request to send now."""
         text = self._prose.write(self._traffic.prompt.draw(self.rng), self.rng)
-        return self._make(text, max(1, int(self._traffic.output.draw(self.rng))))
+        max_tokens = max(1, int(self._traffic.output.draw(self.rng)))
+        if self._kind == "completion":
+            return completion(self._model, text, max_tokens)
+        if self._kind == "multi_turn":
+            return self._next_turn(text, max_tokens)
+        if self._kind == "rag":
+            text = f"Documents:\n{text}\n\n{_QUESTION}"
+        return chat(self._model, [*self._system(), {"role": "user", "content": text}], max_tokens)
 
     def heard(self, answer: str, tokens: int) -> None:
         """Record an answer, and the number of tokens of prompt and answer; only conversations use it."""
@@ -49,16 +48,6 @@ class Speaker:
     def forget(self) -> None:
         """The last request failed: start a new conversation."""
         self._turn = 0
-
-    def _completion(self, text: str, max_tokens: int) -> Request:
-        return completion(self._model, text, max_tokens)
-
-    def _chat(self, text: str, max_tokens: int) -> Request:
-        return chat(self._model, [*self._system(), {"role": "user", "content": text}], max_tokens)
-
-    def _rag(self, text: str, max_tokens: int) -> Request:
-        content = f"Documents:\n{text}\n\n{_QUESTION}"
-        return chat(self._model, [*self._system(), {"role": "user", "content": content}], max_tokens)
 
     def _next_turn(self, text: str, max_tokens: int) -> Request:
         longest = self._traffic.prompt.high + self._traffic.output.high

@@ -24,7 +24,11 @@ _STOP_SECONDS = 120
 
 def main() -> int:
     """The command."""
-    arguments = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("scenario", type=Path, help="YAML file")
+    parser.add_argument("--url", default=LOOPBACK, help=f"the server (default: {LOOPBACK})")
+    parser.add_argument("--out", type=Path, default=Path("loadtest-results"), help="folder for the results")
+    arguments = parser.parse_args()
     try:
         summary = run(arguments.scenario, arguments.url, arguments.out)
     except httpx.HTTPError as error:
@@ -70,14 +74,6 @@ def run(scenario_path: Path, url: str, out: Path) -> Summary:
     summary = Summary.of(scenario.name, model, records)
     (out / "summary.json").write_text(summary.model_dump_json(indent=2) + "\n")
     return summary
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("scenario", type=Path, help="YAML file")
-    parser.add_argument("--url", default=LOOPBACK, help=f"the server (default: {LOOPBACK})")
-    parser.add_argument("--out", type=Path, default=Path("loadtest-results"), help="folder for the results")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

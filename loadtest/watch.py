@@ -10,12 +10,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 #: Metrics that are 0 on an idle server. The last one exists for antkv caches only.
-BUSY = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:antkv_pages_in_use",
-)
+BUSY = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:antkv_pages_in_use")
 _MEBIBYTE = 1 << 20
 _TIMEOUT = 30.0
 

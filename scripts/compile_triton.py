@@ -10,10 +10,11 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -130,15 +131,12 @@ class _Recorder:
 
 @contextmanager
 def _recording(compiled: dict[str, Any], wanted: list[str] | None) -> Iterator[None]:
-    originals = [(module, name, getattr(module, name)) for module, name in KERNELS]
-    for module, name, kernel in originals:
-        short = name.strip("_").removesuffix("_kernel")
-        setattr(module, name, _Recorder(short, kernel, compiled, wanted is None or short in wanted))
-    try:
+    with ExitStack() as replaced:
+        for module, name in KERNELS:
+            short = name.strip("_").removesuffix("_kernel")
+            recorder = _Recorder(short, getattr(module, name), compiled, wanted is None or short in wanted)
+            replaced.enter_context(patch.object(module, name, recorder))
         yield
-    finally:
-        for module, name, kernel in originals:
-            setattr(module, name, kernel)
 
 
 def _launch_all(layer: LayerState) -> None:

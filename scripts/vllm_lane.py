@@ -59,12 +59,6 @@ def environment(minor: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": search, "VLLM_CACHE_ROOT": str(CACHE / "cache" / minor)}
 
 
-def selected(arguments: list[str]) -> list[str]:
-    """Arguments of pytest: with all parts, unless they name a path. The value of an option (`-n 2`) is none."""
-    names_a_path = any(Path(ROOT, each.split("::")[0]).exists() for each in arguments)
-    return arguments if names_a_path else [*arguments, *PARTS]
-
-
 def main() -> int:
     """Run the parts, or those that are named."""
     parser = argparse.ArgumentParser(prog="python -m scripts.vllm_lane", description=__doc__)
@@ -80,7 +74,10 @@ def main() -> int:
         f"Python of {SUPPORTED[arguments.minor]}, compiled code of {installed().version}" if is_chimera else "installed"
     )
     print(f"vLLM {arguments.minor}: {kind}", flush=True)
-    command = [str(Path(sysconfig.get_path("scripts"), "python")), "-m", "pytest", *selected(rest)]
+    # The value of an option (`-n 2`) is no path.
+    names_a_path = any(Path(ROOT, each.split("::")[0]).exists() for each in rest)
+    command = [str(Path(sysconfig.get_path("scripts"), "python")), "-m", "pytest", *rest]
+    command += [] if names_a_path else PARTS
     return subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode
 
 

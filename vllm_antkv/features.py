@@ -27,7 +27,7 @@ def _features(config: Any) -> dict[str, bool]:
         "M-RoPE beside sliding windows": (
             any("mrope_section" in rope for rope in ropes) and any(layer_windows(config))
         ),
-        "ALiBi": _has_alibi(config),
+        "ALiBi": bool(getattr(config, "alibi", False)) or getattr(config, "model_type", "") in ("bloom", "mpt"),
         "dual chunk attention": bool(getattr(config, "dual_chunk_attention_config", None)),
         "attention that is not causal": not getattr(config, "is_causal", True),
         "chunked attention": "chunked_attention" in kinds and bool(getattr(config, "attention_chunk_size", None)),
@@ -60,7 +60,3 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in rope.values() if isinstance(each, dict)]
     return nested or [rope]
-
-
-def _has_alibi(config: Any) -> bool:
-    return bool(getattr(config, "alibi", False)) or getattr(config, "model_type", "") in ("bloom", "mpt")

@@ -52,12 +52,7 @@ class Requests:
     """
 
     def __init__(
-        self,
-        preset: str,
-        lengths: list[int],
-        new: int,
-        config: AntKVConfig | None = None,
-        device: str = "cuda",
+        self, preset: str, lengths: list[int], new: int, config: AntKVConfig | None = None, device: str = "cuda"
     ) -> None:
         batch, length = len(lengths), max(lengths)
         config = AntKVConfig() if config is None else config

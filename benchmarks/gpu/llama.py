@@ -1,7 +1,14 @@
 """The shape of Llama-3-8B: what every GPU benchmark measures, without its weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.capacity_figure import LLAMA_3_8B
+
+if TYPE_CHECKING:
+    from vllm_antkv.codebook import Codebook, ModelIdentity
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 32, 8, 128
 ROPE_THETA = 500_000.0
@@ -20,52 +27,46 @@ def make_model(folder: Path, presets: Sequence[str], max_len: int) -> Path:
     import torch
     from transformers import LlamaConfig
 
-    from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader, ModelIdentity, codebook_path
+    from vllm_antkv.codebook import ModelIdentity, codebook_path
+
+    ropes = {"rope_type": "default", "rope_theta": ROPE_THETA}
+    sizes = {"head_dim": HEAD_SIZE, "max_position_embeddings": max_len, "rope_parameters": ropes}
+    config = LlamaConfig(**LLAMA_3_8B | sizes)
+    config.save_pretrained(folder)
+    channels = NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE
+    for name in presets:
+        layers = tuple(MIX.get(name, {}).get(layer, name) for layer in range(NUM_LAYERS))
+        codebook = random_codebook(ModelIdentity.from_hf_config(config), name, layers)
+        known = replace(codebook, k_errors=torch.full(channels, 0.1), k_scale=torch.full(channels, 2.0))
+        known.save(codebook_path(folder / "antkv", name))
+    return folder
+
+
+def random_codebook(model: "ModelIdentity", preset: str, layers: tuple[str, ...], spread: float = 1) -> "Codebook":
+    """Centroids drawn at random, of this standard deviation, and orders of channels as calibration makes them.
+
+    layers: the preset of each.
+    """
+    import torch
+
+    from vllm_antkv.codebook import FORMAT_VERSION, Codebook, CodebookHeader
     from vllm_antkv.ops.rope import RotaryTable, interleaved
     from vllm_antkv.presets import LAYER_PRESETS
 
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
-        head_dim=HEAD_SIZE,
-        max_position_embeddings=max_len,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        dtype="bfloat16",
-    )
-    config.save_pretrained(folder)
-    identity = ModelIdentity.from_hf_config(config)
+    kinds, size = [LAYER_PRESETS[layer] for layer in layers], model.head_size
     generator = torch.Generator().manual_seed(0)
-    half = torch.zeros(1, HEAD_SIZE // 2)
-    rotary = RotaryTable(half, half)
-    for name in presets:
-        layers = tuple(MIX.get(name, {}).get(layer, name) for layer in range(NUM_LAYERS))
-        kinds = [LAYER_PRESETS[layer] for layer in layers]
-        header = CodebookHeader(
-            format_version=FORMAT_VERSION,
-            preset=name,
-            model=identity,
-            layers=layers,
-            k_orders={kind.name: tuple(interleaved(rotary, HEAD_SIZE, kind.sub_vector_size)) for kind in kinds},
-            sinks=None,
-            calibration={},
-        )
-        path = codebook_path(folder / "antkv", name)
-        path.parent.mkdir(exist_ok=True)
-        k, v = (
-            tuple(
-                torch.randn(
-                    (NUM_KV_HEADS, kind.num_sub_vectors(HEAD_SIZE), kind.num_centroids, kind.sub_vector_size),
-                    generator=generator,
-                ).half()
-                for kind in kinds
-            )
-            for _ in "kv"
-        )
-        channels = NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE
-        Codebook(header, k, v, torch.full(channels, 0.1), torch.full(channels, 2.0)).save(path)
-    return folder
+    rotary = RotaryTable(*torch.zeros(2, 1, size // 2))
+    header = CodebookHeader(
+        format_version=FORMAT_VERSION,
+        preset=preset,
+        model=model,
+        layers=layers,
+        k_orders={kind.name: tuple(interleaved(rotary, size, kind.sub_vector_size)) for kind in kinds},
+        sinks=None,
+        calibration={},
+    )
+    shapes = [
+        (model.num_kv_heads, kind.num_sub_vectors(size), kind.num_centroids, kind.sub_vector_size) for kind in kinds
+    ]
+    k, v = (tuple((spread * torch.randn(shape, generator=generator)).half() for shape in shapes) for _ in "kv")
+    return Codebook(header, k, v)

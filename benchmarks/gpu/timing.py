@@ -4,32 +4,13 @@ import contextlib
 import gc
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Of many runs: median and distance between the quartiles, in milliseconds."""
-
-    median_ms: float
-    spread_ms: float
-
-    @classmethod
-    def of(cls, milliseconds: list[float]) -> "Timing":
-        """From the times of single runs, two at least."""
-        first, median, third = statistics.quantiles(milliseconds)
-        return cls(median, third - first)
-
-    def moving(self, num_bytes: float, bandwidth: float) -> dict[str, Any]:
-        """As JSON, with the bytes that had to be moved and the share of the bandwidth (bytes per second) they make."""
-        return asdict(self) | {"bytes": num_bytes, "roofline": num_bytes / (self.median_ms / 1e3) / bandwidth}
-
-
-def measure(run: Callable[[], object], graph: bool) -> Timing:
-    """Times of `run`, which is warmed up here; the L2 cache is emptied before every run.
+def measure(run: Callable[[], object], graph: bool) -> dict[str, float]:
+    """Median and distance between the quartiles, in milliseconds, of many runs, each with an empty L2 cache.
 
     Args:
         graph: capture `run` in a CUDA graph and time replays, as vLLM decodes: launches then cost nothing.
@@ -44,7 +25,8 @@ def measure(run: Callable[[], object], graph: bool) -> Timing:
         with torch.cuda.graph(captured):
             run()
         run = captured.replay
-    return Timing.of(do_bench(run, warmup=25, rep=100, return_mode="all"))
+    first, median, third = statistics.quantiles(do_bench(run, warmup=25, rep=100, return_mode="all"))
+    return {"median_ms": median, "spread_ms": third - first}
 
 
 def attempt(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -69,5 +51,4 @@ def memory_bandwidth() -> float:
     """Bytes per second that copying 2 GiB on the device reads and writes."""
     source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    copied = measure(lambda: target.copy_(source), graph=False)
-    return 2 * source.nbytes / (copied.median_ms / 1e3)
+    return 2 * source.nbytes / (measure(lambda: target.copy_(source), graph=False)["median_ms"] / 1e3)

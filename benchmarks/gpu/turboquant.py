@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from scipy.linalg import hadamard
 
 from benchmarks.gpu.llama import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, SCALE
 
@@ -24,7 +25,8 @@ def decode(batch: int, context: int, cache_dtype: str) -> tuple[Callable[[], tor
     from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
 
     form = TurboQuantConfig.from_cache_dtype(cache_dtype, HEAD_SIZE)
-    rotation = _hadamard(HEAD_SIZE).cuda()
+    # The orthonormal, symmetric one that vLLM turns keys and queries by.
+    rotation = torch.from_numpy(hadamard(HEAD_SIZE, float) / math.sqrt(HEAD_SIZE)).float().cuda()
     centroids = get_centroids(HEAD_SIZE, form.centroid_bits).float().cuda()
     ordered = centroids.sort().values
     midpoints = (ordered[:-1] + ordered[1:]) / 2
@@ -64,11 +66,3 @@ def decode(batch: int, context: int, cache_dtype: str) -> tuple[Callable[[], tor
         )
 
     return run, batch * context * NUM_KV_HEADS * form.slot_size_aligned
-
-
-def _hadamard(size: int) -> torch.Tensor:
-    """The orthonormal, symmetric rotation that vLLM turns keys and queries by (Sylvester's construction)."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    return matrix / math.sqrt(size)

@@ -42,7 +42,10 @@ PRESET = "antkv-1bit"
 
 
 class AntKV:
-    """See `host_cost.Side`."""
+    """The layer, and what vLLM does with it.
+
+    block_sizes: tokens of a block, for each of its block tables.
+    """
 
     def __init__(self, vllm_config: VllmConfig, num_kv_heads: int) -> None:
         settings = AntKVConfig()
@@ -75,16 +78,16 @@ class AntKV:
         self._recency_builder = RecencyMetadataBuilder(recency_pages, ["recency"], vllm_config, DEVICE)
 
     def plan(self, batches: Sequence[CommonAttentionMetadata]) -> dict[str, Any]:
-        """See `host_cost.Side`."""
+        """Build the metadata of a step, of which there is a description for each block table."""
         codes, recency = batches
         return {"layer": self._builder.build(0, codes), "recency": self._recency_builder.build(0, recency)}
 
     def context(self, metadata: dict[str, Any]) -> AbstractContextManager[None]:
-        """See `host_cost.Side`."""
+        """In which layers run."""
         return set_forward_context(metadata, self._vllm_config)
 
     def run(self, rows: StepRows, output: torch.Tensor, metadata: dict[str, Any]) -> None:
-        """See `host_cost.Side`."""
+        """Run the layer."""
         self._impl.forward(self._layer, rows.query, rows.key, rows.value, self._codes, metadata["layer"], output)
 
 

@@ -18,7 +18,7 @@ from vllm_antkv.ops.layer import StepRows
 
 
 class FlashAttention:
-    """See `host_cost.Side`."""
+    """See `antkv.AntKV`."""
 
     block_sizes: tuple[int, ...] = (16,)
 
@@ -37,16 +37,16 @@ class FlashAttention:
         self._layer: Any = SimpleNamespace(_q_scale=scale, _k_scale=scale, _v_scale=scale)
 
     def plan(self, batches: Sequence[CommonAttentionMetadata]) -> dict[str, Any]:
-        """See `host_cost.Side`."""
+        """See `antkv.AntKV`."""
         (batch,) = batches
         return {"layer": self._builder.build(0, batch)}
 
     def context(self, metadata: dict[str, Any]) -> AbstractContextManager[None]:
-        """See `host_cost.Side`."""
+        """See `antkv.AntKV`."""
         return set_forward_context(metadata, self._vllm_config)
 
     def run(self, rows: StepRows, output: torch.Tensor, metadata: dict[str, Any]) -> None:
-        """See `host_cost.Side`. VLLM stores K and V first, in a call of its own."""
+        """See `antkv.AntKV`. VLLM stores K and V first, in a call of its own."""
         of_layer = metadata["layer"]
         self._impl.do_kv_cache_update(self._layer, rows.key, rows.value, self._cache, of_layer.slot_mapping)
         self._impl.forward(self._layer, rows.query, rows.key, rows.value, self._cache, of_layer, output)

@@ -67,9 +67,12 @@ def fetch(version: str) -> Release:
     if not folder.exists():
         CACHE.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
-            wheel = _download(version, Path(temporary))
+            command = [*_PIP, "download", "--no-deps", "--no-cache-dir", "--dest", temporary, *_WHEELS]
+            _run([*command, f"vllm=={version}"], f"vLLM {version}")
             sources = Path(temporary, "sources")
-            _unpack(wheel, sources)
+            with zipfile.ZipFile(next(Path(temporary).glob("*.whl"))) as archive:
+                names = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(_KEPT)]
+                archive.extractall(sources, names)
             try:
                 os.replace(sources, folder)
             except OSError:  # another process was quicker
@@ -87,22 +90,9 @@ _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 _WHEELS = ("--only-binary", ":all:")
 
 
-def _download(version: str, folder: Path) -> Path:
-    command = [*_PIP, "download", "--no-deps", "--no-cache-dir", "--dest", str(folder), *_WHEELS, f"vllm=={version}"]
-    _run(command, f"vLLM {version}")
-    return next(folder.glob("*.whl"))
-
-
 def _run(command: list[str], what: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
         raise UnavailableError(f"The package index did not give {what} ({said}): check the network and the version.")
     return done.stdout
-
-
-def _unpack(wheel: Path, folder: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        wanted = [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(_KEPT)]
-        archive.extractall(folder, wanted)
-    wheel.unlink()

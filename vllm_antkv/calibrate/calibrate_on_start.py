@@ -41,18 +41,14 @@ def main() -> int:
     given = parser.parse_args()
     texts = [] if given.text is None else [given.text]
     try:
-        _calibrate_once(given.model, given.revision, given.preset, texts, given.out)
+        with _held(given.out, given.preset):
+            if not codebook_path(given.out, given.preset).exists():
+                _calibrate(given.model, given.revision, given.preset, texts, given.out)
+                say(f"{given.preset} is learned.")
     except AntKVError as error:
         say(" ".join(str(error).split()))
         return 1
     return 0
-
-
-def _calibrate_once(model: str, revision: str | None, preset: str, texts: list[str], out: Path) -> None:
-    with _held(out, preset):
-        if not codebook_path(out, preset).exists():
-            _calibrate(model, revision, preset, texts, out)
-            say(f"{preset} is learned.")
 
 
 def _calibrate(model: str, revision: str | None, preset: str, texts: list[str], out: Path) -> None:

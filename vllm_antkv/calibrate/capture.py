@@ -87,7 +87,8 @@ class CaptureFiles:
     def queries(self) -> np.memmap:
         """As `key_scales.query_energy`: (num_windows, num_layers, num_kv_heads, head_size) float32."""
         shape = self.shape
-        return self._open("queries", np.float32, (shape.num_windows, shape.num_layers, *self._per_head))
+        per_window = (shape.num_layers, shape.num_kv_heads, shape.head_size)
+        return self._open("queries", np.float32, (shape.num_windows, *per_window))
 
     def num_bytes_taken(self) -> int:
         """Bytes of disk that an earlier run has taken already."""
@@ -97,10 +98,6 @@ class CaptureFiles:
         """Write everything captured so far to disk."""
         for array in self._maps.values():
             array.flush()
-
-    @property
-    def _per_head(self) -> tuple[int, int]:
-        return self.shape.num_kv_heads, self.shape.head_size
 
     @property
     def _per_layer(self) -> tuple[int, ...]:
@@ -168,7 +165,7 @@ def checkpointed(model: nn.Module, active: bool) -> Iterator[None]:
     for layer in layers:
         layer.training = True
     try:
-        # A layer that is recomputed to its end can put away what it has read for it (`models.Streaming`).
+        # A layer that is recomputed to its end can put away what it has read for it (`models.load_model`).
         with set_checkpoint_early_stop(False):
             yield
     finally:

@@ -11,7 +11,7 @@ import torch
 
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.forward_backend import WhyVllm, why_vllm
-from vllm_antkv.calibrate.models import Streaming, compute_dtype, load_model
+from vllm_antkv.calibrate.models import compute_dtype, load_model
 from vllm_antkv.calibrate.resources import (
     needs_checkpointing,
     pick_device,
@@ -92,7 +92,10 @@ class Job:
 
     def load_model(self, folder: Path) -> Any:
         """The model, frozen; weights that do not fit are read when they are needed, some of them from `folder`."""
-        streaming = None if self.places is None else Streaming(self.places, folder)
+        streaming = None
+        if self.places is not None:
+            # In the folder are weights that transformers does not read as the checkpoint has them, such as experts'.
+            streaming = {"device_map": "sequential", "max_memory": self.places, "offload_folder": str(folder)}
         return load_model(self.settings.model, self.config, self.device, streaming, self.settings.lora)
 
     @contextmanager
@@ -121,12 +124,18 @@ def prepare(settings: CalibrationSettings) -> Job:
     config = read_config(model, CalibrationError)
     identity = ModelIdentity.from_hf_config(config)
     why = why_vllm(config)
-    if why is not None:
-        _refuse_adapter(settings, why)
+    if why is not None and settings.lora:
+        raise UnsupportedModelError(
+            f"--lora works through transformers' code, but vLLM has to run {model}, as {why.because}: "
+            f"{why.instead or 'leave --lora out'}."
+        )
     for preset in presets:
         preset.num_sub_vectors(identity.head_size)
     # Of a prompt, vLLM wants to predict one token more.
-    seq_len = _clip(settings.seq_len, config.get_text_config().max_position_embeddings - (why is not None))
+    longest = config.get_text_config().max_position_embeddings - (why is not None)
+    if settings.seq_len > longest:
+        logger.warning("--seq-len %d is longer than the model's context: using %d.", settings.seq_len, longest)
+    seq_len = min(settings.seq_len, longest)
     _check_trainable(settings, seq_len, why)
     tokenizer = read_tokenizer(model, CalibrationError)
     windows, training, record = _read_windows(settings, tokenizer, seq_len)
@@ -189,15 +198,6 @@ def check_enough(presets: Sequence[Preset], num_tokens: int, seq_len: int) -> No
         )
 
 
-def _refuse_adapter(settings: CalibrationSettings, why: WhyVllm) -> None:
-    """UnsupportedModelError when a model that only vLLM runs is to have an adapter."""
-    if settings.lora:
-        raise UnsupportedModelError(
-            f"--lora works through transformers' code, but vLLM has to run {settings.model}, as {why.because}: "
-            f"{why.instead or 'leave --lora out'}."
-        )
-
-
 def _check_trainable(settings: CalibrationSettings, seq_len: int, why: WhyVllm | None) -> None:
     """UnsupportedModelError for a model without gradients, CalibrationError for windows that read no codes."""
     if settings.train_steps and why is not None:
@@ -217,9 +217,3 @@ def _check_streamable(settings: CalibrationSettings, device: torch.device) -> No
             "out, or use a larger device."
         )
     say(f"{device} cannot hold all weights: layers that do not fit are read whenever they are run, twice a window.")
-
-
-def _clip(seq_len: int, context: int) -> int:
-    if seq_len > context:
-        logger.warning("--seq-len %d is longer than the model's context: using %d.", seq_len, context)
-    return min(seq_len, context)

@@ -30,18 +30,13 @@ class Captured:
     sinks: SinkRule | None
     rotaries: list[RotaryTable]
 
-    @property
-    def k_scale(self) -> torch.Tensor:
-        """See `Codebook`: from the queries of all windows."""
-        return key_scales(torch.from_numpy(self.files.queries().mean(0)))
-
 
 def learn_preset(job: Job, preset: Preset, captured: Captured, work: Workspace) -> Codebook:
     """Learn what is not learned yet of one preset."""
     shape, settings = captured.files.shape, job.settings
     interleaves = settings.channels == "interleaved"
     k_order = _interleaved(captured.rotaries, shape.head_size, preset.sub_vector_size) if interleaves else None
-    k_scale = captured.k_scale if job.weighted else None
+    k_scale = key_scales(torch.from_numpy(captured.files.queries().mean(0))) if job.weighted else None
     how = Clustering(preset, k_order, k_scale, job.weighted, settings.seed, job.device)
     per_layer = 2 * shape.num_kv_heads * preset.num_sub_vectors(shape.head_size)
     layers = []

@@ -66,27 +66,23 @@ def mix(preset: Preset, parts: Sequence[Codebook], divergences: np.ndarray) -> C
     divergences, head_size = smoothed(divergences), parts[0].header.model.head_size
     costs = [book.preset.code_bytes(head_size) for book in parts]
     chosen = choose(divergences, costs, len(divergences) * preset.code_bytes(head_size))
-    mixed = _made_of([parts[number] for number in chosen], preset)
     expected = float(divergences[np.arange(len(chosen)), chosen].sum())
-    return mixed.recording(divergence_of_mix=expected)
+    return _made_of([parts[number] for number in chosen], preset, expected)
 
 
-def _made_of(layers: Sequence[Codebook], preset: Preset) -> Codebook:
-    """Layer by layer from these codebooks."""
+def _made_of(layers: Sequence[Codebook], preset: Preset, divergence: float) -> Codebook:
+    """Layer by layer from these codebooks, at this divergence together."""
+    header = layers[0].header
     names = tuple(book.preset.name for book in layers)
     different = None if set(names) == {preset.name} else names
     orders = {name: order for book in layers for name, order in book.header.k_orders.items()}
-    k, v = (
-        tuple(centroids[index] for index, centroids in enumerate(books))
-        for books in ([book.k for book in layers], [book.v for book in layers])
-    )
-    update = {"preset": preset.name, "layers": different, "k_orders": orders}
-    errors = [None if book.k_errors is None else book.k_errors[index] for index, book in enumerate(layers)]
-    known = [each for each in errors if each is not None]
+    errors = [book.k_errors[index] for index, book in enumerate(layers) if book.k_errors is not None]
+    calibration = {**header.calibration, "divergence_of_mix": divergence}
+    update = {"preset": preset.name, "layers": different, "k_orders": orders, "calibration": calibration}
     return replace(
         layers[0],
-        header=layers[0].header.model_copy(update=update),
-        k=k,
-        v=v,
-        k_errors=torch.stack(known) if len(known) == len(errors) else None,
+        header=header.model_copy(update=update),
+        k=tuple(book.k[index] for index, book in enumerate(layers)),
+        v=tuple(book.v[index] for index, book in enumerate(layers)),
+        k_errors=torch.stack(errors) if len(errors) == len(layers) else None,
     )

@@ -1,8 +1,7 @@
 """`antkv calibrate`: from a model and text to codebook files (AnTKV sections 4.1 and 4.2, KVSink appendix G)."""
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from vllm_antkv.codebook.revision import revision_of
 from vllm_antkv.errors import AntKVError, CalibrationError
 from vllm_antkv.offline.float32_products import faster_products
 from vllm_antkv.offline.sinks import PROBE_TOKENS, PROBE_WINDOWS, SinkChannels, find_channels, find_rule, sink_mask
-from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.progress import progress_bar
 
 #: Windows between two points from which a killed run goes on.
@@ -55,8 +53,8 @@ def calibrate(settings: CalibrationSettings) -> list[Path]:
 
 
 def _run(job: Job) -> list[Path]:
-    with ExitStack() as held:
-        work, captured = _take(job, held)
+    with open_workspace(job.settings.out, _identity_of_work(job)) as work:
+        captured = _take(job, work)
         check_enough(job.learned, int(captured.kept.sum()), captured.files.shape.seq_len)
         learned = {preset.name: learn_preset(job, preset, captured, work) for preset in job.learned}
         mixed = with_layers_mixed(job, learned, work)
@@ -65,39 +63,34 @@ def _run(job: Job) -> list[Path]:
     return paths
 
 
-def _take(job: Job, held: ExitStack) -> tuple[Workspace, Captured]:
-    """Everything that the model is needed for: its sinks, its K and V. `held` keeps the work folder open."""
-    settings = job.settings
-    weights = " ".join(revision_of(str(each)) for each in (settings.model, settings.lora) if each is not None)
-    work = held.enter_context(open_workspace(settings.out, _identity_of_work(job, weights)))
-    with _opened(job, work) as source:
-        found = _find_sink_channels(source, job)
-        files = _capture(job, source, work, found)
-        return work, _captured(job, files, found, source.rotary_tables(1))
-
-
-@contextmanager
-def _opened(job: Job, work: Workspace) -> Iterator[Source]:
-    """The model. Where it cannot be loaded, a folder without work in it goes."""
+def _take(job: Job, work: Workspace) -> Captured:
+    """Everything that the model is needed for: its sinks, its K and V."""
     with ExitStack() as loaded:
         try:
             source = loaded.enter_context(open_source(job, work.folder / "weights"))
         except AntKVError:
+            # A folder without work in it goes.
             if not work.windows_done():
                 work.remove()
             raise
-        yield source
+        found = _find_sink_channels(source, job)
+        files = _capture(job, source, work, found)
+        # Clustered are neither the first token of a window nor sinks.
+        kept = np.ones((files.shape.num_windows, files.shape.seq_len), bool)
+        kept[:, 0] = False
+        rule = find_rule(found, files.sink_values()) if found else None
+        if found and rule:
+            kept &= ~sink_mask(rule, found, files.sink_values())
+        return Captured(files, kept, rule, source.rotary_tables(1))
 
 
-def _identity_of_work(job: Job, weights: str) -> dict[str, Any]:
-    """What another calibration would have to share to go on where this one stopped.
-
-    weights: their name, as `revision_of` gives it.
-    """
+def _identity_of_work(job: Job) -> dict[str, Any]:
+    """What another calibration would have to share to go on where this one stopped."""
+    named = (job.settings.model, job.settings.lora)
     return {
         **job.record,
         "presets": sorted(preset.name for preset in job.presets),
-        "weights_of": weights,
+        "weights_of": " ".join(revision_of(str(each)) for each in named if each is not None),
         "windows": hashlib.sha256(job.windows.numpy().tobytes()).hexdigest(),
         "device": job.device.type,
         "version": __version__,
@@ -144,13 +137,3 @@ def _capture(job: Job, source: Source, work: Workspace, found: SinkChannels | No
                 work.set_windows_done(index + 1)
             progress.update()
     return files
-
-
-def _captured(job: Job, files: CaptureFiles, found: SinkChannels | None, rotaries: list[RotaryTable]) -> Captured:
-    """The sink rule, and which tokens are clustered: not the first of a window, no sinks."""
-    kept = np.ones((files.shape.num_windows, files.shape.seq_len), bool)
-    kept[:, 0] = False
-    rule = find_rule(found, files.sink_values()) if found else None
-    if found and rule:
-        kept &= ~sink_mask(rule, found, files.sink_values())
-    return Captured(files, kept, rule, rotaries)

@@ -80,7 +80,8 @@ def token_windows(texts: Sequence[Text], tokenizer: Any, samples: int, seq_len: 
         CalibrationError: the texts do not fill one window.
     """
     body = body_size(tokenizer, seq_len)
-    pieces = _pieces(texts, _PIECE_CHARS_PER_TOKEN * seq_len)
+    chars = _PIECE_CHARS_PER_TOKEN * seq_len
+    pieces = [text.content[start : start + chars] for text in texts for start in range(0, len(text.content), chars)]
     tokens: list[int] = []
     for index in np.random.default_rng(seed).permutation(len(pieces)):
         tokens += tokenizer(pieces[index], add_special_tokens=False, verbose=False)["input_ids"]
@@ -93,10 +94,6 @@ def token_windows(texts: Sequence[Text], tokenizer: Any, samples: int, seq_len: 
             "smaller --seq-len."
         )
     return windows
-
-
-def _pieces(texts: Sequence[Text], chars: int) -> list[str]:
-    return [text.content[start : start + chars] for text in texts for start in range(0, len(text.content), chars)]
 
 
 def _read_dataset(name: str) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,10 +80,8 @@ def open_workspace(out: Path, settings: Mapping[str, Any]) -> Iterator[Workspace
 
 def check_writable(out: Path) -> None:
     """CalibrationError when no file can be made in `out`, before any work is done."""
-    probe = out / f".write-test-{os.getpid()}"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         raise CalibrationError(f"{out} cannot be written: {error.strerror}.") from None

@@ -61,8 +61,6 @@ TRITON_CYCLES = Cycles(61.0, 15_700)
 class StepBound:
     """Of a decode step of `batch` requests: bytes read, seconds of its parts, and output tokens per second."""
 
-    kv_cache_dtype: str
-    context: int
     batch: int
     read_bytes: float
     matrices: float
@@ -86,7 +84,7 @@ def step_bound(
         layers = [_layer_cycles(shape, gpu, kv_cache_dtype, context, window) for window in _windows(shape)]
         cycles = batch * shape.heads * sum(layers) / len(layers) * shape.head_size / 128
         attention = max(attention, cycles / (gpu.multiprocessors * gpu.clock))
-    return StepBound(kv_cache_dtype, context, batch, weight_bytes + kv_bytes, matrices, attention)
+    return StepBound(batch, weight_bytes + kv_bytes, matrices, attention)
 
 
 def kernels(shape: DecodeShape, gpu: Gpu, preset: str) -> str:
@@ -109,10 +107,7 @@ def _runs_on_cuda(shape: DecodeShape, gpu: Gpu, preset: str, window: int | None)
 
 
 def _layer_cycles(shape: DecodeShape, gpu: Gpu, preset: str, context: int, window: int | None) -> float:
+    """Of a multiprocessor per KV head at head size 128, for a sequence of `context` tokens."""
     cycles = DECODE_CYCLES[preset] if _runs_on_cuda(shape, gpu, preset, window) else TRITON_CYCLES
-    return sequence_cycles(cycles, min(context, window or context))
-
-
-def sequence_cycles(cycles: Cycles, seen: int) -> float:
-    """Of a multiprocessor per KV head at head size 128, for a sequence of which the next token sees `seen` tokens."""
+    seen = min(context, window or context)
     return seen * cycles.token + cycles.request + (math.ceil(seen / SPLIT) - 1) * cycles.split

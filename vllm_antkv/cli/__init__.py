@@ -10,16 +10,7 @@ from typing import Annotated
 import typer
 
 from vllm_antkv import __version__
-from vllm_antkv.cli import (
-    calibrate,
-    compare,
-    doctor,
-    perplexity,
-    plan,
-    publish,
-    served,
-    tasks,
-)
+from vllm_antkv.cli import calibrate, compare, doctor, perplexity, plan, publish, served, tasks
 from vllm_antkv.errors import AntKVError, SettingsError
 
 app = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)

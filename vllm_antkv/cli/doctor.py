@@ -25,8 +25,7 @@ def doctor(
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify",
-            help="Start vLLM with auto and with an unquantised antkv cache, and compare their answers.",
+            "--verify", help="Start vLLM with auto and with an unquantised antkv cache, and compare their answers."
         ),
     ] = False,
     dtype: Annotated[

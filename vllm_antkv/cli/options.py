@@ -62,10 +62,7 @@ class KeptOptions:
     ] = None
     sinks: Annotated[
         int,
-        typer.Option(
-            min=0,
-            help="0: no attention sinks. Any other number: those that the calibrated threshold finds.",
-        ),
+        typer.Option(min=0, help="0: no attention sinks. Any other number: those that the calibrated threshold finds."),
     ] = 5
     prefix: Prefix = DEFAULTS.prefix
     recency: RecentTokens = DEFAULTS.recency

@@ -7,7 +7,7 @@ import typer
 
 from vllm_antkv.capacity.gpus import GPUS
 from vllm_antkv.cli.options import DEFAULTS, Anchors, AnchorsAs, Model, Prefix, RecentTokens, grouped
-from vllm_antkv.cli.tables import JsonInstead, deliver, paragraph, print_table, table
+from vllm_antkv.cli.tables import JsonInstead, deliver, print_table, table, wrapped
 from vllm_antkv.config import AntKVConfig
 
 if TYPE_CHECKING:
@@ -71,28 +71,26 @@ def _show(plan: "Plan") -> None:
             *_of_step(cache),
         )
     print_table(shown)
-    print()
-    paragraph(plan.reason)
-    print()
     each, talk = ("", "") if plan.tensor_parallel_size == 1 else (" on each GPU", ", all-reduces")
-    paragraph(
+    notes = [
+        plan.reason,
         f"Computed from sizes: weights of {plan.weight_bytes / 1e9:.1f} GB{each} in 16 bits, 92% of the memory, 2 GB "
         "for all that is neither weights nor cache. Times are bounds; sampling, launches"
-        f"{talk} and the scheduler come on top."
-    )
+        f"{talk} and the scheduler come on top.",
+    ]
     if plan.state_bytes:
-        print()
-        paragraph(
+        notes.append(
             f"Layers that keep a state take {plan.state_bytes / 1e6:,.1f} MB of a request in every cache. Codes make "
             "the rest smaller: the longer the requests, the more a preset gains."
         )
     if plan.seen < plan.context:
-        print()
-        paragraph(
+        notes.append(
             f"Layers with sliding windows hold no more than those: {plan.seen:,.0f} of {plan.context:,} tokens, the "
             "mean of all layers. A request whose prompt is being read holds the tokens of the step beside them, which "
             "the figure that vLLM prints when it starts counts for all requests."
         )
+    for note in notes:
+        print(f"\n{wrapped(note)}")
 
 
 def _of_step(cache: "CachePlan") -> list[str]:

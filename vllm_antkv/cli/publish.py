@@ -17,8 +17,7 @@ def publish(
         ),
     ],
     codebooks: Annotated[
-        str | None,
-        typer.Option(help="Where the codebooks are, as in the setting; without it where the server looks."),
+        str | None, typer.Option(help="Where the codebooks are, as in the setting; without it where the server looks.")
     ] = None,
 ) -> None:
     """Put a model's codebooks where other servers find them.

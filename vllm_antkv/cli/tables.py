@@ -36,11 +36,6 @@ def print_table(made: Table) -> None:
     console.print(made)
 
 
-def paragraph(text: str) -> None:
-    """A text on stdout, in lines of WIDTH characters."""
-    print(wrapped(text))
-
-
 def wrapped(text: str, indent: int = 0) -> str:
     """The text in lines of WIDTH characters, those after the first indented. Words are never cut."""
     lines = textwrap.wrap(text, WIDTH - indent, break_long_words=False, break_on_hyphens=False)

@@ -40,8 +40,7 @@ class RunOptions:
     apply_chat_template: Annotated[bool, typer.Option(help="Ask as in a chat: for instruction-tuned models.")] = False
     context: Annotated[int | None, typer.Option(min=2, help="Longest sequence; without it, the model's.")] = None
     length: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of prompt and answer, in tasks that write prompts (niah_*)."),
+        int | None, typer.Option(min=1, help="Tokens of prompt and answer, in tasks that write prompts (niah_*).")
     ] = None
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option(help="Run programs that the model writes, where a task does: use a container.")

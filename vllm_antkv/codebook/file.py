@@ -7,7 +7,7 @@ model before anything is served; see `docs/codebook-file.md` for the format.
 import json
 import stat
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,11 +61,6 @@ class Codebook:
     def preset(self) -> Preset:
         """What is served, or learned as a part of mixes; a layer's own may differ (`CodebookHeader.layer_presets`)."""
         return LAYER_PRESETS[self.header.preset]
-
-    def recording(self, **values: Any) -> Self:
-        """The same codebook with more about its calibration in the header."""
-        calibration = {**self.header.calibration, **values}
-        return replace(self, header=self.header.model_copy(update={"calibration": calibration}))
 
     @property
     def num_bytes(self) -> int:

@@ -109,13 +109,18 @@ def check_header(header: CodebookHeader, path: Path) -> None:
     if header.preset not in PRESETS:
         shown = reprlib.repr(header.preset)
         raise CodebookError(f"{path} is for the preset {shown}, which is none of {', '.join(PRESETS)}.")
-    if header.layers is not None:
-        _check_layers(header, header.layers, path)
+    names = header.layers
+    if names is not None and (len(names) != model.num_layers or not set(names) <= set(LAYER_PRESETS)):
+        raise CodebookError(
+            f"{path} is damaged: its layers are not one preset for each of the model's {model.num_layers}."
+        )
     used = {PRESETS[header.preset], *header.layer_presets}
     for preset in used:
         if model.head_size % preset.sub_vector_size:
             raise CodebookError(f"{path} is damaged: {preset.name} does not divide its head size {model.head_size}.")
-    _check_cost(header, path)
+    budget = model.num_layers * PRESETS[header.preset].code_bytes(model.head_size)
+    if sum(preset.code_bytes(model.head_size) for preset in header.layer_presets) > budget:
+        raise CodebookError(f"{path} is damaged: its layers take more bytes together than {header.preset}.")
     for name, order in header.k_orders.items():
         if name not in {preset.name for preset in used} or sorted(order) != list(range(model.head_size)):
             raise CodebookError(
@@ -131,22 +136,6 @@ def check_header(header: CodebookHeader, path: Path) -> None:
         raise CodebookError(f"{path} is damaged: its attention_layers are not {model.num_layers} in ascending order.")
     if sinks is not None and (sinks.layer > indices[-1] or max(sinks.channels) >= model.hidden_size):
         raise CodebookError(f"{path} is damaged: its sink layer or channel lies outside the model.")
-
-
-def _check_layers(header: CodebookHeader, layers: tuple[str, ...], path: Path) -> None:
-    """CodebookError unless every layer has a preset."""
-    if len(layers) != header.model.num_layers or not set(layers) <= set(LAYER_PRESETS):
-        raise CodebookError(
-            f"{path} is damaged: its layers are not one preset for each of the model's {header.model.num_layers}."
-        )
-
-
-def _check_cost(header: CodebookHeader, path: Path) -> None:
-    """CodebookError when the layers take more bytes than with the preset that the file is for."""
-    presets, head_size = header.layer_presets, header.model.head_size
-    budget = len(presets) * PRESETS[header.preset].code_bytes(head_size)
-    if sum(preset.code_bytes(head_size) for preset in presets) > budget:
-        raise CodebookError(f"{path} is damaged: its layers take more bytes together than {header.preset}.")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Publish codebooks to a folder or a Hugging Face repository, whose name servers then take."""
 
-import shutil
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
@@ -11,6 +10,7 @@ from vllm_antkv.codebook.identity import ModelIdentity
 from vllm_antkv.codebook.search import NoCodebookError, find_codebook
 from vllm_antkv.errors import CodebookError, reason
 from vllm_antkv.presets import PRESETS
+from vllm_antkv.whole_file import write_whole
 
 _CARD = "README.md"
 
@@ -63,9 +63,7 @@ def _to_folder(codebooks: dict[Path, Codebook], card: str, folder: Path) -> list
     targets = []
     for path in codebooks:
         target = folder / FOLDER / path.name
-        part = target.with_suffix(".part")
-        shutil.copyfile(path, part)
-        part.replace(target)
+        write_whole(target, path.read_bytes())
         targets.append(str(target))
     if not (folder / _CARD).exists():
         (folder / _CARD).write_text(card)

@@ -39,12 +39,13 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 def check_forms(header: CodebookHeader, forms: Mapping[str, Form], path: Path) -> None:
     """CodebookError unless there are exactly the tensors that the header tells of, or those and `OPTIONAL` ones."""
-    wanted = _wanted_forms(header)
+    model, wanted = header.model, _wanted_forms(header)
     if set(forms) - set(OPTIONAL) != set(wanted):
         raise CodebookError(
             f"{path} is damaged: it holds tensors {reprlib.repr(sorted(forms))}, not {' and '.join(wanted)}."
         )
-    for name, form in (wanted | _optional_forms(header)).items():
+    optional = Form("F32", (model.num_layers, model.num_kv_heads, model.head_size))
+    for name, form in (wanted | dict.fromkeys(OPTIONAL, optional)).items():
         if forms.get(name, form) != form:
             raise CodebookError(f"{path} is damaged: {name} is {forms[name]}, but must be {form}.")
 
@@ -57,11 +58,6 @@ def _wanted_forms(header: CodebookHeader) -> dict[str, Form]:
         shape = (len(indices), model.num_kv_heads, num_sub_vectors, preset.num_centroids, preset.sub_vector_size)
         wanted |= dict.fromkeys(("k" + suffix, "v" + suffix), Form("F16", shape))
     return wanted
-
-
-def _optional_forms(header: CodebookHeader) -> dict[str, Form]:
-    model = header.model
-    return dict.fromkeys(OPTIONAL, Form("F32", (model.num_layers, model.num_kv_heads, model.head_size)))
 
 
 def stacks(header: CodebookHeader) -> dict[str, list[int]]:

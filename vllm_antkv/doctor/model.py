@@ -4,12 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, find_codebook
 from vllm_antkv.doctor.finding import Finding, State
 from vllm_antkv.errors import AntKVError, SettingsError
 from vllm_antkv.families import SERVED_ARCHITECTURES
 from vllm_antkv.features import unserved_feature
 from vllm_antkv.presets import PRESETS
+from vllm_antkv.slow_bfloat16 import REMEDY, slow_bfloat16
 
 
 def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
@@ -25,7 +28,8 @@ def check_model(model: str, codebooks: str | None) -> Iterator[Finding]:
         yield Finding("config", "problem", str(error), remedy)
         return
     yield _architecture(identity, model, config)
-    yield from _dtype(config)
+    if not torch.cuda.is_available() and (slow := slow_bfloat16(config.dtype)):
+        yield Finding("dtype", "note", slow, REMEDY)
     yield from _codebooks(model, config, identity, codebooks)
 
 
@@ -42,20 +46,8 @@ def _architecture(identity: ModelIdentity, model: str, config: Any) -> Finding:
     return Finding("architecture", "note", f"{detail}; not among the tested ones", remedy)
 
 
-def _dtype(config: Any) -> Iterator[Finding]:
-    """A note where float32 is the faster dtype."""
-    import torch
-
-    from vllm_antkv.slow_bfloat16 import REMEDY, slow_bfloat16
-
-    if not torch.cuda.is_available() and (slow := slow_bfloat16(config.dtype)):
-        yield Finding("dtype", "note", slow, REMEDY)
-
-
 def _codebooks(model: str, config: Any, identity: ModelIdentity, codebooks: str | None) -> Iterator[Finding]:
     """Those that there are, with the kernels that they would run on, and one line of presets that have none."""
-    import torch
-
     from vllm_antkv.doctor.kernels import check_layers
 
     missing: list[str] = []
@@ -86,9 +78,6 @@ def _codebook(
     """And what is said of it."""
     try:
         PRESETS[preset].num_sub_vectors(identity.head_size)
-    except AntKVError as error:
-        return Finding(preset, "note", str(error)), None
-    try:
         path = find_codebook(model, identity, preset, codebooks)
     except NoCodebookError:
         raise

@@ -11,11 +11,7 @@ from vllm_antkv.offline.method import Method
 
 
 def effective_bits(
-    method: Method,
-    identity: ModelIdentity,
-    dtype: torch.dtype,
-    context: int,
-    windows: Sequence[int | None] = (),
+    method: Method, identity: ModelIdentity, dtype: torch.dtype, context: int, windows: Sequence[int | None] = ()
 ) -> float:
     """Bits held for one sequence of `context` tokens once it is computed, over its K and V elements.
 

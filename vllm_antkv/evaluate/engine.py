@@ -107,11 +107,6 @@ def starting() -> Iterator[None]:
         raise UnsupportedModelError(f"vLLM does not start with this model and settings: {gist}.") from error
 
 
-def shut_down(engine: "LLM") -> None:
-    """Stop an engine and its processes."""
-    engine.llm_engine.engine_core.shutdown()
-
-
 @contextmanager
 def running_engine(
     card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, context: int, **more: Any
@@ -125,4 +120,4 @@ def running_engine(
     try:
         yield engine
     finally:
-        shut_down(engine)
+        engine.llm_engine.engine_core.shutdown()

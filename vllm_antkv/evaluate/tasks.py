@@ -7,18 +7,15 @@ metrics this counts how long answers are and how many were cut off: a quantised 
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError, UnsupportedModelError
-from vllm_antkv.evaluate.engine import engine_options, shut_down, starting
+from vllm_antkv.evaluate.engine import engine_options, starting
 from vllm_antkv.evaluate.report import versions
 from vllm_antkv.offline.models import ModelCard
-
-if TYPE_CHECKING:
-    from vllm_antkv.evaluate.harness import Answer
 
 #: Prompts that are in flight on a server at a time.
 _CONCURRENT_REQUESTS = 8
@@ -116,9 +113,9 @@ def evaluate_tasks(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig, ru
             pretrained=options.pop("model"), max_gen_toks=run.max_gen_toks, batch_size="auto", **options
         )
     try:
-        return _evaluate(card, kv_cache_dtype, model, model.answers, run, settings)
+        return _evaluate(card, kv_cache_dtype, model, run, settings)
     finally:
-        shut_down(model.model)
+        model.model.llm_engine.engine_core.shutdown()
 
 
 def evaluate_tasks_on_server(card: ModelCard, name: str, url: str, run: TaskRun) -> TasksReport:
@@ -146,12 +143,11 @@ def evaluate_tasks_on_server(card: ModelCard, name: str, url: str, run: TaskRun)
         # As the engine does; a chat template has written the BOS already.
         add_bos_token=not run.apply_chat_template,
     )
-    return _evaluate(card, name, model, model.answers, run, {"server": url})
+    return _evaluate(card, name, model, run, {"server": url})
 
 
-def _evaluate(
-    card: ModelCard, name: str, model: Any, answers: "list[Answer]", run: TaskRun, settings: dict[str, Any]
-) -> TasksReport:
+def _evaluate(card: ModelCard, name: str, model: Any, run: TaskRun, settings: dict[str, Any]) -> TasksReport:
+    """With a client of `harness`."""
     from lm_eval import simple_evaluate  # type: ignore[import-not-found,import-untyped]
 
     results = simple_evaluate(
@@ -164,6 +160,7 @@ def _evaluate(
         confirm_run_unsafe_code=run.confirm_run_unsafe_code,
         log_samples=False,
     )["results"]
+    answers = model.answers
     generated = len(answers)
     return TasksReport(
         model=card.name,

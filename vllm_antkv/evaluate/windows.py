@@ -43,9 +43,11 @@ def load_windows(
     """
     content = _read(path)
     if path.name.endswith(IDS_SUFFIX):
-        windows = _exact_windows(path, content, len(tokenizer), context)
-    else:
-        windows = _text_windows(path, content, tokenizer, context)
+        return _exact_windows(path, content, len(tokenizer), context)[:max_windows]
+    tokens = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+    windows = in_windows(tokens, tokenizer, context)
+    if len(windows) == 0:
+        raise SettingsError(f"{path} has {len(tokens)} tokens, fewer than one window of --context {context}.")
     return windows[:max_windows]
 
 
@@ -58,20 +60,12 @@ def _read(path: Path) -> str:
         raise SettingsError(f"{path} cannot be read as plain text: {error}.") from None
 
 
-def _text_windows(path: Path, content: str, tokenizer: PreTrainedTokenizerBase, context: int) -> torch.Tensor:
-    tokens = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
-    windows = in_windows(tokens, tokenizer, context)
-    if len(windows) == 0:
-        raise SettingsError(f"{path} has {len(tokens)} tokens, fewer than one window of --context {context}.")
-    return windows
-
-
 def _exact_windows(path: Path, content: str, vocab_size: int, context: int) -> torch.Tensor:
     try:
         # From numbers of its own kind, so that no fraction is cut and no truth value counted.
         rows = [torch.tensor(row) for row in json.loads(content)]
     except (ValueError, TypeError, RuntimeError):
-        raise SettingsError(f"{path} is not a list of windows of token ids.") from None
+        rows = []
     if not rows or any(row.dim() != 1 or (len(row) and row.dtype != torch.int64) for row in rows):
         raise SettingsError(f"{path} is not a list of windows of token ids.")
     shortest = min(len(row) for row in rows)

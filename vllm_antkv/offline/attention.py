@@ -11,7 +11,7 @@ A layer's sliding window, soft cap and learned sink logits are what the model ha
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,12 +28,7 @@ from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.traits import LayerTraits, layer_traits, rotary_tables
 from vllm_antkv.ops.logits import LogitRules
-from vllm_antkv.ops.reference import (
-    SeenRows,
-    jensen_bias,
-    jensen_weights,
-    mixed_attention,
-)
+from vllm_antkv.ops.reference import SeenRows, jensen_bias, jensen_weights, mixed_attention
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.recency import last_query_table
 
@@ -58,12 +53,11 @@ def quantised_past(model: PreTrainedModel, method: Method, num_tokens: int) -> I
 def watched_run(model: PreTrainedModel, method: Method, num_tokens: int) -> Iterator["Run"]:
     """While open, the run sees the sinks of every window that `model` is called on."""
     run = Run(method, rotary_tables(model, num_tokens), layer_traits(model))
-    hooks = _watch(model, run)
-    try:
+    with ExitStack() as hooks:
+        if method.sinks is not None:
+            emergence = decoder_layers(model)[method.sinks.layer]
+            hooks.callback(emergence.register_forward_hook(run.watch_sinks).remove)
         yield run
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class Run:
@@ -187,10 +181,3 @@ def _jensen_weights(window: LayerWindow, method: Method) -> torch.Tensor:
     errors = method.key_errors[window.owner.layer]
     weights = jensen_weights(errors, num_heads, window.rules.scale, window.owner.rotary)
     return weights.to(window.query)
-
-
-def _watch(model: PreTrainedModel, run: Run) -> list[torch.utils.hooks.RemovableHandle]:
-    hooks = []
-    if run.method.sinks is not None:
-        hooks.append(decoder_layers(model)[run.method.sinks.layer].register_forward_hook(run.watch_sinks))
-    return hooks

@@ -39,7 +39,10 @@ def attention_watched(model: PreTrainedModel, watch: Callable[[Attended], None])
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
     ) -> Any:
-        results = _own(module, before)(module, query, key, value, *args, **options)
+        # The eager function lies beside the model's classes.
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        own = ALL_ATTENTION_FUNCTIONS.get_interface(before, eager)
+        results = own(module, query, key, value, *args, **options)
         watch(Attended(module, query, key, value, options, results[0]))
         return results
 
@@ -72,10 +75,3 @@ def layer_of(module: nn.Module) -> int:
     """The index of an attention module's layer among those that attend."""
     index, attending = int(module.layer_idx), attention_layers(module.config.get_text_config())  # type: ignore[arg-type, operator, union-attr]
     return index if attending is None else attending.index(index)
-
-
-def _own(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """What the model computes with; the eager function lies beside the model's classes."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-    return own

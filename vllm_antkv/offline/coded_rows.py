@@ -56,28 +56,23 @@ def closed_rows(decoded: CodedRows, choice: OwnQueries, is_sink: torch.Tensor | 
 
     No gradient reaches an anchor: what is stored for it makes up for whatever its code is.
     """
-    anchors = _anchors(decoded, choice, is_sink)
+    chosen, rows = _anchors(decoded, choice, is_sink)
     key, value = (
-        torch.where(chosen[..., None], corrected_rows, rows)
-        for chosen, corrected_rows, rows in zip(*anchors, decoded[:2], strict=True)
+        torch.where(is_anchor[..., None], anchor, coded)
+        for is_anchor, anchor, coded in zip(chosen, rows, decoded[:2], strict=True)
     )
-    return CodedRows(key, value, ~anchors.chosen[0])
-
-
-class _Anchors(NamedTuple):
-    """Of K and of V.
-
-    chosen: (num_windows, num_tokens, num_kv_heads) bool.
-    rows: (num_windows, num_tokens, num_kv_heads, head_size), corrected where they are chosen.
-    """
-
-    chosen: list[torch.Tensor]
-    rows: list[torch.Tensor]
+    return CodedRows(key, value, ~chosen[0])
 
 
 @torch.no_grad()
-def _anchors(decoded: CodedRows, choice: OwnQueries, is_sink: torch.Tensor | None) -> _Anchors:
-    """Those of all blocks that close before the last token: no query sees others."""
+def _anchors(
+    decoded: CodedRows, choice: OwnQueries, is_sink: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those of all blocks that close before the last token: no query sees others.
+
+    Returns:
+        of K and of V: which rows they are, as `is_code`, and all rows, corrected where they are.
+    """
     owner, config = choice.window, choice.config
     num_tokens = owner.key.shape[1]
     positions = torch.arange(num_tokens, device=owner.key.device)
@@ -93,7 +88,7 @@ def _anchors(decoded: CodedRows, choice: OwnQueries, is_sink: torch.Tensor | Non
                 score = score.masked_fill(is_sink[:, None, block], SINK_SCORE)
             offsets = choice.anchors(score, code_errors(full[:, block], seen), positions[block] < config.prefix)
             chosen[kind][:, block] = _correct_anchors(seen, full[:, block], offsets)
-    return _Anchors(chosen, rows)
+    return chosen, rows
 
 
 def _correct_anchors(seen: torch.Tensor, full: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

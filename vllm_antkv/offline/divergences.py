@@ -106,11 +106,5 @@ def served_method(book: Codebook) -> Method:
     """A codebook with the server's defaults."""
     name, bits, sinks = book.preset.name, book.preset.nominal_bits, book.header.sinks
     return Method(
-        name,
-        bits,
-        _SERVED,
-        VectorQuantiser(book),
-        sinks=sinks,
-        key_errors=book.k_errors,
-        k_scale=book.k_scale,
+        name, bits, _SERVED, VectorQuantiser(book), sinks=sinks, key_errors=book.k_errors, k_scale=book.k_scale
     )

@@ -29,7 +29,9 @@ from vllm_antkv.errors import AntKVError, reason
 
 def read_config(model: str, error: type[AntKVError]) -> PretrainedConfig:
     """The config of a model; `error` when there is no such model, or its config cannot be read."""
-    if _looks_like_a_path(model) and not Path(model).exists():
+    # Names on the hub are `model` or `owner/model`.
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if is_path and not Path(model).exists():
         raise error(f"No model can be read from '{model}' (there is no such folder).")
     try:
         return AutoConfig.from_pretrained(model)
@@ -112,11 +114,6 @@ def check_token_ids(windows: torch.Tensor, model: str, vocab_size: int, error: t
 def _auto_class(config: PretrainedConfig) -> Any:
     """What makes the model: of one that sees images too, all of it, of which text needs the text model alone."""
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-
-
-def _looks_like_a_path(model: str) -> bool:
-    """Names on the hub are `model` or `owner/model`."""
-    return model.startswith(("/", ".", "~")) or model.count("/") > 1
 
 
 @contextmanager

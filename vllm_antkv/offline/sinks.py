@@ -52,10 +52,7 @@ def peak_ratios(model: PreTrainedModel, window: torch.Tensor) -> np.ndarray:
         (num_layers, hidden_size) float32.
     """
     ratios: list[torch.Tensor] = []
-    with (
-        torch.no_grad(),
-        captured_hidden(decoder_layers(model), lambda hidden: ratios.append(peak_ratio(hidden))),
-    ):
+    with torch.no_grad(), captured_hidden(decoder_layers(model), lambda hidden: ratios.append(peak_ratio(hidden))):
         model.get_decoder()(window[None], use_cache=False)
     return torch.stack(ratios).cpu().numpy()
 

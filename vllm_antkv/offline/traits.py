@@ -73,7 +73,7 @@ def rotary_tables(model: PreTrainedModel, num_positions: int) -> list[RotaryTabl
     traits = layer_traits(model)
     tables = list(_candidates(model, num_positions)) if any(layer.turn >= 0 for layer in traits) else []
     # -1 takes the last.
-    tables.append(_no_turn(model, num_positions))
+    tables.append(RotaryTable(*torch.zeros(2, num_positions, 0, device=model.device)))
     return [tables[layer.turn] for layer in traits]
 
 
@@ -128,10 +128,6 @@ def _detect_rope(model: PreTrainedModel, layer: int, keys: torch.Tensor, tables:
             "alone: it cannot be calibrated or evaluated offline."
         )
     return turn
-
-
-def _no_turn(model: PreTrainedModel, num_positions: int) -> RotaryTable:
-    return RotaryTable(*torch.zeros(2, num_positions, 0, device=model.device))
 
 
 def _candidates(model: PreTrainedModel, num_positions: int) -> Iterator[RotaryTable]:

@@ -4,8 +4,6 @@ The same vector quantiser as `antkv-Xbit`, with centroids calibrated with `--wei
 anchors, no sinks, no prefix. Recency is the one setting it shares, so that methods are compared at the same recency.
 """
 
-from pathlib import Path
-
 from vllm_antkv.codebook import Codebook, codebook_path, find_codebook
 from vllm_antkv.errors import CodebookError
 from vllm_antkv.evaluate.methods.request import MethodRequest
@@ -35,21 +33,14 @@ def build(name: str, request: MethodRequest) -> Method:
 
 
 def _plain_codebook(name: str, preset: str, request: MethodRequest) -> Codebook:
-    if request.codebooks is not None:
-        folder = request.codebooks
-    else:
-        folder = find_codebook(request.model_name, request.identity, preset).parent
+    folder = request.codebooks or find_codebook(request.model_name, request.identity, preset).parent
     for candidate in (codebook_path(folder / PLAIN_FOLDER, preset), codebook_path(folder, preset)):
         if candidate.is_file():
             codebook = Codebook.load(candidate, preset, request.identity)
             header = codebook.header
             if header.calibration.get("weights") == "none" and not header.k_orders and header.layers is None:
                 return codebook
-    raise CodebookError(_how_to_make_one(name, preset, request, folder))
-
-
-def _how_to_make_one(name: str, preset: str, request: MethodRequest, folder: Path) -> str:
-    return (
+    raise CodebookError(
         f"{name} needs {preset} centroids of neighbouring channels learned without weights, and neither "
         f"{folder / PLAIN_FOLDER} nor {folder} has them: make them with `antkv calibrate {request.model_name} --preset "
         f"{preset} --weights none --channels consecutive --text FILE --out {folder / PLAIN_FOLDER}`."
