@@ -107,6 +107,7 @@ def test_kernels_of_vllm_are_called_with_arguments_that_they_have(name):
 
 
 @pytest.mark.long
+@pytest.mark.release
 def test_engines_are_measured_on_a_cpu_too(tmp_path):
     report = tmp_path / "engines.json"
     sides = ["auto", "antkv-1bit", "no-such-cache"]

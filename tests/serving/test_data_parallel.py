@@ -46,6 +46,7 @@ def expected(engines: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
     return found | {("Pages in use", page): 0 for page in engines[0]["pages_in_use"]} | {("Fall-backs", ""): 0}
 
 
+@pytest.mark.release
 def test_two_engines_behind_two_api_servers(
     start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 Random tiny models; what cannot be served is in test_refusals.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,16 @@ def test_every_served_family_is_among_them() -> None:
 
 @pytest.fixture
 def given_back(model_type: str, changes: dict[str, Any]) -> Iterator[None]:
-    """What vLLM serves through transformers, it makes a class of its own for good: other tests want it as it was."""
+    """What vLLM serves through transformers, it makes a class of its own for good: other tests want it as it was.
+
+    And it traces such models up to the limit of recursion, where nothing that is collected can be finalised.
+    """
+    gc.disable()
     with torch.device("meta"):
         served = type(AutoModelForCausalLM.from_config(config_of(model_type, changes)).get_decoder())
     bases, attributes = served.__bases__, dict(vars(served))
     yield
+    gc.enable()
     served.__bases__ = bases
     for name in vars(served).keys() - attributes.keys():
         delattr(served, name)

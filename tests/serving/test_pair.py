@@ -155,10 +155,8 @@ def answers(url: str, prompt: list[int], params: dict[str, Any] | None = None, n
     return [(choice["text"], choice["logprobs"]["token_logprobs"]) for choice in response.json()["choices"]]
 
 
-@pytest.mark.parametrize(
-    "num_ranks",
-    [pytest.param(1, marks=pytest.mark.release, id="windows, one exact"), pytest.param(2, id="two ranks")],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("num_ranks", [1, 2], ids=["windows, one exact", "two ranks"])
 def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]], tmp_path: Path) -> None:
     model, options = EMBEDDED, {"--tensor-parallel-size": str(num_ranks)}
     if num_ranks == 1:

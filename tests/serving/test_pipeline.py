@@ -21,7 +21,7 @@ def shown(core: Any) -> tuple[EngineStatus, Anchors]:
     return EngineStatus.of(0, core.antkv_status()), Anchors.of({0: core.antkv_anchors(None, 0)}, None, 2, str)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_stages_answer_as_one_process(
     start_engine: Callable[..., Any],
     default: dict[str, Any],
@@ -52,7 +52,7 @@ def test_stages_answer_as_one_process(
         engine.assert_all_blocks_free()
 
 
-@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.release), 150])
 def test_stages_of_other_layers(
     start_engine: Callable[..., Any], prompts: list[list[int]], tmp_path: Path, window: int | None
 ) -> None:

@@ -93,6 +93,7 @@ def soak_beside(server, disturb, *arguments):
     assert report.complaints(MAX_SLOPE) == [], report.model_dump_json(indent=2)
 
 
+@pytest.mark.release
 def test_a_soak_behind_a_slow_prefill_server(shared_servers, tmp_path):
     decode = shared_servers.running(STORE)
     (tmp_path / "pages").symlink_to(decode.pages)
@@ -134,6 +135,7 @@ def kill_under_load(other, is_over):
         os.killpg(other.pid, signal.SIGKILL)
 
 
+@pytest.mark.release
 def test_a_soak_beside_a_server_with_the_same_folder_that_is_killed(shared_servers, tmp_path):
     server = shared_servers.running(STORE)
     server.pages.mkdir(exist_ok=True)

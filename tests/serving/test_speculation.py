@@ -21,8 +21,8 @@ NEEDS_SUFFIX_TREES = pytest.mark.skipif(
     importlib.util.find_spec("arctic_inference") is None, reason="needs arctic-inference, which has no wheels for CPUs"
 )
 DRAFTS_OF_MODELS = [("draft_model", 3), ("eagle", 3), ("eagle3", 2), ("mtp", 1), ("mtp", 3)]
-#: Of those that draft alike, one.
-SLOW_VARIANTS = (("eagle", 3), ("mtp", 1))
+#: Where another test drafts alike: after preemption, or on two ranks.
+SLOW_VARIANTS = (("draft_model", 3), ("eagle", 3), ("eagle3", 2), ("mtp", 1))
 #: Answers cross the edges of blocks.
 MAX_TOKENS = 24
 

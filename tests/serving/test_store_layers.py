@@ -120,7 +120,7 @@ def answered(start_engine: Start, default: dict[str, Any], prompts: list[list[in
     ("method", "num_drafts"),
     [
         ("ngram", 5),
-        ("draft_model", 3),
+        pytest.param("draft_model", 3, marks=pytest.mark.release),
         pytest.param("eagle", 3, marks=pytest.mark.release),
         pytest.param("mtp", 1, marks=pytest.mark.release),
     ],
