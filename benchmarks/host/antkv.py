@@ -1,4 +1,7 @@
-"""A layer of `antkv-1bit` on an H200 with a codebook as calibration makes it: all that costs a launch is there."""
+"""A layer of `antkv-1bit` on an H200 with a codebook as calibration makes it: all that costs a launch is there.
+
+But for the scales of queries and K: those are part of the model's graph, for torch.compile to fuse with RoPE.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -12,8 +12,8 @@ from vllm_antkv.codebook.key_scales import query_scales
 def scale_rows(layer: Attention, k_scale: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
     """Let a layer multiply queries and K by their scales: exactly, as these are powers of two.
 
-    In `Attention.forward`, and not in its implementation: there torch.compile makes it part of what computes RoPE, and
-    no step starts a kernel for it. In eager mode there are two. Not in a hook: some models call `forward` itself.
+    In `Attention.forward`, and not in its implementation: there torch.compile can make it part of what computes RoPE.
+    In eager mode it takes two kernels. Not in a hook: some models call `forward` itself.
 
     Args:
         layer: after the model is loaded, before it is compiled.
