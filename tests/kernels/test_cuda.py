@@ -75,7 +75,7 @@ def test_decoding_is_launched_for_single_tokens_alone() -> None:
     engine.step([(sequence, 127)])
     assert launched == ["antkv_encode_store"]
     engine.step([(sequence, 1)])
-    assert launched[1:] == ["antkv_encode_store", "antkv_decode", "antkv_merge"]
+    assert launched[1:] == ["antkv_encode_store", "antkv_decode"]
 
 
 @pytest.mark.parametrize(("shape", "shared_bytes"), LAYERS, ids=str)

@@ -142,7 +142,9 @@ class CudaOperations:
         self._workers = max(self._backend.multiprocessors // len(layer.k_centroids), 1)
         self._pool_splits = self._score_slots * (len(layer.vq.k_codes) * VQ_BLOCK_SIZE // self._split)
         # As much as any step will take.
-        self._partials(layer.max_num_reqs, len(layer.last_query))
+        capacity = len(self._partials(layer.max_num_reqs, len(layer.last_query)))
+        shape = (capacity, len(layer.k_centroids))
+        self._written = torch.zeros(shape, dtype=torch.int32, device=layer.recency.k.device)
 
     def run(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
         """See `LayerOperations`. Single tokens vote on their block while they attend."""
@@ -190,12 +192,12 @@ class CudaOperations:
 
     def _decode(self, rows: StepRows, output: torch.Tensor, step: StepPlan, votes: bool) -> None:
         num_kv_heads, is_sink = rows.key.shape[1], rows.is_sink
-        partials, query_splits = self._partials(step.num_reqs, step.max_seq_len)
+        partials = self._partials(step.num_reqs, step.max_seq_len)
         capacity = len(partials)
         results = ResultsArgument(
             rows_argument(output),
             partials.data_ptr(),
-            query_splits.data_ptr(),
+            self._written.data_ptr(),
             capacity,
             is_sink.data_ptr() if votes and is_sink is not None else None,
             votes,
@@ -216,17 +218,9 @@ class CudaOperations:
                 results,
             ),
         )
-        self._backend.launch(
-            build,
-            "antkv_merge",
-            (step.num_reqs * self._score_slots, num_kv_heads),
-            build.merge_threads,
-            0,
-            (self._layer, step.argument, results),
-        )
 
-    def _partials(self, num_reqs: int, max_seq_len: int) -> list[torch.Tensor]:
-        """Scratch for what the splits leave to be merged, and where each query's start.
+    def _partials(self, num_reqs: int, max_seq_len: int) -> torch.Tensor:
+        """Scratch for what the splits leave to be merged.
 
         All sequences together are rarely longer than the pool, even where they share blocks. Where they are, the
         kernels make do with it (csrc/cuda/split_scheduler.cuh).
@@ -234,7 +228,7 @@ class CudaOperations:
         num_queries = num_reqs * self._score_slots
         capacity = min(num_queries * -(-max_seq_len // self._split), num_queries + self._pool_splits)
         shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)
-        return self._scratch((shape, torch.float32), ((num_queries, 2), torch.int32))
+        return self._scratch((shape, torch.float32))[0]
 
 
 def _triton(layer: LayerState) -> "TritonOperations":

@@ -39,7 +39,7 @@ class ResultsArgument(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("output", RowsArgument),
-        *((name, ctypes.c_void_p) for name in ("partials", "query_splits")),
+        *((name, ctypes.c_void_p) for name in ("partials", "written")),
         ("capacity", ctypes.c_int64),
         ("is_sink", ctypes.c_void_p),
         ("votes", ctypes.c_int32),

@@ -66,7 +66,7 @@ class CudaBackend:
             return
         cupy = importlib.import_module("cupy")
         shared = {"encode_store": {"antkv_encode_store": 0}}
-        shared["decode"] = {"antkv_decode": build.decode_shared_bytes, "antkv_merge": 0}
+        shared["decode"] = {"antkv_decode": build.decode_shared_bytes}
         with torch.cuda.device(self._device):
             for source, kernels in shared.items():
                 module = cupy.RawModule(path=str(cubin(source, build, self._architecture)))

@@ -106,11 +106,6 @@ class Build:
         return self.group * (self.head_size + 2)
 
     @property
-    def merge_threads(self) -> int:
-        """Of a CTA of antkv_merge."""
-        return min(self.group * self.head_size, 1024)
-
-    @property
     def decode_shared_bytes(self) -> int:
         """Of a CTA of antkv_decode; csrc/cuda/decode.cu asserts that it is the same."""
         row = self.group * self.head_size * 2

@@ -7,10 +7,6 @@ extern "C" void launch_antkv_decode(const int* sizes, void** a) {
     });
 }
 
-extern "C" void launch_antkv_merge(const int* sizes, void** a) {
-    emulation::launch(sizes, [=] { antkv_merge(*(Layer*)a[0], *(Step*)a[1], *(Results*)a[2]); });
-}
-
 // Quads that the lane reads, for the tests of memory accesses. In step `step` of its pairs of K, and of its sets of V.
 extern "C" int key_quad(int lane, int step) {
     return Tables::key_quad(lane % 4, lane / 4 % Tables::kOrders, step / 2, step % 2);

@@ -122,6 +122,11 @@ T load_constant(const T* at) {
 }
 
 inline void add_to(float* at, float x) { *at += x; }
+inline u32 count_round(u32* at, u32 most) {
+    const u32 before = *at;
+    *at = before >= most ? 0 : before + 1;
+    return before;
+}
 ANTKV_MACHINE void set_flag(i32* at) { *at = 1; }
 
 inline void copy16_async(void* shared, const void* global) {

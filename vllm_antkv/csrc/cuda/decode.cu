@@ -1,5 +1,5 @@
 // Attention of single tokens and drafts to the cache: one CTA per multiprocessor has the centroids of a KV head at hand and
-// walks the splits of all queries; `antkv_merge` joins the splits of a query by their log-sum-exp.
+// walks the splits of all queries. The last to write a split of a query joins them by their log-sum-exp.
 //
 // Angles are linear in the position, so the query is rotated back by the first position of a span of tokens, and decoded
 // K rows are rotated by their offsets in it alone. A warp always has the same offsets: their cosines stay in registers.
@@ -117,6 +117,31 @@ ANTKV_DEVICE void leave_logits(const Tile& tile, Span& span) {
     }
 }
 
+// Join the splits of a query, in their order, where this one is the last to be written.
+ANTKV_DEVICE void merge_splits(const Inputs& in, Shared& shared, const SplitDesc& desc) {
+    const Layer& layer = in.layer;
+    const i64 item = desc.item - desc.token / layer.split, stride = (i64)layer.num_kv_heads * kPartial;
+    // Nobody writes statistics before the attending warps have met again.
+    u32& num_before = *(u32*)&shared.statistics[0][0];
+    if (threadIdx.x == 0)
+        num_before = count_round(in.results.written + item * layer.num_kv_heads + in.head, desc.num_splits - 1);
+    sync_attending();
+    if (num_before + 1 < desc.num_splits) return;
+    const float* first = partial_at(layer, in.results, item, in.head);
+    for (int at = (int)threadIdx.x; at < kGroup * kHeadSize; at += kThreads) {
+        const int q = at / kHeadSize;
+        const float *maxima = first + kGroup * kHeadSize + q, *totals = maxima + kGroup;
+        float maximum = -ANTKV_INFINITY, total = 0, result = 0;
+        for (int i = 0; i < desc.num_splits; ++i) maximum = fmaxf(maximum, maxima[i * stride]);
+        for (int i = 0; i < desc.num_splits; ++i) {
+            const float weight = exp2_fast(maxima[i * stride] - maximum);
+            total += weight * totals[i * stride];
+            result += weight * first[i * stride + at];
+        }
+        write_output(in.results, desc.query_row, in.head, q, at % kHeadSize, result / total);
+    }
+}
+
 // Join the warps, a few queries of the group at a time: that is what shared memory has room for. An only split is the
 // output.
 ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const SplitDesc& desc, const Sums& sums,
@@ -164,6 +189,7 @@ ANTKV_DEVICE void write_split(const Inputs& in, Shared& shared, const SplitDesc&
         // The next queries, or the next tile, are written where these warps' outputs are.
         sync_attending();
     }
+    if (partial) merge_splits(in, shared, desc);
 }
 
 ANTKV_DEVICE void release_slot(Shared& shared, int slot, Lane lane) {
@@ -224,31 +250,5 @@ antkv_decode(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, Rows query,
     } else {
         const Tables tables(layer, in.head, lane, memory);
         attend_all(in, shared, tables, lane, warp);
-    }
-}
-
-// Grid: (num_reqs * score_slots, num_kv_heads); a thread per query of the group and channel, or as many as a CTA can have.
-constexpr int kMergeThreads = smaller(kGroup * kHeadSize, 1024);
-ANTKV_KERNEL(kMergeThreads)
-antkv_merge(ANTKV_ARGUMENT(Layer) layer, ANTKV_ARGUMENT(Step) step, ANTKV_ARGUMENT(Results) results) {
-    const int head = (int)blockIdx.y;
-    const Query query(layer, step, (int)blockIdx.x);
-    // Whether there is anything in `query_splits`.
-    if (query.length == 0) return;
-    const QuerySplits splits = results.query_splits[blockIdx.x];
-    if (splits.num_splits == 1) return;
-    const float* first = partial_at(layer, results, splits.item, head);
-    const i64 stride = (i64)layer.num_kv_heads * kPartial;
-    for (int at = (int)threadIdx.x; at < kGroup * kHeadSize; at += kMergeThreads) {
-        const int q = at / kHeadSize;
-        const float *maxima = first + kGroup * kHeadSize + q, *totals = maxima + kGroup;
-        float maximum = -ANTKV_INFINITY, total = 0, result = 0;
-        for (int i = 0; i < splits.num_splits; ++i) maximum = fmaxf(maximum, maxima[i * stride]);
-        for (int i = 0; i < splits.num_splits; ++i) {
-            const float weight = exp2_fast(maxima[i * stride] - maximum);
-            total += weight * totals[i * stride];
-            result += weight * first[i * stride + at];
-        }
-        write_output(results, query.row, head, q, at % kHeadSize, result / total);
     }
 }

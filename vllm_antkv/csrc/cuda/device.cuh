@@ -137,6 +137,14 @@ ANTKV_DEVICE T load_constant(const T* at) {
 
 // Nobody waits for it. Exact where no other thread adds there meanwhile.
 ANTKV_DEVICE void add_to(float* at, float x) { atomicAdd(at, x); }
+// Counts to `most`, then begins at 0 again; how many counted before. Who counts later sees what this CTA wrote before its
+// threads met, and this one what those before it wrote.
+ANTKV_DEVICE u32 count_round(u32* at, u32 most) {
+    __threadfence();
+    const u32 before = atomicInc(at, most);
+    __threadfence();
+    return before;
+}
 // Other threads may do so meanwhile.
 ANTKV_DEVICE void set_flag(i32* at) { asm volatile("st.relaxed.gpu.s32 [%0], 1;" ::"l"(at) : "memory"); }
 

@@ -55,16 +55,11 @@ struct Rows {
     ANTKV_DEVICE u16* at(i64 token, int head) const { return data + token * stride + (i64)head * kHeadSize; }
 };
 
-// Where a query's partial results start, and how many there are.
-struct QuerySplits {
-    i32 item, num_splits;
-};
-
 // Where decoding writes.
 struct Results {
     Rows output;
     float* partials;  // (capacity, num_kv_heads, kPartial): of the items of `SplitScheduler`
-    QuerySplits* query_splits;  // (num_reqs, score_slots)
+    u32* written;     // (capacity, num_kv_heads): splits of the query whose first item it is; 0 between launches
     i64 capacity;
     const u8* is_sink;  // (num_tokens) of 0 and 1, or null; for votes
     i32 votes;          // add those of single tokens on their own blocks to the scores

@@ -199,8 +199,6 @@ ANTKV_DEVICE void produce_split(Ring& ring, const SplitScheduler& scheduler, int
     const int position = own.length - 1;
     const int begin = scheduler.split * in.layer.split;
     const int end = scheduler.split + 1 == scheduler.num_splits ? own.length : begin + in.layer.split;
-    if (in.head == 0 && scheduler.split == 0 && lane.index == 0)
-        in.results.query_splits[scheduler.query] = {item, scheduler.num_splits};
     const Plain plain(in, own.row, lane);
     RotatedQuery query = rotate_back(in, begin, own.row, lane);
     const RotationBy by_half(in.layer, 16, lane), by_rest(in.layer, kSpan - 16, lane);
