@@ -30,9 +30,10 @@ class Planned(ReferenceOperations):
     """The reference, but for attention from more than one new token."""
 
     nothing = -torch.inf
+    narrow_values = False
 
     def __init__(self, layer):
-        layer = replace(layer, varlen=varlen(MAX_TOKENS, self.nothing))
+        layer = replace(layer, varlen=varlen(MAX_TOKENS, self.nothing, self.narrow_values))
         super().__init__(layer)
         self._prefill = VarlenPrefill(layer, self._write, self._extend, self._merge)
 
@@ -93,13 +94,15 @@ class Planned(ReferenceOperations):
     anchor_dtype=st.sampled_from(["fp8", "model"]),
     piece=st.sampled_from([1, 2, 3, 128]),
     error=st.sampled_from([0.0, 1.0]),
+    narrow_values=st.booleans(),
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=3),
     data=st.data(),
 )
-def test_any_cut_of_any_prompt(recency, prefix, share, anchor_dtype, piece, error, lengths, data):
+def test_any_cut_of_any_prompt(recency, prefix, share, anchor_dtype, piece, error, narrow_values, lengths, data):
     config = AntKVConfig(recency=recency, prefix=prefix, anchor_share=share, anchor_dtype=anchor_dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen_operations, "PREFILL_CHUNK_BLOCKS", piece)
+        patch.setattr(Planned, "narrow_values", narrow_values)
         assert_as_reference(config, replace(SHAPE, error=error), Planned, draw_schedule(lengths, data))
 
 

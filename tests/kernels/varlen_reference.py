@@ -20,7 +20,7 @@ def planned(step: StepPlan, layer: LayerState, decoded: int = 0) -> StepPlan:
     return replace(step, rounds=plan_rounds(step.query_start_loc_cpu, seq_lens, limits, step.seq_lens.device))
 
 
-def varlen(max_num_tokens: int, nothing: float = -torch.inf) -> Varlen:
+def varlen(max_num_tokens: int, nothing: float = -torch.inf, narrow_values: bool = False) -> Varlen:
     """A kernel for plain rows.
 
     nothing: log-sum-exp of a query that sees no key; versions of FlashAttention differ in its sign.
@@ -46,13 +46,15 @@ def varlen(max_num_tokens: int, nothing: float = -torch.inf) -> Varlen:
             output[rows], statistics[:, rows] = attended(query[rows], keys, values, call, scale, nothing)
         return statistics
 
-    return Varlen(attend, max_num_tokens, max_head_size=256)
+    return Varlen(attend, max_num_tokens, max_head_size=256, narrow_values=narrow_values)
 
 
 def attended(query, key, value, call, scale, nothing):
     """Output and log-sum-exp of one run."""
     if not len(key):
-        return torch.zeros_like(query), torch.full(query.shape[1::-1], nothing, dtype=query.dtype)
+        return query.new_zeros(query.shape[:-1] + value.shape[-1:]), torch.full(
+            query.shape[1::-1], nothing, dtype=query.dtype
+        )
     last = torch.arange(len(query))[:, None] + len(key) - len(query)
     keys = torch.arange(len(key))
     seen = keys <= last if call.causal else torch.ones(len(query), len(key), dtype=torch.bool)

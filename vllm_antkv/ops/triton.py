@@ -9,7 +9,7 @@ from vllm_antkv.ops.arguments import check_heads
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.step import StepPlan
-from vllm_antkv.ops.varlen import Attended, DequantisedPages, VarlenPrefill, dequantised_size, prefill_limits
+from vllm_antkv.ops.varlen import Attended, DequantisedPages, VarlenPrefill, dequantised_sizes, prefill_limits
 from vllm_antkv.select.anchors import EXACT_ANCHOR, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
 from vllm_antkv.triton_kernels import arguments
@@ -215,7 +215,8 @@ def _shape(layer: LayerState) -> Shape:
         soft_cap=layer.rules.soft_cap or 0.0,
         has_sinks=layer.rules.sinks is not None,
         has_jensen=bool(layer.jensen_weights.any()),
-        dequantised_size=dequantised_size(layer),
+        dequantised_key_size=dequantised_sizes(layer)[0],
+        dequantised_value_size=dequantised_sizes(layer)[1],
     )
 
 

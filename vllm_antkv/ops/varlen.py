@@ -36,7 +36,7 @@ class DequantisedPages:
     """What pages are to hold, and the memory for them.
 
     page_requests: (num_pages, 2) int32: request and VQ block.
-    key, value: (capacity, VQ_BLOCK_SIZE, num_kv_heads, dequantised_size) model dtype; `num_pages` are written.
+    key, value: (capacity, VQ_BLOCK_SIZE, num_kv_heads, `dequantised_sizes`) model dtype; `num_pages` are written.
     """
 
     page_requests: torch.Tensor
@@ -59,7 +59,7 @@ class DequantisedPageWriter(Protocol):
         ...
 
 
-#: Gives queries (n, num_heads, head_size) their `BIAS_CHANNELS`: writes (n, num_heads, dequantised_size), contiguous.
+#: Gives queries (n, num_heads, head_size) their `BIAS_CHANNELS`: writes (n, num_heads, `dequantised_sizes`[0]), contiguous.
 Extend = Callable[[torch.Tensor, torch.Tensor], None]
 
 
@@ -95,16 +95,17 @@ def prefill_limits(layer: LayerSetup, score_slots: int) -> Limits | None:
     # Else tokens of the block that is being filled are seen as codes, by its own queries without its anchors.
     keeps_own_block = config.recency_policy.kind != "none"
     ordinary = layer.rules.are_plain and keeps_own_block and not config.prefill_reads_cache
-    if varlen is None or dequantised_size(layer) > varlen.max_head_size or not ordinary:
+    if varlen is None or dequantised_sizes(layer)[0] > varlen.max_head_size or not ordinary:
         return None
     # The step's tokens lie in so many blocks of a request, beside a piece.
     num_pages = PREFILL_CHUNK_BLOCKS + varlen.max_num_tokens // VQ_BLOCK_SIZE + 2
     return Limits(PREFILL_CHUNK_BLOCKS, num_pages, score_slots)
 
 
-def dequantised_size(layer: LayerSetup) -> int:
-    """Channels of plain rows of a layer."""
-    return layer.head_size + (BIAS_CHANNELS if layer.jensen_weights.any() else 0)
+def dequantised_sizes(layer: LayerSetup) -> tuple[int, int]:
+    """Channels of plain rows of a layer: of K, and queries; of V, and what a kernel gives."""
+    size = layer.head_size + (BIAS_CHANNELS if layer.jensen_weights.any() else 0)
+    return size, layer.head_size if layer.varlen is not None and layer.varlen.narrow_values else size
 
 
 def plan_rounds(
@@ -143,7 +144,9 @@ class VarlenPrefill:
         assert layer.varlen is not None
         self._layer, self._varlen, self._scale = layer, layer.varlen, layer.rules.scale
         self._write, self._extend, self._merge = write, extend, merge
-        self._size = dequantised_size(layer)
+        self._sizes = dequantised_sizes(layer)
+        # What a kernel gives has more channels than a head.
+        self._is_wide = self._sizes[1] > layer.head_size
         limits = prefill_limits(layer, layer.recency.score_slots)
         assert limits is not None
         self._num_pages = limits.num_pages
@@ -167,11 +170,11 @@ class VarlenPrefill:
         for current in step.rounds:
             new, is_first = slice(current.first_row, current.first_row + current.num_rows), current.is_first
             self._write(rows, DequantisedPages(current.pages, key_pages, value_pages), step)
-            result = output[new] if is_first and not extended else other[: current.num_rows]
+            result = output[new] if is_first and not self._is_wide else other[: current.num_rows]
             added = self._varlen.attend(query[new], key_pages, value_pages, result, current.call, self._scale)
             # Rounds of a request follow each other, with the same rows.
             lse = added if is_first or lse is None else lse
-            if not is_first or extended:
+            if not is_first or self._is_wide:
                 self._merge(Attended(output[new], lse), Attended(result, added), is_first)
 
     def _scratch(self) -> list[torch.Tensor]:
@@ -184,11 +187,10 @@ class VarlenPrefill:
 
     def _parts_of_scratch(self) -> list[_Part]:
         layer, num_tokens = self._layer, self._varlen.max_num_tokens
-        dtype, head_size = layer.recency.k.dtype, layer.recency.k.shape[-1]
-        pages = (self._num_pages, VQ_BLOCK_SIZE, layer.k_centroids.shape[0], self._size), dtype
-        other = (num_tokens, layer.num_heads, self._size), dtype
-        extended = [other] if self._size > head_size else []
-        return [pages, pages, other, *extended]
+        dtype = layer.recency.k.dtype
+        pages = [((self._num_pages, VQ_BLOCK_SIZE, layer.k_centroids.shape[0], size), dtype) for size in self._sizes]
+        extended, other = (((num_tokens, layer.num_heads, size), dtype) for size in self._sizes)
+        return [*pages, other, *([extended] if self._sizes[0] > layer.head_size else [])]
 
 
 def _views(memory: torch.Tensor, parts: list[_Part]) -> list[torch.Tensor]:

@@ -51,13 +51,15 @@ class Varlen:
     """The kernel, handed in where there is one.
 
     attend: takes query (n, num_heads, head_size); K and V, (n, num_kv_heads, head_size) in hand or pages
-        (num_pages, page_size, num_kv_heads, head_size); the output (n, num_heads, head_size), which it writes; the call
+        (num_pages, page_size, num_kv_heads, head_size), V with its own channels; the output (n, num_heads, head_size), which it writes; the call
         and the scale of the logits; all rows in the model's dtype. Returns the log-sum-exp of the scaled logits,
         (num_heads, n) float32: infinite, of either sign, and the output 0 for a query that sees nothing.
     max_num_tokens: the most rows of a step.
     max_head_size: the most channels of a row.
+    narrow_values: V, and the output, may have the channels of a head where queries and K have `BIAS_CHANNELS` more.
     """
 
     attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, VarlenCall, float], torch.Tensor]
     max_num_tokens: int
     max_head_size: int
+    narrow_values: bool = False

@@ -105,7 +105,7 @@ class DequantisedPages(NamedTuple):
     """Pages of rows for a kernel that knows nothing else; contiguous.
 
     page_requests: (num_pages, 2) int32: request and VQ block.
-    key, value: (at least num_pages, block_size, num_kv_heads, dequantised_size) model dtype, K after RoPE, channels
+    key, value: (at least num_pages, block_size, num_kv_heads, channels) model dtype, K after RoPE, channels
         as the model has them; see `ops.varlen.BIAS_CHANNELS` for those beyond a head's.
     """
 
@@ -199,7 +199,7 @@ class Shape(NamedTuple):
     soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 where they stay.
     has_sinks: of learned logits.
     has_jensen: logits of coded keys are corrected (`Tables.jensen_weights`).
-    dequantised_size: channels of a row of plain pages.
+    dequantised_key_size, dequantised_value_size: channels of a row of plain pages.
     """
 
     head_size: int
@@ -236,7 +236,8 @@ class Shape(NamedTuple):
     soft_cap: float
     has_sinks: bool
     has_jensen: bool
-    dequantised_size: int
+    dequantised_key_size: int
+    dequantised_value_size: int
 
 
 class Policy(NamedTuple):

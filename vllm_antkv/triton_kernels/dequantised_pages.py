@@ -75,10 +75,10 @@ def _dequantised_pages_kernel(
     exact = tl.load(tables.last_query + keys, mask=present, other=-1) >= start
     any_coded = tl.max((present & ~exact).to(tl.int32), 0) > 0
     row = page.to(tl.int64) * shape.block_size + offsets
-    written = (row * shape.num_kv_heads + head) * shape.dequantised_size
+    written = row * shape.num_kv_heads + head
     block_id = tl.load(batch.vq_table + index * batch.vq_table_stride + block).to(tl.int64)
     if tl.program_id(2) % 2 == 0:
-        to = plain.key + written
+        to = plain.key + written * shape.dequantised_key_size
         in_full = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, exact, request, pages, batch, shape)
         mark_missing(in_full, exact, request, pages)
         is_anchor = keys < 0
@@ -87,11 +87,12 @@ def _dequantised_pages_kernel(
         _write_bias_channels(to, present & ~exact & ~is_anchor, shape)
         _write_exact(to, in_full, exact | ~present, shape)
     else:
-        to = plain.value + written
+        to = plain.value + written * shape.dequantised_value_size
         in_full = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, exact, request, pages, batch, shape)
         if any_coded:
             _write_values(to, offsets, ~exact, block_id, head, pages, tables, shape)
-        _write_bias_channels(to, keys < 0, shape)
+        if shape.dequantised_value_size > shape.head_size:
+            _write_bias_channels(to, keys < 0, shape)
         _write_exact(to, in_full, exact | ~present, shape)
 
 
@@ -137,7 +138,7 @@ def _write_keys(
 def _write_bias_channels(to: tl.tensor, is_code: tl.tensor, shape: tl.constexpr) -> None:
     """What rows have beyond the channels of a head: see `ops.varlen.BIAS_CHANNELS`."""
     if shape.has_jensen:
-        channels = tl.arange(0, shape.dequantised_size - shape.head_size)
+        channels = tl.arange(0, shape.dequantised_key_size - shape.head_size)
         ones = tl.where(is_code[:, None] & (channels < 2)[None, :], 1.0, 0.0)
         tl.store((to + shape.head_size)[:, None] + channels[None, :], ones.to(to.dtype.element_ty))
 
@@ -183,7 +184,7 @@ def extend_queries(query: torch.Tensor, extended: torch.Tensor, tables: Fixed, s
 
     Args:
         query: (n, num_heads, head_size) model dtype, heads contiguous.
-        extended: (n, num_heads, dequantised_size) model dtype, contiguous; written.
+        extended: (n, num_heads, dequantised_key_size) model dtype, contiguous; written.
         tables: `Tables`.
         scale: multiplies the logits.
     """
@@ -219,13 +220,13 @@ def _extend_queries_kernel(
     head = tl.program_id(1)
     real = row < num_rows
     at = query + row * query_stride + head * shape.head_size
-    to = extended + (row * shape.num_kv_heads * shape.group + head) * shape.dequantised_size
+    to = extended + (row * shape.num_kv_heads * shape.group + head) * shape.dequantised_key_size
     channels = tl.arange(0, shape.head_pad)
     in_head = channels < shape.head_size
     _store(to, channels, in_head, load_rows(at, real, channels, in_head), real)
     bias = coded_bias(at, head + tl.zeros_like(row), real, tables, shape) / scale
     rounded = bias.to(extended.dtype.element_ty).to(tl.float32)
-    channels = tl.arange(0, shape.dequantised_size - shape.head_size)
+    channels = tl.arange(0, shape.dequantised_key_size - shape.head_size)
     rest = tl.where(channels[None, :] == 1, (bias - rounded)[:, None], 0.0)
     parts = tl.where(channels[None, :] == 0, rounded[:, None], rest)
     _store(to + shape.head_size, channels, channels >= 0, parts, real)

@@ -10,6 +10,8 @@ from vllm_antkv.ops.varlen_call import Varlen, VarlenCall
 #: Version 4, of Blackwell, was not, and version 2 runs there too, as in vLLM with ALiBi.
 _VERSIONS = {2: 2, 3: 3, 4: 2}
 _MAX_HEAD_SIZE = 256
+#: Of V, for which version 3 has code where queries and K have 129 to 192 channels, as vLLM's MLA layers call it.
+_NARROW_VALUES = 128
 
 
 def flash_attention(head_size: int, dtype: torch.dtype, max_num_tokens: int) -> Varlen | None:
@@ -57,4 +59,4 @@ def flash_attention(head_size: int, dtype: torch.dtype, max_num_tokens: int) -> 
         )
         return lse
 
-    return Varlen(attend, max_num_tokens, _MAX_HEAD_SIZE)
+    return Varlen(attend, max_num_tokens, _MAX_HEAD_SIZE, version == 3 and head_size == _NARROW_VALUES)
