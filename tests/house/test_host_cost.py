@@ -20,8 +20,8 @@ pytestmark = [
 
 
 def test_a_prompt_is_measured_beside_vllm_s_own_backend(tmp_path):
-    """FlashAttention's backend stores and attends, in a launch each. Ours has two for key scales, encode_store,
-    anchor_score, and a call of FlashAttention in two.
+    """FlashAttention's backend stores and attends, in a launch each. Ours has encode_store, anchor_score, and a
+    call of FlashAttention in two.
     """
     report = tmp_path / "report.json"
     options = ["--steps", "prompt-1024", "--kv-heads", "1", "--rounds", "1", "--json", str(report)]
