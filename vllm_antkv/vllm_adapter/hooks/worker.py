@@ -15,10 +15,10 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from vllm_antkv.ops.counters import Report
-from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
 from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
 from vllm_antkv.vllm_adapter.load.attach import attach
 from vllm_antkv.vllm_adapter.step.inspection import Inspector
+from vllm_antkv.vllm_adapter.step.layer import positions_of_step
 from vllm_antkv.vllm_adapter.step.missing_rows import MissingRows
 from vllm_antkv.vllm_adapter.step.pages import let_pages_go, take_pages
 

@@ -32,8 +32,7 @@ from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 from vllm_antkv.vllm_adapter.step.flash_attention import flash_attention
 from vllm_antkv.vllm_adapter.step.impl import AntKVImpl, Attachment
 from vllm_antkv.vllm_adapter.step.key_scales import scale_rows
-from vllm_antkv.vllm_adapter.step.layer import RecencyLayer, recency_layer_name
-from vllm_antkv.vllm_adapter.step.positions import PositionLayer, position_layer_name
+from vllm_antkv.vllm_adapter.step.layer import PositionLayer, RecencyLayer, position_layer_name, recency_layer_name
 from vllm_antkv.vllm_adapter.step.sinks import SinkFlags, hand_on, watch
 from vllm_antkv.vllm_adapter.step.workspace import workspace
 
