@@ -2,10 +2,36 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_antkv.releases import minor_release, not_supported
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
 from vllm_antkv.vllm_adapter.hooks.signatures import changed_signature
+
+
+class Patches:
+    """What the hooks changed.
+
+    A plugin of which one hook turns out not to work must leave vLLM as it was, not with half of its hooks on.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def set(self, owner: Any, name: str, value: object) -> None:
+        """Set an attribute of a class or a module."""
+        was_there, before = name in vars(owner), vars(owner).get(name)
+        setattr(owner, name, value)
+        # What was inherited is inherited again.
+        self.on_undo(lambda: setattr(owner, name, before) if was_there else delattr(owner, name))
+
+    def on_undo(self, undo: Callable[[], object]) -> None:
+        """Remember how to take back what was just done."""
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Take everything back, the last change first."""
+        while self._undo:
+            self._undo.pop()()
 
 
 def _nothing() -> None:
