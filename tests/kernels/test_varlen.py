@@ -18,7 +18,7 @@ from tests.kernels.varlen_reference import planned, varlen
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops import varlen as varlen_operations
 from vllm_antkv.ops.paged import ReferenceOperations
-from vllm_antkv.ops.step_requests import step_requests
+from vllm_antkv.ops.step import step_requests
 from vllm_antkv.ops.varlen import VarlenPrefill, prefill_limits
 from vllm_antkv.ops.varlen_plan import Limits, Round, plan
 

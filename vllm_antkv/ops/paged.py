@@ -22,8 +22,7 @@ from vllm_antkv.ops.reference import (
     unpack_codes,
 )
 from vllm_antkv.ops.rope import rotate, unrotate
-from vllm_antkv.ops.step import StepPlan
-from vllm_antkv.ops.step_requests import StepRequest, step_requests
+from vllm_antkv.ops.step import StepPlan, StepRequest, step_requests
 from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, block_anchors, code_errors
 
 
