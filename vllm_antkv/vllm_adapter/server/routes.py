@@ -6,6 +6,7 @@ vLLM loads it only when VLLM_PLUGINS names `antkv`.
 import asyncio
 from argparse import Namespace
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
@@ -19,12 +20,26 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_antkv.vllm_adapter.server.anchors import Anchors
 from vllm_antkv.vllm_adapter.server.config import Config
-from vllm_antkv.vllm_adapter.server.page import add_page
 from vllm_antkv.vllm_adapter.server.publisher import Engines, start_publishing
 from vllm_antkv.vllm_adapter.server.status import Inactive, Status
 
 PREFIX = "/antkv"
 STATUS_PATH = PREFIX + "/status"
+_FOLDER = Path(__file__).parent / "dashboard"
+#: Of the dashboard: path under the router, file, media type.
+_FILES = (
+    ("/", "index.html", "text/html; charset=utf-8"),
+    ("/dashboard.css", "dashboard.css", "text/css; charset=utf-8"),
+    ("/dashboard.js", "dashboard.js", "text/javascript; charset=utf-8"),
+)
+_HEADERS = {
+    # Injected content could load, run and send nothing.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 class StatusSource:
@@ -109,6 +124,24 @@ async def get_anchors(
     return await _source(request).anchors(engine, prompt, block)
 
 
+def _page() -> APIRouter:
+    """The dashboard: files without data, whose scripts query the routes above with the visitor's API key.
+
+    They are read once, so no request path ever reaches the file system.
+    """
+    router = APIRouter(prefix=PREFIX)
+    for path, name, media_type in _FILES:
+        router.add_api_route(path, _serve((_FOLDER / name).read_bytes(), media_type), include_in_schema=False)
+    return router
+
+
+def _serve(content: bytes, media_type: str) -> Callable[[], Coroutine[Any, Any, Response]]:
+    async def file() -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    return file
+
+
 class AntKVEndpoints:
     """The endpoint plugin."""
 
@@ -119,10 +152,8 @@ class AntKVEndpoints:
         """Add the routes; those with data require the server's API key."""
         tokens = [key for key in (app.state.args.api_key or [envs.VLLM_API_KEY]) if key]
         app.state.antkv_guard = AuthenticationMiddleware(app, tokens) if tokens else None
-        page = APIRouter(prefix=PREFIX)
-        add_page(page)
         app.include_router(data_router)
-        app.include_router(page)
+        app.include_router(_page())
 
     async def init_state(self, engine_client: AsyncLLM, state: State, args: Namespace) -> None:
         """Store what the routes need, and start publishing metrics where vLLM publishes its own."""
