@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, ExactRows, Pages, Policy, Request, Rows, Shape, Tables
+from .arguments import Batch, ExactRows, Layer, Policy, Request, Rows, Shape
 from .choose import choose, key_error, store_keys, store_values, value_error
 from .common import (
     LOG2E,
@@ -31,8 +31,7 @@ def anchor_score(
     is_sink: torch.Tensor | None,
     prefix: int,
     count: torch.Tensor | None,
-    pages: Fixed,
-    tables: Fixed,
+    layer: Fixed,
     batch: Fixed,
     shape: Shape,
     policy: Policy,
@@ -45,7 +44,7 @@ def anchor_score(
         is_sink: (num_tokens,) bool, tokens that take an anchor row before all others; or None.
         prefix: tokens at the start of a sequence that need no anchor.
         count: () int64, to which the number of anchor rows chosen now, K and V, is added; or None.
-        pages, tables, batch: `Pages`, `Tables` and `Batch`.
+        layer, batch: `Layer` and `Batch`.
         scale: multiplies the logits.
         singles: also of requests with one new token, whose votes else come from where they attend.
     """
@@ -57,8 +56,7 @@ def anchor_score(
         batch.argument.seq_lens if is_sink is None else is_sink.view(torch.uint8),
         prefix,
         batch.argument.seq_lens if count is None else count,
-        pages,
-        tables,
+        layer,
         batch,
         num_reqs,
         scale,
@@ -78,8 +76,7 @@ def _anchor_score_kernel(
     is_sink: tl.tensor,
     prefix: tl.tensor,
     count: tl.tensor,
-    pages: Pages,
-    tables: Tables,
+    layer: Layer,
     batch: Batch,
     num_reqs: tl.tensor,
     scale: tl.tensor,
@@ -105,15 +102,15 @@ def _anchor_score_kernel(
     keys = block * shape.block_size + tl.arange(0, shape.block_size)
 
     request = Request(found, start, first_row, head)
-    k_scores, v_scores = carried_scores(keys, keys < begin, begin - 1, request, pages, batch, shape)
-    k_rows = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, keys < stop, request, pages, batch, shape)
-    mark_missing(k_rows, keys < stop, request, pages)
+    k_scores, v_scores = carried_scores(keys, keys < begin, begin - 1, request, layer, batch, shape)
+    k_rows = exact_rows(layer.recent_k, rows.key, rows.key_stride, keys, keys < stop, request, layer, batch, shape)
+    mark_missing(k_rows, keys < stop, request, layer)
     first = begin
     # The next step may continue behind any of the last queries. Of one, the compiler sees that there is no loop.
     settled = stop if shape.score_slots == 1 else tl.minimum(tl.maximum(begin + 1, end - shape.score_slots + 1), stop)
     for later in range(1 if shape.score_slots == 1 else stop + 1 - settled):
         upto = settled + later
-        k_votes, v_votes = count_votes(k_rows, keys, first, upto, request, scale, rows, tables, shape, BLOCK_M)
+        k_votes, v_votes = count_votes(k_rows, keys, first, upto, request, scale, rows, layer, shape, BLOCK_M)
         k_scores += k_votes
         v_scores += v_votes
         if HAS_SINKS:
@@ -122,12 +119,10 @@ def _anchor_score_kernel(
             k_scores = tl.where(sink, float("inf"), k_scores)
             v_scores = tl.where(sink, float("inf"), v_scores)
         if upto % shape.block_size > 0:
-            keep_scores(k_scores, v_scores, keys, keys < upto, upto - 1, request, pages, batch, shape)
+            keep_scores(k_scores, v_scores, keys, keys < upto, upto - 1, request, layer, batch, shape)
         first = upto
     if stop % shape.block_size == 0:
-        close_block(
-            k_scores, v_scores, k_rows, keys, request, prefix, count, rows, pages, tables, batch, shape, policy, COUNTS
-        )
+        close_block(k_scores, v_scores, k_rows, keys, request, prefix, count, rows, layer, batch, shape, policy, COUNTS)
 
 
 @triton.jit
@@ -140,8 +135,7 @@ def close_block(
     prefix: tl.tensor,
     count: tl.tensor,
     rows: Rows,
-    pages: Pages,
-    tables: Tables,
+    layer: Layer,
     batch: Batch,
     shape: tl.constexpr,
     policy: tl.constexpr,
@@ -151,20 +145,20 @@ def close_block(
     origin = tl.min(keys, 0)
     head = request.head
     block_id = tl.load(batch.vq_table + request.index * batch.vq_table_stride + origin // shape.block_size).to(tl.int64)
-    v_rows = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, keys >= 0, request, pages, batch, shape)
+    v_rows = exact_rows(layer.recent_v, rows.value, rows.value_stride, keys, keys >= 0, request, layer, batch, shape)
     k_error = k_scores
     v_error = v_scores
     if policy.anchors:
-        k_error = key_error(k_rows, keys - origin, origin, block_id, head, pages, tables, shape)
-        v_error = value_error(v_rows, keys - origin, block_id, head, pages, tables, shape)
-    held = choose(k_scores, k_error, 0, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
+        k_error = key_error(k_rows, keys - origin, origin, block_id, head, layer, shape)
+        v_error = value_error(v_rows, keys - origin, block_id, head, layer, shape)
+    held = choose(k_scores, k_error, 0, keys, prefix, block_id, head, count, layer, shape, policy, COUNTS)
     at = origin + held % shape.block_size
-    k_held = exact_rows(pages.recent_k, rows.key, rows.key_stride, at, held >= 0, request, pages, batch, shape)
-    store_keys(k_held, held, origin, block_id, head, pages, tables, shape)
-    held = choose(v_scores, v_error, 1, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
+    k_held = exact_rows(layer.recent_k, rows.key, rows.key_stride, at, held >= 0, request, layer, batch, shape)
+    store_keys(k_held, held, origin, block_id, head, layer, shape)
+    held = choose(v_scores, v_error, 1, keys, prefix, block_id, head, count, layer, shape, policy, COUNTS)
     at = origin + held % shape.block_size
-    v_held = exact_rows(pages.recent_v, rows.value, rows.value_stride, at, held >= 0, request, pages, batch, shape)
-    store_values(v_held, held, block_id, head, pages, tables, shape)
+    v_held = exact_rows(layer.recent_v, rows.value, rows.value_stride, at, held >= 0, request, layer, batch, shape)
+    store_values(v_held, held, block_id, head, layer, shape)
 
 
 @triton.jit
@@ -173,7 +167,7 @@ def score_pointers(
     mask: tl.tensor,
     query: tl.tensor,
     request: Request,
-    pages: Pages,
+    layer: Layer,
     batch: Batch,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -183,7 +177,7 @@ def score_pointers(
     """
     table = batch.recency_table + request.index * batch.recency_table_stride
     page = tl.load(table + keys // shape.page_size, mask=mask, other=0).to(tl.int64)
-    slot = in_recency_page(pages.scores, page, request.head, pages) + query % shape.score_slots * (2 * shape.page_size)
+    slot = in_recency_page(layer.scores, page, request.head, layer) + query % shape.score_slots * (2 * shape.page_size)
     return slot + keys % shape.page_size, mask & (page > 0)
 
 
@@ -193,12 +187,12 @@ def carried_scores(
     mask: tl.tensor,
     query: tl.tensor,
     request: Request,
-    pages: Pages,
+    layer: Layer,
     batch: Batch,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Scores of K and V, (block_size,) float32, that tokens had after the query at position `query`; else 0."""
-    pointers, owned = score_pointers(keys, mask, query, request, pages, batch, shape)
+    pointers, owned = score_pointers(keys, mask, query, request, layer, batch, shape)
     k_scores = tl.load(pointers, mask=owned, other=0.0)
     return k_scores, tl.load(pointers + shape.page_size, mask=owned, other=0.0)
 
@@ -211,12 +205,12 @@ def keep_scores(
     mask: tl.tensor,
     query: tl.tensor,
     request: Request,
-    pages: Pages,
+    layer: Layer,
     batch: Batch,
     shape: tl.constexpr,
 ) -> None:
     """Write the scores that tokens have after the query at position `query` to the recency pages."""
-    pointers, owned = score_pointers(keys, mask, query, request, pages, batch, shape)
+    pointers, owned = score_pointers(keys, mask, query, request, layer, batch, shape)
     tl.store(pointers, k_scores, mask=owned)
     tl.store(pointers + shape.page_size, v_scores, mask=owned)
 
@@ -230,7 +224,7 @@ def count_votes(
     request: Request,
     scale: tl.tensor,
     rows: Rows,
-    tables: Tables,
+    layer: Layer,
     shape: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -256,7 +250,7 @@ def count_votes(
         visible = real[:, None] & (keys[None, :] <= positions[:, None]) & (keys < stop)[None, :]
         if shape.window > 0:
             visible &= keys[None, :] > positions[:, None] - shape.window
-        probs = shares(tl.where(visible, logits, float("-inf")), real, heads, tables, shape)
+        probs = shares(tl.where(visible, logits, float("-inf")), real, heads, layer, shape)
         wide = query.to(tl.float32)
         norms = tl.sqrt(tl.sum(wide * wide, 1))
         v_votes += tl.sum(probs, 0)
