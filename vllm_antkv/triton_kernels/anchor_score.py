@@ -22,6 +22,7 @@ from .common import (
     load_rows,
     mark_missing,
     shares,
+    vq_blocks,
 )
 from .launch import Fixed, launch
 
@@ -101,16 +102,16 @@ def _anchor_score_kernel(
     stop = tl.minimum((block + 1) * shape.block_size, end)
     keys = block * shape.block_size + tl.arange(0, shape.block_size)
 
-    request = Request(found, start, first_row, head)
-    k_scores, v_scores = carried_scores(keys, keys < begin, begin - 1, request, layer, batch, shape)
-    k_rows = exact_rows(layer.recent_k, rows.key, rows.key_stride, keys, keys < stop, request, layer, batch, shape)
+    request = Request(found, start, first_row, head, rows, batch)
+    k_scores, v_scores = carried_scores(keys, keys < begin, begin - 1, request, layer, shape)
+    k_rows = exact_rows(0, keys, keys < stop, request, layer, shape)
     mark_missing(k_rows, keys < stop, request, layer)
     first = begin
     # The next step may continue behind any of the last queries. Of one, the compiler sees that there is no loop.
     settled = stop if shape.score_slots == 1 else tl.minimum(tl.maximum(begin + 1, end - shape.score_slots + 1), stop)
     for later in range(1 if shape.score_slots == 1 else stop + 1 - settled):
         upto = settled + later
-        k_votes, v_votes = count_votes(k_rows, keys, first, upto, request, scale, rows, layer, shape, BLOCK_M)
+        k_votes, v_votes = count_votes(k_rows, keys, first, upto, request, scale, layer, shape, BLOCK_M)
         k_scores += k_votes
         v_scores += v_votes
         if HAS_SINKS:
@@ -119,10 +120,10 @@ def _anchor_score_kernel(
             k_scores = tl.where(sink, float("inf"), k_scores)
             v_scores = tl.where(sink, float("inf"), v_scores)
         if upto % shape.block_size > 0:
-            keep_scores(k_scores, v_scores, keys, keys < upto, upto - 1, request, layer, batch, shape)
+            keep_scores(k_scores, v_scores, keys, keys < upto, upto - 1, request, layer, shape)
         first = upto
     if stop % shape.block_size == 0:
-        close_block(k_scores, v_scores, k_rows, keys, request, prefix, count, rows, layer, batch, shape, policy, COUNTS)
+        close_block(k_scores, v_scores, k_rows, keys, request, prefix, count, layer, shape, policy, COUNTS)
 
 
 @triton.jit
@@ -134,9 +135,7 @@ def close_block(
     request: Request,
     prefix: tl.tensor,
     count: tl.tensor,
-    rows: Rows,
     layer: Layer,
-    batch: Batch,
     shape: tl.constexpr,
     policy: tl.constexpr,
     COUNTS: tl.constexpr,
@@ -144,8 +143,8 @@ def close_block(
     """Choose and store the anchors of a block from its final scores; keys: the positions of its tokens."""
     origin = tl.min(keys, 0)
     head = request.head
-    block_id = tl.load(batch.vq_table + request.index * batch.vq_table_stride + origin // shape.block_size).to(tl.int64)
-    v_rows = exact_rows(layer.recent_v, rows.value, rows.value_stride, keys, keys >= 0, request, layer, batch, shape)
+    block_id = tl.load(vq_blocks(request) + origin // shape.block_size).to(tl.int64)
+    v_rows = exact_rows(1, keys, keys >= 0, request, layer, shape)
     k_error = k_scores
     v_error = v_scores
     if policy.anchors:
@@ -153,29 +152,23 @@ def close_block(
         v_error = value_error(v_rows, keys - origin, block_id, head, layer, shape)
     held = choose(k_scores, k_error, 0, keys, prefix, block_id, head, count, layer, shape, policy, COUNTS)
     at = origin + held % shape.block_size
-    k_held = exact_rows(layer.recent_k, rows.key, rows.key_stride, at, held >= 0, request, layer, batch, shape)
+    k_held = exact_rows(0, at, held >= 0, request, layer, shape)
     store_keys(k_held, held, origin, block_id, head, layer, shape)
     held = choose(v_scores, v_error, 1, keys, prefix, block_id, head, count, layer, shape, policy, COUNTS)
     at = origin + held % shape.block_size
-    v_held = exact_rows(layer.recent_v, rows.value, rows.value_stride, at, held >= 0, request, layer, batch, shape)
+    v_held = exact_rows(1, at, held >= 0, request, layer, shape)
     store_values(v_held, held, block_id, head, layer, shape)
 
 
 @triton.jit
 def score_pointers(
-    keys: tl.tensor,
-    mask: tl.tensor,
-    query: tl.tensor,
-    request: Request,
-    layer: Layer,
-    batch: Batch,
-    shape: tl.constexpr,
+    keys: tl.tensor, mask: tl.tensor, query: tl.tensor, request: Request, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Pointers to the K scores that tokens have after the query at position `query`, and which of them own a page.
 
     Those of V are `page_size` on.
     """
-    table = batch.recency_table + request.index * batch.recency_table_stride
+    table = request.batch.recency_table + request.index * request.batch.recency_table_stride
     page = tl.load(table + keys // shape.page_size, mask=mask, other=0).to(tl.int64)
     slot = in_recency_page(layer.scores, page, request.head, layer) + query % shape.score_slots * (2 * shape.page_size)
     return slot + keys % shape.page_size, mask & (page > 0)
@@ -183,16 +176,10 @@ def score_pointers(
 
 @triton.jit
 def carried_scores(
-    keys: tl.tensor,
-    mask: tl.tensor,
-    query: tl.tensor,
-    request: Request,
-    layer: Layer,
-    batch: Batch,
-    shape: tl.constexpr,
+    keys: tl.tensor, mask: tl.tensor, query: tl.tensor, request: Request, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Scores of K and V, (block_size,) float32, that tokens had after the query at position `query`; else 0."""
-    pointers, owned = score_pointers(keys, mask, query, request, layer, batch, shape)
+    pointers, owned = score_pointers(keys, mask, query, request, layer, shape)
     k_scores = tl.load(pointers, mask=owned, other=0.0)
     return k_scores, tl.load(pointers + shape.page_size, mask=owned, other=0.0)
 
@@ -206,11 +193,10 @@ def keep_scores(
     query: tl.tensor,
     request: Request,
     layer: Layer,
-    batch: Batch,
     shape: tl.constexpr,
 ) -> None:
     """Write the scores that tokens have after the query at position `query` to the recency pages."""
-    pointers, owned = score_pointers(keys, mask, query, request, layer, batch, shape)
+    pointers, owned = score_pointers(keys, mask, query, request, layer, shape)
     tl.store(pointers, k_scores, mask=owned)
     tl.store(pointers + shape.page_size, v_scores, mask=owned)
 
@@ -223,7 +209,6 @@ def count_votes(
     stop: tl.tensor,
     request: Request,
     scale: tl.tensor,
-    rows: Rows,
     layer: Layer,
     shape: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -244,7 +229,9 @@ def count_votes(
         positions = tile + row // shape.group_pad
         real = (positions < stop) & (row % shape.group_pad < shape.group)
         tokens = (request.first_row + positions - request.start).to(tl.int64)
-        query = load_rows(rows.query + tokens * rows.query_stride + heads * shape.head_size, real, channels, in_head)
+        query = load_rows(
+            request.rows.query + tokens * request.rows.query_stride + heads * shape.head_size, real, channels, in_head
+        )
         logits = tl.dot(query, tl.trans(key), input_precision="tf32x3") * (scale * LOG2E)
         logits = capped(logits, shape)
         visible = real[:, None] & (keys[None, :] <= positions[:, None]) & (keys < stop)[None, :]

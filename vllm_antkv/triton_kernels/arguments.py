@@ -113,14 +113,17 @@ class Request(NamedTuple):
     """What a program computes for: a request and a KV head; scalars inside kernels.
 
     index: of the request in the batch.
-    start: position of its first new token, which is row `first_row` of `Rows`.
+    start: position of its first new token, which is row `first_row` of `rows`.
     head: of K and V.
+    rows, batch: of the step.
     """
 
     index: tl.tensor
     start: tl.tensor
     first_row: tl.tensor
     head: tl.tensor
+    rows: Rows
+    batch: Batch
 
 
 class Queries(NamedTuple):

@@ -7,7 +7,7 @@ question for the tile. Online softmax in powers of two.
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Layer, Queries, Request, Rows, Softmax
+from .arguments import Layer, Queries, Request, Rows, Softmax
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import (
     ALWAYS,
@@ -22,6 +22,7 @@ from .common import (
     load_rows,
     mark_missing,
     rotate,
+    vq_blocks,
 )
 
 
@@ -61,9 +62,7 @@ def attend_tile(
     tile: tl.tensor,
     request: Request,
     softmax: Softmax,
-    rows: Rows,
     layer: Layer,
-    batch: Batch,
     shape: tl.constexpr,
     READS_CACHE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -83,12 +82,12 @@ def attend_tile(
     exact = seen_until[None, :] >= queries.positions[:, None]
     # Both kinds of rows are skipped where no query of the tile sees one: most tiles have only coded rows.
     if tl.max((present & (seen_until < queries.latest)).to(tl.int32), 0) > 0:
-        softmax = attend_coded(queries, visible & ~exact, keys, present, tile, request, softmax, layer, batch, shape)
+        softmax = attend_coded(queries, visible & ~exact, keys, present, tile, request, softmax, layer, shape)
     kept = present & (seen_until >= queries.earliest)
     if shape.window > 0:
         kept &= keys > queries.earliest - shape.window  # Rows before it may be gone.
     if tl.max(kept.to(tl.int32), 0) > 0:
-        softmax = attend_exact(queries, visible & exact, keys, kept, request, softmax, rows, layer, batch, shape)
+        softmax = attend_exact(queries, visible & exact, keys, kept, request, softmax, layer, shape)
     return softmax
 
 
@@ -102,12 +101,11 @@ def attend_coded(
     request: Request,
     softmax: Softmax,
     layer: Layer,
-    batch: Batch,
     shape: tl.constexpr,
 ) -> Softmax:
     """One step of the online softmax over what the codes of `keys` stand for, anchors corrected."""
     block = tile // shape.block_size
-    block_id = tl.load(batch.vq_table + request.index * batch.vq_table_stride + block).to(tl.int64)
+    block_id = tl.load(vq_blocks(request) + block).to(tl.int64)
     offsets = keys % shape.block_size
     # Anchors of a block serve the queries behind it: those in the block would see rows chosen after them.
     anchored = (queries.earliest // shape.block_size > block) & (shape.anchor_rows > 0)
@@ -214,9 +212,7 @@ def attend_exact(
     kept: tl.tensor,
     request: Request,
     softmax: Softmax,
-    rows: Rows,
     layer: Layer,
-    batch: Batch,
     shape: tl.constexpr,
 ) -> Softmax:
     """One step of the online softmax over full-precision rows; only the `kept` ones are read, others may be gone."""
@@ -224,7 +220,7 @@ def attend_exact(
     if shape.ordered:
         # To have them at hand for every tile would fill the registers.
         query_first, query_second = load_halves(queries.at, queries.positions >= 0, layer, False, shape)
-    k_rows = exact_rows(layer.recent_k, rows.key, rows.key_stride, keys, kept, request, layer, batch, shape)
+    k_rows = exact_rows(0, keys, kept, request, layer, shape)
     mark_missing(k_rows, kept, request, layer)
     pairs = tl.arange(0, shape.half_pad)
     first_channels, second_channels = channels_of_pairs(pairs, shape)
@@ -233,7 +229,7 @@ def attend_exact(
     logits = scaled_products(query_first, query_second, key_first, key_second, queries.scale)
     logits = tl.where(visible, capped(logits, shape), float("-inf"))
     probs, decay, maximum, total = softmax_step(logits, softmax)
-    v_rows = exact_rows(layer.recent_v, rows.value, rows.value_stride, keys, kept, request, layer, batch, shape)
+    v_rows = exact_rows(1, keys, kept, request, layer, shape)
     channels = tl.arange(0, shape.head_pad)
     value = load_exact(v_rows, channels, channels < shape.head_size)
     return Softmax(maximum, total, accumulate(probs, decay, value, softmax.weighted))

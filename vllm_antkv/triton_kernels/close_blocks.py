@@ -54,8 +54,8 @@ def _close_blocks_kernel(
     if (num_new != 1) | (end % shape.block_size != 0):
         return
     keys = end - shape.block_size + tl.arange(0, shape.block_size)
-    request = Request(index, end - 1, first_row, head)
-    k_scores, v_scores = carried_scores(keys, keys >= 0, end - 1, request, layer, batch, shape)
-    k_rows = exact_rows(layer.recent_k, rows.key, rows.key_stride, keys, keys >= 0, request, layer, batch, shape)
+    request = Request(index, end - 1, first_row, head, rows, batch)
+    k_scores, v_scores = carried_scores(keys, keys >= 0, end - 1, request, layer, shape)
+    k_rows = exact_rows(0, keys, keys >= 0, request, layer, shape)
     mark_missing(k_rows, keys >= 0, request, layer)
-    close_block(k_scores, v_scores, k_rows, keys, request, prefix, count, rows, layer, batch, shape, policy, COUNTS)
+    close_block(k_scores, v_scores, k_rows, keys, request, prefix, count, layer, shape, policy, COUNTS)

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Layer, Request, Softmax
+from .arguments import Layer, Request, Softmax
 from .attention import accumulate, softmax_step
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
-from .common import LOG2E, capped, from_e4m3, in_vq_page, load_halves, load_rows
+from .common import LOG2E, capped, from_e4m3, in_vq_page, load_halves, load_rows, vq_blocks
 
 
 class Anchors(NamedTuple):
@@ -54,7 +54,6 @@ def attend_past(
     bias: tl.tensor,
     softmax: Softmax,
     layer: Layer,
-    batch: Batch,
     shape: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> Softmax:
@@ -80,11 +79,11 @@ def attend_past(
     k_centroids = head_centroids(layer.k_centroids, request.head, shape)
     v_centroids = head_centroids(layer.v_centroids, request.head, shape)
     maximum, total, weighted = softmax.maximum, softmax.total, softmax.weighted
-    first_codes, second_codes, value_codes = codes_of_tile(begin, offsets, request, layer, batch, shape)
+    first_codes, second_codes, value_codes = codes_of_tile(begin, offsets, request, layer, shape)
     for chunk in range(begin // shape.block_size * shape.block_size, end, CHUNK):
         v_weights = tl.full((real.shape[0], BLOCKS * shape.anchor_pad), 0, tl.float32)
         if shape.anchor_rows > 0:
-            anchors = anchors_of_chunk(at, real, chunk, end, request, scale, bias, layer, batch, shape, BLOCKS, BLOCK_N)
+            anchors = anchors_of_chunk(at, real, chunk, end, request, scale, bias, layer, shape, BLOCKS, BLOCK_N)
             # Whole logits need more than the bits of float16.
             k_rest = anchors.k_logits - anchors.k_logits.to(dtype).to(tl.float32)
         for tile in range(tl.maximum(begin, chunk), tl.minimum(chunk + CHUNK, end), BLOCK_N):
@@ -93,7 +92,7 @@ def attend_past(
             value = look_up_values(value_codes, v_centroids, shape).to(dtype)
             # They are asked for a tile ahead: from the block table to the centroids is three latencies of memory.
             ahead = tl.minimum(tile + BLOCK_N, end - BLOCK_N)
-            first_codes, second_codes, value_codes = codes_of_tile(ahead, offsets, request, layer, batch, shape)
+            first_codes, second_codes, value_codes = codes_of_tile(ahead, offsets, request, layer, shape)
             first = first.to(dtype)
             second = second.to(dtype)
             rotated_first, rotated_second = rotate_back(query_first, query_second, tile, layer, pairs, shape)
@@ -134,7 +133,6 @@ def anchors_of_chunk(
     scale: tl.tensor,
     bias: tl.tensor,
     layer: Layer,
-    batch: Batch,
     shape: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -144,7 +142,7 @@ def anchors_of_chunk(
     slot = tl.arange(0, BLOCKS * shape.anchor_pad)
     block = chunk // shape.block_size + slot // shape.anchor_pad
     used = (block * shape.block_size < end) & (slot % shape.anchor_pad < shape.anchor_rows)
-    ids = tl.load(batch.vq_table + request.index * batch.vq_table_stride + block, mask=used, other=0)
+    ids = tl.load(vq_blocks(request) + block, mask=used, other=0)
     k, k_exact = anchors_of(0, block, ids, slot, used, request.head, layer, shape)
     v, v_exact = anchors_of(1, block, ids, slot, used, request.head, layer, shape)
     k_rows = rows_of(layer.k_anchors, layer.k_exact, k, k_exact, ids, slot, request.head, dtype, layer, shape)
@@ -162,10 +160,10 @@ def anchors_of_chunk(
 
 @triton.jit
 def codes_of_tile(
-    tile: tl.tensor, offsets: tl.tensor, request: Request, layer: Layer, batch: Batch, shape: tl.constexpr
+    tile: tl.tensor, offsets: tl.tensor, request: Request, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Codes of the keys `tile + offsets`: of the halves of K, and of V."""
-    block = tl.load(batch.vq_table + request.index * batch.vq_table_stride + tile // shape.block_size).to(tl.int64)
+    block = tl.load(vq_blocks(request) + tile // shape.block_size).to(tl.int64)
     row = (tile % shape.block_size + offsets) * shape.code_bytes
     first, second = load_key_codes(in_vq_page(layer.k_codes, block, request.head, layer) + row, shape)
     return first, second, load_value_codes(in_vq_page(layer.v_codes, block, request.head, layer) + row, shape)

@@ -7,7 +7,7 @@ and a logit is the sum of two products.
 import triton
 import triton.language as tl
 
-from .arguments import Batch, ExactRows, Layer, Request
+from .arguments import ExactRows, Layer, Request
 
 #: log2(e): the kernels compute powers of two, which the hardware has.
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -198,22 +198,24 @@ def in_recency_page(section: tl.tensor, block_id: tl.tensor, head: tl.tensor, la
 
 
 @triton.jit
+def vq_blocks(request: Request) -> tl.tensor:
+    """Pointer to the ids of a request's VQ blocks."""
+    return request.batch.vq_table + request.index * request.batch.vq_table_stride
+
+
+@triton.jit
 def exact_rows(
-    paged: tl.tensor,
-    in_hand: tl.tensor,
-    token_stride: tl.tensor,
-    keys: tl.tensor,
-    mask: tl.tensor,
-    request: Request,
-    layer: Layer,
-    batch: Batch,
-    shape: tl.constexpr,
+    kind: tl.constexpr, keys: tl.tensor, mask: tl.tensor, request: Request, layer: Layer, shape: tl.constexpr
 ) -> ExactRows:
-    """The full-precision K (or V) rows of tokens `keys`: in hand if they are new, else in pages.
+    """The full-precision rows of tokens `keys`: in hand if they are new, else in pages. kind: 0 for K, 1 for V.
 
     Block tables keep the ids of freed pages, so `mask` must hold only tokens whose row is known to be alive. One whose
     page is the null block is read as zeros: see `mark_missing`.
     """
+    rows, batch = request.rows, request.batch
+    paged = layer.recent_v if kind else layer.recent_k
+    in_hand = rows.value if kind else rows.key
+    token_stride = rows.value_stride if kind else rows.key_stride
     stored = mask & (keys < request.start)
     table = batch.recency_table + request.index * batch.recency_table_stride
     page = tl.load(table + keys // shape.page_size, mask=stored, other=0).to(tl.int64)

@@ -104,19 +104,17 @@ def _decode_kernel(
     real = (positions <= latest) & (row % shape.group_pad < shape.group)
     heads = head * shape.group + row % shape.group_pad
     at = query_pointers(rows, first_row + positions - start, heads, shape)
-    request = Request(index, start, first_row, head)
+    request = Request(index, start, first_row, head, rows, batch)
     bias = coded_bias(at, heads, real, layer.jensen_weights, shape) * LOG2E
     softmax = nothing_seen(row, shape)
     past_begin, past_end = coded_past(begin, end, earliest, latest, shape, BLOCK_N)
     if past_begin < past_end:
-        softmax = attend_past(
-            at, real, past_begin, past_end, request, scale, bias, softmax, layer, batch, shape, BLOCK_N
-        )
+        softmax = attend_past(at, real, past_begin, past_end, request, scale, bias, softmax, layer, shape, BLOCK_N)
     first, second = load_halves(at, real, layer, True, shape)
     queries = Queries(at, first, second, tl.where(real, positions, -1), earliest, latest, scale, bias)
     for other in range(begin, end - (past_end - past_begin), BLOCK_N):
         tile = tl.where(other < past_begin, other, other + (past_end - past_begin))
-        softmax = attend_tile(queries, tile, request, softmax, rows, layer, batch, shape, True, BLOCK_N)
+        softmax = attend_tile(queries, tile, request, softmax, layer, shape, True, BLOCK_N)
     query = index * shape.score_slots + positions - start
     slot = (query * (shape.num_kv_heads * shape.group) + heads).to(tl.int64) * num_splits + split
     # A query that has seen nothing, as in splits behind the end of the sequence, has an LSE of -inf: nobody reads its

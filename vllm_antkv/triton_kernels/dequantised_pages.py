@@ -20,6 +20,7 @@ from .common import (
     load_rows,
     mark_missing,
     rotate,
+    vq_blocks,
 )
 from .launch import Fixed, launch
 
@@ -48,7 +49,7 @@ def _dequantised_pages_kernel(
     first_row = tl.load(batch.query_start_loc + index)
     end = tl.load(batch.seq_lens + index)
     start = end - (tl.load(batch.query_start_loc + index + 1) - first_row)
-    request = Request(index, start, first_row, head)
+    request = Request(index, start, first_row, head, rows, batch)
     offsets = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     keys = block * shape.block_size + offsets
     present = keys < end
@@ -57,10 +58,10 @@ def _dequantised_pages_kernel(
     any_coded = tl.max((present & ~exact).to(tl.int32), 0) > 0
     row = page.to(tl.int64) * shape.block_size + offsets
     written = (row * shape.num_kv_heads + head) * shape.dequantised_size
-    block_id = tl.load(batch.vq_table + index * batch.vq_table_stride + block).to(tl.int64)
+    block_id = tl.load(vq_blocks(request) + block).to(tl.int64)
     if tl.program_id(2) % 2 == 0:
         to = plain.key + written
-        in_full = exact_rows(layer.recent_k, rows.key, rows.key_stride, keys, exact, request, layer, batch, shape)
+        in_full = exact_rows(0, keys, exact, request, layer, shape)
         mark_missing(in_full, exact, request, layer)
         is_anchor = keys < 0
         if any_coded:
@@ -69,7 +70,7 @@ def _dequantised_pages_kernel(
         _write_exact(to, in_full, exact | ~present, shape)
     else:
         to = plain.value + written
-        in_full = exact_rows(layer.recent_v, rows.value, rows.value_stride, keys, exact, request, layer, batch, shape)
+        in_full = exact_rows(1, keys, exact, request, layer, shape)
         if any_coded:
             _write_values(to, offsets, ~exact, block_id, head, layer, shape)
         _write_bias_channels(to, keys < 0, shape)

@@ -82,7 +82,7 @@ def _prefill_kernel(
     earliest = tl.maximum(tile_begin, start)
     bias = coded_bias(at, heads, real, layer.jensen_weights, shape) * LOG2E
     queries = Queries(at, first, second, tl.where(real, positions, -1), earliest, final_query, scale, bias)
-    request = Request(found, start, first_row, head)
+    request = Request(found, start, first_row, head, rows, batch)
     softmax = nothing_seen(row, shape)
     if shape.has_sinks:
         maximum = tl.load(layer.sinks + heads, mask=real, other=float("-inf")) * LOG2E
@@ -91,7 +91,7 @@ def _prefill_kernel(
     if shape.window > 0:
         first_key = tl.maximum(earliest - shape.window + 1, 0) // BLOCK_N * BLOCK_N
     for tile in range(first_key, final_query + 1, BLOCK_N):
-        softmax = attend_tile(queries, tile, request, softmax, rows, layer, batch, shape, shape.reads_cache, BLOCK_N)
+        softmax = attend_tile(queries, tile, request, softmax, layer, shape, shape.reads_cache, BLOCK_N)
     channels = tl.arange(0, shape.head_pad)[None, :]
     pointers = output + (tokens.to(tl.int64) * output_stride + heads * shape.head_size)[:, None] + channels
     result = (softmax.weighted / softmax.total[:, None]).to(output.dtype.element_ty)
