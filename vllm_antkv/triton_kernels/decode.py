@@ -15,8 +15,7 @@ from .arguments import Batch, Layer, Queries, Request, Rows, Shape
 from .attention import attend_tile, coded_bias, nothing_seen, query_pointers
 from .coded_past import attend_past
 from .common import LOG2E, load_halves
-from .launch import Fixed
-from .tuning import autotuned
+from .launch import Fixed, autotuned
 
 #: Splits that a merging program reads at a time.
 _MERGED_TOGETHER = tl.constexpr(16)

@@ -11,8 +11,7 @@ import triton.language as tl
 from .arguments import Batch, Layer, Queries, Request, Rows, Shape, Softmax
 from .attention import attend_tile, coded_bias, nothing_seen, query_pointers
 from .common import LOG2E, find_request, first_tile, load_halves
-from .launch import Fixed
-from .tuning import autotuned
+from .launch import Fixed, autotuned
 
 _CONFIGS = [
     triton.Config({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=8, num_stages=1),
