@@ -62,7 +62,7 @@ class Planned(ReferenceOperations):
             for to, coded, (in_hand, paged) in zip((pages.key, pages.value), decoded, sections, strict=True):
                 to[page] = 0
                 to[page, ..., :head_size] = coded
-                to[page, kept % VQ_BLOCK_SIZE, :, :head_size] = self._exact_rows(in_hand, paged, kept, step, request)
+                to[page, kept % VQ_BLOCK_SIZE, :, :head_size] = self._exact_rows(in_hand, paged, kept, request)
             is_anchor[0, kept % VQ_BLOCK_SIZE] = True
             pages.key[page, ..., head_size : head_size + 2] = (~is_anchor[0])[..., None].to(pages.key)
 

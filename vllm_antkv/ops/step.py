@@ -104,12 +104,13 @@ class StepPlan:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepRequest:
     """A request's part of a step: tokens `start .. end` of its sequence are rows `first ...` of the step's tensors.
 
-    row: of the block tables.
+    row: its place in the step.
     is_prefilling: the tokens are of its prompt.
+    vq_blocks, recency_blocks: of the block tables.
     """
 
     row: int
@@ -117,6 +118,8 @@ class StepRequest:
     start: int
     end: int
     is_prefilling: bool
+    vq_blocks: torch.Tensor
+    recency_blocks: torch.Tensor
 
     def rows(self, begin: int, end: int) -> slice:
         """Rows of tokens `begin .. end`, which are in hand."""
@@ -136,4 +139,5 @@ def step_requests(step: StepPlan) -> Iterator[StepRequest]:
         num_new = starts[row + 1] - starts[row]
         if num_new:
             prefilling = step.is_prefilling is not None and bool(step.is_prefilling[row])
-            yield StepRequest(row, starts[row], end - num_new, end, prefilling)
+            tables = step.vq_block_table[row], step.recency_block_table[row]
+            yield StepRequest(row, starts[row], end - num_new, end, prefilling, *tables)
