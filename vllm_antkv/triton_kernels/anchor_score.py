@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, ExactRows, Layer, Policy, Request, Rows, Shape
+from .arguments import Batch, Block, ExactRows, Layer, Policy, Request, Rows, Shape
 from .choose import choose, key_error, store_keys, store_values, value_error
 from .common import (
     LOG2E,
@@ -142,22 +142,22 @@ def close_block(
 ) -> None:
     """Choose and store the anchors of a block from its final scores; keys: the positions of its tokens."""
     origin = tl.min(keys, 0)
-    head = request.head
-    block_id = tl.load(vq_blocks(request) + origin // shape.block_size).to(tl.int64)
+    page = tl.load(vq_blocks(request) + origin // shape.block_size).to(tl.int64)
+    block = Block(origin, page, request.head)
     v_rows = exact_rows(1, keys, keys >= 0, request, layer, shape)
     k_error = k_scores
     v_error = v_scores
     if policy.anchors:
-        k_error = key_error(k_rows, keys - origin, origin, block_id, head, layer, shape)
-        v_error = value_error(v_rows, keys - origin, block_id, head, layer, shape)
-    held = choose(k_scores, k_error, 0, keys, prefix, block_id, head, count, layer, shape, policy, COUNTS)
+        k_error = key_error(k_rows, keys - origin, block, layer, shape)
+        v_error = value_error(v_rows, keys - origin, block, layer, shape)
+    held = choose(k_scores, k_error, 0, keys, prefix, block, count, layer, shape, policy, COUNTS)
     at = origin + held % shape.block_size
     k_held = exact_rows(0, at, held >= 0, request, layer, shape)
-    store_keys(k_held, held, origin, block_id, head, layer, shape)
-    held = choose(v_scores, v_error, 1, keys, prefix, block_id, head, count, layer, shape, policy, COUNTS)
+    store_keys(k_held, held, block, layer, shape)
+    held = choose(v_scores, v_error, 1, keys, prefix, block, count, layer, shape, policy, COUNTS)
     at = origin + held % shape.block_size
     v_held = exact_rows(1, at, held >= 0, request, layer, shape)
-    store_values(v_held, held, block_id, head, layer, shape)
+    store_values(v_held, held, block, layer, shape)
 
 
 @triton.jit

@@ -126,6 +126,18 @@ class Request(NamedTuple):
     batch: Batch
 
 
+class Block(NamedTuple):
+    """A VQ block of a request, for a KV head; inside kernels. Of several blocks: (N,) each.
+
+    origin: position of its first token.
+    id: int64, of its page.
+    """
+
+    origin: tl.tensor
+    id: tl.tensor
+    head: tl.tensor
+
+
 class Queries(NamedTuple):
     """A tile of queries of one KV head, all heads of its group side by side; inside kernels.
 

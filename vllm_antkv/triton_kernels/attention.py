@@ -7,7 +7,7 @@ question for the tile. Online softmax in powers of two.
 import triton
 import triton.language as tl
 
-from .arguments import Layer, Queries, Request, Rows, Softmax
+from .arguments import Block, Layer, Queries, Request, Rows, Softmax
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import (
     ALWAYS,
@@ -22,7 +22,7 @@ from .common import (
     load_rows,
     mark_missing,
     rotate,
-    vq_blocks,
+    vq_block,
 )
 
 
@@ -104,24 +104,21 @@ def attend_coded(
     shape: tl.constexpr,
 ) -> Softmax:
     """One step of the online softmax over what the codes of `keys` stand for, anchors corrected."""
-    block = tile // shape.block_size
-    block_id = tl.load(vq_blocks(request) + block).to(tl.int64)
+    block = vq_block(request, tile // shape.block_size, shape)
     offsets = keys % shape.block_size
     # Anchors of a block serve the queries behind it: those in the block would see rows chosen after them.
-    anchored = (queries.earliest // shape.block_size > block) & (shape.anchor_rows > 0)
+    anchored = (queries.earliest // shape.block_size > tile // shape.block_size) & (shape.anchor_rows > 0)
 
-    k_codes = in_vq_page(layer.k_codes, block_id, request.head, layer) + offsets * shape.code_bytes
+    k_codes = in_vq_page(layer.k_codes, block.id, block.head, layer) + offsets * shape.code_bytes
     first_codes, second_codes = load_key_codes(k_codes, shape)
     raw_first, raw_second = look_up_key_halves(
         first_codes, second_codes, head_centroids(layer.k_centroids, request.head, shape), shape
     )
-    pairs, origin = tl.arange(0, shape.half_pad), block * shape.block_size
-    key_first, key_second = rotate(raw_first, raw_second, origin, block_id, offsets, present, pairs, layer, shape)
+    pairs = tl.arange(0, shape.half_pad)
+    key_first, key_second = rotate(raw_first, raw_second, block, offsets, present, pairs, layer, shape)
     is_anchor = keys < 0
     if anchored:
-        key_first, key_second, is_anchor = correct_keys(
-            key_first, key_second, offsets, block_id, request.head, layer, shape
-        )
+        key_first, key_second, is_anchor = correct_keys(key_first, key_second, offsets, block, layer, shape)
     dtype: tl.constexpr = queries.first.dtype
     logits = scaled_products(queries.first, queries.second, key_first.to(dtype), key_second.to(dtype), queries.scale)
     if shape.has_jensen:
@@ -129,40 +126,34 @@ def attend_coded(
     logits = tl.where(visible, capped(logits, shape), float("-inf"))
     probs, decay, maximum, total = softmax_step(logits, softmax)
 
-    v_codes = in_vq_page(layer.v_codes, block_id, request.head, layer) + offsets * shape.code_bytes
+    v_codes = in_vq_page(layer.v_codes, block.id, block.head, layer) + offsets * shape.code_bytes
     v_centroids = head_centroids(layer.v_centroids, request.head, shape)
     value = look_up_values(load_value_codes(v_codes, shape), v_centroids, shape).to(dtype)
     if anchored:
-        value = correct_values(value, offsets, block_id, request.head, layer, shape)
+        value = correct_values(value, offsets, block, layer, shape)
     return Softmax(maximum, total, accumulate(probs, decay, value, softmax.weighted))
 
 
 @triton.jit
 def correct_keys(
-    key_first: tl.tensor,
-    key_second: tl.tensor,
-    offsets: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    layer: Layer,
-    shape: tl.constexpr,
+    key_first: tl.tensor, key_second: tl.tensor, offsets: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add what the K codes of anchors of the block lose, or put the rows in their place; (N,) bool, which they are."""
     is_anchor = offsets < 0
     if shape.corrections:
-        row = anchor_row(offsets, 0, block_id, head, layer, shape)
+        row = anchor_row(offsets, 0, block, layer, shape)
         held = row >= 0
         if tl.max(held.to(tl.int32), 0) > 0:
-            pointers = in_vq_page(layer.k_anchors, block_id, head, layer) + row * shape.anchor_bytes
+            pointers = in_vq_page(layer.k_anchors, block.id, block.head, layer) + row * shape.anchor_bytes
             first, second = load_halves(pointers, held, layer, True, shape)
             key_first += from_e4m3(first)
             key_second += from_e4m3(second)
         is_anchor |= held
     if shape.exact_anchor > 0:
-        row = anchor_row(offsets + shape.exact_anchor, 0, block_id, head, layer, shape)
+        row = anchor_row(offsets + shape.exact_anchor, 0, block, layer, shape)
         held = row >= 0
         if tl.max(held.to(tl.int32), 0) > 0:
-            pointers = in_vq_page(layer.k_exact, block_id, head, layer) + row // 2 * shape.head_size
+            pointers = in_vq_page(layer.k_exact, block.id, block.head, layer) + row // 2 * shape.head_size
             first, second = load_halves(pointers, held, layer, True, shape)
             key_first = tl.where(held[:, None], first.to(tl.float32), key_first)
             key_second = tl.where(held[:, None], second.to(tl.float32), key_second)
@@ -171,35 +162,31 @@ def correct_keys(
 
 
 @triton.jit
-def correct_values(
-    value: tl.tensor, offsets: tl.tensor, block_id: tl.tensor, head: tl.tensor, layer: Layer, shape: tl.constexpr
-) -> tl.tensor:
+def correct_values(value: tl.tensor, offsets: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr) -> tl.tensor:
     """Add what the V codes of anchors of the block lose, or put the rows in their place."""
     channels = tl.arange(0, shape.head_pad)
     if shape.corrections:
-        row = anchor_row(offsets, 1, block_id, head, layer, shape)
+        row = anchor_row(offsets, 1, block, layer, shape)
         held = row >= 0
         if tl.max(held.to(tl.int32), 0) > 0:
-            pointers = in_vq_page(layer.v_anchors, block_id, head, layer) + row * shape.anchor_bytes
+            pointers = in_vq_page(layer.v_anchors, block.id, block.head, layer) + row * shape.anchor_bytes
             correction = from_e4m3(load_rows(pointers, held, channels, channels < shape.head_size))
             value = (value.to(tl.float32) + correction).to(value.dtype)
     if shape.exact_anchor > 0:
-        row = anchor_row(offsets + shape.exact_anchor, 1, block_id, head, layer, shape)
+        row = anchor_row(offsets + shape.exact_anchor, 1, block, layer, shape)
         held = row >= 0
         if tl.max(held.to(tl.int32), 0) > 0:
-            pointers = in_vq_page(layer.v_exact, block_id, head, layer) + row // 2 * shape.head_size
+            pointers = in_vq_page(layer.v_exact, block.id, block.head, layer) + row // 2 * shape.head_size
             exact = load_rows(pointers, held, channels, channels < shape.head_size)
             value = tl.where(held[:, None], exact.to(value.dtype), value)
     return value
 
 
 @triton.jit
-def anchor_row(
-    offsets: tl.tensor, kind: tl.constexpr, block_id: tl.tensor, head: tl.tensor, layer: Layer, shape: tl.constexpr
-) -> tl.tensor:
+def anchor_row(offsets: tl.tensor, kind: tl.constexpr, block: Block, layer: Layer, shape: tl.constexpr) -> tl.tensor:
     """(N,) int32, the anchor row of each of these offsets in a block, negative for none. kind: 0 for K, 1 for V."""
     row = tl.arange(0, shape.anchor_pad)
-    first = in_vq_page(layer.anchor_offsets, block_id, head, layer) + kind * shape.anchor_rows
+    first = in_vq_page(layer.anchor_offsets, block.id, block.head, layer) + kind * shape.anchor_rows
     held = tl.load(first + row, mask=row < shape.anchor_rows, other=-1).to(tl.int32)
     return tl.max(tl.where(held[None, :] == offsets[:, None], row[None, :], -1), 1)
 

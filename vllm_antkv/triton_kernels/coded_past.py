@@ -18,7 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Layer, Request, Softmax
+from .arguments import Block, Layer, Request, Softmax
 from .attention import accumulate, softmax_step
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import LOG2E, capped, from_e4m3, in_vq_page, load_halves, load_rows, vq_blocks
@@ -142,11 +142,12 @@ def anchors_of_chunk(
     slot = tl.arange(0, BLOCKS * shape.anchor_pad)
     block = chunk // shape.block_size + slot // shape.anchor_pad
     used = (block * shape.block_size < end) & (slot % shape.anchor_pad < shape.anchor_rows)
-    ids = tl.load(vq_blocks(request) + block, mask=used, other=0)
-    k, k_exact = anchors_of(0, block, ids, slot, used, request.head, layer, shape)
-    v, v_exact = anchors_of(1, block, ids, slot, used, request.head, layer, shape)
-    k_rows = rows_of(layer.k_anchors, layer.k_exact, k, k_exact, ids, slot, request.head, dtype, layer, shape)
-    v_rows = rows_of(layer.v_anchors, layer.v_exact, v, v_exact, ids, slot, request.head, dtype, layer, shape)
+    ids = tl.load(vq_blocks(request) + block, mask=used, other=0).to(tl.int64)
+    blocks = Block(block * shape.block_size, ids, request.head)
+    k, k_exact = anchors_of(0, blocks, slot, used, layer, shape)
+    v, v_exact = anchors_of(1, blocks, slot, used, layer, shape)
+    k_rows = rows_of(layer.k_anchors, layer.k_exact, k, k_exact, blocks, slot, dtype, layer, shape)
+    v_rows = rows_of(layer.v_anchors, layer.v_exact, v, v_exact, blocks, slot, dtype, layer, shape)
     exact_tiles = 0
     if shape.exact_anchor > 0:
         exact_tiles = tiles_of(k, k_exact, chunk, BLOCK_N) | tiles_of(v, v_exact, chunk, BLOCK_N)
@@ -171,22 +172,15 @@ def codes_of_tile(
 
 @triton.jit
 def anchors_of(
-    kind: tl.constexpr,
-    block: tl.tensor,
-    block_id: tl.tensor,
-    slot: tl.tensor,
-    used: tl.tensor,
-    head: tl.tensor,
-    layer: Layer,
-    shape: tl.constexpr,
+    kind: tl.constexpr, blocks: Block, slot: tl.tensor, used: tl.tensor, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Of the anchor rows `slot` of blocks: (A,) int32 positions of the anchors, negative for none; (A,) bool, whether
     they are kept as they are. kind: 0 K, 1 V.
     """
-    section = in_vq_page(layer.anchor_offsets, block_id.to(tl.int64), head, layer) + kind * shape.anchor_rows
+    section = in_vq_page(layer.anchor_offsets, blocks.id, blocks.head, layer) + kind * shape.anchor_rows
     offset = tl.load(section + slot % shape.anchor_pad, mask=used, other=-1).to(tl.int32)
     is_exact = offset >= shape.block_size
-    return tl.where(offset >= 0, block * shape.block_size + offset % shape.block_size, -1), is_exact
+    return tl.where(offset >= 0, blocks.origin + offset % shape.block_size, -1), is_exact
 
 
 @triton.jit
@@ -214,9 +208,8 @@ def rows_of(
     exact_section: tl.tensor,
     anchors: tl.tensor,
     is_exact: tl.tensor,
-    block_id: tl.tensor,
+    blocks: Block,
     slot: tl.tensor,
-    head: tl.tensor,
     dtype: tl.constexpr,
     layer: Layer,
     shape: tl.constexpr,
@@ -229,10 +222,10 @@ def rows_of(
     in_head = channels < shape.head_size
     result = tl.full((anchors.shape[0], shape.head_pad), 0, dtype)
     if shape.corrections:
-        at = in_vq_page(section, block_id.to(tl.int64), head, layer) + row * shape.anchor_bytes
+        at = in_vq_page(section, blocks.id, blocks.head, layer) + row * shape.anchor_bytes
         result = from_e4m3(load_rows(at, (anchors >= 0) & ~is_exact, channels, in_head)).to(dtype)
     if shape.exact_anchor > 0:
-        at = in_vq_page(exact_section, block_id.to(tl.int64), head, layer) + row // 2 * shape.head_size
+        at = in_vq_page(exact_section, blocks.id, blocks.head, layer) + row // 2 * shape.head_size
         result += load_rows(at, is_exact, channels, in_head).to(dtype)
     return result
 

@@ -7,7 +7,7 @@ and a logit is the sum of two products.
 import triton
 import triton.language as tl
 
-from .arguments import ExactRows, Layer, Request
+from .arguments import Block, ExactRows, Layer, Request
 
 #: log2(e): the kernels compute powers of two, which the hardware has.
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -111,15 +111,14 @@ def to_e4m3(numbers: tl.tensor) -> tl.tensor:
 def rotate(
     first: tl.tensor,
     second: tl.tensor,
-    origin: tl.tensor,
-    block_id: tl.tensor,
+    block: Block,
     offsets: tl.tensor,
     mask: tl.tensor,
     pairs: tl.tensor,
     layer: Layer,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Apply RoPE to `pairs` (P,) of rows at positions `origin + offsets` (N,), of a block that starts at `origin`.
+    """Apply RoPE to `pairs` (P,) of rows at `offsets` (N,) of a block.
 
     first and second are (N, P), the results float32. mask (N,): which rows there are.
     """
@@ -127,21 +126,15 @@ def rotate(
     second = second.to(tl.float32)
     if shape.rotary_half == 0:
         return first, second
-    cos, sin = angles(origin, block_id, offsets, mask, pairs, layer, shape)
+    cos, sin = angles(block, offsets, mask, pairs, layer, shape)
     return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
 def angles(
-    origin: tl.tensor,
-    block_id: tl.tensor,
-    offsets: tl.tensor,
-    mask: tl.tensor,
-    pairs: tl.tensor,
-    layer: Layer,
-    shape: tl.constexpr,
+    block: Block, offsets: tl.tensor, mask: tl.tensor, pairs: tl.tensor, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Cosines and sines at `origin + offsets`, (N, P) float32 each; those of channels that do not rotate are 1 and 0.
+    """Cosines and sines at `offsets` of a block, (N, P) float32 each; those of channels that do not rotate are 1 and 0.
 
     Where the table allows, they are made from the angles of the origin and of the offset: the same few rows of the
     table serve every block and stay in L1, where rows by position would cost many times the bytes of the codes.
@@ -149,13 +142,13 @@ def angles(
     rotating = (pairs < shape.rotary_half)[None, :]
     if not shape.composes:
         known = mask[:, None] & rotating
-        positions = rope_positions(origin + offsets, block_id, pairs, known, layer, shape)
+        positions = rope_positions(block.origin + offsets, block.id, pairs, known, layer, shape)
         index = positions * shape.rotary_half + pairs[None, :]
         return tl.load(layer.cos + index, mask=known, other=1.0), tl.load(layer.sin + index, mask=known, other=0.0)
     index = offsets[:, None] * shape.rotary_half + pairs[None, :]
     cos = tl.load(layer.cos + index, mask=rotating, other=1.0)
     sin = tl.load(layer.sin + index, mask=rotating, other=0.0)
-    index = origin * shape.rotary_half + pairs[None, :]
+    index = block.origin * shape.rotary_half + pairs[None, :]
     origin_cos = tl.load(layer.cos + index, mask=rotating, other=1.0)
     origin_sin = tl.load(layer.sin + index, mask=rotating, other=0.0)
     # Some tables carry a magnitude, which must not count twice.
@@ -201,6 +194,12 @@ def in_recency_page(section: tl.tensor, block_id: tl.tensor, head: tl.tensor, la
 def vq_blocks(request: Request) -> tl.tensor:
     """Pointer to the ids of a request's VQ blocks."""
     return request.batch.vq_table + request.index * request.batch.vq_table_stride
+
+
+@triton.jit
+def vq_block(request: Request, index: tl.tensor, shape: tl.constexpr) -> Block:
+    """Number `index` of a request's VQ blocks."""
+    return Block(index * shape.block_size, tl.load(vq_blocks(request) + index).to(tl.int64), request.head)
 
 
 @triton.jit

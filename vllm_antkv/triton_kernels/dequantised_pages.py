@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, DequantisedPages, ExactRows, Layer, Request, Rows, Shape
+from .arguments import Batch, Block, DequantisedPages, ExactRows, Layer, Request, Rows, Shape
 from .attention import coded_bias, correct_keys, correct_values
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import (
@@ -20,7 +20,7 @@ from .common import (
     load_rows,
     mark_missing,
     rotate,
-    vq_blocks,
+    vq_block,
 )
 from .launch import Fixed, launch
 
@@ -45,34 +45,34 @@ def _dequantised_pages_kernel(
     page = tl.program_id(0)
     head = tl.program_id(2) // 2
     index = tl.load(plain.page_requests + page * 2)
-    block = tl.load(plain.page_requests + page * 2 + 1)
+    number = tl.load(plain.page_requests + page * 2 + 1)
     first_row = tl.load(batch.query_start_loc + index)
     end = tl.load(batch.seq_lens + index)
     start = end - (tl.load(batch.query_start_loc + index + 1) - first_row)
     request = Request(index, start, first_row, head, rows, batch)
     offsets = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    keys = block * shape.block_size + offsets
+    keys = number * shape.block_size + offsets
     present = keys < end
     # The first query sees these rows in full precision, and so all of the request do.
     exact = tl.load(layer.last_query + keys, mask=present, other=-1) >= start
     any_coded = tl.max((present & ~exact).to(tl.int32), 0) > 0
     row = page.to(tl.int64) * shape.block_size + offsets
     written = (row * shape.num_kv_heads + head) * shape.dequantised_size
-    block_id = tl.load(vq_blocks(request) + block).to(tl.int64)
+    block = vq_block(request, number, shape)
     if tl.program_id(2) % 2 == 0:
         to = plain.key + written
         in_full = exact_rows(0, keys, exact, request, layer, shape)
         mark_missing(in_full, exact, request, layer)
         is_anchor = keys < 0
         if any_coded:
-            is_anchor = _write_keys(to, offsets, present, ~exact, block, block_id, head, layer, shape)
+            is_anchor = _write_keys(to, offsets, present, ~exact, block, layer, shape)
         _write_bias_channels(to, present & ~exact & ~is_anchor, shape)
         _write_exact(to, in_full, exact | ~present, shape)
     else:
         to = plain.value + written
         in_full = exact_rows(1, keys, exact, request, layer, shape)
         if any_coded:
-            _write_values(to, offsets, ~exact, block_id, head, layer, shape)
+            _write_values(to, offsets, ~exact, block, layer, shape)
         _write_bias_channels(to, keys < 0, shape)
         _write_exact(to, in_full, exact | ~present, shape)
 
@@ -83,9 +83,7 @@ def _write_keys(
     offsets: tl.tensor,
     present: tl.tensor,
     mask: tl.tensor,
-    block: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
+    block: Block,
     layer: Layer,
     shape: tl.constexpr,
 ) -> tl.tensor:
@@ -95,15 +93,14 @@ def _write_keys(
     """
     pairs = tl.arange(0, shape.half_pad)
     known = pairs < shape.head_size // 2
-    codes = in_vq_page(layer.k_codes, block_id, head, layer) + offsets * shape.code_bytes
+    codes = in_vq_page(layer.k_codes, block.id, block.head, layer) + offsets * shape.code_bytes
     first_codes, second_codes = load_key_codes(codes, shape)
-    centroids = head_centroids(layer.k_centroids, head, shape)
+    centroids = head_centroids(layer.k_centroids, block.head, shape)
     key_first, key_second = look_up_key_halves(first_codes, second_codes, centroids, shape)
-    origin = block * shape.block_size
-    key_first, key_second = rotate(key_first, key_second, origin, block_id, offsets, present, pairs, layer, shape)
+    key_first, key_second = rotate(key_first, key_second, block, offsets, present, pairs, layer, shape)
     is_anchor = offsets < 0
     if shape.anchor_rows > 0:
-        key_first, key_second, is_anchor = correct_keys(key_first, key_second, offsets, block_id, head, layer, shape)
+        key_first, key_second, is_anchor = correct_keys(key_first, key_second, offsets, block, layer, shape)
     first, second = channels_of_pairs(pairs, shape)
     _store(to, channels_in_rows(first, layer, shape), known, key_first, mask)
     _store(to, channels_in_rows(second, layer, shape), known, key_second, mask)
@@ -129,20 +126,14 @@ def _write_exact(to: tl.tensor, exact: ExactRows, mask: tl.tensor, shape: tl.con
 
 @triton.jit
 def _write_values(
-    to: tl.tensor,
-    offsets: tl.tensor,
-    mask: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    layer: Layer,
-    shape: tl.constexpr,
+    to: tl.tensor, offsets: tl.tensor, mask: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr
 ) -> None:
     """V that codes stand for, anchors corrected."""
-    codes = in_vq_page(layer.v_codes, block_id, head, layer) + offsets * shape.code_bytes
-    value = look_up_values(load_value_codes(codes, shape), head_centroids(layer.v_centroids, head, shape), shape)
+    codes = in_vq_page(layer.v_codes, block.id, block.head, layer) + offsets * shape.code_bytes
+    value = look_up_values(load_value_codes(codes, shape), head_centroids(layer.v_centroids, block.head, shape), shape)
     value = value.to(to.dtype.element_ty)
     if shape.anchor_rows > 0:
-        value = correct_values(value, offsets, block_id, head, layer, shape)
+        value = correct_values(value, offsets, block, layer, shape)
     channels = tl.arange(0, shape.head_pad)
     _store(to, channels, channels < shape.head_size, value, mask)
 
