@@ -117,8 +117,7 @@ format: $(VENV)
 	$(BIN)/ruff format .
 
 docs: $(VENV)
-	$(BIN)/python scripts/settings_page.py
-	$(BIN)/python scripts/families_table.py
+	$(BIN)/python scripts/written_pages.py
 	$(BIN)/mkdocs build --strict
 
 # Resolves anew: versions move to the newest ones that requirements/*.in allow. Run the tests before committing.

@@ -19,8 +19,7 @@ from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.windows import load_windows
 from vllm_antkv.offline.attention import attend_window
-from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.method import Attention, Method
+from vllm_antkv.offline.method import Attention, LayerWindow, Method
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.score import score
 

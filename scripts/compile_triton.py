@@ -20,19 +20,18 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.gpu.antkv_layer import DTYPE, layer_setup
+from benchmarks.gpu.llama import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.cache.positions import NUM_POSITIONS
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.layer import LayerState, StepRows
-from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.triton import TritonOperations
 from vllm_antkv.ops.varlen import plan_rounds, prefill_limits
 from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.presets import PRESETS, Preset
-from vllm_antkv.select.recency import last_query_table
 from vllm_antkv.triton_kernels import (
     anchor_score,
     close_blocks,
@@ -55,8 +54,6 @@ KERNELS = (
     (merge_calls, "_merge_calls_kernel"),
 )
 MAX_LEN = 256
-#: A layer in the shape of Llama-3-8B's.
-HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, DTYPE = 128, 32, 8, torch.bfloat16
 
 
 def main() -> None:
@@ -164,36 +161,27 @@ def _launch_all(layer: LayerState) -> None:
 
 
 def _layer(preset: Preset, three_part: bool, jensen: bool, drafts: int) -> LayerState:
-    """Pages and tables of zeros.
+    """A layer in the shape of Llama-3-8B's, pages of zeros.
 
     three_part: tokens have three positions (M-RoPE). jensen: logits of coded keys are corrected.
     """
     config = AntKVConfig()
     layout = PageLayout.of(config, preset, HEAD_SIZE, DTYPE, 1 + drafts)
     raw = torch.zeros(4, NUM_KV_HEADS, 1, pool_block_bytes([layout]), dtype=torch.uint8)
-    tables = (preset.num_sub_vectors(HEAD_SIZE), preset.num_centroids, preset.sub_vector_size)
-    centroids = torch.zeros(NUM_KV_HEADS, *tables)
     angles = torch.arange(MAX_LEN)[:, None] * torch.logspace(0, -3, HEAD_SIZE // 2)
     sections = torch.arange(HEAD_SIZE // 2) % NUM_POSITIONS if three_part else None
-    return LayerState(
-        vq=VQPages.view(raw[..., : layout.vq_page_bytes], layout),
-        recency=RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, DTYPE),
-        k_centroids=centroids,
-        v_centroids=centroids,
-        preset=preset,
+    setup = replace(
+        layer_setup(config, preset.name, NUM_KV_HEADS, MAX_LEN, 2, "cpu"),
         k_order=None,
         rotary=RotaryTable(angles.cos(), angles.sin(), True, sections),
-        positions=torch.zeros(4, VQ_BLOCK_SIZE, NUM_POSITIONS, dtype=torch.int32) if three_part else None,
         jensen_weights=torch.full((NUM_HEADS, HEAD_SIZE), float(jensen)),
-        last_query=last_query_table(config, MAX_LEN),
-        config=config,
-        num_heads=NUM_HEADS,
-        rules=LogitRules(HEAD_SIZE**-0.5),
-        counters=Counters(torch.device("cpu"), "compiled", 1),
-        counts_rows=False,
-        max_num_reqs=2,
-        scratch=lambda *sizes: [torch.empty(shape, dtype=dtype) for shape, dtype in sizes],
         varlen=Varlen(lambda query, *rest: query.new_zeros(query.shape[1::-1], dtype=torch.float32), 100, 256),
+    )
+    return LayerState.of(
+        setup,
+        VQPages.view(raw[..., : layout.vq_page_bytes], layout),
+        RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, DTYPE),
+        torch.zeros(4, VQ_BLOCK_SIZE, NUM_POSITIONS, dtype=torch.int32) if three_part else None,
     )
 
 

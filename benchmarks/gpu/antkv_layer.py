@@ -12,7 +12,7 @@ from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.fp8_tables import served
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import LayerSetup, LayerState, StepRows
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import correction
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
@@ -64,26 +64,8 @@ class Requests:
         vq = VQPages.view(raw[..., : layout.vq_page_bytes], layout)
         recency = RecencyPages.view(raw[..., : layout.recency_page_bytes], layout, DTYPE)
         _fill(vq, recency, tables, device)
-        rotary = _rotary(length, device)
-        order = interleaved(rotary, HEAD_SIZE, get_preset(preset).sub_vector_size)
-        self.state = LayerState(
-            vq=vq,
-            recency=recency,
-            k_centroids=_centroids(preset, device),
-            v_centroids=_centroids(preset, device),
-            preset=get_preset(preset),
-            k_order=torch.tensor(order, dtype=torch.int32, device=device),
-            rotary=reordered(rotary, order),
-            jensen_weights=torch.rand(NUM_HEADS, HEAD_SIZE, device=device) / HEAD_SIZE,
-            last_query=last_query_table(config, length).to(device),
-            config=config,
-            num_heads=NUM_HEADS,
-            rules=LogitRules(SCALE),
-            counters=Counters(torch.device(device), "benchmark", batch),
-            counts_rows=False,
-            max_num_reqs=batch,
-            scratch=partial(_scratch, device),
-        )
+        setup = layer_setup(config, preset, NUM_KV_HEADS, length, batch, device)
+        self.state = LayerState.of(setup, vq, recency)
         starts = torch.arange(0, (batch + 1) * new, new, dtype=torch.int32)
         self.step = StepPlan(
             query_start_loc=starts.to(device),
@@ -148,10 +130,31 @@ def _scratch(device: str, *shapes_and_dtypes: tuple[tuple[int, ...], torch.dtype
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes_and_dtypes]
 
 
-def _centroids(preset: str, device: str) -> torch.Tensor:
-    kind = get_preset(preset)
-    shape = (NUM_KV_HEADS, kind.num_sub_vectors(HEAD_SIZE), kind.num_centroids, kind.sub_vector_size)
-    return served(torch.randn(shape, device=device).half()).float()
+def layer_setup(
+    config: AntKVConfig, preset: str, num_kv_heads: int, length: int, max_num_reqs: int, device: str
+) -> LayerSetup:
+    """Of so many KV heads, for requests up to this length."""
+    kind, num_heads = get_preset(preset), NUM_HEADS // NUM_KV_HEADS * num_kv_heads
+    rotary = _rotary(length, device)
+    order = interleaved(rotary, HEAD_SIZE, kind.sub_vector_size)
+    shape = (num_kv_heads, kind.num_sub_vectors(HEAD_SIZE), kind.num_centroids, kind.sub_vector_size)
+    k_centroids, v_centroids = (served(torch.randn(shape, device=device).half()).float() for _ in "kv")
+    return LayerSetup(
+        config=config,
+        preset=kind,
+        k_centroids=k_centroids,
+        v_centroids=v_centroids,
+        k_order=torch.tensor(order, dtype=torch.int32, device=device),
+        rotary=reordered(rotary, order),
+        jensen_weights=torch.rand(num_heads, HEAD_SIZE, device=device) / HEAD_SIZE,
+        last_query=last_query_table(config, length).to(device),
+        num_heads=num_heads,
+        rules=LogitRules(SCALE),
+        counters=Counters(torch.device(device), "benchmark", max_num_reqs),
+        counts_rows=False,
+        max_num_reqs=max_num_reqs,
+        scratch=partial(_scratch, device),
+    )
 
 
 def _rotary(length: int, device: str) -> RotaryTable:

@@ -17,22 +17,19 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.workspace import init_workspace_manager
 
-from benchmarks.gpu.llama import HEAD_SIZE, ROPE_THETA, SCALE
+from benchmarks.gpu.antkv_layer import layer_setup
+from benchmarks.gpu.llama import HEAD_SIZE, SCALE
 from benchmarks.host.driver import CountingBackend
 from benchmarks.host.hopper import on_hopper
 from benchmarks.host.step import DEVICE, DTYPE, GROUP, MAX_LEN, MAX_NUM_REQS, MAX_NUM_TOKENS, NUM_BLOCKS
 from vllm_antkv.cache.pages import PageLayout, pool_block_bytes
 from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.dispatch import KERNELS
-from vllm_antkv.ops.layer import LayerSetup, LayerState, StepRows
-from vllm_antkv.ops.logits import LogitRules
-from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
+from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.triton import TritonOperations
 from vllm_antkv.presets import get_preset
-from vllm_antkv.select.recency import last_query_table
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
 from vllm_antkv.vllm_adapter.step.flash_attention import flash_attention
 from vllm_antkv.vllm_adapter.step.impl import AntKVImpl, Attachment
@@ -60,8 +57,13 @@ class AntKV:
         recency = RecencyLayer(layout, num_kv_heads, DTYPE, settings, None)
         recency.bind_kv_cache(self._pages[..., : layout.recency_page_bytes])
         self._impl = AntKVImpl(GROUP * num_kv_heads, HEAD_SIZE, SCALE, num_kv_heads, kv_cache_dtype=PRESET)
+        # What start-up looks into is in memory.
+        setup = layer_setup(settings, PRESET, num_kv_heads, MAX_LEN, MAX_NUM_REQS, "cpu")
+        with on_hopper():
+            varlen = flash_attention(HEAD_SIZE, DTYPE, MAX_NUM_TOKENS)
+        assert varlen is not None
         self._impl.attachment = Attachment(
-            setup=_setup(settings, num_kv_heads),
+            setup=replace(setup, scratch=workspace, varlen=varlen),
             layout=layout,
             source=None,
             sinks=SinkFlags(SinkRule(layer=0, channels=(0,), threshold=1.0), MAX_NUM_TOKENS, DEVICE),
@@ -100,38 +102,6 @@ def _reserve_workspace() -> None:
     init_workspace_manager(DEVICE)
     with patch.object(torch.accelerator, "empty_cache", lambda: None):
         workspace(((1 << 40,), torch.uint8))
-
-
-def _setup(settings: AntKVConfig, num_kv_heads: int) -> LayerSetup:
-    """What start-up looks into is in memory."""
-    preset, num_heads = get_preset(PRESET), GROUP * num_kv_heads
-    centroids = torch.zeros(
-        num_kv_heads, preset.num_sub_vectors(HEAD_SIZE), preset.num_centroids, preset.sub_vector_size
-    )
-    frequencies = ROPE_THETA ** (-torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
-    angles = torch.arange(MAX_LEN)[:, None] * frequencies
-    rotary = RotaryTable(angles.cos(), angles.sin())
-    order = interleaved(rotary, HEAD_SIZE, preset.sub_vector_size)
-    with on_hopper():
-        varlen = flash_attention(HEAD_SIZE, DTYPE, MAX_NUM_TOKENS)
-    assert varlen is not None
-    return LayerSetup(
-        config=settings,
-        preset=preset,
-        k_centroids=centroids.half(),
-        v_centroids=centroids.half(),
-        k_order=torch.tensor(order, dtype=torch.int32),
-        rotary=reordered(rotary, order),
-        jensen_weights=torch.ones(num_heads, HEAD_SIZE),
-        last_query=last_query_table(settings, MAX_LEN),
-        num_heads=num_heads,
-        rules=LogitRules(SCALE),
-        counters=Counters(torch.device("cpu"), "host cost", MAX_NUM_REQS),
-        counts_rows=False,
-        max_num_reqs=MAX_NUM_REQS,
-        scratch=workspace,
-        varlen=varlen,
-    )
 
 
 def _operations(layer: LayerState) -> CudaOperations:

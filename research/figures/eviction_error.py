@@ -16,8 +16,7 @@ from research.literature.method import Eviction, LiteratureMethod
 from research.literature.retained import attend_retained
 from research.literature.retention import Retention, Table, sliding
 from research.literature.streamingllm import SinksAndWindow
-from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.method import Quantiser
+from vllm_antkv.offline.method import LayerWindow, Quantiser
 
 #: W of LogQuant and the tokens that all policies keep exactly, at most.
 WINDOW, TOKENS = 42, 126

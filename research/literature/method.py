@@ -10,8 +10,7 @@ from research.literature.retained import attend_retained
 from research.literature.retention import Retention
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.method import Attention, Method, Quantiser
+from vllm_antkv.offline.method import Attention, LayerWindow, Method, Quantiser
 from vllm_antkv.offline.traits import layer_traits
 from vllm_antkv.select.recency import ALWAYS
 

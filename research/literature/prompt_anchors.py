@@ -9,8 +9,7 @@ import torch
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.offline.attention import attend_window
 from vllm_antkv.offline.coded_rows import OwnQueries
-from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.method import LayerWindow, Method
 from vllm_antkv.offline.prompt_scores import POWER, prompt_scores
 from vllm_antkv.select.anchors import SINK_SCORE, anchor_slots
 from vllm_antkv.select.recency import last_query_table

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.offline.method import LayerWindow
 
 if TYPE_CHECKING:
     from research.literature.method import LiteratureMethod

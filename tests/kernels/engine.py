@@ -19,8 +19,7 @@ from vllm_antkv.cache.positions import NUM_POSITIONS, POSITION_PAGE_BYTES, store
 from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.offline.attention import attend_window
-from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.method import LayerWindow, Method
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.fp8_tables import served

@@ -18,7 +18,7 @@ from tests.kernels.varlen_reference import planned, varlen
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops import varlen as varlen_operations
 from vllm_antkv.ops.paged import ReferenceOperations
-from vllm_antkv.ops.step_requests import step_requests
+from vllm_antkv.ops.step import step_requests
 from vllm_antkv.ops.varlen import VarlenPrefill, prefill_limits
 from vllm_antkv.ops.varlen_plan import Limits, Round, plan
 
@@ -63,7 +63,7 @@ class Planned(ReferenceOperations):
             for to, coded, (in_hand, paged) in zip((pages.key, pages.value), decoded, sections, strict=True):
                 to[page] = 0
                 to[page, ..., :head_size] = coded
-                to[page, kept % VQ_BLOCK_SIZE, :, :head_size] = self._exact_rows(in_hand, paged, kept, step, request)
+                to[page, kept % VQ_BLOCK_SIZE, :, :head_size] = self._exact_rows(in_hand, paged, kept, request)
             is_anchor[0, kept % VQ_BLOCK_SIZE] = True
             pages.key[page, ..., head_size : head_size + 2] = (~is_anchor[0])[..., None].to(pages.key)
 

@@ -16,8 +16,7 @@ from tests.serving.hybrid_pool import measure
 from tests.serving.tiny import LFM2, make_codebook, make_model
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
-from vllm_antkv.capacity.memory import DecodeShape, sequence_bytes
-from vllm_antkv.capacity.state_bytes import state_bytes
+from vllm_antkv.capacity.memory import DecodeShape, sequence_bytes, state_bytes
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.layer_windows import num_state_layers, states_per_request

@@ -12,7 +12,7 @@ from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.vllm_adapter.plan import engine_plan as plans
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
-from vllm_antkv.vllm_adapter.server.config import Config
+from vllm_antkv.vllm_adapter.server.routes import Config
 from vllm_antkv.vllm_adapter.server.status import Setup
 
 pytestmark = pytest.mark.serving

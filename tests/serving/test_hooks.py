@@ -25,8 +25,8 @@ from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.releases import minor_release
 from vllm_antkv.vllm_adapter.hooks import HOOKS
+from vllm_antkv.vllm_adapter.hooks.base import RECORDED, changed_signature
 from vllm_antkv.vllm_adapter.hooks.dtype import known_dtypes
-from vllm_antkv.vllm_adapter.hooks.signatures import RECORDED, changed_signature
 from vllm_antkv.vllm_adapter.step.backend import AntKVBackend, RecencyBackend
 
 

@@ -16,8 +16,7 @@ from tests.serving.quantised import quantise
 from tests.serving.server import PRESET, make_odd_model
 from vllm_antkv.calibrate import calibrate_on_start
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
-from vllm_antkv.calibrate.forward_backend import HIDDEN
-from vllm_antkv.calibrate.job import Job, prepare
+from vllm_antkv.calibrate.job import HIDDEN, Job, prepare
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, TransformersModel
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec, get_kv_cache_spec_slid
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
-from vllm_antkv.vllm_adapter.hooks.recorded_members import MANAGER, SPEC, Members
+from vllm_antkv.vllm_adapter.hooks.specs import MANAGER, SPEC, Members
 
 pytestmark = pytest.mark.serving
 

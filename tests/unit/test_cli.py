@@ -16,8 +16,7 @@ from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.cli.options import CacheOptions, KeptOptions
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CalibrationError, CodebookError, SettingsError
-from vllm_antkv.evaluate.compare import gap_closed
-from vllm_antkv.evaluate.report import PerplexityReport, write_json
+from vllm_antkv.evaluate.report import PerplexityReport, gap_closed, write_json
 
 RESULT_FIELDS = "model method text context windows tokens perplexity nll nominal_bits effective_bits settings versions"
 

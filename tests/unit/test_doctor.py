@@ -8,7 +8,7 @@ from transformers import ArceeConfig, BloomConfig, Gemma3TextConfig, LlamaConfig
 from tests.codebooks import random_codebook
 from vllm_antkv import cli, doctor
 from vllm_antkv.codebook import ModelIdentity, codebook_path
-from vllm_antkv.doctor.kernels import check_layers
+from vllm_antkv.doctor.model import check_layers
 from vllm_antkv.doctor.verify import Completion
 from vllm_antkv.features import has_plain_logits
 from vllm_antkv.ops import cpu

@@ -15,7 +15,7 @@ from vllm_antkv.cache.positions import NUM_POSITIONS, POSITION_PAGE_BYTES, store
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
+from vllm_antkv.vllm_adapter.step.layer import positions_of_step
 
 NUM_BLOCKS = 4
 

@@ -1,4 +1,4 @@
-"""A model that vLLM runs: no gradient flows, and `forward_backend` says why transformers does not run it.
+"""A model that vLLM runs: no gradient flows, and `job.why_vllm` says why transformers does not run it.
 
 vLLM runs it in this process, and K and V are taken where its attention is handed them. In the place of its gradient's
 norm a row counts by the votes for it (AnTKV, equation 5): how far a unit error of it would move what attention gives to
@@ -21,7 +21,7 @@ from vllm_antkv.calibrate.job import Job
 from vllm_antkv.calibrate.key_scales import query_energy
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.offline.method import LayerWindow
 from vllm_antkv.offline.prompt_scores import prompt_scores
 from vllm_antkv.offline.sinks import peak_ratio
 from vllm_antkv.ops.rope import RotaryTable, unrotate

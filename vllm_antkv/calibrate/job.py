@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from vllm_antkv.calibrate.capture import checkpointed
-from vllm_antkv.calibrate.forward_backend import WhyVllm, why_vllm
 from vllm_antkv.calibrate.models import compute_dtype, load_model
 from vllm_antkv.calibrate.resources import (
     needs_checkpointing,
@@ -25,8 +25,9 @@ from vllm_antkv.calibrate.workspace import check_writable
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import CalibrationError, UnsupportedModelError
+from vllm_antkv.features import unserved_feature
 from vllm_antkv.offline.adapters import read_adapter
-from vllm_antkv.offline.pretrained import check_token_ids, read_config, read_tokenizer
+from vllm_antkv.offline.pretrained import check_token_ids, hands_over_rows, is_quantised, read_config, read_tokenizer
 from vllm_antkv.presets import Preset, parts_of_mix
 from vllm_antkv.progress import say
 
@@ -36,6 +37,43 @@ logger = logging.getLogger(__name__)
 #: often wrong by a factor of two (`docs/research/ablations.md`).
 _JUDGING_EVERY = 6
 _MAX_JUDGING = 4
+
+
+@dataclass(frozen=True)
+class WhyVllm:
+    """Why vLLM has to run a model, and transformers' code is no use.
+
+    because: as a sentence goes on after "as".
+    instead: what else can be done; empty: nothing.
+    """
+
+    because: str
+    instead: str = ""
+
+
+QUANTISED = WhyVllm(
+    "no gradient flows through quantised weights", "calibrate the unquantised model, whose codebooks fit both"
+)
+HIDDEN = WhyVllm("transformers' code of this model does not hand them over")
+
+
+def why_vllm(config: PretrainedConfig) -> WhyVllm | None:
+    """Why vLLM has to run the model of a config; None: transformers does.
+
+    Raises:
+        CalibrationError: the config describes no model.
+        UnsupportedModelError: only vLLM could, and the codebook would serve nobody.
+    """
+    if is_quantised(config):
+        return QUANTISED
+    if hands_over_rows(config, CalibrationError):
+        return None
+    if feature := unserved_feature(config.get_text_config()):
+        raise UnsupportedModelError(
+            f"There is no antkv cache for a model with {feature}, and transformers' code of it does not hand over K "
+            "and V: serve it with --kv-cache-dtype auto."
+        )
+    return HIDDEN
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ bits, as vLLM serves them.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
 from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.capacity.gpus import Gpu
-from vllm_antkv.capacity.state_bytes import state_bytes
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.layer_windows import layer_windows, num_state_layers, states_per_request
@@ -27,6 +27,15 @@ GPU_SHARE = 0.92
 WORKSPACE_BYTES = 2e9
 #: Bytes of an element of K or V in the caches that are not ours.
 _ELEMENT_BYTES = {"auto": 2, "fp8": 1}
+#: Names of the same number in the configs of Mamba-2 models: (Granite, Falcon-H1; Nemotron-H).
+_MAMBA2 = (
+    ("mamba_n_heads", "mamba_num_heads"),
+    ("mamba_d_head", "mamba_head_dim"),
+    ("mamba_d_state", "ssm_state_size"),
+    ("mamba_n_groups", "n_groups"),
+    ("mamba_d_conv", "conv_kernel"),
+)
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -144,3 +153,31 @@ def largest_batch(
     """Requests of `context` tokens that the cache holds at once."""
     sequence = shape.heads * sequence_bytes(shape, kv_cache_dtype, context, settings)
     return int(pool_bytes(shape, gpu, kv_cache_dtype) / sequence)
+
+
+def state_bytes(config: Any) -> int:
+    """What one layer without K and V keeps of a sequence, in 16 bits, as vLLM lays it out; 0 where none is known here.
+
+    config: of the text model.
+    """
+    convolved, recurrent = _elements(config)
+    dtype = getattr(config, "mamba_ssm_dtype", None) or getattr(config, "mamba_ssm_cache_dtype", None)
+    return 2 * convolved + _ITEMSIZE.get(str(dtype), 2) * recurrent
+
+
+def _elements(config: Any) -> tuple[int, int]:
+    """Of the inputs that a convolution still sees, and of the state of the recurrence."""
+    if hasattr(config, "conv_L_cache"):
+        return (config.conv_L_cache - 1) * getattr(config, "conv_dim", config.hidden_size), 0
+    if hasattr(config, "linear_key_head_dim"):
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        return (config.linear_conv_kernel_dim - 1) * (2 * keys + values), values * config.linear_key_head_dim
+    mamba2 = [getattr(config, name) for names in _MAMBA2 for name in names if hasattr(config, name)]
+    if len(mamba2) == len(_MAMBA2):
+        heads, head_size, state, groups, kernel = mamba2
+        return (kernel - 1) * (heads * head_size + 2 * groups * state), heads * head_size * state
+    if hasattr(config, "mamba_d_state"):
+        channels = config.mamba_expand * config.hidden_size
+        return (config.mamba_d_conv - 1) * channels, channels * config.mamba_d_state
+    return 0, 0

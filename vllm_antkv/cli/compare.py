@@ -36,8 +36,7 @@ def compare(
 
 def show_comparison(measured: "Iterable[PerplexityReport]", json: Path) -> None:
     """Write the JSON after every method, and print the table at the end."""
-    from vllm_antkv.evaluate.compare import gap_closed
-    from vllm_antkv.evaluate.report import write_json
+    from vllm_antkv.evaluate.report import gap_closed, write_json
 
     reports: list[PerplexityReport] = []
     for report in measured:

@@ -1,4 +1,4 @@
-"""Whether a model can be served, and which codebooks fit it."""
+"""Whether a model can be served, which codebooks fit it, and which kernels would run its layers here."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,8 @@ from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, find_c
 from vllm_antkv.doctor.finding import Finding, State
 from vllm_antkv.errors import AntKVError, SettingsError
 from vllm_antkv.families import SERVED_ARCHITECTURES
-from vllm_antkv.features import unserved_feature
+from vllm_antkv.features import has_plain_logits, unserved_feature
+from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.slow_bfloat16 import REMEDY, slow_bfloat16
 
@@ -48,8 +49,6 @@ def _architecture(identity: ModelIdentity, model: str, config: Any) -> Finding:
 
 def _codebooks(model: str, config: Any, identity: ModelIdentity, codebooks: str | None) -> Iterator[Finding]:
     """Those that there are, with the kernels that they would run on, and one line of presets that have none."""
-    from vllm_antkv.doctor.kernels import check_layers
-
     missing: list[str] = []
     states: set[State] = set()
     for preset in PRESETS:
@@ -113,3 +112,35 @@ def check_codebooks(folder: Path) -> Iterator[Finding]:
             model = header.model
             detail = f"{header.preset} for {model.architecture}, {model.num_layers} layers, head size {model.head_size}"
             yield Finding(path.name, "ok", detail)
+
+
+def check_layers(config: Any, codebook: Codebook, device: torch.device) -> Finding:
+    """The kernels of each layer, and what faster ones lack.
+
+    Args:
+        config: of the model.
+        codebook: that would be served.
+        device: that would have the pages.
+    """
+    from vllm_antkv.ops.dispatch import cautions, choose, summary
+    from vllm_antkv.ops.layer import LayerKind
+
+    text_config, model = config.get_text_config(), codebook.header.model
+    dtype, group = getattr(config, "dtype", None), model.num_attention_heads // model.num_kv_heads
+    kinds = {
+        index: LayerKind(
+            preset,
+            model.head_size,
+            group,
+            dtype if isinstance(dtype, torch.dtype) else torch.bfloat16,
+            rotary=None,
+            plain_logits=window is None and has_plain_logits(text_config),
+        )
+        for index, preset, window in zip(
+            model.decoder_indices, codebook.header.layer_presets, layer_windows(text_config), strict=True
+        )
+    }
+    chosen = dict(zip(kinds, choose("auto", device, list(kinds.values())), strict=True))
+    what = f"kernels, {codebook.header.preset}"
+    slower = list(cautions(chosen))
+    return Finding(what, "note" if slower else "ok", summary(chosen), " ".join(slower))

@@ -5,7 +5,7 @@ import json
 import math
 import platform
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +51,21 @@ def perplexity_of(nll: float) -> float:
             "The model's loss on this text is not a number: its weights are damaged, or too large for their dtype."
         )
     return math.exp(nll) if nll < 700 else math.inf
+
+
+def gap_closed(results: Sequence[PerplexityReport]) -> dict[str, float]:
+    """(PPL_cq - PPL_x) / (PPL_cq - PPL_fp16) of every vector quantiser x whose CQ and fp16 are among the results.
+
+    1 means as good as fp16, 0 no better than plain k-means centroids. The figure that carries from small models to
+    large ones. Left out where CQ loses nothing.
+    """
+    perplexity = {result.method: result.perplexity for result in results}
+    closed = {}
+    for method, value in perplexity.items():
+        baseline = perplexity.get(method.replace("antkv-", "cq-"))
+        if method.startswith("antkv-") and baseline is not None and baseline > perplexity.get("fp16", baseline):
+            closed[method] = (baseline - value) / (baseline - perplexity["fp16"])
+    return closed
 
 
 def versions(*packages: str) -> dict[str, str]:

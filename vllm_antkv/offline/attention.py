@@ -23,8 +23,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.offline.capture_attention import layer_of, replaced
 from vllm_antkv.offline.coded_rows import CodedRows, OwnQueries, closed_rows, decoded_rows
 from vllm_antkv.offline.hidden import handed_on
-from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.method import LayerWindow, Method
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.traits import LayerTraits, layer_traits, rotary_tables
 from vllm_antkv.ops.logits import LogitRules

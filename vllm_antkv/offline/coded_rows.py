@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.method import Quantiser
+from vllm_antkv.offline.method import LayerWindow, Quantiser
 from vllm_antkv.ops.reference import anchor_score, causal_lse, corrected, correction
 from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, block_anchors, code_errors
 

@@ -4,11 +4,14 @@ Minimises sum_j w_j ||x_j - c(x_j)||^2 over the centroids c of each problem. All
 together, on a CPU and on a GPU. On a CPU the result depends on the seed alone, not on the number of threads.
 """
 
+import importlib.util
 import math
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
-from vllm_antkv.offline.large_tables import cuml_kmeans, learn_one_by_one
 from vllm_antkv.ops import cpu, cpu_clusters
 
 #: Lloyd's iterations as (share of the points, iterations), up to 256 centroids and above: most of the way is found on
@@ -23,6 +26,9 @@ SEEDING_POINTS = 4
 MAX_POINTS = 256
 #: Distances that are computed at a time: enough to fill a GPU.
 _DISTANCES = 1 << 26
+#: Centroids from which cuML learns a table at a time. So many fill a GPU; thousands of small problems do together.
+_LARGE = 4096
+_ITERATIONS_OF_LARGE = 20
 
 
 def learn_centroids(
@@ -127,3 +133,34 @@ def cluster_sums(
         nearest[:, start : start + step], labels = (piece @ table).min(-1)
         sums.index_add_(0, (labels + first_label).flatten(), (piece.double() * own[..., None]).flatten(0, 1))
     return sums.view(num_problems, num_centroids, -1), nearest
+
+
+def cuml_kmeans(device: torch.device, num_centroids: int) -> Callable[..., Any] | None:
+    """KMeans of cuML, where that is installed, on a GPU and for large tables; else None."""
+    if device.type != "cuda" or num_centroids < _LARGE or importlib.util.find_spec("cuml") is None:
+        return None
+    from cuml.cluster import KMeans
+
+    return KMeans  # type: ignore[no-any-return]
+
+
+def learn_one_by_one(
+    kmeans: Callable[..., Any], points: torch.Tensor, weights: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    """Weighted k-means of each problem.
+
+    Args:
+        kmeans: cuML's or scikit-learn's class.
+        points: (num_problems, num_points, size) float32.
+        weights: (num_problems, num_points) float32, positive.
+        starts: (num_problems, num_centroids, size) float32.
+
+    Returns:
+        (num_problems, num_centroids, size) float32, on the device of `points`.
+    """
+    learned = []
+    for own, weight, start in zip(points, weights, starts, strict=True):
+        estimator = kmeans(n_clusters=len(start), init=start.cpu().numpy(), n_init=1, max_iter=_ITERATIONS_OF_LARGE)
+        estimator.fit(own.cpu().numpy(), sample_weight=weight.cpu().numpy())
+        learned.append(np.asarray(estimator.cluster_centers_, np.float32))
+    return torch.from_numpy(np.stack(learned)).to(points.device)

@@ -2,15 +2,41 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 
 from vllm_antkv.codebook import ModelIdentity, SinkRule
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import Preset
+
+
+@dataclass(frozen=True)
+class LayerWindow:
+    """The rows of one layer.
+
+    layer: its index.
+    query: (num_windows, num_tokens, num_heads, head_size), after RoPE.
+    key, value: (num_windows, num_tokens, num_kv_heads, head_size), keys after RoPE.
+    rules: how logits come about.
+    rotary: the table that rotated `key`.
+    source: the layer whose K and V these are; None: its own.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    rules: LogitRules
+    rotary: RotaryTable
+    source: Self | None = None
+
+    @property
+    def owner(self) -> "LayerWindow":
+        """The layer whose centroids code the rows, and whose queries vote on them."""
+        return self if self.source is None else self.source
 
 
 class Quantiser(Protocol):

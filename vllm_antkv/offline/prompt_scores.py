@@ -3,7 +3,7 @@
 import torch
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.offline.method import LayerWindow
 from vllm_antkv.ops.reference import anchor_score, causal_lse
 from vllm_antkv.select.recency import visible
 

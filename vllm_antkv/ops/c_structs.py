@@ -9,6 +9,7 @@ from typing import Any
 #: What the C++ and the CUDA kernels are handed.
 HEADER = (importlib.resources.files("vllm_antkv.csrc") / "cpu" / "antkv.h").read_text()
 _NUMBERS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
+_NUMBERS |= {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 
 
 def fields(

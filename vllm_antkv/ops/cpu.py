@@ -10,23 +10,19 @@ import importlib.resources
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.arguments import (
-    layer_fields,
-    plain_tables,
-    rows_argument,
-    section_offset,
-)
+from vllm_antkv.ops.arguments import RowsArgument, layer_fields, plain_tables, rows_argument, section_offset
 from vllm_antkv.ops.byte_tables import byte_tables
-from vllm_antkv.ops.cpu_library import LayerArgument, WorkArgument, load
+from vllm_antkv.ops.c_structs import HEADER, fields
 from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.fixed_point import fixed_tables
 from vllm_antkv.ops.layer import LayerState, StepRows
 from vllm_antkv.ops.rope import angles_are_linear
-from vllm_antkv.ops.step import StepPlan
+from vllm_antkv.ops.step import StepArgument, StepPlan
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _CSRC = Path(str(importlib.resources.files("vllm_antkv.csrc")))
@@ -36,6 +32,18 @@ MAX_GROUP = 64
 _NO_WINDOW = 1 << 30
 #: Vectors of the widest instruction set.
 _HEAD_SIZE_MULTIPLE = 16
+
+
+class LayerArgument(ctypes.Structure):
+    """antkv_layer of csrc/cpu/antkv.h."""
+
+    _fields_: ClassVar = fields(HEADER, "antkv_layer")
+
+
+class WorkArgument(ctypes.Structure):
+    """antkv_work of csrc/cpu/antkv.h."""
+
+    _fields_: ClassVar = fields(HEADER, "antkv_work", {"antkv_rows": RowsArgument})
 
 
 @dataclass(frozen=True)
@@ -115,8 +123,18 @@ def missing() -> str | None:
 
 @cache
 def loaded(variant: Variant) -> ctypes.CDLL:
-    """The kernels, as `load` gives them."""
-    return load(variant.path)
+    """The kernels.
+
+    Raises:
+        OSError, AttributeError: the library does not load, or lacks a function.
+    """
+    library = ctypes.CDLL(str(variant.path))
+    library.antkv_sources.restype = ctypes.c_char_p
+    layer, step, work = map(ctypes.POINTER, (LayerArgument, StepArgument, WorkArgument))
+    library.antkv_run.argtypes = library.antkv_attend.argtypes = [layer, step, work]
+    library.antkv_run.restype = ctypes.c_int64
+    library.antkv_attend.restype = library.antkv_cluster.restype = None
+    return library
 
 
 class CpuOperations:

@@ -1,13 +1,22 @@
 """The sums of k-means by the C++ kernels for CPUs (csrc/cpu/clusters.cpp)."""
 
+import ctypes
+from typing import ClassVar
+
 import torch
 from torch.nn import functional
 
+from vllm_antkv.ops.c_structs import HEADER, fields
 from vllm_antkv.ops.cpu import Variant, loaded
-from vllm_antkv.ops.cpu_library import ClustersArgument
 
 #: Centroids that the widest vectors hold.
 _MULTIPLE = 16
+
+
+class ClustersArgument(ctypes.Structure):
+    """antkv_clusters of csrc/cpu/antkv.h."""
+
+    _fields_: ClassVar = fields(HEADER, "antkv_clusters")
 
 
 def cluster_sums(
@@ -48,5 +57,5 @@ def cluster_sums(
         size=width - 1,
         num_centroids=half_norms.shape[1],
     )
-    loaded(variant).antkv_cluster(argument)
+    loaded(variant).antkv_cluster(ctypes.byref(argument))
     return sums[:, : centroids.shape[1]], distances

@@ -1,6 +1,7 @@
 """What the CUDA kernels alone are handed: Layer of csrc/cuda/layer.cuh, and the tables beside the pages."""
 
 import ctypes
+import importlib.resources
 from typing import ClassVar
 
 import torch
@@ -8,42 +9,25 @@ import torch
 from vllm_antkv.cache.pages import ALIGNMENT
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.arguments import RowsArgument, layer_fields, plain_tables, section_offset
+from vllm_antkv.ops.c_structs import fields
 from vllm_antkv.ops.cuda_build import Build
 from vllm_antkv.ops.fp8_tables import head_scales, in_e4m3
 from vllm_antkv.ops.layer import LayerState
+
+#: The structures, and what they mean.
+_HEADER = (importlib.resources.files("vllm_antkv.csrc") / "cuda" / "layer.cuh").read_text()
 
 
 class LayerArgument(ctypes.Structure):
     """Layer of csrc/cuda/layer.cuh."""
 
-    _fields_: ClassVar = [
-        ("vq", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("vq_block_stride", "vq_head_stride")),
-        *((name, ctypes.c_int64) for name in ("v_codes", "k_anchors", "v_anchors", "anchor_offsets")),
-        ("recency", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("recency_block_stride", "recency_head_stride")),
-        *((name, ctypes.c_int64) for name in ("recency_v", "recency_scores")),
-        *((name, ctypes.c_void_p) for name in ("k_centroids", "v_centroids", "k_half_norms", "v_half_norms")),
-        *((name, ctypes.c_void_p) for name in ("tables", "k_scales", "v_scales", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("k_order", "last_query", "jensen_weights")),
-        *((name, ctypes.c_float) for name in ("scale", "rotary_magnitude")),
-        *((name, ctypes.c_int32) for name in ("num_kv_heads", "rotary_dim", "is_neox_style", "rotary_rows")),
-        *((name, ctypes.c_int32) for name in ("recency_block_size", "anchor_rows", "split", "staged_bytes")),
-        *((name, ctypes.c_int32) for name in ("num_blocks", "score_slots")),
-        ("missing_rows", ctypes.c_void_p),
-    ]
+    _fields_: ClassVar = fields(_HEADER, "Layer")
 
 
 class ResultsArgument(ctypes.Structure):
     """Results of csrc/cuda/layer.cuh."""
 
-    _fields_: ClassVar = [
-        ("output", RowsArgument),
-        *((name, ctypes.c_void_p) for name in ("partials", "written")),
-        ("capacity", ctypes.c_int64),
-        ("is_sink", ctypes.c_void_p),
-        ("votes", ctypes.c_int32),
-    ]
+    _fields_: ClassVar = fields(_HEADER, "Results", {"Rows": RowsArgument})
 
 
 def tables_of(layer: LayerState, build: Build) -> dict[str, torch.Tensor]:
@@ -74,12 +58,12 @@ def layer_argument(layer: LayerState, tables: dict[str, torch.Tensor], build: Bu
     Raises:
         ValueError: pages do not start at multiples of 16 bytes, as copies need.
     """
-    fields = layer_fields(layer, tables)
+    common = layer_fields(layer, tables)
     for name in ("vq", "vq_block_stride", "vq_head_stride", "recency", "recency_block_stride", "recency_head_stride"):
-        if fields[name] % ALIGNMENT:
-            raise ValueError(f"Pages must start at multiples of {ALIGNMENT} bytes, but {name} is {fields[name]}.")
+        if common[name] % ALIGNMENT:
+            raise ValueError(f"Pages must start at multiples of {ALIGNMENT} bytes, but {name} is {common[name]}.")
     return LayerArgument(
-        **fields,
+        **common,
         recency_scores=section_offset(layer.recency.k, layer.recency.scores),
         rotary_rows=0 if layer.rotary is None else len(layer.rotary.cos),
         split=split,

@@ -22,8 +22,7 @@ from vllm_antkv.ops.reference import (
     unpack_codes,
 )
 from vllm_antkv.ops.rope import rotate, unrotate
-from vllm_antkv.ops.step import StepPlan
-from vllm_antkv.ops.step_requests import StepRequest, step_requests
+from vllm_antkv.ops.step import StepPlan, StepRequest, step_requests
 from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, block_anchors, code_errors
 
 
@@ -51,8 +50,8 @@ class ReferenceOperations:
         for request in step_requests(step):
             positions = torch.arange(request.start, request.end, device=key.device)
             own = request.rows(request.start, request.end)
-            self._store_codes(key[own].to(self._dtype), value[own].to(self._dtype), positions, step, request)
-            self._store_rows(key[own], value[own], positions, step, request)
+            self._store_codes(key[own].to(self._dtype), value[own].to(self._dtype), positions, request)
+            self._store_rows(key[own], value[own], positions, request)
 
     def anchor_score(self, rows: StepRows, step: StepPlan, singles: bool = True) -> None:
         """Add the votes of the step's queries to the Anchor Scores; choose the anchors of the blocks that close.
@@ -61,23 +60,23 @@ class ReferenceOperations:
         """
         for request in step_requests(step):
             if singles or request.end - request.start > 1:
-                self._score(rows, step, request)
+                self._score(rows, request)
 
     def close_blocks(self, rows: StepRows, step: StepPlan) -> None:
         """Choose the anchors of blocks that the only new token of a request fills, from the scores in the pages."""
         for request in step_requests(step):
             if request.end - request.start == 1 and request.end % VQ_BLOCK_SIZE == 0:
                 positions = torch.arange(request.end - VQ_BLOCK_SIZE, request.end, device=rows.key.device)
-                scores = self._carried_scores(positions, request.end, step, request)
-                self._close(scores, rows, positions, step, request)
+                scores = self._carried_scores(positions, request.end, request)
+                self._close(scores, rows, positions, request)
 
-    def _score(self, rows: StepRows, step: StepPlan, request: StepRequest) -> None:
+    def _score(self, rows: StepRows, request: StepRequest) -> None:
         rules = self._layer.rules
         for block, begin, end in request.segments():
             first = block * VQ_BLOCK_SIZE
             positions = torch.arange(first, end, device=rows.key.device)
-            exact_key = self._exact_rows(rows.key, self._layer.recency.k, positions, step, request)
-            scores = self._carried_scores(positions, begin, step, request)
+            exact_key = self._exact_rows(rows.key, self._layer.recency.k, positions, request)
+            scores = self._carried_scores(positions, begin, request)
             # The next step may continue behind any of the last queries.
             unsettled = range(max(begin + 1, request.end - self._layer.recency.score_slots + 1), end)
             for upto in (*unsettled, end):
@@ -89,19 +88,19 @@ class ReferenceOperations:
                 if rows.is_sink is not None:
                     scores[:, :, begin - first : upto - first].masked_fill_(rows.is_sink[new], SINK_SCORE)
                 if upto % VQ_BLOCK_SIZE:
-                    self._keep_scores(scores, positions[: upto - first], step, request)
+                    self._keep_scores(scores, positions[: upto - first], request)
                 begin = upto
             if end % VQ_BLOCK_SIZE == 0:
-                self._close(scores, rows, positions, step, request)
+                self._close(scores, rows, positions, request)
 
     def _slot(self, end: int) -> slice:
         """Where the scores are kept that queries before `end` add up to."""
         first = (end - 1) % self._layer.recency.score_slots * 2
         return slice(first, first + 2)
 
-    def _keep_scores(self, scores: torch.Tensor, positions: torch.Tensor, step: StepPlan, request: StepRequest) -> None:
+    def _keep_scores(self, scores: torch.Tensor, positions: torch.Tensor, request: StepRequest) -> None:
         """Of all tokens of a block so far, (2, num_kv_heads, 128), for the step behind the last of `positions`."""
-        pages, offsets = self._recency_slots(positions, step, request)
+        pages, offsets = self._recency_slots(positions, request)
         # A block that closes in this step, whatever is rejected, has no pages.
         real, slot = pages > 0, self._slot(int(positions[-1]) + 1)
         kept = scores[:, :, : len(positions)].permute(2, 1, 0)[real].float()
@@ -120,7 +119,7 @@ class ReferenceOperations:
             # Blocks that no query of the step sees are gone.
             first_block = rules.first_visible(request.start) // VQ_BLOCK_SIZE
             origin = first_block * VQ_BLOCK_SIZE
-            block_ids = step.vq_block_table[request.row, first_block:num_blocks].long()
+            block_ids = request.vq_blocks[first_block:num_blocks].long()
             coded_key, coded_value = self._decoded(block_ids, origin)
             is_anchor = coded_key.new_zeros(2, *coded_key.shape[:2], dtype=torch.bool)
             num_corrected = 0
@@ -141,8 +140,8 @@ class ReferenceOperations:
                     query,
                     SeenRows(coded_key[None, :num_past], coded_value[None, :num_past], (seen & ~exact)[None]),
                     SeenRows(
-                        self._exact_rows(rows.key, self._layer.recency.k, past[columns], step, request)[None],
-                        self._exact_rows(rows.value, self._layer.recency.v, past[columns], step, request)[None],
+                        self._exact_rows(rows.key, self._layer.recency.k, past[columns], request)[None],
+                        self._exact_rows(rows.value, self._layer.recency.v, past[columns], request)[None],
                         exact[None, :, columns],
                     ),
                     rules,
@@ -157,10 +156,10 @@ class ReferenceOperations:
         return self._layer.last_query[keys] >= seen_by
 
     def _store_codes(
-        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: StepPlan, request: StepRequest
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, request: StepRequest
     ) -> None:
         layer = self._layer
-        block_ids = step.vq_block_table[request.row, positions // VQ_BLOCK_SIZE].long()
+        block_ids = request.vq_blocks[positions // VQ_BLOCK_SIZE].long()
         offsets = positions % VQ_BLOCK_SIZE
         # Blocks fill from their first token, so whoever had the block before left its anchors until here.
         layer.vq.anchor_offsets[block_ids[offsets == 0]] = NO_ANCHOR
@@ -172,42 +171,38 @@ class ReferenceOperations:
         layer.vq.v_codes[block_ids, :, offsets] = pack_codes(encode(value, layer.v_centroids), layer.preset)
 
     def _store_rows(
-        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, step: StepPlan, request: StepRequest
+        self, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, request: StepRequest
     ) -> None:
-        pages, offsets = self._recency_slots(positions, step, request)
+        pages, offsets = self._recency_slots(positions, request)
         real = pages > 0
         self._layer.recency.k[pages[real], :, offsets[real]] = key[real]
         self._layer.recency.v[pages[real], :, offsets[real]] = value[real]
 
-    def _recency_slots(
-        self, positions: torch.Tensor, step: StepPlan, request: StepRequest
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _recency_slots(self, positions: torch.Tensor, request: StepRequest) -> tuple[torch.Tensor, torch.Tensor]:
         """Page and offset in the page of the recency rows of tokens."""
         page_size = self._layer.recency.k.shape[2]
-        return step.recency_block_table[request.row, positions // page_size].long(), positions % page_size
+        return request.recency_blocks[positions // page_size].long(), positions % page_size
 
     def _exact_rows(
-        self, in_hand: torch.Tensor, paged: torch.Tensor, positions: torch.Tensor, step: StepPlan, request: StepRequest
+        self, in_hand: torch.Tensor, paged: torch.Tensor, positions: torch.Tensor, request: StepRequest
     ) -> torch.Tensor:
         """Full-precision K (or V) rows of tokens, from the step or from their pages. (E, H, D).
 
         Zeros where a page is the null block: see `Counters.missing_rows`.
         """
         stored, new = positions[positions < request.start], positions[positions >= request.start]
-        pages, offsets = self._recency_slots(stored, step, request)
+        pages, offsets = self._recency_slots(stored, request)
         missing = pages == 0
         self._layer.counters.missing_rows[request.row] |= missing.any()
         rows = paged[pages, :, offsets].masked_fill(missing[:, None, None], 0)
         return torch.cat((rows, in_hand[request.first - request.start + new])).to(self._dtype)
 
-    def _carried_scores(
-        self, positions: torch.Tensor, begin: int, step: StepPlan, request: StepRequest
-    ) -> torch.Tensor:
+    def _carried_scores(self, positions: torch.Tensor, begin: int, request: StepRequest) -> torch.Tensor:
         """Scores of K and V, (2, num_kv_heads, len(positions)): those of earlier steps from the pages, else zero."""
         layer = self._layer
         scores = layer.k_centroids.new_zeros(2, layer.k_centroids.shape[0], len(positions))
         carried = positions[positions < begin]
-        pages, offsets = self._recency_slots(carried, step, request)
+        pages, offsets = self._recency_slots(carried, request)
         kept = layer.recency.scores[pages, :, self._slot(begin), offsets]
         kept = kept.masked_fill((pages == 0)[:, None, None], 0)
         scores[:, :, : len(carried)] = kept.permute(2, 1, 0).to(scores.dtype)
@@ -227,12 +222,7 @@ class ReferenceOperations:
         return layer.to_model_order(rows[0]), rows[1]
 
     def _correct_anchors(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        block_ids: torch.Tensor,
-        closed: range,
-        is_anchor: torch.Tensor,
+        self, key: torch.Tensor, value: torch.Tensor, block_ids: torch.Tensor, closed: range, is_anchor: torch.Tensor
     ) -> None:
         """Correct the decoded rows that are anchors of the blocks `closed` of those decoded.
 
@@ -257,20 +247,13 @@ class ReferenceOperations:
     def _exact_anchors(self, anchors: torch.Tensor) -> torch.Tensor:
         return VQPages.as_exact_rows(anchors, self._layer.recency.k.dtype)
 
-    def _close(
-        self,
-        scores: torch.Tensor,
-        in_hand: StepRows,
-        positions: torch.Tensor,
-        step: StepPlan,
-        request: StepRequest,
-    ) -> None:
+    def _close(self, scores: torch.Tensor, in_hand: StepRows, positions: torch.Tensor, request: StepRequest) -> None:
         recency = self._layer.recency
         key, value = (
-            self._exact_rows(rows, paged, positions, step, request)
+            self._exact_rows(rows, paged, positions, request)
             for rows, paged in zip((in_hand.key, in_hand.value), (recency.k, recency.v), strict=True)
         )
-        block_id = int(step.vq_block_table[request.row, int(positions[0]) // VQ_BLOCK_SIZE])
+        block_id = int(request.vq_blocks[int(positions[0]) // VQ_BLOCK_SIZE])
         self._choose(scores, (key, value), positions, block_id)
 
     def _choose(

@@ -14,7 +14,7 @@ from vllm_antkv.select.anchors import EXACT_ANCHOR, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
 from vllm_antkv.triton_kernels import arguments
 from vllm_antkv.triton_kernels.anchor_score import anchor_score
-from vllm_antkv.triton_kernels.arguments import Pages, Policy, Rows, Shape, Tables
+from vllm_antkv.triton_kernels.arguments import Layer, Policy, Rows, Shape
 from vllm_antkv.triton_kernels.close_blocks import close_blocks
 from vllm_antkv.triton_kernels.decode import decode
 from vllm_antkv.triton_kernels.dequantised_pages import extend_queries, write_dequantised_pages
@@ -39,12 +39,9 @@ class TritonOperations:
     def __init__(self, layer: LayerState, decodes: bool = True) -> None:
         self._layer = layer
         self._shape = _shape(layer)
-        self._pages = Fixed(_pages(layer))
-        self._tables = Fixed(_tables(layer))
+        self._handed, self._weights = Fixed(_handed(layer)), Fixed(layer.jensen_weights)
         self._policy = Policy(
-            anchors=layer.config.anchor_share > 0,
-            exact=layer.config.anchor_dtype == "model",
-            vote_prior=VOTE_PRIOR,
+            anchors=layer.config.anchor_share > 0, exact=layer.config.anchor_dtype == "model", vote_prior=VOTE_PRIOR
         )
         self._strides: tuple[tuple[int, ...], ...] = ()
         self._varlen = None
@@ -62,7 +59,7 @@ class TritonOperations:
 
     def encode_store(self, rows: StepRows, step: StepPlan) -> None:
         """See `ReferenceOperations`."""
-        encode_store(self._rows(rows), self._pages, self._tables, step.batch, self._shape)
+        encode_store(self._rows(rows), self._handed, step.batch, self._shape)
 
     def anchor_score(self, rows: StepRows, step: StepPlan, singles: bool = True) -> None:
         """See `ReferenceOperations`."""
@@ -71,8 +68,7 @@ class TritonOperations:
             rows.is_sink,
             self._layer.config.prefix,
             self._count(),
-            self._pages,
-            self._tables,
+            self._handed,
             step.batch,
             self._shape,
             self._policy,
@@ -86,8 +82,7 @@ class TritonOperations:
             self._rows(rows),
             self._layer.config.prefix,
             self._count(),
-            self._pages,
-            self._tables,
+            self._handed,
             step.batch,
             self._shape,
             self._policy,
@@ -110,8 +105,7 @@ class TritonOperations:
             output,
             partial_output,
             partial_lse,
-            self._pages,
-            self._tables,
+            self._handed,
             step.batch,
             self._shape,
             self._layer.rules.scale,
@@ -123,16 +117,16 @@ class TritonOperations:
             self._varlen.attend(rows, output, step)
         else:
             scale = self._layer.rules.scale
-            prefill(self._rows(rows), output, self._pages, self._tables, step.batch, self._shape, scale)
+            prefill(self._rows(rows), output, self._handed, step.batch, self._shape, scale)
 
     def _write_dequantised_pages(self, rows: StepRows, pages: DequantisedPages, step: StepPlan) -> None:
         """See `ops.varlen.DequantisedPageWriter`."""
         requested = arguments.DequantisedPages(pages.page_requests, pages.key, pages.value)
-        write_dequantised_pages(self._rows(rows), requested, self._pages, self._tables, step.batch, self._shape)
+        write_dequantised_pages(self._rows(rows), requested, self._handed, step.batch, self._shape)
 
     def _extend_queries(self, query: torch.Tensor, extended: torch.Tensor) -> None:
         """See `ops.varlen.Extend`."""
-        extend_queries(query, extended, self._tables, self._shape, self._layer.rules.scale)
+        extend_queries(query, extended, self._weights, self._shape, self._layer.rules.scale)
 
     def _merge(self, so_far: Attended, added: Attended, is_first: bool) -> None:
         """See `ops.varlen.Merge`."""
@@ -220,9 +214,18 @@ def _shape(layer: LayerState) -> Shape:
     )
 
 
-def _pages(layer: LayerState) -> Pages:
+def _handed(layer: LayerState) -> Layer:
+    """What kernels are handed of a layer.
+
+    Centroids in float16, as codebooks hold them, and as a layer on a GPU has them: nothing is copied there.
+    """
     vq, recency = layer.vq, layer.recency
-    return Pages(
+    centroids = [table.half().contiguous() for table in (layer.k_centroids, layer.v_centroids)]
+    half_norms = layer.half_norms
+    no_angles = layer.k_centroids.new_empty(0, dtype=torch.float32)
+    nothing = layer.last_query.new_empty(0)
+    sections = None if layer.rotary is None else layer.rotary.sections
+    return Layer(
         k_codes=vq.k_codes,
         v_codes=vq.v_codes,
         k_anchors=vq.k_anchors,
@@ -233,32 +236,13 @@ def _pages(layer: LayerState) -> Pages:
         recent_k=recency.k,
         recent_v=recency.v,
         scores=recency.scores,
-        positions=layer.last_query.new_empty(0) if layer.positions is None else layer.positions,
+        positions=nothing if layer.positions is None else layer.positions,
         missing_rows=layer.counters.missing_rows,
         vq_block_stride=_units(vq.k_codes, 0),
         vq_head_stride=_units(vq.k_codes, 1),
         recency_block_stride=_units(recency.k, 0),
         recency_head_stride=_units(recency.k, 1),
         position_stride=0 if layer.positions is None else layer.positions.stride(0),
-    )
-
-
-def _units(section: torch.Tensor, dimension: int) -> int:
-    """A stride in the units that pages are aligned to."""
-    units, rest = divmod(section.stride(dimension) * section.itemsize, ALIGNMENT)
-    if rest:
-        raise ValueError(f"Pages must be multiples of {ALIGNMENT} bytes, not {units * ALIGNMENT + rest}.")
-    return units
-
-
-def _tables(layer: LayerState) -> Tables:
-    """Centroids in float16, as codebooks hold them, and as a layer on a GPU has them: nothing is copied there."""
-    centroids = [table.half().contiguous() for table in (layer.k_centroids, layer.v_centroids)]
-    half_norms = layer.half_norms
-    no_angles = layer.k_centroids.new_empty(0, dtype=torch.float32)
-    nothing = layer.last_query.new_empty(0)
-    sections = None if layer.rotary is None else layer.rotary.sections
-    return Tables(
         k_centroids=centroids[0],
         v_centroids=centroids[1],
         k_half_norms=half_norms[0],
@@ -271,3 +255,11 @@ def _tables(layer: LayerState) -> Tables:
         sinks=no_angles if layer.rules.sinks is None else layer.rules.sinks.float().contiguous(),
         jensen_weights=layer.jensen_weights,
     )
+
+
+def _units(section: torch.Tensor, dimension: int) -> int:
+    """A stride in the units that pages are aligned to."""
+    units, rest = divmod(section.stride(dimension) * section.itemsize, ALIGNMENT)
+    if rest:
+        raise ValueError(f"Pages must be multiples of {ALIGNMENT} bytes, not {units * ALIGNMENT + rest}.")
+    return units

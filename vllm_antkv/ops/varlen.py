@@ -59,7 +59,7 @@ class DequantisedPageWriter(Protocol):
         ...
 
 
-#: Gives queries (n, num_heads, head_size) their `BIAS_CHANNELS`: writes (n, num_heads, `dequantised_sizes`[0]), contiguous.
+#: Gives queries (n, num_heads, head_size) their `BIAS_CHANNELS`: writes (n, num_heads, size of K), contiguous.
 Extend = Callable[[torch.Tensor, torch.Tensor], None]
 
 

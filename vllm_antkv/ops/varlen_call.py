@@ -51,7 +51,7 @@ class Varlen:
     """The kernel, handed in where there is one.
 
     attend: takes query (n, num_heads, head_size); K and V, (n, num_kv_heads, head_size) in hand or pages
-        (num_pages, page_size, num_kv_heads, head_size), V with its own channels; the output (n, num_heads, head_size), which it writes; the call
+        (num_pages, page_size, num_kv_heads, head_size); the output (n, num_heads, head_size), which it writes; the call
         and the scale of the logits; all rows in the model's dtype. Returns the log-sum-exp of the scaled logits,
         (num_heads, n) float32: infinite, of either sign, and the output 0 for a query that sees nothing.
     max_num_tokens: the most rows of a step.

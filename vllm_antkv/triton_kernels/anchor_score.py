@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, ExactRows, Pages, Policy, Request, Rows, Shape, Tables
+from .arguments import Batch, Block, ExactRows, Layer, Policy, Request, Rows, Shape
 from .choose import choose, key_error, store_keys, store_values, value_error
 from .common import (
     LOG2E,
@@ -22,6 +22,7 @@ from .common import (
     load_rows,
     mark_missing,
     shares,
+    vq_blocks,
 )
 from .launch import Fixed, launch
 
@@ -31,8 +32,7 @@ def anchor_score(
     is_sink: torch.Tensor | None,
     prefix: int,
     count: torch.Tensor | None,
-    pages: Fixed,
-    tables: Fixed,
+    layer: Fixed,
     batch: Fixed,
     shape: Shape,
     policy: Policy,
@@ -45,7 +45,7 @@ def anchor_score(
         is_sink: (num_tokens,) bool, tokens that take an anchor row before all others; or None.
         prefix: tokens at the start of a sequence that need no anchor.
         count: () int64, to which the number of anchor rows chosen now, K and V, is added; or None.
-        pages, tables, batch: `Pages`, `Tables` and `Batch`.
+        layer, batch: `Layer` and `Batch`.
         scale: multiplies the logits.
         singles: also of requests with one new token, whose votes else come from where they attend.
     """
@@ -57,8 +57,7 @@ def anchor_score(
         batch.argument.seq_lens if is_sink is None else is_sink.view(torch.uint8),
         prefix,
         batch.argument.seq_lens if count is None else count,
-        pages,
-        tables,
+        layer,
         batch,
         num_reqs,
         scale,
@@ -78,8 +77,7 @@ def _anchor_score_kernel(
     is_sink: tl.tensor,
     prefix: tl.tensor,
     count: tl.tensor,
-    pages: Pages,
-    tables: Tables,
+    layer: Layer,
     batch: Batch,
     num_reqs: tl.tensor,
     scale: tl.tensor,
@@ -104,16 +102,16 @@ def _anchor_score_kernel(
     stop = tl.minimum((block + 1) * shape.block_size, end)
     keys = block * shape.block_size + tl.arange(0, shape.block_size)
 
-    request = Request(found, start, first_row, head)
-    k_scores, v_scores = carried_scores(keys, keys < begin, begin - 1, request, pages, batch, shape)
-    k_rows = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, keys < stop, request, pages, batch, shape)
-    mark_missing(k_rows, keys < stop, request, pages)
+    request = Request(found, start, first_row, head, rows, batch)
+    k_scores, v_scores = carried_scores(keys, keys < begin, begin - 1, request, layer, shape)
+    k_rows = exact_rows(0, keys, keys < stop, request, layer, shape)
+    mark_missing(k_rows, keys < stop, request, layer)
     first = begin
     # The next step may continue behind any of the last queries. Of one, the compiler sees that there is no loop.
     settled = stop if shape.score_slots == 1 else tl.minimum(tl.maximum(begin + 1, end - shape.score_slots + 1), stop)
     for later in range(1 if shape.score_slots == 1 else stop + 1 - settled):
         upto = settled + later
-        k_votes, v_votes = count_votes(k_rows, keys, first, upto, request, scale, rows, tables, shape, BLOCK_M)
+        k_votes, v_votes = count_votes(k_rows, keys, first, upto, request, scale, layer, shape, BLOCK_M)
         k_scores += k_votes
         v_scores += v_votes
         if HAS_SINKS:
@@ -122,12 +120,10 @@ def _anchor_score_kernel(
             k_scores = tl.where(sink, float("inf"), k_scores)
             v_scores = tl.where(sink, float("inf"), v_scores)
         if upto % shape.block_size > 0:
-            keep_scores(k_scores, v_scores, keys, keys < upto, upto - 1, request, pages, batch, shape)
+            keep_scores(k_scores, v_scores, keys, keys < upto, upto - 1, request, layer, shape)
         first = upto
     if stop % shape.block_size == 0:
-        close_block(
-            k_scores, v_scores, k_rows, keys, request, prefix, count, rows, pages, tables, batch, shape, policy, COUNTS
-        )
+        close_block(k_scores, v_scores, k_rows, keys, request, prefix, count, layer, shape, policy, COUNTS)
 
 
 @triton.jit
@@ -139,66 +135,51 @@ def close_block(
     request: Request,
     prefix: tl.tensor,
     count: tl.tensor,
-    rows: Rows,
-    pages: Pages,
-    tables: Tables,
-    batch: Batch,
+    layer: Layer,
     shape: tl.constexpr,
     policy: tl.constexpr,
     COUNTS: tl.constexpr,
 ) -> None:
     """Choose and store the anchors of a block from its final scores; keys: the positions of its tokens."""
     origin = tl.min(keys, 0)
-    head = request.head
-    block_id = tl.load(batch.vq_table + request.index * batch.vq_table_stride + origin // shape.block_size).to(tl.int64)
-    v_rows = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, keys >= 0, request, pages, batch, shape)
+    page = tl.load(vq_blocks(request) + origin // shape.block_size).to(tl.int64)
+    block = Block(origin, page, request.head)
+    v_rows = exact_rows(1, keys, keys >= 0, request, layer, shape)
     k_error = k_scores
     v_error = v_scores
     if policy.anchors:
-        k_error = key_error(k_rows, keys - origin, origin, block_id, head, pages, tables, shape)
-        v_error = value_error(v_rows, keys - origin, block_id, head, pages, tables, shape)
-    held = choose(k_scores, k_error, 0, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
+        k_error = key_error(k_rows, keys - origin, block, layer, shape)
+        v_error = value_error(v_rows, keys - origin, block, layer, shape)
+    held = choose(k_scores, k_error, 0, keys, prefix, block, count, layer, shape, policy, COUNTS)
     at = origin + held % shape.block_size
-    k_held = exact_rows(pages.recent_k, rows.key, rows.key_stride, at, held >= 0, request, pages, batch, shape)
-    store_keys(k_held, held, origin, block_id, head, pages, tables, shape)
-    held = choose(v_scores, v_error, 1, keys, prefix, block_id, head, count, pages, shape, policy, COUNTS)
+    k_held = exact_rows(0, at, held >= 0, request, layer, shape)
+    store_keys(k_held, held, block, layer, shape)
+    held = choose(v_scores, v_error, 1, keys, prefix, block, count, layer, shape, policy, COUNTS)
     at = origin + held % shape.block_size
-    v_held = exact_rows(pages.recent_v, rows.value, rows.value_stride, at, held >= 0, request, pages, batch, shape)
-    store_values(v_held, held, block_id, head, pages, tables, shape)
+    v_held = exact_rows(1, at, held >= 0, request, layer, shape)
+    store_values(v_held, held, block, layer, shape)
 
 
 @triton.jit
 def score_pointers(
-    keys: tl.tensor,
-    mask: tl.tensor,
-    query: tl.tensor,
-    request: Request,
-    pages: Pages,
-    batch: Batch,
-    shape: tl.constexpr,
+    keys: tl.tensor, mask: tl.tensor, query: tl.tensor, request: Request, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Pointers to the K scores that tokens have after the query at position `query`, and which of them own a page.
 
     Those of V are `page_size` on.
     """
-    table = batch.recency_table + request.index * batch.recency_table_stride
+    table = request.batch.recency_table + request.index * request.batch.recency_table_stride
     page = tl.load(table + keys // shape.page_size, mask=mask, other=0).to(tl.int64)
-    slot = in_recency_page(pages.scores, page, request.head, pages) + query % shape.score_slots * (2 * shape.page_size)
+    slot = in_recency_page(layer.scores, page, request.head, layer) + query % shape.score_slots * (2 * shape.page_size)
     return slot + keys % shape.page_size, mask & (page > 0)
 
 
 @triton.jit
 def carried_scores(
-    keys: tl.tensor,
-    mask: tl.tensor,
-    query: tl.tensor,
-    request: Request,
-    pages: Pages,
-    batch: Batch,
-    shape: tl.constexpr,
+    keys: tl.tensor, mask: tl.tensor, query: tl.tensor, request: Request, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Scores of K and V, (block_size,) float32, that tokens had after the query at position `query`; else 0."""
-    pointers, owned = score_pointers(keys, mask, query, request, pages, batch, shape)
+    pointers, owned = score_pointers(keys, mask, query, request, layer, shape)
     k_scores = tl.load(pointers, mask=owned, other=0.0)
     return k_scores, tl.load(pointers + shape.page_size, mask=owned, other=0.0)
 
@@ -211,12 +192,11 @@ def keep_scores(
     mask: tl.tensor,
     query: tl.tensor,
     request: Request,
-    pages: Pages,
-    batch: Batch,
+    layer: Layer,
     shape: tl.constexpr,
 ) -> None:
     """Write the scores that tokens have after the query at position `query` to the recency pages."""
-    pointers, owned = score_pointers(keys, mask, query, request, pages, batch, shape)
+    pointers, owned = score_pointers(keys, mask, query, request, layer, shape)
     tl.store(pointers, k_scores, mask=owned)
     tl.store(pointers + shape.page_size, v_scores, mask=owned)
 
@@ -229,8 +209,7 @@ def count_votes(
     stop: tl.tensor,
     request: Request,
     scale: tl.tensor,
-    rows: Rows,
-    tables: Tables,
+    layer: Layer,
     shape: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -250,13 +229,15 @@ def count_votes(
         positions = tile + row // shape.group_pad
         real = (positions < stop) & (row % shape.group_pad < shape.group)
         tokens = (request.first_row + positions - request.start).to(tl.int64)
-        query = load_rows(rows.query + tokens * rows.query_stride + heads * shape.head_size, real, channels, in_head)
+        query = load_rows(
+            request.rows.query + tokens * request.rows.query_stride + heads * shape.head_size, real, channels, in_head
+        )
         logits = tl.dot(query, tl.trans(key), input_precision="tf32x3") * (scale * LOG2E)
         logits = capped(logits, shape)
         visible = real[:, None] & (keys[None, :] <= positions[:, None]) & (keys < stop)[None, :]
         if shape.window > 0:
             visible &= keys[None, :] > positions[:, None] - shape.window
-        probs = shares(tl.where(visible, logits, float("-inf")), real, heads, tables, shape)
+        probs = shares(tl.where(visible, logits, float("-inf")), real, heads, layer, shape)
         wide = query.to(tl.float32)
         norms = tl.sqrt(tl.sum(wide * wide, 1))
         v_votes += tl.sum(probs, 0)

@@ -9,8 +9,8 @@ import torch
 import triton.language as tl
 
 
-class Pages(NamedTuple):
-    """A layer's pages. All but the block and head dimensions are contiguous.
+class Layer(NamedTuple):
+    """A layer's pages, of which all but the block and head dimensions are contiguous, and contiguous tables.
 
     k_codes, v_codes: (num_blocks, num_kv_heads, block_size, code_bytes) uint8.
     k_anchors, v_anchors: (num_blocks, num_kv_heads, anchor_rows, anchor_bytes) uint8, corrections in e4m3.
@@ -22,6 +22,16 @@ class Pages(NamedTuple):
     missing_rows: (max_num_reqs,) int32, see `ops.counters.Counters`.
     vq_*_stride: of the first seven; recency_*_stride: of the next three. In units of 16 bytes, so that the compiler
         knows that rows are aligned and reads 16 bytes at a time. position_stride: from block to block, in entries.
+
+    k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16.
+    k_half_norms, v_half_norms: (num_kv_heads, num_sub_vectors, num_centroids) float32, half their squared norms.
+    k_order: (head_size,) int32, the channel of K that stands at each place of decoded rows; not read where they are the
+        same. Rows in full precision have their channels as the model has them.
+    cos, sin: (max_position, rotary_half) float32; not read without RoPE.
+    sections: (rotary_half,) int32, which of three positions each pair rotates by; not read where tokens have one.
+    last_query: (max_model_len,) int32, the last query position that sees each token exactly.
+    sinks: (num_heads,) float32, learned logits that take part in every softmax; not read where there are none.
+    jensen_weights: (num_heads, head_size) float32, see `ops.reference.jensen_bias`; not read where all are 0.
     """
 
     k_codes: torch.Tensor
@@ -41,21 +51,6 @@ class Pages(NamedTuple):
     recency_block_stride: int
     recency_head_stride: int
     position_stride: int
-
-
-class Tables(NamedTuple):
-    """What a layer knows beside its pages; contiguous.
-
-    k_centroids, v_centroids: (num_kv_heads, num_sub_vectors, num_centroids, sub_vector_size) float16.
-    k_half_norms, v_half_norms: (num_kv_heads, num_sub_vectors, num_centroids) float32, half their squared norms.
-    k_order: (head_size,) int32, the channel of K that stands at each place of decoded rows; not read where they are the
-        same. Rows in full precision have their channels as the model has them.
-    cos, sin: (max_position, rotary_half) float32; not read without RoPE.
-    sections: (rotary_half,) int32, which of three positions each pair rotates by; not read where tokens have one.
-    last_query: (max_model_len,) int32, the last query position that sees each token exactly.
-    sinks: (num_heads,) float32, learned logits that take part in every softmax; not read where there are none.
-    jensen_weights: (num_heads, head_size) float32, see `ops.reference.jensen_bias`; not read where all are 0.
-    """
 
     k_centroids: torch.Tensor
     v_centroids: torch.Tensor
@@ -118,13 +113,28 @@ class Request(NamedTuple):
     """What a program computes for: a request and a KV head; scalars inside kernels.
 
     index: of the request in the batch.
-    start: position of its first new token, which is row `first_row` of `Rows`.
+    start: position of its first new token, which is row `first_row` of `rows`.
     head: of K and V.
+    rows, batch: of the step.
     """
 
     index: tl.tensor
     start: tl.tensor
     first_row: tl.tensor
+    head: tl.tensor
+    rows: Rows
+    batch: Batch
+
+
+class Block(NamedTuple):
+    """A VQ block of a request, for a KV head; inside kernels. Of several blocks: (N,) each.
+
+    origin: position of its first token.
+    id: int64, of its page.
+    """
+
+    origin: tl.tensor
+    id: tl.tensor
     head: tl.tensor
 
 
@@ -198,7 +208,7 @@ class Shape(NamedTuple):
     window: tokens that a query sees, itself included; 0 for all before it.
     soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 where they stay.
     has_sinks: of learned logits.
-    has_jensen: logits of coded keys are corrected (`Tables.jensen_weights`).
+    has_jensen: logits of coded keys are corrected (`Layer.jensen_weights`).
     dequantised_key_size, dequantised_value_size: channels of a row of plain pages.
     """
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .arguments import ExactRows, Pages, Tables
+from .arguments import Block, ExactRows, Layer
 from .codes import decode_channels, head_centroids
 from .common import channels_in_rows, channels_of_pairs, in_vq_page, load_exact, rotate, to_e4m3
 
@@ -13,85 +13,53 @@ _CHUNK = tl.constexpr(16)
 
 @triton.jit
 def key_errors(
-    k_rows: ExactRows,
-    offsets: tl.tensor,
-    pairs: tl.tensor,
-    origin: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    pages: Pages,
-    tables: Tables,
-    shape: tl.constexpr,
+    k_rows: ExactRows, offsets: tl.tensor, pairs: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """What the codes of K rows lose in the first and the second channels of `pairs`, (N, P) float32 each.
 
-    k_rows, offsets: of N tokens of the block that starts at position `origin`.
+    k_rows, offsets: of N tokens of the block.
     """
-    codes = in_vq_page(pages.k_codes, block_id, head, pages) + offsets * shape.code_bytes
-    centroids = head_centroids(tables.k_centroids, head, shape)
+    codes = in_vq_page(layer.k_codes, block.id, block.head, layer) + offsets * shape.code_bytes
+    centroids = head_centroids(layer.k_centroids, block.head, shape)
     first_channel, second_channel = channels_of_pairs(pairs, shape)
     first = decode_channels(codes, centroids, first_channel, shape)
     second = decode_channels(codes, centroids, second_channel, shape)
-    first, second = rotate(first, second, tables, origin, block_id, offsets, offsets >= 0, pairs, pages, shape)
+    first, second = rotate(first, second, block, offsets, offsets >= 0, pairs, layer, shape)
     known = pairs < shape.head_size // 2
-    first = load_exact(k_rows, channels_in_rows(first_channel, tables, shape), known).to(tl.float32) - first
-    second = load_exact(k_rows, channels_in_rows(second_channel, tables, shape), known).to(tl.float32) - second
+    first = load_exact(k_rows, channels_in_rows(first_channel, layer, shape), known).to(tl.float32) - first
+    second = load_exact(k_rows, channels_in_rows(second_channel, layer, shape), known).to(tl.float32) - second
     return first, second
 
 
 @triton.jit
 def value_errors(
-    v_rows: ExactRows,
-    offsets: tl.tensor,
-    channels: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    pages: Pages,
-    tables: Tables,
-    shape: tl.constexpr,
+    v_rows: ExactRows, offsets: tl.tensor, channels: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr
 ) -> tl.tensor:
     """What the codes of V rows lose in `channels`, (N, C) float32; v_rows, offsets: of N tokens of a block."""
-    codes = in_vq_page(pages.v_codes, block_id, head, pages) + offsets * shape.code_bytes
-    coded = decode_channels(codes, head_centroids(tables.v_centroids, head, shape), channels, shape)
+    codes = in_vq_page(layer.v_codes, block.id, block.head, layer) + offsets * shape.code_bytes
+    coded = decode_channels(codes, head_centroids(layer.v_centroids, block.head, shape), channels, shape)
     return load_exact(v_rows, channels, channels < shape.head_size).to(tl.float32) - coded.to(tl.float32)
 
 
 @triton.jit
-def key_error(
-    k_rows: ExactRows,
-    offsets: tl.tensor,
-    origin: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    pages: Pages,
-    tables: Tables,
-    shape: tl.constexpr,
-) -> tl.tensor:
+def key_error(k_rows: ExactRows, offsets: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr) -> tl.tensor:
     """(block_size,) float32, distance of the K rows of a full block from what their codes stand for."""
     total = tl.full((shape.block_size,), 0, tl.float32)
     for begin in range(0, shape.head_size // 2, _CHUNK):
         pairs = begin + tl.arange(0, _CHUNK)
-        first, second = key_errors(k_rows, offsets, pairs, origin, block_id, head, pages, tables, shape)
+        first, second = key_errors(k_rows, offsets, pairs, block, layer, shape)
         known = pairs < shape.head_size // 2
         total += tl.sum(tl.where(known[None, :], first * first + second * second, 0.0), 1)
     return tl.sqrt(total)
 
 
 @triton.jit
-def value_error(
-    v_rows: ExactRows,
-    offsets: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    pages: Pages,
-    tables: Tables,
-    shape: tl.constexpr,
-) -> tl.tensor:
+def value_error(v_rows: ExactRows, offsets: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr) -> tl.tensor:
     """(block_size,) float32, distance of the V rows of a full block from what their codes stand for."""
     total = tl.full((shape.block_size,), 0, tl.float32)
     for begin in range(0, shape.head_size, _CHUNK):
         channels = begin + tl.arange(0, _CHUNK)
-        errors = value_errors(v_rows, offsets, channels, block_id, head, pages, tables, shape)
+        errors = value_errors(v_rows, offsets, channels, block, layer, shape)
         total += tl.sum(tl.where((channels < shape.head_size)[None, :], errors * errors, 0.0), 1)
     return tl.sqrt(total)
 
@@ -103,10 +71,9 @@ def choose(
     kind: tl.constexpr,
     keys: tl.tensor,
     prefix: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
+    block: Block,
     count: tl.tensor,
-    pages: Pages,
+    layer: Layer,
     shape: tl.constexpr,
     policy: tl.constexpr,
     COUNTS: tl.constexpr,
@@ -137,7 +104,7 @@ def choose(
         ranked = tl.where(offsets == at, float("-inf"), ranked)
     held = tl.where((row < shape.anchor_rows) & (rank < num_candidates), held, -1)
     held = tl.where(is_exact, tl.where(row % 2 == 0, held + shape.exact_anchor, -1), held)
-    target = in_vq_page(pages.anchor_offsets, block_id, head, pages) + kind * shape.anchor_rows
+    target = in_vq_page(layer.anchor_offsets, block.id, block.head, layer) + kind * shape.anchor_rows
     tl.store(target + row, held.to(tl.int16), mask=row < shape.anchor_rows)
     if COUNTS:
         tl.atomic_add(count, tl.sum((held >= 0).to(tl.int64), 0))
@@ -145,69 +112,50 @@ def choose(
 
 
 @triton.jit
-def store_keys(
-    k_rows: ExactRows,
-    held: tl.tensor,
-    origin: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    pages: Pages,
-    tables: Tables,
-    shape: tl.constexpr,
-) -> None:
+def store_keys(k_rows: ExactRows, held: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr) -> None:
     """Write K anchors. k_rows, held: (anchor_pad,), of the tokens that `choose` returned, and what it returned."""
     if shape.exact_anchor > 0:
-        store_exact(pages.k_exact, k_rows, held, block_id, head, pages, shape)
+        store_exact(layer.k_exact, k_rows, held, block, layer, shape)
         held = tl.where(held < shape.exact_anchor, held, -1)
     if not shape.corrections:
         return
-    rows = in_vq_page(pages.k_anchors, block_id, head, pages) + tl.arange(0, shape.anchor_pad) * shape.anchor_bytes
+    rows = (
+        in_vq_page(layer.k_anchors, block.id, block.head, layer) + tl.arange(0, shape.anchor_pad) * shape.anchor_bytes
+    )
     for begin in range(0, shape.head_size // 2, _CHUNK):
         pairs = begin + tl.arange(0, _CHUNK)
-        first, second = key_errors(k_rows, tl.maximum(held, 0), pairs, origin, block_id, head, pages, tables, shape)
+        first, second = key_errors(k_rows, tl.maximum(held, 0), pairs, block, layer, shape)
         first_channel, second_channel = channels_of_pairs(pairs, shape)
         mask = (held >= 0)[:, None] & (pairs < shape.head_size // 2)[None, :]
-        tl.store(rows[:, None] + channels_in_rows(first_channel, tables, shape)[None, :], to_e4m3(first), mask=mask)
-        tl.store(rows[:, None] + channels_in_rows(second_channel, tables, shape)[None, :], to_e4m3(second), mask=mask)
+        tl.store(rows[:, None] + channels_in_rows(first_channel, layer, shape)[None, :], to_e4m3(first), mask=mask)
+        tl.store(rows[:, None] + channels_in_rows(second_channel, layer, shape)[None, :], to_e4m3(second), mask=mask)
 
 
 @triton.jit
-def store_values(
-    v_rows: ExactRows,
-    held: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    pages: Pages,
-    tables: Tables,
-    shape: tl.constexpr,
-) -> None:
+def store_values(v_rows: ExactRows, held: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr) -> None:
     """Write V anchors; arguments as of `store_keys`."""
     if shape.exact_anchor > 0:
-        store_exact(pages.v_exact, v_rows, held, block_id, head, pages, shape)
+        store_exact(layer.v_exact, v_rows, held, block, layer, shape)
         held = tl.where(held < shape.exact_anchor, held, -1)
     if not shape.corrections:
         return
-    rows = in_vq_page(pages.v_anchors, block_id, head, pages) + tl.arange(0, shape.anchor_pad) * shape.anchor_bytes
+    rows = (
+        in_vq_page(layer.v_anchors, block.id, block.head, layer) + tl.arange(0, shape.anchor_pad) * shape.anchor_bytes
+    )
     for begin in range(0, shape.head_size, _CHUNK):
         channels = begin + tl.arange(0, _CHUNK)
-        errors = value_errors(v_rows, tl.maximum(held, 0), channels, block_id, head, pages, tables, shape)
+        errors = value_errors(v_rows, tl.maximum(held, 0), channels, block, layer, shape)
         mask = (held >= 0)[:, None] & (channels < shape.head_size)[None, :]
         tl.store(rows[:, None] + channels[None, :], to_e4m3(errors), mask=mask)
 
 
 @triton.jit
 def store_exact(
-    section: tl.tensor,
-    rows: ExactRows,
-    held: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    pages: Pages,
-    shape: tl.constexpr,
+    section: tl.tensor, rows: ExactRows, held: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr
 ) -> None:
     """Write the anchors that are kept as they are to `section`, `k_exact` or `v_exact`; see `store_keys`."""
     kept = held >= shape.exact_anchor
-    target = in_vq_page(section, block_id, head, pages) + tl.arange(0, shape.anchor_pad) // 2 * shape.head_size
+    target = in_vq_page(section, block.id, block.head, layer) + tl.arange(0, shape.anchor_pad) // 2 * shape.head_size
     for begin in range(0, shape.head_size, _CHUNK):
         channels = begin + tl.arange(0, _CHUNK)
         known = channels < shape.head_size

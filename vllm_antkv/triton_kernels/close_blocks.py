@@ -8,20 +8,13 @@ import triton
 import triton.language as tl
 
 from .anchor_score import carried_scores, close_block
-from .arguments import Batch, Pages, Policy, Request, Rows, Shape, Tables
+from .arguments import Batch, Layer, Policy, Request, Rows, Shape
 from .common import exact_rows, mark_missing
 from .launch import Fixed, launch
 
 
 def close_blocks(
-    rows: Rows,
-    prefix: int,
-    count: torch.Tensor | None,
-    pages: Fixed,
-    tables: Fixed,
-    batch: Fixed,
-    shape: Shape,
-    policy: Policy,
+    rows: Rows, prefix: int, count: torch.Tensor | None, layer: Fixed, batch: Fixed, shape: Shape, policy: Policy
 ) -> None:
     """Choose and store the anchors of blocks whose last token is the only one that its request computes.
 
@@ -33,8 +26,7 @@ def close_blocks(
         rows,
         prefix,
         batch.argument.seq_lens if count is None else count,
-        pages,
-        tables,
+        layer,
         batch,
         shape=shape,
         policy=policy,
@@ -48,8 +40,7 @@ def _close_blocks_kernel(
     rows: Rows,
     prefix: tl.tensor,
     count: tl.tensor,
-    pages: Pages,
-    tables: Tables,
+    layer: Layer,
     batch: Batch,
     shape: tl.constexpr,
     policy: tl.constexpr,
@@ -63,10 +54,8 @@ def _close_blocks_kernel(
     if (num_new != 1) | (end % shape.block_size != 0):
         return
     keys = end - shape.block_size + tl.arange(0, shape.block_size)
-    request = Request(index, end - 1, first_row, head)
-    k_scores, v_scores = carried_scores(keys, keys >= 0, end - 1, request, pages, batch, shape)
-    k_rows = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, keys >= 0, request, pages, batch, shape)
-    mark_missing(k_rows, keys >= 0, request, pages)
-    close_block(
-        k_scores, v_scores, k_rows, keys, request, prefix, count, rows, pages, tables, batch, shape, policy, COUNTS
-    )
+    request = Request(index, end - 1, first_row, head, rows, batch)
+    k_scores, v_scores = carried_scores(keys, keys >= 0, end - 1, request, layer, shape)
+    k_rows = exact_rows(0, keys, keys >= 0, request, layer, shape)
+    mark_missing(k_rows, keys >= 0, request, layer)
+    close_block(k_scores, v_scores, k_rows, keys, request, prefix, count, layer, shape, policy, COUNTS)

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Pages, Request, Softmax, Tables
+from .arguments import Block, Layer, Request, Softmax
 from .attention import accumulate, softmax_step
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
-from .common import LOG2E, capped, from_e4m3, in_vq_page, load_halves, load_rows
+from .common import LOG2E, capped, from_e4m3, in_vq_page, load_halves, load_rows, vq_blocks
 
 
 class Anchors(NamedTuple):
@@ -53,9 +53,7 @@ def attend_past(
     scale: tl.tensor,
     bias: tl.tensor,
     softmax: Softmax,
-    pages: Pages,
-    tables: Tables,
-    batch: Batch,
+    layer: Layer,
     shape: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> Softmax:
@@ -72,20 +70,20 @@ def attend_past(
     CHUNK: tl.constexpr = BLOCKS * shape.block_size
     pairs = tl.arange(0, shape.half_pad)
     offsets = tl.arange(0, BLOCK_N)
-    query_first, query_second = load_halves(at, real, tables, True, shape)
+    query_first, query_second = load_halves(at, real, layer, True, shape)
     query_first = query_first.to(tl.float32) * (scale * LOG2E)
     query_second = query_second.to(tl.float32) * (scale * LOG2E)
-    cos, sin = row_angles(tables, offsets, pairs, shape)
+    cos, sin = row_angles(layer, offsets, pairs, shape)
     cos = cos.to(dtype)
     sin = sin.to(dtype)
-    k_centroids = head_centroids(tables.k_centroids, request.head, shape)
-    v_centroids = head_centroids(tables.v_centroids, request.head, shape)
+    k_centroids = head_centroids(layer.k_centroids, request.head, shape)
+    v_centroids = head_centroids(layer.v_centroids, request.head, shape)
     maximum, total, weighted = softmax.maximum, softmax.total, softmax.weighted
-    first_codes, second_codes, value_codes = codes_of_tile(begin, offsets, request, pages, batch, shape)
+    first_codes, second_codes, value_codes = codes_of_tile(begin, offsets, request, layer, shape)
     for chunk in range(begin // shape.block_size * shape.block_size, end, CHUNK):
         v_weights = tl.full((real.shape[0], BLOCKS * shape.anchor_pad), 0, tl.float32)
         if shape.anchor_rows > 0:
-            anchors = anchors_of_chunk(at, real, chunk, end, request, scale, bias, pages, batch, shape, BLOCKS, BLOCK_N)
+            anchors = anchors_of_chunk(at, real, chunk, end, request, scale, bias, layer, shape, BLOCKS, BLOCK_N)
             # Whole logits need more than the bits of float16.
             k_rest = anchors.k_logits - anchors.k_logits.to(dtype).to(tl.float32)
         for tile in range(tl.maximum(begin, chunk), tl.minimum(chunk + CHUNK, end), BLOCK_N):
@@ -94,10 +92,10 @@ def attend_past(
             value = look_up_values(value_codes, v_centroids, shape).to(dtype)
             # They are asked for a tile ahead: from the block table to the centroids is three latencies of memory.
             ahead = tl.minimum(tile + BLOCK_N, end - BLOCK_N)
-            first_codes, second_codes, value_codes = codes_of_tile(ahead, offsets, request, pages, batch, shape)
+            first_codes, second_codes, value_codes = codes_of_tile(ahead, offsets, request, layer, shape)
             first = first.to(dtype)
             second = second.to(dtype)
-            rotated_first, rotated_second = rotate_back(query_first, query_second, tile, tables, pairs, shape)
+            rotated_first, rotated_second = rotate_back(query_first, query_second, tile, layer, pairs, shape)
             logits = tl.dot(rotated_first.to(dtype), tl.trans(first * cos - second * sin), input_precision="tf32x3")
             logits = tl.dot(
                 rotated_second.to(dtype), tl.trans(second * cos + first * sin), logits, input_precision="tf32x3"
@@ -134,8 +132,7 @@ def anchors_of_chunk(
     request: Request,
     scale: tl.tensor,
     bias: tl.tensor,
-    pages: Pages,
-    batch: Batch,
+    layer: Layer,
     shape: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -145,11 +142,12 @@ def anchors_of_chunk(
     slot = tl.arange(0, BLOCKS * shape.anchor_pad)
     block = chunk // shape.block_size + slot // shape.anchor_pad
     used = (block * shape.block_size < end) & (slot % shape.anchor_pad < shape.anchor_rows)
-    ids = tl.load(batch.vq_table + request.index * batch.vq_table_stride + block, mask=used, other=0)
-    k, k_exact = anchors_of(0, block, ids, slot, used, request.head, pages, shape)
-    v, v_exact = anchors_of(1, block, ids, slot, used, request.head, pages, shape)
-    k_rows = rows_of(pages.k_anchors, pages.k_exact, k, k_exact, ids, slot, request.head, dtype, pages, shape)
-    v_rows = rows_of(pages.v_anchors, pages.v_exact, v, v_exact, ids, slot, request.head, dtype, pages, shape)
+    ids = tl.load(vq_blocks(request) + block, mask=used, other=0).to(tl.int64)
+    blocks = Block(block * shape.block_size, ids, request.head)
+    k, k_exact = anchors_of(0, blocks, slot, used, layer, shape)
+    v, v_exact = anchors_of(1, blocks, slot, used, layer, shape)
+    k_rows = rows_of(layer.k_anchors, layer.k_exact, k, k_exact, blocks, slot, dtype, layer, shape)
+    v_rows = rows_of(layer.v_anchors, layer.v_exact, v, v_exact, blocks, slot, dtype, layer, shape)
     exact_tiles = 0
     if shape.exact_anchor > 0:
         exact_tiles = tiles_of(k, k_exact, chunk, BLOCK_N) | tiles_of(v, v_exact, chunk, BLOCK_N)
@@ -163,38 +161,26 @@ def anchors_of_chunk(
 
 @triton.jit
 def codes_of_tile(
-    tile: tl.tensor,
-    offsets: tl.tensor,
-    request: Request,
-    pages: Pages,
-    batch: Batch,
-    shape: tl.constexpr,
+    tile: tl.tensor, offsets: tl.tensor, request: Request, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Codes of the keys `tile + offsets`: of the halves of K, and of V."""
-    block = tl.load(batch.vq_table + request.index * batch.vq_table_stride + tile // shape.block_size).to(tl.int64)
+    block = tl.load(vq_blocks(request) + tile // shape.block_size).to(tl.int64)
     row = (tile % shape.block_size + offsets) * shape.code_bytes
-    first, second = load_key_codes(in_vq_page(pages.k_codes, block, request.head, pages) + row, shape)
-    return first, second, load_value_codes(in_vq_page(pages.v_codes, block, request.head, pages) + row, shape)
+    first, second = load_key_codes(in_vq_page(layer.k_codes, block, request.head, layer) + row, shape)
+    return first, second, load_value_codes(in_vq_page(layer.v_codes, block, request.head, layer) + row, shape)
 
 
 @triton.jit
 def anchors_of(
-    kind: tl.constexpr,
-    block: tl.tensor,
-    block_id: tl.tensor,
-    slot: tl.tensor,
-    used: tl.tensor,
-    head: tl.tensor,
-    pages: Pages,
-    shape: tl.constexpr,
+    kind: tl.constexpr, blocks: Block, slot: tl.tensor, used: tl.tensor, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Of the anchor rows `slot` of blocks: (A,) int32 positions of the anchors, negative for none; (A,) bool, whether
     they are kept as they are. kind: 0 K, 1 V.
     """
-    section = in_vq_page(pages.anchor_offsets, block_id.to(tl.int64), head, pages) + kind * shape.anchor_rows
+    section = in_vq_page(layer.anchor_offsets, blocks.id, blocks.head, layer) + kind * shape.anchor_rows
     offset = tl.load(section + slot % shape.anchor_pad, mask=used, other=-1).to(tl.int32)
     is_exact = offset >= shape.block_size
-    return tl.where(offset >= 0, block * shape.block_size + offset % shape.block_size, -1), is_exact
+    return tl.where(offset >= 0, blocks.origin + offset % shape.block_size, -1), is_exact
 
 
 @triton.jit
@@ -222,11 +208,10 @@ def rows_of(
     exact_section: tl.tensor,
     anchors: tl.tensor,
     is_exact: tl.tensor,
-    block_id: tl.tensor,
+    blocks: Block,
     slot: tl.tensor,
-    head: tl.tensor,
     dtype: tl.constexpr,
-    pages: Pages,
+    layer: Layer,
     shape: tl.constexpr,
 ) -> tl.tensor:
     """(A, head_pad) what the codes of anchors lose, or the rows as they are, channels as the model has them; 0 where
@@ -237,33 +222,33 @@ def rows_of(
     in_head = channels < shape.head_size
     result = tl.full((anchors.shape[0], shape.head_pad), 0, dtype)
     if shape.corrections:
-        at = in_vq_page(section, block_id.to(tl.int64), head, pages) + row * shape.anchor_bytes
+        at = in_vq_page(section, blocks.id, blocks.head, layer) + row * shape.anchor_bytes
         result = from_e4m3(load_rows(at, (anchors >= 0) & ~is_exact, channels, in_head)).to(dtype)
     if shape.exact_anchor > 0:
-        at = in_vq_page(exact_section, block_id.to(tl.int64), head, pages) + row // 2 * shape.head_size
+        at = in_vq_page(exact_section, blocks.id, blocks.head, layer) + row // 2 * shape.head_size
         result += load_rows(at, is_exact, channels, in_head).to(dtype)
     return result
 
 
 @triton.jit
 def row_angles(
-    tables: Tables, positions: tl.tensor, pairs: tl.tensor, shape: tl.constexpr
+    layer: Layer, positions: tl.tensor, pairs: tl.tensor, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Cosines and sines at `positions` (N,), (N, P) float32 each; 1 and 0 of channels that do not rotate."""
     index = positions[:, None] * shape.rotary_half + pairs[None, :]
     rotating = (positions >= 0)[:, None] & (pairs < shape.rotary_half)[None, :]
-    return tl.load(tables.cos + index, mask=rotating, other=1.0), tl.load(tables.sin + index, mask=rotating, other=0.0)
+    return tl.load(layer.cos + index, mask=rotating, other=1.0), tl.load(layer.sin + index, mask=rotating, other=0.0)
 
 
 @triton.jit
 def rotate_back(
-    first: tl.tensor, second: tl.tensor, position: tl.tensor, tables: Tables, pairs: tl.tensor, shape: tl.constexpr
+    first: tl.tensor, second: tl.tensor, position: tl.tensor, layer: Layer, pairs: tl.tensor, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Halves (M, P) float32 of queries, rotated by `-position`."""
     rotating = pairs < shape.rotary_half
     index = position * shape.rotary_half + pairs
-    cos = tl.load(tables.cos + index, mask=rotating, other=1.0)
-    sin = tl.load(tables.sin + index, mask=rotating, other=0.0)
+    cos = tl.load(layer.cos + index, mask=rotating, other=1.0)
+    sin = tl.load(layer.sin + index, mask=rotating, other=0.0)
     # Some tables carry a magnitude, which must not count twice.
     magnitude = tl.rsqrt(cos * cos + sin * sin)
     cos = (cos * magnitude)[None, :]

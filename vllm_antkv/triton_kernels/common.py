@@ -7,7 +7,7 @@ and a logit is the sum of two products.
 import triton
 import triton.language as tl
 
-from .arguments import Batch, ExactRows, Pages, Request, Tables
+from .arguments import Block, ExactRows, Layer, Request
 
 #: log2(e): the kernels compute powers of two, which the hardware has.
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -53,16 +53,16 @@ def channels_of_pairs(pairs: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor,
 
 
 @triton.jit
-def channels_in_rows(places: tl.tensor, tables: Tables, shape: tl.constexpr) -> tl.tensor:
+def channels_in_rows(places: tl.tensor, layer: Layer, shape: tl.constexpr) -> tl.tensor:
     """Where rows in full precision have the channels of K that stand at `places` of decoded rows."""
     if not shape.ordered:
         return places
-    return tl.load(tables.k_order + places, mask=places < shape.head_size, other=0)
+    return tl.load(layer.k_order + places, mask=places < shape.head_size, other=0)
 
 
 @triton.jit
 def load_halves(
-    pointers: tl.tensor, mask: tl.tensor, tables: Tables, AS_DECODED: tl.constexpr, shape: tl.constexpr
+    pointers: tl.tensor, mask: tl.tensor, layer: Layer, AS_DECODED: tl.constexpr, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Halves (N, half_pad) of the rows that start at `pointers` (N,); 0 where masked.
 
@@ -71,8 +71,8 @@ def load_halves(
     pairs = tl.arange(0, shape.half_pad)
     first, second = channels_of_pairs(pairs, shape)
     if AS_DECODED:
-        first = channels_in_rows(first, tables, shape)
-        second = channels_in_rows(second, tables, shape)
+        first = channels_in_rows(first, layer, shape)
+        second = channels_in_rows(second, layer, shape)
     known = pairs < shape.head_size // 2
     return load_rows(pointers, mask, first, known), load_rows(pointers, mask, second, known)
 
@@ -111,16 +111,14 @@ def to_e4m3(numbers: tl.tensor) -> tl.tensor:
 def rotate(
     first: tl.tensor,
     second: tl.tensor,
-    tables: Tables,
-    origin: tl.tensor,
-    block_id: tl.tensor,
+    block: Block,
     offsets: tl.tensor,
     mask: tl.tensor,
     pairs: tl.tensor,
-    pages: Pages,
+    layer: Layer,
     shape: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Apply RoPE to `pairs` (P,) of rows at positions `origin + offsets` (N,), of a block that starts at `origin`.
+    """Apply RoPE to `pairs` (P,) of rows at `offsets` (N,) of a block.
 
     first and second are (N, P), the results float32. mask (N,): which rows there are.
     """
@@ -128,22 +126,15 @@ def rotate(
     second = second.to(tl.float32)
     if shape.rotary_half == 0:
         return first, second
-    cos, sin = angles(tables, origin, block_id, offsets, mask, pairs, pages, shape)
+    cos, sin = angles(block, offsets, mask, pairs, layer, shape)
     return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
 def angles(
-    tables: Tables,
-    origin: tl.tensor,
-    block_id: tl.tensor,
-    offsets: tl.tensor,
-    mask: tl.tensor,
-    pairs: tl.tensor,
-    pages: Pages,
-    shape: tl.constexpr,
+    block: Block, offsets: tl.tensor, mask: tl.tensor, pairs: tl.tensor, layer: Layer, shape: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Cosines and sines at `origin + offsets`, (N, P) float32 each; those of channels that do not rotate are 1 and 0.
+    """Cosines and sines at `offsets` of a block, (N, P) float32 each; those of channels that do not rotate are 1 and 0.
 
     Where the table allows, they are made from the angles of the origin and of the offset: the same few rows of the
     table serve every block and stay in L1, where rows by position would cost many times the bytes of the codes.
@@ -151,15 +142,15 @@ def angles(
     rotating = (pairs < shape.rotary_half)[None, :]
     if not shape.composes:
         known = mask[:, None] & rotating
-        positions = rope_positions(origin + offsets, block_id, pairs, known, pages, tables, shape)
+        positions = rope_positions(block.origin + offsets, block.id, pairs, known, layer, shape)
         index = positions * shape.rotary_half + pairs[None, :]
-        return tl.load(tables.cos + index, mask=known, other=1.0), tl.load(tables.sin + index, mask=known, other=0.0)
+        return tl.load(layer.cos + index, mask=known, other=1.0), tl.load(layer.sin + index, mask=known, other=0.0)
     index = offsets[:, None] * shape.rotary_half + pairs[None, :]
-    cos = tl.load(tables.cos + index, mask=rotating, other=1.0)
-    sin = tl.load(tables.sin + index, mask=rotating, other=0.0)
-    index = origin * shape.rotary_half + pairs[None, :]
-    origin_cos = tl.load(tables.cos + index, mask=rotating, other=1.0)
-    origin_sin = tl.load(tables.sin + index, mask=rotating, other=0.0)
+    cos = tl.load(layer.cos + index, mask=rotating, other=1.0)
+    sin = tl.load(layer.sin + index, mask=rotating, other=0.0)
+    index = block.origin * shape.rotary_half + pairs[None, :]
+    origin_cos = tl.load(layer.cos + index, mask=rotating, other=1.0)
+    origin_sin = tl.load(layer.sin + index, mask=rotating, other=0.0)
     # Some tables carry a magnitude, which must not count twice.
     magnitude = tl.rsqrt(origin_cos * origin_cos + origin_sin * origin_sin)
     origin_cos *= magnitude
@@ -169,13 +160,7 @@ def angles(
 
 @triton.jit
 def rope_positions(
-    places: tl.tensor,
-    block_id: tl.tensor,
-    pairs: tl.tensor,
-    known: tl.tensor,
-    pages: Pages,
-    tables: Tables,
-    shape: tl.constexpr,
+    places: tl.tensor, block_id: tl.tensor, pairs: tl.tensor, known: tl.tensor, layer: Layer, shape: tl.constexpr
 ) -> tl.tensor:
     """By which position K of tokens is rotated in `pairs` (P,): (N, P), or (N, 1) for all of them. int32.
 
@@ -183,8 +168,8 @@ def rope_positions(
     there is a token and a pair that rotates.
     """
     if shape.three_part:
-        section = tl.load(tables.sections + pairs, mask=pairs < shape.rotary_half, other=0)
-        of_token = pages.positions + (block_id * pages.position_stride + places % shape.block_size * 3)
+        section = tl.load(layer.sections + pairs, mask=pairs < shape.rotary_half, other=0)
+        of_token = layer.positions + (block_id * layer.position_stride + places % shape.block_size * 3)
         positions = tl.load(of_token[:, None] + section[None, :], mask=known, other=0)
     else:
         positions = places[:, None]
@@ -192,43 +177,51 @@ def rope_positions(
 
 
 @triton.jit
-def in_vq_page(section: tl.tensor, block_id: tl.tensor, head: tl.tensor, pages: Pages) -> tl.tensor:
+def in_vq_page(section: tl.tensor, block_id: tl.tensor, head: tl.tensor, layer: Layer) -> tl.tensor:
     """Pointer into a section of the VQ pages for block ids (int64) and a KV head."""
     per_unit: tl.constexpr = 128 // section.dtype.element_ty.primitive_bitwidth
-    return section + (block_id * pages.vq_block_stride + head * pages.vq_head_stride) * per_unit
+    return section + (block_id * layer.vq_block_stride + head * layer.vq_head_stride) * per_unit
 
 
 @triton.jit
-def in_recency_page(section: tl.tensor, block_id: tl.tensor, head: tl.tensor, pages: Pages) -> tl.tensor:
+def in_recency_page(section: tl.tensor, block_id: tl.tensor, head: tl.tensor, layer: Layer) -> tl.tensor:
     """Pointer into a section of the recency pages for block ids (int64) and a KV head."""
     per_unit: tl.constexpr = 128 // section.dtype.element_ty.primitive_bitwidth
-    return section + (block_id * pages.recency_block_stride + head * pages.recency_head_stride) * per_unit
+    return section + (block_id * layer.recency_block_stride + head * layer.recency_head_stride) * per_unit
+
+
+@triton.jit
+def vq_blocks(request: Request) -> tl.tensor:
+    """Pointer to the ids of a request's VQ blocks."""
+    return request.batch.vq_table + request.index * request.batch.vq_table_stride
+
+
+@triton.jit
+def vq_block(request: Request, index: tl.tensor, shape: tl.constexpr) -> Block:
+    """Number `index` of a request's VQ blocks."""
+    return Block(index * shape.block_size, tl.load(vq_blocks(request) + index).to(tl.int64), request.head)
 
 
 @triton.jit
 def exact_rows(
-    paged: tl.tensor,
-    in_hand: tl.tensor,
-    token_stride: tl.tensor,
-    keys: tl.tensor,
-    mask: tl.tensor,
-    request: Request,
-    pages: Pages,
-    batch: Batch,
-    shape: tl.constexpr,
+    kind: tl.constexpr, keys: tl.tensor, mask: tl.tensor, request: Request, layer: Layer, shape: tl.constexpr
 ) -> ExactRows:
-    """The full-precision K (or V) rows of tokens `keys`: in hand if they are new, else in pages.
+    """The full-precision rows of tokens `keys`: in hand if they are new, else in pages. kind: 0 for K, 1 for V.
 
     Block tables keep the ids of freed pages, so `mask` must hold only tokens whose row is known to be alive. One whose
     page is the null block is read as zeros: see `mark_missing`.
     """
+    rows, batch = request.rows, request.batch
+    paged = layer.recent_v if kind else layer.recent_k
+    in_hand = rows.value if kind else rows.key
+    token_stride = rows.value_stride if kind else rows.key_stride
     stored = mask & (keys < request.start)
     table = batch.recency_table + request.index * batch.recency_table_stride
     page = tl.load(table + keys // shape.page_size, mask=stored, other=0).to(tl.int64)
     stored &= page > 0
     row = (request.first_row + keys - request.start).to(tl.int64)
     return ExactRows(
-        in_recency_page(paged, page, request.head, pages) + keys % shape.page_size * shape.head_size,
+        in_recency_page(paged, page, request.head, layer) + keys % shape.page_size * shape.head_size,
         in_hand + (row * token_stride + request.head * shape.head_size),
         stored,
         mask & (keys >= request.start),
@@ -236,10 +229,10 @@ def exact_rows(
 
 
 @triton.jit
-def mark_missing(rows: ExactRows, wanted: tl.tensor, request: Request, pages: Pages) -> None:
+def mark_missing(rows: ExactRows, wanted: tl.tensor, request: Request, layer: Layer) -> None:
     """Mark a request some of whose `wanted` (N,) rows have no page; see `ops.counters.Counters`."""
     # All to one place: nothing is done where none is missing.
-    mark = pages.missing_rows + request.index + tl.zeros_like(wanted).to(tl.int32)
+    mark = layer.missing_rows + request.index + tl.zeros_like(wanted).to(tl.int32)
     tl.store(mark, 1, mask=wanted & ~(rows.stored | rows.new))
 
 
@@ -263,12 +256,12 @@ def capped(logits: tl.tensor, shape: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def shares(logits: tl.tensor, real: tl.tensor, heads: tl.tensor, tables: Tables, shape: tl.constexpr) -> tl.tensor:
+def shares(logits: tl.tensor, real: tl.tensor, heads: tl.tensor, layer: Layer, shape: tl.constexpr) -> tl.tensor:
     """Softmax over the columns of (M, N) logits times log2(e), of `real` rows (M,); learned sinks take their part."""
     maximum = tl.max(logits, 1)
     sink = maximum
     if shape.has_sinks:
-        sink = tl.load(tables.sinks + heads, mask=real, other=0.0) * LOG2E
+        sink = tl.load(layer.sinks + heads, mask=real, other=0.0) * LOG2E
         maximum = tl.maximum(maximum, sink)
     raw = tl.exp2(logits - tl.where(real, maximum, 0.0)[:, None])
     total = tl.sum(raw, 1)

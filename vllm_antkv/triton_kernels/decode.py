@@ -11,12 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Pages, Queries, Request, Rows, Shape, Tables
+from .arguments import Batch, Layer, Queries, Request, Rows, Shape
 from .attention import attend_tile, coded_bias, nothing_seen, query_pointers
 from .coded_past import attend_past
 from .common import LOG2E, load_halves
-from .launch import Fixed
-from .tuning import autotuned
+from .launch import Fixed, autotuned
 
 #: Splits that a merging program reads at a time.
 _MERGED_TOGETHER = tl.constexpr(16)
@@ -32,8 +31,7 @@ def decode(
     output: torch.Tensor,
     partial_output: torch.Tensor,
     partial_lse: torch.Tensor,
-    pages: Fixed,
-    tables: Fixed,
+    layer: Fixed,
     batch: Fixed,
     shape: Shape,
     scale: float,
@@ -45,29 +43,20 @@ def decode(
         partial_output: (num_reqs, score_slots, num_heads, num_splits, head_size) float32 scratch; its shape sets the
             splits.
         partial_lse: (num_reqs, score_slots, num_heads, num_splits) float32 scratch.
-        pages, tables, batch: `Pages`, `Tables` and `Batch`.
+        layer, batch: `Layer` and `Batch`.
         scale: multiplies the logits.
     """
     num_reqs, score_slots, num_heads, num_splits = partial_lse.shape
     num_blocks = (score_slots - 2) // shape.block_size + 2
     _decode_kernel[(num_reqs * num_blocks, shape.num_kv_heads, num_splits)](
-        rows,
-        partial_output,
-        partial_lse,
-        pages.argument,
-        tables.argument,
-        batch.argument,
-        num_splits,
-        scale,
-        shape,
-        num_blocks,
+        rows, partial_output, partial_lse, layer.argument, batch.argument, num_splits, scale, shape, num_blocks
     )
     _merge_kernel[(num_reqs * score_slots, num_heads)](
         output,
         output.stride(0),
         partial_output,
         partial_lse,
-        tables.argument.sinks,
+        layer.argument.sinks,
         batch.argument,
         num_splits,
         shape,
@@ -81,8 +70,7 @@ def _decode_kernel(
     rows: Rows,
     partial_output: tl.tensor,
     partial_lse: tl.tensor,
-    pages: Pages,
-    tables: Tables,
+    layer: Layer,
     batch: Batch,
     num_splits: tl.tensor,
     scale: tl.tensor,
@@ -115,19 +103,17 @@ def _decode_kernel(
     real = (positions <= latest) & (row % shape.group_pad < shape.group)
     heads = head * shape.group + row % shape.group_pad
     at = query_pointers(rows, first_row + positions - start, heads, shape)
-    request = Request(index, start, first_row, head)
-    bias = coded_bias(at, heads, real, tables, shape) * LOG2E
+    request = Request(index, start, first_row, head, rows, batch)
+    bias = coded_bias(at, heads, real, layer.jensen_weights, shape) * LOG2E
     softmax = nothing_seen(row, shape)
     past_begin, past_end = coded_past(begin, end, earliest, latest, shape, BLOCK_N)
     if past_begin < past_end:
-        softmax = attend_past(
-            at, real, past_begin, past_end, request, scale, bias, softmax, pages, tables, batch, shape, BLOCK_N
-        )
-    first, second = load_halves(at, real, tables, True, shape)
+        softmax = attend_past(at, real, past_begin, past_end, request, scale, bias, softmax, layer, shape, BLOCK_N)
+    first, second = load_halves(at, real, layer, True, shape)
     queries = Queries(at, first, second, tl.where(real, positions, -1), earliest, latest, scale, bias)
     for other in range(begin, end - (past_end - past_begin), BLOCK_N):
         tile = tl.where(other < past_begin, other, other + (past_end - past_begin))
-        softmax = attend_tile(queries, tile, request, softmax, rows, pages, tables, batch, shape, True, BLOCK_N)
+        softmax = attend_tile(queries, tile, request, softmax, layer, shape, True, BLOCK_N)
     query = index * shape.score_slots + positions - start
     slot = (query * (shape.num_kv_heads * shape.group) + heads).to(tl.int64) * num_splits + split
     # A query that has seen nothing, as in splits behind the end of the sequence, has an LSE of -inf: nobody reads its
@@ -143,12 +129,7 @@ def _decode_kernel(
 
 @triton.jit
 def coded_past(
-    begin: tl.tensor,
-    end: tl.tensor,
-    earliest: tl.tensor,
-    latest: tl.tensor,
-    shape: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    begin: tl.tensor, end: tl.tensor, earliest: tl.tensor, latest: tl.tensor, shape: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """The whole tiles between `begin` and `end` of which the queries `earliest .. latest`, of one block, see codes and
     anchors alone.

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, DequantisedPages, ExactRows, Pages, Request, Rows, Shape, Tables
+from .arguments import Batch, Block, DequantisedPages, ExactRows, Layer, Request, Rows, Shape
 from .attention import coded_bias, correct_keys, correct_values
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import (
@@ -20,6 +20,7 @@ from .common import (
     load_rows,
     mark_missing,
     rotate,
+    vq_block,
 )
 from .launch import Fixed, launch
 
@@ -27,70 +28,51 @@ _BLOCK_N = 32
 _ROWS = 16
 
 
-def write_dequantised_pages(
-    rows: Rows, plain: DequantisedPages, pages: Fixed, tables: Fixed, batch: Fixed, shape: Shape
-) -> None:
+def write_dequantised_pages(rows: Rows, plain: DequantisedPages, layer: Fixed, batch: Fixed, shape: Shape) -> None:
     """Write all rows of the wanted pages: see `ops.varlen.DequantisedPageWriter`.
 
-    pages, tables, batch: `Pages`, `Tables` and `Batch`.
+    layer, batch: `Layer` and `Batch`.
     """
     grid = (len(plain.page_requests), shape.block_size // _BLOCK_N, 2 * shape.num_kv_heads)
-    launch(
-        _dequantised_pages_kernel,
-        grid,
-        rows,
-        plain,
-        pages,
-        tables,
-        batch,
-        shape=shape,
-        BLOCK_N=_BLOCK_N,
-        num_warps=4,
-    )
+    launch(_dequantised_pages_kernel, grid, rows, plain, layer, batch, shape=shape, BLOCK_N=_BLOCK_N, num_warps=4)
 
 
 @triton.jit
 def _dequantised_pages_kernel(
-    rows: Rows,
-    plain: DequantisedPages,
-    pages: Pages,
-    tables: Tables,
-    batch: Batch,
-    shape: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    rows: Rows, plain: DequantisedPages, layer: Layer, batch: Batch, shape: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> None:
     """BLOCK_N rows of K or V of one KV head."""
     page = tl.program_id(0)
     head = tl.program_id(2) // 2
     index = tl.load(plain.page_requests + page * 2)
-    block = tl.load(plain.page_requests + page * 2 + 1)
+    number = tl.load(plain.page_requests + page * 2 + 1)
     first_row = tl.load(batch.query_start_loc + index)
     end = tl.load(batch.seq_lens + index)
     start = end - (tl.load(batch.query_start_loc + index + 1) - first_row)
-    request = Request(index, start, first_row, head)
+    request = Request(index, start, first_row, head, rows, batch)
     offsets = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    keys = block * shape.block_size + offsets
+    keys = number * shape.block_size + offsets
     present = keys < end
     # The first query sees these rows in full precision, and so all of the request do.
-    exact = tl.load(tables.last_query + keys, mask=present, other=-1) >= start
+    exact = tl.load(layer.last_query + keys, mask=present, other=-1) >= start
     any_coded = tl.max((present & ~exact).to(tl.int32), 0) > 0
     row = page.to(tl.int64) * shape.block_size + offsets
     written = row * shape.num_kv_heads + head
-    block_id = tl.load(batch.vq_table + index * batch.vq_table_stride + block).to(tl.int64)
+    block = vq_block(request, number, shape)
     if tl.program_id(2) % 2 == 0:
         to = plain.key + written * shape.dequantised_key_size
-        in_full = exact_rows(pages.recent_k, rows.key, rows.key_stride, keys, exact, request, pages, batch, shape)
-        mark_missing(in_full, exact, request, pages)
+        in_full = exact_rows(0, keys, exact, request, layer, shape)
+        mark_missing(in_full, exact, request, layer)
         is_anchor = keys < 0
         if any_coded:
-            is_anchor = _write_keys(to, offsets, present, ~exact, block, block_id, head, pages, tables, shape)
+            is_anchor = _write_keys(to, offsets, present, ~exact, block, layer, shape)
         _write_bias_channels(to, present & ~exact & ~is_anchor, shape)
         _write_exact(to, in_full, exact | ~present, shape)
     else:
         to = plain.value + written * shape.dequantised_value_size
-        in_full = exact_rows(pages.recent_v, rows.value, rows.value_stride, keys, exact, request, pages, batch, shape)
+        in_full = exact_rows(1, keys, exact, request, layer, shape)
         if any_coded:
-            _write_values(to, offsets, ~exact, block_id, head, pages, tables, shape)
+            _write_values(to, offsets, ~exact, block, layer, shape)
         if shape.dequantised_value_size > shape.head_size:
             _write_bias_channels(to, keys < 0, shape)
         _write_exact(to, in_full, exact | ~present, shape)
@@ -102,11 +84,8 @@ def _write_keys(
     offsets: tl.tensor,
     present: tl.tensor,
     mask: tl.tensor,
-    block: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    pages: Pages,
-    tables: Tables,
+    block: Block,
+    layer: Layer,
     shape: tl.constexpr,
 ) -> tl.tensor:
     """K that codes stand for at `offsets` (N,) of a block, rotated, anchors corrected; to pointers (N,).
@@ -115,22 +94,17 @@ def _write_keys(
     """
     pairs = tl.arange(0, shape.half_pad)
     known = pairs < shape.head_size // 2
-    codes = in_vq_page(pages.k_codes, block_id, head, pages) + offsets * shape.code_bytes
+    codes = in_vq_page(layer.k_codes, block.id, block.head, layer) + offsets * shape.code_bytes
     first_codes, second_codes = load_key_codes(codes, shape)
-    centroids = head_centroids(tables.k_centroids, head, shape)
+    centroids = head_centroids(layer.k_centroids, block.head, shape)
     key_first, key_second = look_up_key_halves(first_codes, second_codes, centroids, shape)
-    origin = block * shape.block_size
-    key_first, key_second = rotate(
-        key_first, key_second, tables, origin, block_id, offsets, present, pairs, pages, shape
-    )
+    key_first, key_second = rotate(key_first, key_second, block, offsets, present, pairs, layer, shape)
     is_anchor = offsets < 0
     if shape.anchor_rows > 0:
-        key_first, key_second, is_anchor = correct_keys(
-            key_first, key_second, offsets, block_id, head, pages, tables, shape
-        )
+        key_first, key_second, is_anchor = correct_keys(key_first, key_second, offsets, block, layer, shape)
     first, second = channels_of_pairs(pairs, shape)
-    _store(to, channels_in_rows(first, tables, shape), known, key_first, mask)
-    _store(to, channels_in_rows(second, tables, shape), known, key_second, mask)
+    _store(to, channels_in_rows(first, layer, shape), known, key_first, mask)
+    _store(to, channels_in_rows(second, layer, shape), known, key_second, mask)
     return is_anchor
 
 
@@ -153,21 +127,14 @@ def _write_exact(to: tl.tensor, exact: ExactRows, mask: tl.tensor, shape: tl.con
 
 @triton.jit
 def _write_values(
-    to: tl.tensor,
-    offsets: tl.tensor,
-    mask: tl.tensor,
-    block_id: tl.tensor,
-    head: tl.tensor,
-    pages: Pages,
-    tables: Tables,
-    shape: tl.constexpr,
+    to: tl.tensor, offsets: tl.tensor, mask: tl.tensor, block: Block, layer: Layer, shape: tl.constexpr
 ) -> None:
     """V that codes stand for, anchors corrected."""
-    codes = in_vq_page(pages.v_codes, block_id, head, pages) + offsets * shape.code_bytes
-    value = look_up_values(load_value_codes(codes, shape), head_centroids(tables.v_centroids, head, shape), shape)
+    codes = in_vq_page(layer.v_codes, block.id, block.head, layer) + offsets * shape.code_bytes
+    value = look_up_values(load_value_codes(codes, shape), head_centroids(layer.v_centroids, block.head, shape), shape)
     value = value.to(to.dtype.element_ty)
     if shape.anchor_rows > 0:
-        value = correct_values(value, offsets, block_id, head, pages, shape)
+        value = correct_values(value, offsets, block, layer, shape)
     channels = tl.arange(0, shape.head_pad)
     _store(to, channels, channels < shape.head_size, value, mask)
 
@@ -179,13 +146,13 @@ def _store(pointers: tl.tensor, channels: tl.tensor, known: tl.tensor, numbers: 
     tl.store(at, numbers.to(pointers.dtype.element_ty), mask=mask[:, None] & known[None, :])
 
 
-def extend_queries(query: torch.Tensor, extended: torch.Tensor, tables: Fixed, shape: Shape, scale: float) -> None:
+def extend_queries(query: torch.Tensor, extended: torch.Tensor, weights: Fixed, shape: Shape, scale: float) -> None:
     """Give queries the channels that plain rows have beyond those of a head.
 
     Args:
         query: (n, num_heads, head_size) model dtype, heads contiguous.
         extended: (n, num_heads, dequantised_key_size) model dtype, contiguous; written.
-        tables: `Tables`.
+        weights: `Layer.jensen_weights`.
         scale: multiplies the logits.
     """
     num_rows, num_heads, _ = query.shape
@@ -196,7 +163,7 @@ def extend_queries(query: torch.Tensor, extended: torch.Tensor, tables: Fixed, s
         query.stride(0),
         extended,
         num_rows,
-        tables,
+        weights,
         scale,
         shape=shape,
         ROWS=_ROWS,
@@ -210,7 +177,7 @@ def _extend_queries_kernel(
     query_stride: tl.tensor,
     extended: tl.tensor,
     num_rows: tl.tensor,
-    tables: Tables,
+    weights: tl.tensor,
     scale: tl.tensor,
     shape: tl.constexpr,
     ROWS: tl.constexpr,
@@ -224,7 +191,7 @@ def _extend_queries_kernel(
     channels = tl.arange(0, shape.head_pad)
     in_head = channels < shape.head_size
     _store(to, channels, in_head, load_rows(at, real, channels, in_head), real)
-    bias = coded_bias(at, head + tl.zeros_like(row), real, tables, shape) / scale
+    bias = coded_bias(at, head + tl.zeros_like(row), real, weights, shape) / scale
     rounded = bias.to(extended.dtype.element_ty).to(tl.float32)
     channels = tl.arange(0, shape.dequantised_key_size - shape.head_size)
     rest = tl.where(channels[None, :] == 1, (bias - rounded)[:, None], 0.0)

@@ -7,16 +7,8 @@ tile, so that a step of many single tokens is still a few matrix products; the l
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Pages, Rows, Shape, Tables
-from .common import (
-    ALWAYS,
-    channels_in_rows,
-    find_request,
-    in_recency_page,
-    in_vq_page,
-    load_rows,
-    rope_positions,
-)
+from .arguments import Batch, Layer, Rows, Shape
+from .common import ALWAYS, channels_in_rows, find_request, in_recency_page, in_vq_page, load_rows, rope_positions
 from .launch import Fixed, launch
 
 #: Tokens from which larger tiles leave no multiprocessor idle.
@@ -25,11 +17,11 @@ _MANY_TOKENS = 512
 _BLOCK_C = 128
 
 
-def encode_store(rows: Rows, pages: Fixed, tables: Fixed, batch: Fixed, shape: Shape) -> None:
+def encode_store(rows: Rows, layer: Fixed, batch: Fixed, shape: Shape) -> None:
     """Store the codes of the step's tokens, and the rows of those that own a recency page.
 
     Only `key` and `value` of `rows` are read. Token 0 of a block resets the block's anchors: blocks fill from there.
-    pages, tables, batch: `Pages`, `Tables` and `Batch`.
+    layer, batch: `Layer` and `Batch`.
     """
     num_tokens = rows.key.shape[0]
     block_t = 64 if num_tokens >= _MANY_TOKENS else 16
@@ -38,8 +30,7 @@ def encode_store(rows: Rows, pages: Fixed, tables: Fixed, batch: Fixed, shape: S
         _encode_store_kernel,
         (triton.cdiv(num_tokens, block_t), shape.num_kv_heads, 2 * num_pairs + 1),
         rows,
-        pages,
-        tables,
+        layer,
         batch,
         batch.argument.seq_lens.shape[0],
         shape=shape,
@@ -52,8 +43,7 @@ def encode_store(rows: Rows, pages: Fixed, tables: Fixed, batch: Fixed, shape: S
 @triton.jit(do_not_specialize=["num_reqs"])
 def _encode_store_kernel(
     rows: Rows,
-    pages: Pages,
-    tables: Tables,
+    layer: Layer,
     batch: Batch,
     num_reqs: tl.tensor,
     shape: tl.constexpr,
@@ -73,9 +63,9 @@ def _encode_store_kernel(
         block = tl.load(
             batch.vq_table + request * batch.vq_table_stride + positions // shape.block_size, mask=real, other=0
         ).to(tl.int64)
-        store_codes(tokens, positions, real, block, head, part, rows, pages, tables, shape, BLOCK_C)
+        store_codes(tokens, positions, real, block, head, part, rows, layer, shape, BLOCK_C)
     else:
-        store_rows(tokens, positions, real, request, head, rows, pages, batch, shape)
+        store_rows(tokens, positions, real, request, head, rows, layer, batch, shape)
 
 
 @triton.jit
@@ -87,8 +77,7 @@ def store_codes(
     head: tl.tensor,
     part: tl.tensor,
     rows: Rows,
-    pages: Pages,
-    tables: Tables,
+    layer: Layer,
     shape: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
@@ -97,20 +86,20 @@ def store_codes(
     pair = part // 2
     stride = tl.where(is_key, rows.key_stride, rows.value_stride)
     pointers = tl.where(is_key, rows.key, rows.value) + tokens.to(tl.int64) * stride + head * shape.head_size
-    centroids = tl.where(is_key, tables.k_centroids, tables.v_centroids)
-    half_norms = tl.where(is_key, tables.k_half_norms, tables.v_half_norms)
-    codes = tl.where(is_key, pages.k_codes, pages.v_codes)
+    centroids = tl.where(is_key, layer.k_centroids, layer.v_centroids)
+    half_norms = tl.where(is_key, layer.k_half_norms, layer.v_half_norms)
+    codes = tl.where(is_key, layer.k_codes, layer.v_codes)
     offset = positions % shape.block_size
-    target = in_vq_page(codes, block, head, pages) + offset * shape.code_bytes
+    target = in_vq_page(codes, block, head, layer) + offset * shape.code_bytes
 
     first = nearest(
-        pointers, positions, block, real, head, 2 * pair, is_key, centroids, half_norms, pages, tables, shape, BLOCK_C
+        pointers, positions, block, real, head, 2 * pair, is_key, centroids, half_norms, layer, shape, BLOCK_C
     )
     # An odd number of sub-vectors leaves the last pair without its second: it encodes zeros that are not stored.
     has_second = real & (tokens < tl.where(2 * pair + 1 < shape.num_sub_vectors, ALWAYS, 0))
     sub = (2 * pair + 1) % shape.num_sub_vectors
     second = nearest(
-        pointers, positions, block, has_second, head, sub, is_key, centroids, half_norms, pages, tables, shape, BLOCK_C
+        pointers, positions, block, has_second, head, sub, is_key, centroids, half_norms, layer, shape, BLOCK_C
     )
     if shape.code_bits == 8:
         tl.store(target + 2 * pair, first.to(tl.uint8), mask=real)
@@ -133,8 +122,7 @@ def nearest(
     is_key: tl.tensor,
     centroids: tl.tensor,
     half_norms: tl.tensor,
-    pages: Pages,
-    tables: Tables,
+    layer: Layer,
     shape: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> tl.tensor:
@@ -147,7 +135,7 @@ def nearest(
     lane = tl.arange(0, DEPTH)
     in_sub = lane < shape.sub_vector_size
     channels = sub * shape.sub_vector_size + lane
-    x = raw_sub_vectors(pointers, positions, block, mask, channels, in_sub, is_key, pages, tables, shape)
+    x = raw_sub_vectors(pointers, positions, block, mask, channels, in_sub, is_key, layer, shape)
     # Beyond float16's range the nearest centroid is that of the clamped value: no centroid lies there.
     x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     high = x.to(tl.float16)
@@ -176,12 +164,11 @@ def raw_sub_vectors(
     channels: tl.tensor,
     channel_mask: tl.tensor,
     is_key: tl.tensor,
-    pages: Pages,
-    tables: Tables,
+    layer: Layer,
     shape: tl.constexpr,
 ) -> tl.tensor:
     """(T, C) float32 channels of rows, K before RoPE: each channel rotated back with the other one of its pair."""
-    x = load_places(pointers, mask, channels, channel_mask, is_key, tables, shape)
+    x = load_places(pointers, mask, channels, channel_mask, is_key, layer, shape)
     if shape.rotary_half == 0:
         return x
     rotating = (channels < tl.where(is_key, 2 * shape.rotary_half, 0)) & channel_mask
@@ -193,12 +180,12 @@ def raw_sub_vectors(
         is_first = channels % 2 == 0
         partner = tl.where(is_first, channels + 1, channels - 1)
         pair = channels // 2
-    other = load_places(pointers, mask, partner, rotating, is_key, tables, shape)
+    other = load_places(pointers, mask, partner, rotating, is_key, layer, shape)
     known = mask[:, None] & rotating[None, :]
-    rotated_by = rope_positions(positions, block, pair, known, pages, tables, shape)
+    rotated_by = rope_positions(positions, block, pair, known, layer, shape)
     angle = rotated_by * shape.rotary_half + pair[None, :]
-    cos = tl.load(tables.cos + angle, mask=known, other=1.0)
-    sin = tl.load(tables.sin + angle, mask=known, other=0.0)
+    cos = tl.load(layer.cos + angle, mask=known, other=1.0)
+    sin = tl.load(layer.sin + angle, mask=known, other=0.0)
     signed = tl.where(is_first[None, :], other, -other)
     return (x * cos + signed * sin) / (cos * cos + sin * sin)
 
@@ -210,13 +197,13 @@ def load_places(
     places: tl.tensor,
     place_mask: tl.tensor,
     is_key: tl.tensor,
-    tables: Tables,
+    layer: Layer,
     shape: tl.constexpr,
 ) -> tl.tensor:
     """(T, C) float32, what stands at `places` of rows once their channels are as sub-vectors take them."""
     channels = places
     if shape.ordered:
-        channels = tl.where(is_key, channels_in_rows(places, tables, shape), places)
+        channels = tl.where(is_key, channels_in_rows(places, layer, shape), places)
     return load_rows(pointers, mask, channels, place_mask).to(tl.float32)
 
 
@@ -228,7 +215,7 @@ def store_rows(
     request: tl.tensor,
     head: tl.tensor,
     rows: Rows,
-    pages: Pages,
+    layer: Layer,
     batch: Batch,
     shape: tl.constexpr,
 ) -> None:
@@ -244,15 +231,15 @@ def store_rows(
     new_key = load_rows(rows.key + source * rows.key_stride + head * shape.head_size, kept, channels, in_head)
     new_value = load_rows(rows.value + source * rows.value_stride + head * shape.head_size, kept, channels, in_head)
     stored = kept[:, None] & in_head[None, :]
-    tl.store(in_recency_page(pages.recent_k, page, head, pages)[:, None] + in_page, new_key, mask=stored)
-    tl.store(in_recency_page(pages.recent_v, page, head, pages)[:, None] + in_page, new_value, mask=stored)
+    tl.store(in_recency_page(layer.recent_k, page, head, layer)[:, None] + in_page, new_key, mask=stored)
+    tl.store(in_recency_page(layer.recent_v, page, head, layer)[:, None] + in_page, new_value, mask=stored)
     if shape.anchor_rows > 0:
         begins = real & (positions % shape.block_size == 0)
         block = tl.load(
             batch.vq_table + request * batch.vq_table_stride + positions // shape.block_size, mask=begins, other=0
         ).to(tl.int64)
         row = tl.arange(0, 2 * shape.anchor_pad)
-        emptied = in_vq_page(pages.anchor_offsets, block, head, pages)
+        emptied = in_vq_page(layer.anchor_offsets, block, head, layer)
         unused = tl.full((positions.shape[0], 2 * shape.anchor_pad), -1, tl.int16)
         in_block = begins[:, None] & (row < 2 * shape.anchor_rows)[None, :]
         tl.store(emptied[:, None] + row[None, :], unused, mask=in_block)

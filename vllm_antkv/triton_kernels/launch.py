@@ -5,6 +5,7 @@ microsecond for each, and kernels here have fifty. Most of these are a layer's, 
 once, the others in short, and where all are alike the compiled kernel is called as Triton would call it.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -66,6 +67,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     launched = made.launch_metadata(grid, stream, *values, *rest)
     sizes = (*grid, 1, 1)[:3]
     run(*sizes, stream, function, metadata, launched, hooks.launch_enter_hook, hooks.launch_exit_hook, *values, *rest)
+
+
+def autotuned(configs: list[triton.Config], key: list[str]) -> Callable[[Any], Any]:
+    """Decorate a kernel: the fastest of `configs` for each value of the arguments `key`.
+
+    The kernel may run several times on the same arguments, so it must only write what it does not read. The first
+    configuration is the default: it is what runs under Triton's interpreter, which has nothing to measure.
+    """
+    if triton.knobs.runtime.interpret:
+        configs = configs[:1]
+    return triton.autotune(configs=configs, key=key, cache_results=True)
 
 
 @cache

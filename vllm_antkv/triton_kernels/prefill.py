@@ -8,11 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Pages, Queries, Request, Rows, Shape, Softmax, Tables
+from .arguments import Batch, Layer, Queries, Request, Rows, Shape, Softmax
 from .attention import attend_tile, coded_bias, nothing_seen, query_pointers
 from .common import LOG2E, find_request, first_tile, load_halves
-from .launch import Fixed
-from .tuning import autotuned
+from .launch import Fixed, autotuned
 
 _CONFIGS = [
     triton.Config({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=8, num_stages=1),
@@ -22,20 +21,12 @@ _CONFIGS = [
 ]
 
 
-def prefill(
-    rows: Rows,
-    output: torch.Tensor,
-    pages: Fixed,
-    tables: Fixed,
-    batch: Fixed,
-    shape: Shape,
-    scale: float,
-) -> None:
+def prefill(rows: Rows, output: torch.Tensor, layer: Fixed, batch: Fixed, shape: Shape, scale: float) -> None:
     """Attend from the requests that have more than `score_slots` new tokens.
 
     Args:
         output: (num_tokens, num_heads, head_size) model dtype, heads contiguous; written.
-        pages, tables, batch: `Pages`, `Tables` and `Batch`.
+        layer, batch: `Layer` and `Batch`.
         scale: multiplies the logits.
     """
     num_tokens, num_reqs = output.shape[0], batch.argument.seq_lens.shape[0]
@@ -43,17 +34,7 @@ def prefill(
     def grid(meta: dict[str, int]) -> tuple[int, int]:
         return num_tokens // _queries(meta["BLOCK_M"], shape) + 2 * num_reqs, shape.num_kv_heads
 
-    _prefill_kernel[grid](
-        rows,
-        output,
-        output.stride(0),
-        pages.argument,
-        tables.argument,
-        batch.argument,
-        num_reqs,
-        scale,
-        shape,
-    )
+    _prefill_kernel[grid](rows, output, output.stride(0), layer.argument, batch.argument, num_reqs, scale, shape)
 
 
 def _queries(block_m: int, shape: Shape) -> int:
@@ -67,8 +48,7 @@ def _prefill_kernel(
     rows: Rows,
     output: tl.tensor,
     output_stride: tl.tensor,
-    pages: Pages,
-    tables: Tables,
+    layer: Layer,
     batch: Batch,
     num_reqs: tl.tensor,
     scale: tl.tensor,
@@ -97,22 +77,20 @@ def _prefill_kernel(
     heads = head * shape.group + row % shape.group_pad
     final_query = tl.minimum(tile_begin + TILE, end) - 1
     at = query_pointers(rows, tokens, heads, shape)
-    first, second = load_halves(at, real, tables, True, shape)
+    first, second = load_halves(at, real, layer, True, shape)
     earliest = tl.maximum(tile_begin, start)
-    bias = coded_bias(at, heads, real, tables, shape) * LOG2E
+    bias = coded_bias(at, heads, real, layer.jensen_weights, shape) * LOG2E
     queries = Queries(at, first, second, tl.where(real, positions, -1), earliest, final_query, scale, bias)
-    request = Request(found, start, first_row, head)
+    request = Request(found, start, first_row, head, rows, batch)
     softmax = nothing_seen(row, shape)
     if shape.has_sinks:
-        maximum = tl.load(tables.sinks + heads, mask=real, other=float("-inf")) * LOG2E
+        maximum = tl.load(layer.sinks + heads, mask=real, other=float("-inf")) * LOG2E
         softmax = Softmax(maximum, tl.where(real, 1.0, 0.0), softmax.weighted)
     first_key = 0
     if shape.window > 0:
         first_key = tl.maximum(earliest - shape.window + 1, 0) // BLOCK_N * BLOCK_N
     for tile in range(first_key, final_query + 1, BLOCK_N):
-        softmax = attend_tile(
-            queries, tile, request, softmax, rows, pages, tables, batch, shape, shape.reads_cache, BLOCK_N
-        )
+        softmax = attend_tile(queries, tile, request, softmax, layer, shape, shape.reads_cache, BLOCK_N)
     channels = tl.arange(0, shape.head_pad)[None, :]
     pointers = output + (tokens.to(tl.int64) * output_stride + heads * shape.head_size)[:, None] + channels
     result = (softmax.weighted / softmax.total[:, None]).to(output.dtype.element_ty)

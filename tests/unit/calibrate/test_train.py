@@ -21,7 +21,7 @@ from vllm_antkv.codebook import Codebook, codebook_path
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.attention import attend_window
 from vllm_antkv.offline.divergences import served_method
-from vllm_antkv.offline.layer_window import LayerWindow
+from vllm_antkv.offline.method import LayerWindow
 from vllm_antkv.offline.score import score
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.logits import LogitRules

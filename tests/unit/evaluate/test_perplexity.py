@@ -10,12 +10,11 @@ from tests.unit.evaluate.conftest import VOCAB
 from tests.unit.spoilt import MODEL
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.evaluate.compare import gap_closed
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.perplexity import evaluate_perplexity
-from vllm_antkv.evaluate.report import PerplexityReport
+from vllm_antkv.evaluate.report import PerplexityReport, gap_closed
 from vllm_antkv.evaluate.windows import TextWindows
 from vllm_antkv.offline import score as score_module
 from vllm_antkv.offline.attention import quantised_past

@@ -20,8 +20,7 @@ from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.families import FAMILIES
 from vllm_antkv.offline import attention
 from vllm_antkv.offline.attention import attend_window, quantised_past
-from vllm_antkv.offline.layer_window import LayerWindow
-from vllm_antkv.offline.method import Method
+from vllm_antkv.offline.method import LayerWindow, Method
 from vllm_antkv.offline.traits import rotary_tables
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.logits import LogitRules

@@ -11,8 +11,7 @@ from scipy.spatial.distance import cdist
 from sklearn.cluster import KMeans
 
 from vllm_antkv.offline import kmeans
-from vllm_antkv.offline.kmeans import cluster_sums, improved, learn_centroids
-from vllm_antkv.offline.large_tables import cuml_kmeans
+from vllm_antkv.offline.kmeans import cluster_sums, cuml_kmeans, improved, learn_centroids
 from vllm_antkv.ops import cpu, cpu_clusters
 
 

@@ -1,6 +1,6 @@
 // The layer that the kernels are compiled for, and what Python (vllm_antkv/ops/cuda_arguments.py) hands them.
 //
-// Sizes are compile-time constants: Python compiles once per kind of layer. Fields of the structures must match.
+// Sizes are compile-time constants: Python compiles once per kind of layer, and reads the structures from here.
 #pragma once
 
 #include "device.cuh"

@@ -2,8 +2,8 @@
 
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.hooks import HOOKS
+from vllm_antkv.vllm_adapter.hooks.base import Patches
 from vllm_antkv.vllm_adapter.hooks.dtype import known_dtypes
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
 
 
 def activate() -> str | None:

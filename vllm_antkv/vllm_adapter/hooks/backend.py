@@ -12,8 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.vllm_adapter.hooks.base import Hook, new_plugin_groups
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches, new_plugin_groups
 
 _NAME = "ANTKV"
 _PATH = "vllm_antkv.vllm_adapter.step.backend.AntKVBackend"

@@ -14,9 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.presets import get_preset
 from vllm_antkv.releases import minor_release
-from vllm_antkv.vllm_adapter.hooks.base import Hook, new_plugin_groups
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
-from vllm_antkv.vllm_adapter.hooks.signatures import changed_signature
+from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches, changed_signature, new_plugin_groups
 from vllm_antkv.vllm_adapter.kv_transfer import NIXL, names
 
 _WORKER = "vllm_antkv.vllm_adapter.hooks.worker.AntKVWorker"

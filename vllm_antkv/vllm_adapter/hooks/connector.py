@@ -2,8 +2,7 @@
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from vllm_antkv.vllm_adapter.hooks.base import Hook, new_plugin_groups
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches, new_plugin_groups
 from vllm_antkv.vllm_adapter.kv_transfer import MODULES, STORE
 
 

@@ -14,8 +14,7 @@ from vllm.engine import arg_utils
 from vllm.utils import torch_utils
 
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.vllm_adapter.hooks.base import missing_attributes
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.base import Patches, missing_attributes
 
 
 def known_dtypes() -> tuple[str, ...]:

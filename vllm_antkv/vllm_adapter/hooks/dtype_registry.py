@@ -8,8 +8,7 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.vllm_adapter.hooks.base import missing_attributes
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.base import Patches, missing_attributes
 
 
 class PresetHandler:

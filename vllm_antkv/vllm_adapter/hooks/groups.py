@@ -11,8 +11,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 from vllm_antkv.vllm_adapter.block_pool.groups import regrouped
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
-from vllm_antkv.vllm_adapter.hooks.base import Hook
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches
 
 #: How vLLM splits layers whose pages differ in size; those that are left over are lost.
 _SPLIT = "zip(*page_size_layers.values())"

@@ -11,8 +11,7 @@ import vllm.plugins
 from vllm import envs
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_antkv.vllm_adapter.hooks.base import Hook
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches
 
 
 def _install(patches: Patches) -> None:

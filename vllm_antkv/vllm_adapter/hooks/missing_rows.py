@@ -14,8 +14,7 @@ import vllm
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_antkv.vllm_adapter.hooks.base import Hook
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches
 from vllm_antkv.vllm_adapter.step.missing_rows import FIELD
 
 logger = logging.getLogger("vllm.antkv")

@@ -9,8 +9,7 @@ import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
-from vllm_antkv.vllm_adapter.hooks.base import Hook
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches
 
 
 def _install(patches: Patches) -> None:

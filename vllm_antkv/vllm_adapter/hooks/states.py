@@ -25,8 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
-from vllm_antkv.vllm_adapter.hooks.base import Hook
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
+from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches
 from vllm_antkv.vllm_adapter.plan.blocks import set_block_size
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 

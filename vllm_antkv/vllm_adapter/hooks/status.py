@@ -19,9 +19,7 @@ from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.ops.counters import Report, merged
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.block_pool.requests import LastRequests
-from vllm_antkv.vllm_adapter.hooks.base import Hook
-from vllm_antkv.vllm_adapter.hooks.patches import Patches
-from vllm_antkv.vllm_adapter.kv_transfer.savings import StoreReport
+from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
 #: Anchor rows in one answer of `antkv_anchors`, all layers and heads: a few hundred KB as JSON.
@@ -53,7 +51,7 @@ def _engine_status(self: EngineCore) -> dict[str, Any]:
     }
 
 
-def _store_report(core: EngineCore) -> StoreReport | None:
+def _store_report(core: EngineCore) -> dict[str, Any] | None:
     """Of the KV connector `AntKVStore`; None without one."""
     from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
 

@@ -15,11 +15,11 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from vllm_antkv.ops.counters import Report
-from vllm_antkv.vllm_adapter.hooks.positions import positions_of_step
 from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
 from vllm_antkv.vllm_adapter.load.attach import attach
 from vllm_antkv.vllm_adapter.step.inspection import Inspector
-from vllm_antkv.vllm_adapter.step.missing_rows import MissingRows
+from vllm_antkv.vllm_adapter.step.layer import positions_of_step
+from vllm_antkv.vllm_adapter.step.missing_rows import Marks
 from vllm_antkv.vllm_adapter.step.pages import let_pages_go, take_pages
 
 if current_platform.is_cpu() and not TYPE_CHECKING:
@@ -55,7 +55,7 @@ class AntKVWorker(Worker):
         with self.model_runner.maybe_select_dummy_loras(self.lora_config, step, num_active_loras=0):
             counters = attach(self.get_model(), self.vllm_config, self.device, of_step)
         self._inspector = Inspector(self.vllm_config, counters)
-        self._missing_rows = MissingRows(counters.missing_rows)
+        self._missing_rows = counters.missing_rows
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, and warm the kernels up.
@@ -79,18 +79,18 @@ class AntKVWorker(Worker):
         take_pages(self.compilation_config.static_forward_context)
         for connector in _connectors():
             if isinstance(connector, AntKVStore):
-                connector.watch(self._missing_rows.marks)
+                connector.watch(self._missing_rows)
         if current_platform.is_cpu():
             self._zero_exact_pages()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Compute a step."""
-        self._missing_rows.clear()
+        self._missing_rows.zero_()
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample the step's tokens; say which requests lack rows."""
-        marks = self._missing_rows.of_step()
+        marks = Marks(self._missing_rows)
         return marks.added_to(super().sample_tokens(grammar_output))
 
     def _zero_exact_pages(self) -> None:

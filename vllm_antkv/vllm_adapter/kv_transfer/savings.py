@@ -3,27 +3,22 @@
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TypedDict
+
+from pydantic import BaseModel, Field
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
 
 
-class StoreReport(TypedDict):
-    """What a store did since the start, and what is in its folder; plain values.
+class Store(BaseModel, frozen=True):
+    """Pages in a folder; what a store did since the start."""
 
-    lookups, hits, hit_tokens, seconds_saved: see `Savings`.
-    num_bytes: of the files, of all servers; 0 until they are known.
-    max_bytes: that they may take, or None.
-    evictions: files that the limit has cost, since there is the folder.
-    """
-
-    lookups: int
-    hits: int
-    hit_tokens: int
-    seconds_saved: float
-    num_bytes: int
-    max_bytes: int | None
-    evictions: int
+    lookups: int = Field(description="Requests that it was asked for.")
+    hits: int = Field(description="Of those, that had pages from files.")
+    hit_tokens: int = Field(description="Tokens of these pages.")
+    seconds_saved: float = Field(description="An estimate: what computing them would have taken, less the loading.")
+    num_bytes: int = Field(description="Of the files, of all servers.")
+    max_bytes: int | None = Field(description="That they may take; null: as many as there is room for.")
+    evictions: int = Field(description="Files that the limit has cost, in the life of the folder.")
 
 
 @dataclass

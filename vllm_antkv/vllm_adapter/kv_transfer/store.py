@@ -41,7 +41,7 @@ from vllm_antkv.vllm_adapter.kv_transfer.ledger import Ledger
 from vllm_antkv.vllm_adapter.kv_transfer.lookups import Lookups, hashes_of, name_of
 from vllm_antkv.vllm_adapter.kv_transfer.pages import Block, PoolPages
 from vllm_antkv.vllm_adapter.kv_transfer.saver import Saver
-from vllm_antkv.vllm_adapter.kv_transfer.savings import Savings, StoreReport
+from vllm_antkv.vllm_adapter.kv_transfer.savings import Savings, Store
 from vllm_antkv.vllm_adapter.kv_transfer.settings import IDENTITY_KEY, StoreSettings
 from vllm_antkv.vllm_adapter.kv_transfer.threads import Threads
 
@@ -189,10 +189,10 @@ class AntKVStore(KVConnectorBase_V1, SupportsHMA):
         self._failed.discard(request.request_id)
         return False, None
 
-    def report(self) -> StoreReport:
-        """What it did; waits for no disk."""
+    def report(self) -> dict[str, Any]:
+        """A `Store` in plain values; waits for no disk."""
         account = self._lookups.account()
-        return StoreReport(
+        return Store(
             lookups=self._savings.lookups,
             hits=self._savings.hits,
             hit_tokens=self._savings.hit_tokens,
@@ -200,7 +200,7 @@ class AntKVStore(KVConnectorBase_V1, SupportsHMA):
             num_bytes=account.num_bytes,
             max_bytes=self._files.ledger.max_bytes,
             evictions=account.num_removed,
-        )
+        ).model_dump()
 
     @property
     def _managers(self) -> tuple[SingleTypeKVCacheManager, ...]:

@@ -23,17 +23,22 @@ from vllm_antkv.ops.reference import jensen_weights
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.select.recency import last_query_table
 from vllm_antkv.vllm_adapter.block_pool.specs import vq_spec
-from vllm_antkv.vllm_adapter.load.code_order import in_code_order
-from vllm_antkv.vllm_adapter.load.exact_layers import leave_exact, outgrown_window
-from vllm_antkv.vllm_adapter.load.model_layers import ModelLayers, attention_layers, decoder_layers, set_spec
+from vllm_antkv.vllm_adapter.load.model_layers import (
+    ModelLayers,
+    attention_layers,
+    decoder_layers,
+    leave_exact,
+    outgrown_window,
+    set_spec,
+)
 from vllm_antkv.vllm_adapter.load.probe import probe
+from vllm_antkv.vllm_adapter.load.rope import in_code_order
 from vllm_antkv.vllm_adapter.load.same_on_ranks import load_codebook
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 from vllm_antkv.vllm_adapter.step.flash_attention import flash_attention
 from vllm_antkv.vllm_adapter.step.impl import AntKVImpl, Attachment
 from vllm_antkv.vllm_adapter.step.key_scales import scale_rows
-from vllm_antkv.vllm_adapter.step.layer import RecencyLayer, recency_layer_name
-from vllm_antkv.vllm_adapter.step.positions import PositionLayer, position_layer_name
+from vllm_antkv.vllm_adapter.step.layer import PositionLayer, RecencyLayer, position_layer_name, recency_layer_name
 from vllm_antkv.vllm_adapter.step.sinks import SinkFlags, hand_on, watch
 from vllm_antkv.vllm_adapter.step.workspace import workspace
 

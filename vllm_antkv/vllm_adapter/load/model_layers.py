@@ -8,10 +8,12 @@ from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.errors import UnsupportedModelError
+from vllm_antkv.vllm_adapter.block_pool.specs import exact_spec
 from vllm_antkv.vllm_adapter.step.impl import AntKVImpl
 
 
@@ -84,6 +86,24 @@ def set_spec(layer: Attention, spec: KVCacheSpec) -> None:
     layers had the same bits, but is not told which layer it is asked for.
     """
     layer.get_kv_cache_spec = lambda vllm_config: spec  # type: ignore[method-assign]
+
+
+def leave_exact(layer: Attention, window: int | None = None) -> None:
+    """Let the pages of a layer lie beside ours, in blocks that our layers have too; window: below which none stay.
+
+    Of one that `--kv-cache-dtype-skip-layers` names, or of a model that drafts. vLLM gives it the backend of `auto`.
+    """
+    if current_platform.is_cpu():
+        from vllm_antkv.vllm_adapter.step.packed_cpu import PackedCPUBackend
+
+        layer.attn_backend = PackedCPUBackend
+    set_spec(layer, exact_spec(layer.num_kv_heads, layer.head_size, layer.kv_cache_torch_dtype, window))
+
+
+def outgrown_window(layer: Attention, max_model_len: int) -> int | None:
+    """The layer's window, if a request can outgrow it."""
+    window: int | None = layer.sliding_window
+    return window if window is not None and window < max_model_len else None
 
 
 def _sorted_out(found: dict[int, Attention], first: int) -> ModelLayers:

@@ -15,7 +15,9 @@ from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope impo
 from vllm.model_executor.models.interfaces import supports_multimodal
 
 from vllm_antkv.cache.positions import NUM_POSITIONS
-from vllm_antkv.ops.rope import RotaryTable, rotate
+from vllm_antkv.codebook import Codebook, RopeLayout
+from vllm_antkv.errors import CodebookError
+from vllm_antkv.ops.rope import RotaryTable, reordered, rotate
 from vllm_antkv.ops.rope_detection import transformers_tables
 
 
@@ -42,6 +44,44 @@ def three_part_tables(model: nn.Module) -> list[RotaryTable]:
     """Every table of a model whose tokens have three positions (M-RoPE), as `rotary_tables`, with its sections."""
     modules = [module for _, module in rotary_modules(model) if isinstance(module, MRotaryEmbedding)]
     return [_with_sections(table, module) for module in modules for table in _tables(module, (), 0)]
+
+
+def in_code_order(rotaries: dict[int, RotaryTable | None], codebook: Codebook) -> dict[int, RotaryTable | None]:
+    """Tables for rows whose channels stand in the order that codes have; layers that had one table still share one.
+
+    Raises:
+        CodebookError: the codebook was learned from a model whose layers turn K otherwise.
+    """
+    made: dict[tuple[int, tuple[int, ...] | None], RotaryTable | None] = {}
+    found = {}
+    for index, table in rotaries.items():
+        learned, order = codebook.header.rope(index), codebook.header.k_order(index)
+        served = _layout(table)
+        if learned not in (None, served):
+            raise CodebookError(
+                f"The codebook was learned from a model whose layer {index} {learned}, but that of the served model "
+                f"{served}: run `antkv calibrate` on this model."
+            )
+        key = id(table), order
+        if key not in made:
+            made[key] = table if table is None or order is None else _reordered(table, order, index)
+        found[index] = made[key]
+    return found
+
+
+def _layout(table: RotaryTable | None) -> RopeLayout:
+    return (
+        RopeLayout() if table is None else RopeLayout(rotary_dim=table.rotary_dim, neighbours=not table.is_neox_style)
+    )
+
+
+def _reordered(table: RotaryTable, order: tuple[int, ...], index: int) -> RotaryTable:
+    try:
+        return reordered(table, order)
+    except ValueError as error:
+        raise CodebookError(
+            f"The codebook does not fit the RoPE of layer {index} ({error}): run `antkv calibrate` on this model."
+        ) from None
 
 
 def _with_sections(table: RotaryTable, module: MRotaryEmbedding) -> RotaryTable:

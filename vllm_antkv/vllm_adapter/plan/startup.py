@@ -1,6 +1,7 @@
 """What is checked and completed before the engine starts: refusals, defaults, and the plan of the engine."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,15 @@ from vllm_antkv.presets import LAYER_PRESETS, get_preset
 from vllm_antkv.slow_bfloat16 import REMEDY, slow_bfloat16
 from vllm_antkv.vllm_adapter.kv_transfer import identity as kv_transfer
 from vllm_antkv.vllm_adapter.plan.blocks import make_blocks, set_block_size, states_of
-from vllm_antkv.vllm_adapter.plan.engine_plan import EnginePlan, ServedCodebook, engine_plan
-from vllm_antkv.vllm_adapter.plan.footprint import describe
+from vllm_antkv.vllm_adapter.plan.engine_plan import EnginePlan, ServedCodebook, describe, engine_plan
 from vllm_antkv.vllm_adapter.plan.refusals import refuse_unsupported
-from vllm_antkv.vllm_adapter.plan.skipped_layers import read_skipped
 
 logger = logging.getLogger("vllm.antkv")
 
 #: vLLM's default of 0 keeps only the end of each prompt, so that prompts that share a beginning hit nothing.
 DEFAULT_RETENTION_INTERVAL = 512
+#: What vLLM calls all layers with a sliding window, in `--kv-cache-dtype-skip-layers`.
+_WINDOWS = "sliding_window"
 
 
 def complete(vllm_config: VllmConfig) -> None:
@@ -41,7 +42,7 @@ def complete(vllm_config: VllmConfig) -> None:
     model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
     identity = ModelIdentity.from_hf_config(model_config.hf_config)
     get_preset(cache_config.cache_dtype).num_sub_vectors(identity.head_size)
-    exact, settings = read_skipped(cache_config.kv_cache_dtype_skip_layers, identity.decoder_indices, settings)
+    exact, settings = _read_skipped(cache_config.kv_cache_dtype_skip_layers, identity.decoder_indices, settings)
     cache_config.kv_cache_dtype_skip_layers = list(map(str, exact))
     request = CodebookRequest(model_config.model, model_config.revision, identity, cache_config.cache_dtype)
     path = find_or_make(request, settings)
@@ -56,6 +57,30 @@ def complete(vllm_config: VllmConfig) -> None:
     set_block_size(vllm_config, plan.blocks)
     kv_transfer.prepare(vllm_config, settings, codebook=plan.codebook.identity, exact=exact)
     _log(vllm_config, codebook)
+
+
+def _read_skipped(
+    words: Sequence[str], layers: Sequence[int], settings: AntKVConfig
+) -> tuple[tuple[int, ...], AntKVConfig]:
+    """The layers that are named by their index, and the settings that keep those exact which are named by their kind.
+
+    words: values of `--kv-cache-dtype-skip-layers`. layers: indices of the decoder layers that attend.
+
+    Raises SettingsError: a word names no layer, or all layers are named.
+    """
+    for word in words:
+        if word != _WINDOWS and word not in map(str, layers):
+            raise SettingsError(
+                f"--kv-cache-dtype-skip-layers names {word!r}, which is neither a layer of this model that "
+                f"attends ({layers[0]} to {layers[-1]}) nor {_WINDOWS}: leave it out."
+            )
+    skipped = tuple(sorted({int(word) for word in words if word != _WINDOWS}))
+    if len(skipped) == len(layers):
+        raise SettingsError("--kv-cache-dtype-skip-layers names all layers: use --kv-cache-dtype auto.")
+    if _WINDOWS in words:
+        # Few rows of a window are needed at a time: recency pages hold them in less memory than pages of all tokens.
+        settings = settings.model_copy(update={"windows": "exact"})
+    return skipped, settings
 
 
 def _complete_options(vllm_config: VllmConfig) -> None:

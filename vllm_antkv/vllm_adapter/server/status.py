@@ -12,6 +12,7 @@ from vllm_antkv.cache.pages import pool_block_bytes
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.counters import ROW_CLASSES, Report
 from vllm_antkv.presets import nominal_bits
+from vllm_antkv.vllm_adapter.kv_transfer.savings import Store
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
 #: Pages of states are those of layers that do not attend.
@@ -113,18 +114,6 @@ class Operation(BaseModel, frozen=True):
 
     calls: int
     seconds: float
-
-
-class Store(BaseModel, frozen=True):
-    """Pages in a folder."""
-
-    lookups: int = Field(description="Requests that it was asked for.")
-    hits: int = Field(description="Of those, that had pages from files.")
-    hit_tokens: int = Field(description="Tokens of these pages.")
-    seconds_saved: float = Field(description="An estimate: what computing them would have taken, less the loading.")
-    num_bytes: int = Field(description="Of the files, of all servers.")
-    max_bytes: int | None = Field(description="That they may take; null: as many as there is room for.")
-    evictions: int = Field(description="Files that the limit has cost, in the life of the folder.")
 
 
 class EngineStatus(BaseModel, frozen=True):

@@ -14,23 +14,11 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 FIELD = "antkv_requests_without_rows"
 
 
-class MissingRows:
-    """A worker's marks: (max_num_reqs,) int32, see `Counters.missing_rows`."""
-
-    def __init__(self, marks: torch.Tensor) -> None:
-        self.marks = marks
-
-    def clear(self) -> None:
-        """Before a step."""
-        self.marks.zero_()
-
-    def of_step(self) -> "Marks":
-        """When the step is computed, or queued on the device."""
-        return Marks(self.marks)
-
-
 class Marks:
-    """Those of a step, on their way to the host."""
+    """A step's `Counters.missing_rows`, (max_num_reqs,) int32, on their way to the host.
+
+    Made when the step is computed, or queued on the device.
+    """
 
     def __init__(self, marks: torch.Tensor) -> None:
         self._on_host = marks.to("cpu", copy=True, non_blocking=True)

@@ -1,14 +1,20 @@
-"""Write docs/settings.md from the settings object: `python scripts/settings_page.py` (`make docs` does so)."""
+"""Write docs/settings.md and the list of models of docs/compatibility.md: `make docs` does so."""
 
 import json
 from pathlib import Path
 
 from vllm_antkv.config import AntKVConfig
+from vllm_antkv.families import FAMILIES
 
-PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
+DOCS = Path(__file__).parent.parent / "docs"
+SETTINGS, FAMILY_LIST = DOCS / "settings.md", DOCS / "compatibility.md"
+_BEGIN = (
+    "<!-- families: from vllm_antkv/configs/families.toml by scripts/written_pages.py; `make docs` renews them -->\n\n"
+)
+_END = "\n<!-- end of families -->\n"
 _HEAD = """# Settings
 
-<!-- Written by scripts/settings_page.py from vllm_antkv/config.py; `make docs` renews it. -->
+<!-- Written by scripts/written_pages.py from vllm_antkv/config.py; `make docs` renews it. -->
 
 ```console
 $ vllm serve MODEL --kv-cache-dtype antkv-1bit --additional-config '{"antkv": {"recency": "log:42"}}'
@@ -32,7 +38,7 @@ An unquantised sink uses two anchor slots. With two sinks in a block, both fall 
 """
 
 
-def render() -> str:
+def settings_page() -> str:
     """The page, as Markdown."""
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for name, field in AntKVConfig.model_fields.items():
@@ -40,5 +46,14 @@ def render() -> str:
     return _HEAD + "\n".join(lines) + "\n" + _FOOT
 
 
+def with_families(page: str) -> str:
+    """The page with the list of these families in its place."""
+    before, rest = page.split(_BEGIN)
+    after = rest.split(_END)[1]
+    names = (f"{family.title} (`{family.architecture}`)" for family in FAMILIES.values() if family.served)
+    return before + _BEGIN + ",\n".join(names) + ".\n" + _END + after
+
+
 if __name__ == "__main__":
-    PAGE.write_text(render())
+    SETTINGS.write_text(settings_page())
+    FAMILY_LIST.write_text(with_families(FAMILY_LIST.read_text()))
