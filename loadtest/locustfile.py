@@ -2,7 +2,8 @@
 
     python -m locust -f loadtest/locustfile.py --scenario loadtest/scenarios/embedded.yaml
 
-The size of a request is its number of output tokens. Times of tokens are in the records alone.
+Besides requests, locust counts by kind the time to the first token and between tokens (milliseconds), and output tokens
+per second (in the same columns: locust has no others). The size of a request is its number of output tokens.
 """
 
 import itertools
@@ -51,18 +52,28 @@ class Load:
         number = next(self._numbers[kind]) + _USERS_PER_PROCESS * process
         return Speaker(self.scenario, kind, number, self.model, self.prose)
 
-    def count(self, record: Record, error: Exception | None = None) -> None:
-        """Count a request; error: why it has no correct answer."""
-        self.environment.events.request.fire(
-            request_type="POST",
-            name=record.kind,
-            response_time=record.seconds * _MILLISECONDS,
-            response_length=record.output_tokens,
-            exception=error,
-            context={},
-        )
+    def succeeded(self, kind: Kind, answer: Answer) -> None:
+        """Count an answer."""
+        self._fire("POST", kind, answer.seconds * _MILLISECONDS, answer.output_tokens)
+        self._fire("TTFT", f"{kind}: time to first token", answer.first * _MILLISECONDS)
+        for gap in answer.gaps:
+            self._fire("ITL", f"{kind}: between tokens", gap * _MILLISECONDS)
+        self._fire("tokens/s", f"{kind}: output tokens/s", answer.tokens_per_second)
+        self._write(Record.of(kind, time.time(), answer))
+
+    def failed(self, kind: Kind, seconds: float, error: Exception) -> None:
+        """Count a request without a correct answer."""
+        self._fire("POST", kind, seconds * _MILLISECONDS, error=error)
+        self._write(Record(kind=kind, ended=time.time(), seconds=seconds, error=str(error)))
+
+    def _write(self, record: Record) -> None:
         if self._record:
             self._record.write(record.model_dump_json().encode() + b"\n")
+
+    def _fire(self, method: str, name: str, value: float, tokens: int = 0, error: Exception | None = None) -> None:
+        self.environment.events.request.fire(
+            request_type=method, name=name, response_time=value, response_length=tokens, exception=error, context={}
+        )
 
 
 class StreamingUser(User):
@@ -90,11 +101,10 @@ class StreamingUser(User):
             answer = self._stream(self._speaker.request(), begin)
         except (StreamError, requests.RequestException) as error:
             self._speaker.forget()
-            seconds = time.perf_counter() - begin
-            self.load.count(Record(kind=self.kind, ended=time.time(), seconds=seconds, error=str(error)), error)
+            self.load.failed(self.kind, time.perf_counter() - begin, error)
         else:
             self._speaker.heard(answer.text, answer.prompt_tokens + answer.output_tokens)
-            self.load.count(Record.of(self.kind, time.time(), answer))
+            self.load.succeeded(self.kind, answer)
 
     def _stream(self, request: ApiRequest, begin: float) -> Answer:
         reader = StreamReader(begin)

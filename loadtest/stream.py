@@ -29,6 +29,11 @@ class Answer:
     prompt_tokens: int
     output_tokens: int
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over the whole time of the request."""
+        return self.output_tokens / self.seconds
+
 
 class StreamReader:
     """Takes in the lines of one body."""

@@ -40,6 +40,7 @@ def test_text_tokens_and_times_of_a_good_answer(chat):
     assert answer.text == "Once upon a"
     assert (answer.prompt_tokens, answer.output_tokens) == (7, 3)
     assert (answer.first, answer.gaps, answer.seconds) == (1.0, (1.0, 1.0), 6.0)
+    assert answer.tokens_per_second == 0.5
 
 
 def test_comments_keep_a_connection_alive():
