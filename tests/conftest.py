@@ -123,8 +123,11 @@ def start_order(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow folders first; skip GPU tests where there is no GPU."""
+    """Put slow folders first; mark the tests of `gpu` and `serving` so, and skip those where there is no GPU."""
     items.sort(key=start_order)
+    for item in items:
+        if item.path.parent.name in ("gpu", "serving"):
+            item.add_marker(item.path.parent.name)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -11,7 +11,7 @@ import vllm_antkv
 from tests.gpu.completions import FLOAT16, PRESET, SAME_KERNELS, Start, assert_close
 from tests.serving.conftest import EMBEDDED, Completion
 
-pytestmark = [pytest.mark.gpu, pytest.mark.serving]
+pytestmark = pytest.mark.serving
 
 #: The kernels' launches are in the operations, which lie here.
 OURS = Path(vllm_antkv.__file__).parent

@@ -11,7 +11,7 @@ import torch
 from tests.gpu.completions import OTHER_KERNELS, PRESET, SAME_KERNELS, Start, assert_close
 from tests.serving.conftest import EMBEDDED, Completion
 
-pytestmark = [pytest.mark.gpu, pytest.mark.serving]
+pytestmark = pytest.mark.serving
 
 NO_ANCHORS = {"anchor_share": 0.0, "sinks": False}
 

@@ -10,7 +10,7 @@ from tests.codebooks import random_codebook
 from tests.gpu.completions import BFLOAT16, PRESET, Start, assert_close
 from vllm_antkv.codebook import ModelIdentity, codebook_path
 
-pytestmark = [pytest.mark.gpu, pytest.mark.serving]
+pytestmark = pytest.mark.serving
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,6 @@ from tests.serving.conftest import EMBEDDED
 from vllm_antkv.vllm_adapter.kv_transfer.lanes import Lane, Point
 from vllm_antkv.vllm_adapter.kv_transfer.pages import Block, PoolPages
 
-pytestmark = pytest.mark.gpu
-
 NUM_BLOCKS, PAGE_BYTES = 64, 1 << 20
 #: Tokens of `prompts[-1]` that are whole VQ blocks.
 HIT = 512

@@ -23,8 +23,6 @@ from tests.kernels.triton_cases import (
 )
 from vllm_antkv.config import AntKVConfig
 
-pytestmark = pytest.mark.gpu
-
 #: What the interpreter takes too long for.
 LARGE = [
     Shape("antkv-1bit", 128, 16, 4, torch.bfloat16),

@@ -16,8 +16,6 @@ from tests.patience import PATIENCE, wait_for
 from tests.serving.embedded_server import API_KEY, MAX_MODEL_LEN, MODEL_NAME, Server
 from vllm_antkv.vllm_adapter.server.routes import STATUS_PATH
 
-pytestmark = pytest.mark.serving
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 #: Ends in the third VQ block, so that its answer depends on codes, anchors and recent tokens. No other test that shares
 #: the server begins a prompt so: it would find this one in the prefix cache.

@@ -22,8 +22,6 @@ from vllm_antkv.codebook import codebook_path
 from vllm_antkv.errors import AntKVError, SettingsError
 from vllm_antkv.plugin import register
 
-pytestmark = pytest.mark.serving
-
 PRESET = "antkv-1bit"
 CONFIG = "--additional-config"
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.serving.conftest import EMBEDDED, Completion
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 PRESET = "antkv-1bit"
 

@@ -17,10 +17,7 @@ playwright = pytest.importorskip(
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="requirements/dev.in has axe")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: apt-get install chromium"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: apt-get install chromium")
 
 NUM_LAYERS, NUM_HEADS = 5, 2
 #: Three full blocks and a part of one.

@@ -18,7 +18,7 @@ from tests.serving.embedded_server import MAX_BYTES
 from tests.serving.server import MODEL_NAME, PRESET, answer, serving
 from tests.serving.test_prometheus import PROMETHEUS, ask, filled_in, scraping
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def shown(prometheus: str) -> dict[tuple[str, str], float]:

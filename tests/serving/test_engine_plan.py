@@ -15,8 +15,6 @@ from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 from vllm_antkv.vllm_adapter.server.config import Config
 from vllm_antkv.vllm_adapter.server.status import Setup
 
-pytestmark = pytest.mark.serving
-
 
 def test_a_start_reads_the_codebook_once_for_each_role_and_computes_layouts_once(
     start_engine: Any, monkeypatch: pytest.MonkeyPatch

@@ -16,8 +16,6 @@ from vllm_antkv.ops import dispatch
 from vllm_antkv.ops.layer import LayerOperations, LayerState
 from vllm_antkv.ops.warm_up import warm_up
 
-pytestmark = pytest.mark.serving
-
 PRESET = "antkv-1bit"
 Start = Callable[..., Any]
 

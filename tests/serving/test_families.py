@@ -29,8 +29,6 @@ from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.families import FAMILIES
 from vllm_antkv.layer_windows import has_mamba2, layer_windows
 
-pytestmark = pytest.mark.serving
-
 Start = Callable[..., Any]
 #: A model of each division of the pool: windows or none, layers that share pages, states of every kind.
 ONE_OF_EACH_POOL = (

@@ -28,8 +28,6 @@ from vllm_antkv.ops.rope import rotate
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.load.rope import three_part_tables
 
-pytestmark = pytest.mark.serving
-
 Start = Callable[..., Any]
 
 

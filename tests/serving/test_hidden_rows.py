@@ -12,8 +12,6 @@ from vllm_antkv.codebook import Codebook, RopeLayout, codebook_path
 from vllm_antkv.doctor.verify import check_answers
 from vllm_antkv.offline.models import ModelCard
 
-pytestmark = pytest.mark.serving
-
 PRESET = "antkv-1bit"
 TEXT = EMBEDDED.parents[1] / "LICENSE"
 

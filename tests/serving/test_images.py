@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
 #: Where `make venv` puts torchvision, beside the CPU build of PyTorch.

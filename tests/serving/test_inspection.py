@@ -11,8 +11,6 @@ from tests.serving.tiny import GEMMA, make_codebook, make_model
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
-pytestmark = pytest.mark.serving
-
 SETTINGS = {"anchor_share": 0.03, "dashboard_text": True}
 ANCHOR_ROWS = AntKVConfig(**SETTINGS).anchor_rows
 NUM_LAYERS, NUM_HEADS = 5, 2

@@ -14,10 +14,7 @@ from tests.serving.tiny import FAMILY, make_codebook, make_model
 from vllm_antkv.ops import cpu, dispatch
 from vllm_antkv.ops.layer import LayerKind
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing())),
-]
+pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 PRESET = "antkv-1bit"
 

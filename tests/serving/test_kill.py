@@ -18,7 +18,7 @@ from loadtest.watch import metrics
 from tests.patience import PATIENCE, wait_for
 from tests.serving.embedded_server import API_KEY, EXACT, MODEL_NAME, SharedServers
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 PROMPT = [0, *range(50, 100)]
 ANSWERS = 8

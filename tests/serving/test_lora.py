@@ -25,8 +25,6 @@ from vllm_antkv.evaluate.windows import TextWindows, load_windows
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 
-pytestmark = pytest.mark.serving
-
 PRESET = "antkv-1bit"
 OPTIONS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 TEXT = EMBEDDED.parents[1] / "LICENSE"

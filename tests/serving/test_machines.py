@@ -17,7 +17,7 @@ from tests.patience import PATIENCE, wait_for
 from tests.serving.conftest import EMBEDDED
 from tests.serving.server import MODEL_NAME, PRESET, answer, vllm_environment
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @contextmanager

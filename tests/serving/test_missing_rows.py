@@ -9,8 +9,6 @@ import pytest
 
 from tests.serving.conftest import EMBEDDED, Engine, flush
 
-pytestmark = pytest.mark.serving
-
 NUM_TOKENS = 6
 
 

@@ -10,7 +10,7 @@ from tests.patience import PATIENCE
 from tests.serving.server import MODEL_NAME, PRESET, make_odd_model, serving
 from vllm_antkv.codebook import Codebook, ModelIdentity
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 #: Of the context, and so of a calibration window: short, since it is a test.
 CONTEXT = 32

@@ -31,8 +31,6 @@ from vllm_antkv.vllm_adapter.kv_transfer.files import PageFiles
 from vllm_antkv.vllm_adapter.kv_transfer.ledger import Ledger
 from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
 
-pytestmark = pytest.mark.serving
-
 PRESET = "antkv-1bit"
 #: Tokens of `prompts[-1]` that are whole VQ blocks.
 HIT = 512

@@ -21,7 +21,7 @@ from tests.serving.conftest import EMBEDDED, ROOT
 from tests.serving.server import MODEL_NAME, PRESET, answer, process_serving
 from tests.serving.tiny import GEMMA, make_codebook, make_model
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def body(prompt: list[int], num_tokens: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tests.serving.tiny import make_codebook, make_model
 from vllm_antkv.vllm_adapter.server.anchors import Anchors
 from vllm_antkv.vllm_adapter.server.status import EngineStatus
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 PRESET = "antkv-1bit"
 

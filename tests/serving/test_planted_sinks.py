@@ -12,8 +12,6 @@ from tests.serving import documented
 from tests.serving.served_family import assert_as_expected, expected_logprobs
 from tests.serving.tiny import make_model
 
-pytestmark = pytest.mark.serving
-
 PRESET = "antkv-1bit"
 #: BOS, and " as", once in 214 tokens of the text that the codebook is learned from.
 PLANTED = [0, 345]

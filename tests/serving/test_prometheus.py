@@ -19,10 +19,7 @@ from tests.serving.embedded_server import MODEL_NAME, STORE, SharedServers
 
 PROMETHEUS = shutil.which("prometheus")
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus on the PATH: apt-get install prometheus"),
-]
+pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus on the PATH: apt-get install prometheus")
 
 #: As in our configuration but for the address, and so often that a test can wait for it.
 SCRAPE_SECONDS = 2

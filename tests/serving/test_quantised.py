@@ -13,8 +13,6 @@ from tests.serving.test_families import OPTIONS, PROMPTS, SINKS
 from tests.serving.tiny import make_codebook, make_model
 from vllm_antkv.doctor.verify import EXACT, TOLERANCE, largest_difference
 
-pytestmark = pytest.mark.serving
-
 PRESET = "antkv-1bit"
 #: vLLM's kernels for such weights compute in 16 bits.
 IN_16_BITS = {**OPTIONS, "dtype": "bfloat16"}

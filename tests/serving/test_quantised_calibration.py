@@ -26,7 +26,7 @@ from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.offline.sinks import SinkChannels
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 #: Of the model that learns its own codebook, and so of a calibration window: short, since it is a test.
 CONTEXT = 32

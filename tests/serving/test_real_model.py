@@ -23,8 +23,6 @@ from vllm_antkv.evaluate.served import evaluate_served
 from vllm_antkv.evaluate.windows import TextWindows, load_windows
 from vllm_antkv.offline.models import ModelCard
 
-pytestmark = pytest.mark.serving
-
 #: Several blocks of coded rows.
 CONTEXT = 600
 TEXT = ROOT / "LICENSE"

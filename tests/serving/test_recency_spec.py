@@ -16,8 +16,6 @@ from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 from vllm_antkv.vllm_adapter.hooks.recorded_members import MANAGER, SPEC, Members
 
-pytestmark = pytest.mark.serving
-
 
 @pytest.fixture
 def spec() -> RecencySpec:

@@ -27,8 +27,6 @@ from vllm_antkv.vllm_adapter import kv_transfer
 from vllm_antkv.vllm_adapter.load.rope import rotary_tables
 from vllm_antkv.vllm_adapter.plan.refusals import refuse_unsupported
 
-pytestmark = pytest.mark.serving
-
 MLA: dict[str, Any] = {
     "kv_lora_rank": 64,
     "q_lora_rank": None,

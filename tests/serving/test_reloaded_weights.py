@@ -10,8 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.serving.conftest import EMBEDDED, Completion, assert_all_same
 
-pytestmark = pytest.mark.serving
-
 EXACT = {"anchor_share": 1.0, "anchor_dtype": "model"}
 
 

@@ -22,8 +22,6 @@ from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.ops.rope import RotaryTable, interleaved
 from vllm_antkv.presets import get_preset
 
-pytestmark = pytest.mark.serving
-
 CONTEXT, NUM_WINDOWS = 500, 2
 #: Of the embedded model, no more bytes than 1 bit for all.
 LAYERS = ("antkv-0.375bit", "antkv-2bit", "antkv-1bit", "antkv-0.75bit", "antkv-0.5bit")

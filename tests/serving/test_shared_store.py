@@ -25,7 +25,7 @@ from tests.serving.test_page_store import PRESET, transfer
 from tests.serving.test_store_bytes import bytes_in
 from vllm_antkv.vllm_adapter.kv_transfer.ledger import Ledger
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def test_a_server_that_is_killed_under_load_leaves_nothing_wrong(

@@ -26,8 +26,6 @@ from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.server.status import EngineStatus, Setup
 
-pytestmark = pytest.mark.serving
-
 PRESET = "antkv-1bit"
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 LENGTHS = (5, 127, 128, 300, 431)

@@ -17,7 +17,7 @@ from tests.serving.test_page_store import PRESET, transfer
 from vllm_antkv.vllm_adapter.kv_transfer import saver
 from vllm_antkv.vllm_adapter.kv_transfer.files import PageFiles
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 #: What asks the disk: for what there is, for pages, and to keep some.
 OPERATIONS = ("has", "read", "write")

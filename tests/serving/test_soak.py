@@ -29,7 +29,7 @@ from tests.patience import PATIENCE
 from tests.serving.embedded_server import API_KEY, MODEL_NAME, STORE, SharedServers, embedded_server
 from tests.serving.test_pair import proxy
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 SOAK_MINUTES = 0.75

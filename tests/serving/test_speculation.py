@@ -13,8 +13,6 @@ from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
 from tests.serving.drafts import make_glm, speculation
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 
-pytestmark = pytest.mark.serving
-
 PRESET = "antkv-1bit"
 Start = Callable[..., Any]
 NEEDS_SUFFIX_TREES = pytest.mark.skipif(

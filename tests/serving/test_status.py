@@ -20,8 +20,6 @@ from vllm_antkv.ops import cpu
 from vllm_antkv.ops.dispatch import REFERENCE
 from vllm_antkv.vllm_adapter.server.routes import PREFIX, STATUS_PATH
 
-pytestmark = pytest.mark.serving
-
 NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 5, 2, 64
 ROUTES = [f"{PREFIX}/{name}" for name in ("status", "config", "anchors")]
 PROMPT, OUTPUT = [0, *range(100, 399)], 12

@@ -14,8 +14,6 @@ from tests.serving.test_page_store import PRESET, transfer
 from tests.serving.tiny import make_codebook, make_model
 from vllm_antkv.vllm_adapter.block_pool.managers import pages_in_use
 
-pytestmark = pytest.mark.serving
-
 NUM_TOKENS = 8192
 #: Of real layers.
 SHAPES = {

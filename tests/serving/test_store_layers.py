@@ -13,7 +13,7 @@ from tests.serving.test_page_store import HIT, PRESET, transfer
 from tests.serving.test_speculation import served
 from tests.serving.tiny import FAMILY, GEMMA, make_codebook, make_model
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 Start = Callable[..., Any]
 MAX_TOKENS = 24

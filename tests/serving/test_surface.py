@@ -10,7 +10,7 @@ from openai import OpenAI
 from tests.serving.embedded_server import API_KEY, SharedServers
 from tests.serving.surface import QUESTIONS, complete
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

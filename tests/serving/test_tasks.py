@@ -12,7 +12,6 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, evaluate_tasks, evaluate_tasks_on_server
 from vllm_antkv.offline.models import ModelCard
 
-pytestmark = pytest.mark.serving
 manager = pytest.importorskip(
     "lm_eval.tasks.manager", reason="lm-evaluation-harness is not installed: pip install 'vllm-antkv[tasks]'"
 )

@@ -15,8 +15,6 @@ from tests.serving.tiny import FAMILY, make_codebook, make_model
 from vllm_antkv import cli
 from vllm_antkv.doctor import verify
 
-pytestmark = pytest.mark.serving
-
 
 def answers(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any]]]:
     """The exit code, and the findings about answers."""

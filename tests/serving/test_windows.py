@@ -21,8 +21,6 @@ from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.presets import PRESETS
 
-pytestmark = pytest.mark.serving
-
 PRESET = "antkv-1bit"
 Start = Callable[..., Any]
 #: Two blocks and a bit.
