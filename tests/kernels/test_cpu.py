@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
+from tests.kernels.conftest import TESTED, operations_of
 from tests.kernels.engine import Engine, Sequence, Shape, codebook, draw_sequence
 from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from tests.kernels.test_operations import CONFIGS
@@ -23,36 +24,6 @@ from vllm_antkv.ops.cpu import CpuOperations
 from vllm_antkv.ops.paged import ReferenceOperations
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-
-
-def operations_of(variant: cpu.Variant) -> partial[CpuOperations]:
-    missing = variant.missing()
-    assert "are wrong" not in (missing or "")
-    if missing is not None:
-        pytest.skip(missing)
-    return partial(CpuOperations, variant=variant)
-
-
-#: Plain tiles run on every machine all that AMX runs, but for its instructions: test_tiles.py. The variant that serves
-#: on this processor is tested by `make test`.
-TESTED = [
-    pytest.param(variant, id=variant.name, marks=[] if variant == cpu.best() else pytest.mark.long)
-    for variant in (*cpu.VARIANTS, cpu.PLAIN_TILES)
-]
-#: Each of the libraries.
-BUILDS = {variant.library: variant for variant in cpu.VARIANTS}.values()
-
-
-@pytest.fixture(scope="module", params=TESTED)
-def kernels(request):
-    """CpuOperations of each variant that this processor has."""
-    return operations_of(request.param)
-
-
-@pytest.fixture(scope="module", params=BUILDS, ids=lambda variant: variant.name)
-def float32_kernels(request):
-    """The same for float32 alone, to which tiles make no difference."""
-    return operations_of(request.param)
 
 
 #: By dtype: the output is rounded to it, and a query or key in it may come nearer to another anchor.
