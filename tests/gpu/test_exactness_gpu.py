@@ -6,7 +6,6 @@ The cases are those of tests/serving/test_exactness.py that a GPU can spoil.
 from typing import Any
 
 import pytest
-import torch
 
 from tests.gpu.completions import OTHER_KERNELS, PRESET, SAME_KERNELS, Start, assert_close
 from tests.serving.conftest import EMBEDDED, Completion
@@ -44,8 +43,7 @@ def test_same_in_mixed_batches_with_reused_blocks(
         alone = engine.complete(prompts, together=False)
     options = {"num_gpu_blocks_override": 400, "max_num_batched_tokens": 200, "enable_prefix_caching": False}
     with start_engine(EMBEDDED, PRESET, settings, **options) as engine:
-        for pages in engine.kv_tensors():
-            pages.view(torch.uint8).fill_(0xFF)
+        engine.fill_with_nan()
         first = engine.complete(prompts)
         assert_close(engine.complete(prompts), first, SAME_KERNELS)
         assert_close(first, alone, SAME_KERNELS)

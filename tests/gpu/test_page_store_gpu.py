@@ -11,7 +11,7 @@ import torch
 import vllm_antkv
 from tests.gpu.completions import FLOAT16, PRESET, SAME_KERNELS, Start, assert_close
 from tests.gpu.on_device import DEVICE
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import EMBEDDED, transfer
 from vllm_antkv.vllm_adapter.kv_transfer.lanes import Lane, Point
 from vllm_antkv.vllm_adapter.kv_transfer.pages import Block, PoolPages
 
@@ -85,8 +85,7 @@ def test_a_restart_finds_what_a_local_hit_finds(
     """Compiled and in CUDA graphs, as it is served; no step waits in a line of ours."""
     dtype, tolerance = ("float32", SAME_KERNELS) if kernels == "triton" else ("float16", FLOAT16)
     options = {"dtype": dtype, "enforce_eager": False, "max_num_batched_tokens": 300}
-    store = {"kv_connector": "AntKVStore", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": str(tmp_path)}}
-    options |= {"kv_transfer_config": store, "disable_log_stats": False}
+    options |= {"kv_transfer_config": transfer(tmp_path), "disable_log_stats": False}
     settings = default | {"kernels": kernels}
     with start_engine(EMBEDDED, PRESET, settings, **options) as engine, warnings.catch_warnings(record=True) as caught:
         engine.complete(prompts, together=False)
@@ -94,8 +93,7 @@ def test_a_restart_finds_what_a_local_hit_finds(
     waited = [warning for warning in caught if "sync" in str(warning.message)]
     assert not [str(warning) for warning in waited if Path(warning.filename).is_relative_to(OURS)]
     with start_engine(EMBEDDED, PRESET, settings, **options) as engine:
-        for pages in engine.kv_tensors():
-            pages.view(torch.uint8).fill_(0xFF)
+        engine.fill_with_nan()
         for together in (False, True):
             assert engine.llm.reset_prefix_cache()
             hits = engine.complete(prompts, together=together)

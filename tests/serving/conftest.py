@@ -64,11 +64,36 @@ class Engine:
         """A counter of vLLM's."""
         return sum(metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
 
-    def kv_tensors(self) -> list[torch.Tensor]:
-        """The raw pages of every layer and companion."""
+    @property
+    def layers(self) -> dict[str, Any]:
+        """Layers and companions of the model, by name."""
         runner = self.core.model_executor.driver_worker.worker.model_runner
-        context = runner.vllm_config.compilation_config.static_forward_context
-        return [layer.kv_cache for layer in context.values() if hasattr(layer, "kv_cache")]
+        return dict(runner.vllm_config.compilation_config.static_forward_context)
+
+    def fill_with_nan(self) -> None:
+        """All pages: whoever reads what is no longer there, or not yet, reads NaN."""
+        for layer in self.layers.values():
+            pages = getattr(layer, "kv_cache", ())
+            # Layers with states have several.
+            for each in pages if isinstance(pages, tuple) else (pages,):
+                each.fill_(torch.nan if each.is_floating_point() else 0xFF)
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 8) -> None:
+        """Give it a request without waiting for the answer, which is greedy and of just so many tokens."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> list[Any]:
+        """What a step gives."""
+        outputs: list[Any] = self.llm.llm_engine.step()
+        return outputs
+
+    def steps(self) -> Iterator[list[Any]]:
+        """What each step gives, until no request is left."""
+        while self.llm.llm_engine.has_unfinished_requests():
+            yield self.step()
 
     def complete(
         self, prompts: list[list[int]], max_tokens: int = 8, together: bool = True, loras: Any = None
@@ -78,6 +103,12 @@ class Engine:
         if self.core.scheduler.connector is not None:
             self.llm.collective_rpc(flush)
         return answers
+
+
+def transfer(folder: Path | str, role: str = "kv_both", **more: Any) -> dict[str, Any]:
+    """The value of --kv-transfer-config for a folder that keeps pages; `more` of its own settings."""
+    extra = {"folder": str(folder), **more}
+    return {"kv_connector": "AntKVStore", "kv_role": role, "kv_connector_extra_config": extra}
 
 
 def flush(worker: Any) -> None:
@@ -120,9 +151,7 @@ def assert_scheduling_is_not_seen(engine: Engine, prompts: list[list[int]], chun
     engine.assert_all_blocks_free()
     for chunk in chunks:
         engine.start_anew(chunk)
-        # Whoever reads what is no longer there reads NaN.
-        for pages in engine.kv_tensors():
-            pages.view(torch.uint8).fill_(0xFF)
+        engine.fill_with_nan()
         computed = engine.complete(shared)
         assert all(completion.num_cached_tokens == 0 for completion in computed)
         assert_all_same(computed, hits)

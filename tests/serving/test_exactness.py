@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_scheduling_is_not_seen
 from vllm_antkv.ops import dispatch
@@ -119,8 +118,7 @@ def test_reused_blocks_show_nothing_of_their_former_request(
     """Every byte of the cache is NaN before the first request, and after it whatever the former requests left."""
     options = {"num_gpu_blocks_override": 400, "max_num_batched_tokens": 300, "enable_prefix_caching": False}
     with start(**options) as engine:
-        for pages in engine.kv_tensors():
-            pages.view(torch.uint8).fill_(0xFF)
+        engine.fill_with_nan()
         assert_all_same(engine.complete(prompts), alone)
         assert_all_same(engine.complete(prompts[::-1]), alone[::-1])
 
@@ -169,8 +167,7 @@ def abort_some(engine: Engine, sources: list[list[int]]) -> None:
             victim = generator.choice(sorted(running))
             llm_engine.abort_request([victim])
             running.discard(victim)
-        for output in llm_engine.step():
+        for output in engine.step():
             if output.finished:
                 running.discard(output.request_id)
-    while llm_engine.has_unfinished_requests():
-        llm_engine.step()
+    list(engine.steps())

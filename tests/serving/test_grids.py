@@ -143,9 +143,7 @@ def test_positions_are_a_page_of_the_pool(start_engine: Start, model: Path) -> N
         block_bytes = heads * pool_block_bytes(layouts) + POSITION_PAGE_BYTES
         assert engine.block_pool.num_gpu_blocks == memory // block_bytes
         # Those of a request are what the model was handed.
-        runner = engine.core.model_executor.driver_worker.worker.model_runner
-        context = runner.vllm_config.compilation_config.static_forward_context
-        (pages,) = [layer.pages for key, layer in context.items() if key.endswith(".antkv_positions")]
+        (pages,) = [layer.pages for key, layer in engine.layers.items() if key.endswith(".antkv_positions")]
         engine.complete(PROMPTS[1:2], max_tokens=1)
         three, _ = positions_of(PROMPTS[1])
         first = three.T[:VQ_BLOCK_SIZE]

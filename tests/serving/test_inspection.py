@@ -36,17 +36,14 @@ def offsets(answer: dict[str, Any]) -> Any:
 
 
 def add(engine: Engine, name: str, prompt: list[int]) -> None:
-    """Give the engine a request without waiting for it, and run the step that computes the prompt."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=50, ignore_eos=True)
-    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
-    engine.llm.llm_engine.step()
+    """Give the engine a request, and run the step that computes the prompt."""
+    engine.add(name, prompt, max_tokens=50)
+    engine.step()
 
 
-def drain(engine: Engine) -> None:
-    while engine.llm.llm_engine.has_unfinished_requests():
-        engine.llm.llm_engine.step()
+def impls(engine: Engine) -> list[Any]:
+    """Of the layers that attend."""
+    return [layer.impl for layer in engine.layers.values() if hasattr(layer, "impl")]
 
 
 def test_every_head_keeps_its_anchors_in_every_block(engine: Engine, prompts: list[list[int]]) -> None:
@@ -129,7 +126,7 @@ def test_a_running_request_is_shown_and_what_requests_share_counts_once(
     assert status["tokens_in_use"] == len(longer) + 1 + 50
     assert status["pages_in_use"]["vq"] == len(longer) // VQ_BLOCK_SIZE + 1 + 1
     assert [each["running"] for each in engine.core.antkv_anchors(None, 0)["prompts"][:2]] == [True, True]
-    drain(engine)
+    list(engine.steps())
     assert engine.core.antkv_status()["tokens_in_use"] == 0
 
 
@@ -141,8 +138,7 @@ def test_asking_changes_no_answer_and_leaves_nothing_behind(engine: Engine, prom
     asked = engine.complete(batch, max_tokens=6)
     for mine, theirs in zip(asked, silent, strict=True):
         assert_same(mine, theirs, tolerance=0)
-    context = engine.core.vllm_config.compilation_config.static_forward_context
-    assert all(layer.impl.observer is None for layer in context.values() if hasattr(layer, "impl"))
+    assert all(impl.observer is None for impl in impls(engine))
     report = engine.core.antkv_status()["workers"][0]
     assert sum(report["sampled_attention"].values()) == pytest.approx(before + 1)
 
@@ -163,27 +159,25 @@ def test_an_engine_at_rest_does_not_wake_its_workers(
     for num_requests in range(1, 3):
         engine.complete([prompts[0]])
         # A server takes this step by itself: it tells the workers which requests are finished.
-        engine.llm.llm_engine.step()
+        engine.step()
         first = engine.core.antkv_status()
         assert [engine.core.antkv_status() for _ in range(3)] == 3 * [first]
         assert asked == num_requests * ["antkv_report"]
     add(engine, "running", prompts[-1])
     before = engine.core.antkv_status()["workers"][0]["tokens_stored"]
     assert before > first["workers"][0]["tokens_stored"]
-    drain(engine)
+    list(engine.steps())
     assert engine.core.antkv_status()["workers"][0]["tokens_stored"] > before
     assert asked == 4 * ["antkv_report"]
 
 
 def test_samples_take_turns_among_the_layers(engine: Engine, prompts: list[list[int]]) -> None:
     """One layer is observed for one step; none is until somebody asks."""
-    context = engine.core.vllm_config.compilation_config.static_forward_context
-    impls = [layer.impl for layer in context.values() if hasattr(layer, "impl")]
-    assert len(impls) == NUM_LAYERS
+    assert len(impls(engine)) == NUM_LAYERS
     sampled = []
     for _ in range(NUM_LAYERS):
         engine.core.antkv_status()
-        (index,) = [number for number, impl in enumerate(impls) if impl.observer is not None]
+        (index,) = [number for number, impl in enumerate(impls(engine)) if impl.observer is not None]
         sampled.append(index)
         engine.complete([prompts[0]], max_tokens=3)
     assert sorted(sampled) == list(range(NUM_LAYERS))
@@ -210,7 +204,7 @@ def test_a_layer_with_a_window_shows_the_anchors_that_it_still_has(
     with start_engine(model, "antkv-1bit", SETTINGS) as engine:
         add(engine, "0", prompt)
         # The step after that of the prompt frees what it no longer sees.
-        engine.llm.llm_engine.step()
+        engine.step()
         answer = engine.core.antkv_anchors(None, 0)
         num_blocks, first_seen = len(prompt) // VQ_BLOCK_SIZE, (len(prompt) + 1 - window) // VQ_BLOCK_SIZE
         assert answer["map"]["blocks"] == num_blocks
@@ -220,4 +214,4 @@ def test_a_layer_with_a_window_shows_the_anchors_that_it_still_has(
                 is_there = kind == "full_attention" or block >= first_seen
                 for rows in (rows for head in heads for rows in head):
                     assert len({row for row in rows if row >= 0}) == (ANCHOR_ROWS if is_there else 0)
-        drain(engine)
+        list(engine.steps())

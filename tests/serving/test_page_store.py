@@ -10,18 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
-from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
 from loadtest.server import free_port
 from tests.adapters import make_adapter
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_same
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_same, transfer
 from tests.serving.drafts import speculation
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
@@ -35,11 +32,6 @@ PRESET = "antkv-1bit"
 #: Tokens of `prompts[-1]` that are whole VQ blocks.
 HIT = 512
 Start = Callable[..., Any]
-
-
-def transfer(folder: Path, role: str = "kv_both") -> dict[str, Any]:
-    """The value of --kv-transfer-config."""
-    return {"kv_connector": "AntKVStore", "kv_role": role, "kv_connector_extra_config": {"folder": str(folder)}}
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +73,7 @@ def test_a_restart_finds_what_a_local_hit_finds(
     folder, local = kept
     before = sorted(folder.rglob("*"))
     with start(folder, role="kv_consumer") as engine:
-        for pages in engine.kv_tensors():
-            pages.view(torch.uint8).fill_(0xFF)
+        engine.fill_with_nan()
         assert engine.complete(prompts, together=False) == local
         assert engine.complete(prompts, together=False) == local
         assert engine.llm.reset_prefix_cache()
@@ -210,7 +201,7 @@ def test_a_full_disk_and_a_removed_folder_cost_hits_alone(
 
 def _config(model: Path = EMBEDDED, settings: Any = None, role: str = "kv_both", **options: Any) -> Any:
     given = {"kv_cache_dtype": PRESET, "dtype": "float32", "max_model_len": 512, **options}
-    given = {"kv_transfer_config": transfer(Path("/there"), role), **given}
+    given = {"kv_transfer_config": transfer("/there", role), **given}
     return EngineArgs(str(model), additional_config={"antkv": settings or {}}, **given).create_engine_config()
 
 
@@ -224,12 +215,10 @@ def test_what_a_server_does_is_said_by_its_options() -> None:
     with pytest.raises(SettingsError, match="pages of an antkv cache"):
         AntKVStore(_config(kv_cache_dtype="auto"), KVConnectorRole.SCHEDULER, None)
     with pytest.raises(SettingsError, match="absolute path"):
-        _config(kv_transfer_config=transfer(Path("here")))
+        _config(kv_transfer_config=transfer("here"))
     for wrong in ({"max_bytes": 0}, {"max_bytes": "1 GB"}, {"max_byte": 1 << 30}):
-        store = transfer(Path("/there"))
-        store["kv_connector_extra_config"] |= wrong
         with pytest.raises(SettingsError, match=f"setting '{next(iter(wrong))}' of AntKVStore is not usable"):
-            _config(kv_transfer_config=store)
+            _config(kv_transfer_config=transfer("/there", **wrong))
     only_saves = AntKVStore(_config(role="kv_producer"), KVConnectorRole.SCHEDULER, None)
     assert only_saves.get_num_new_matched_tokens(SimpleNamespace(request_id="one"), 0) == (0, False)
 
@@ -313,15 +302,12 @@ def test_hits_beside_preemption_and_aborts(start: Start, prompts: list[list[int]
         engine.assert_all_blocks_free()
         for num_steps in range(1, 4):
             assert engine.llm.reset_prefix_cache()
-            running = engine.llm.llm_engine
             for number, prompt in enumerate(some):
-                params = SamplingParams(temperature=0, max_tokens=9)
-                running.add_request(f"{num_steps}-{number}", TokensPrompt(prompt_token_ids=prompt), params)
+                engine.add(f"{num_steps}-{number}", prompt, max_tokens=9)
             for _ in range(num_steps):
-                running.step()
-            running.abort_request([f"{num_steps}-{number}" for number in range(0, len(some), 2)])
-            while running.has_unfinished_requests():
-                running.step()
+                engine.step()
+            engine.llm.llm_engine.abort_request([f"{num_steps}-{number}" for number in range(0, len(some), 2)])
+            list(engine.steps())
             engine.assert_all_blocks_free()
         assert engine.count("external_prefix_cache_hits") > hits
 

@@ -17,7 +17,7 @@ import pytest
 from loadtest.server import Server, Start, free_port, running
 from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE, wait_for
-from tests.serving.conftest import EMBEDDED, ROOT
+from tests.serving.conftest import EMBEDDED, ROOT, transfer
 from tests.serving.server import MODEL_NAME, PRESET, answer, process_serving
 from tests.serving.tiny import GEMMA, make_codebook, make_model
 
@@ -75,8 +75,7 @@ def connector(name: str, folder: Path) -> dict[str, Any]:
     if name == "MultiConnector":
         inner = [{**connector(each, folder), "kv_role": "kv_both"} for each in ("NixlConnector", "AntKVStore")]
         return {"kv_connector": name, "kv_connector_extra_config": {"connectors": inner}}
-    extra = {"kv_connector_extra_config": {"folder": str(folder)}} if name == "AntKVStore" else {}
-    return {"kv_connector": name, **extra}
+    return transfer(folder) if name == "AntKVStore" else {"kv_connector": name}
 
 
 @contextmanager

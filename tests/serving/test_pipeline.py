@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.conftest import EMBEDDED, assert_all_same
+from tests.serving.conftest import EMBEDDED, assert_all_same, transfer
 from tests.serving.tiny import make_codebook, make_model
 from vllm_antkv.vllm_adapter.server.anchors import Anchors
 from vllm_antkv.vllm_adapter.server.status import EngineStatus
@@ -34,8 +34,8 @@ def test_stages_answer_as_one_process(
         alone = engine.complete(prompts, together=False)
         status, anchors = shown(engine.core)
         assert status.sinks_found > 0
-    store = {"kv_connector": "AntKVStore", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": str(tmp_path)}}
-    options = {"pipeline_parallel_size": 2, "tensor_parallel_size": num_ranks, "kv_transfer_config": store}
+    options = {"pipeline_parallel_size": 2, "tensor_parallel_size": num_ranks}
+    options["kv_transfer_config"] = transfer(tmp_path)
     # VLLM's stages do not start with --enforce-eager on CPUs, with `auto` neither.
     with start_engine(EMBEDDED, PRESET, default, max_num_batched_tokens=300, enforce_eager=False, **options) as engine:
         assert_all_same(engine.complete(prompts, together=False), alone)

@@ -34,9 +34,8 @@ def model(tmp_path: Path) -> Path:
 
 def test_the_engine_flags_and_keeps_planted_sinks(start_engine: Callable[..., Any], model: Path) -> None:
     with start_engine(model, PRESET, SETTINGS, max_model_len=512, enable_prefix_caching=False) as engine:
-        runner = engine.core.model_executor.driver_worker.worker.model_runner
-        layers = runner.vllm_config.compilation_config.static_forward_context
-        (flags,) = {layer.impl.attachment.sinks for layer in layers.values() if hasattr(layer, "impl")} - {None}
+        impls = [layer.impl for layer in engine.layers.values() if hasattr(layer, "impl")]
+        (flags,) = {impl.attachment.sinks for impl in impls} - {None}
         served = []
         for prompt in PROMPTS:
             # One token: the prompt is the only step, and its flags are still there afterwards.

@@ -26,8 +26,8 @@ def test_new_weights_are_served_as_auto_serves_them(
     def before_and_after(kv_cache_dtype: str, settings: dict[str, Any] | None) -> list[list[Completion]]:
         with start_engine(EMBEDDED, kv_cache_dtype, settings) as engine:
             before = engine.complete(some)
-            for pages in engine.kv_tensors() if settings else []:
-                pages.view(torch.uint8).fill_(0xFF)
+            if settings:
+                engine.fill_with_nan()
             engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
             engine.llm.reset_prefix_cache()
             return [before, engine.complete(some)]

@@ -19,9 +19,9 @@ from loadtest.server import Server
 from loadtest.watch import metrics
 from tests.adapters import make_adapter
 from tests.patience import PATIENCE
-from tests.serving.conftest import EMBEDDED, Completion, assert_all_same
+from tests.serving.conftest import EMBEDDED, Completion, assert_all_same, transfer
 from tests.serving.server import answer, process_serving
-from tests.serving.test_page_store import PRESET, transfer
+from tests.serving.test_page_store import PRESET
 from tests.serving.test_store_bytes import bytes_in
 from vllm_antkv.vllm_adapter.kv_transfer.ledger import Ledger
 
@@ -37,8 +37,6 @@ def test_a_server_that_is_killed_under_load_leaves_nothing_wrong(
     with start_engine(EMBEDDED, PRESET, default) as engine:
         alone = [list(each.tokens) for each in engine.complete(some, together=False)]
     folder, limit = tmp_path / "store", 1_800_000
-    store = transfer(folder)
-    store["kv_connector_extra_config"]["max_bytes"] = limit
 
     def started(name: str) -> Server:
         return held.enter_context(process_serving(EMBEDDED, tmp_path / f"{name}.log", **options))
@@ -56,7 +54,7 @@ def test_a_server_that_is_killed_under_load_leaves_nothing_wrong(
 
     options = {
         "--additional-config": json.dumps({"antkv": default}),
-        "--kv-transfer-config": json.dumps(store),
+        "--kv-transfer-config": json.dumps(transfer(folder, max_bytes=limit)),
         # Few prompts fit: what was asked before is looked for in the folder.
         "--kv-cache-memory-bytes": "3000000",
     }

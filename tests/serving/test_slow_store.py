@@ -8,12 +8,10 @@ from threading import Event
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
 
 from tests.patience import PATIENCE
-from tests.serving.conftest import EMBEDDED, Engine, flush
-from tests.serving.test_page_store import PRESET, transfer
+from tests.serving.conftest import EMBEDDED, Engine, flush, transfer
+from tests.serving.test_page_store import PRESET
 from vllm_antkv.vllm_adapter.kv_transfer import saver
 from vllm_antkv.vllm_adapter.kv_transfer.files import PageFiles
 
@@ -58,16 +56,11 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
-def add(engine: Engine, name: str, prompt: list[int], max_tokens: int = 8) -> None:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    engine.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
-
-
 def steps(engine: Engine, until: Callable[[], bool]) -> dict[str, tuple[tuple[int, ...], int]]:
     """Let it run until this holds; tokens of the requests that end, and how many of each prompt were cached."""
     ended = {}
     while not until():
-        for output in engine.llm.llm_engine.step():
+        for output in engine.step():
             if output.finished:
                 ended[output.request_id] = tuple(output.outputs[0].token_ids), output.num_cached_tokens
     return ended
@@ -102,10 +95,10 @@ def test_only_the_request_waits_whose_pages_they_are(
     _, (of_hit, *of_others) = kept
     requests = engine.core.scheduler.requests
     with disk.silent(operation):
-        add(engine, "hit", prompts[-1])
+        engine.add("hit", prompts[-1])
         steps(engine, disk.asked[operation].is_set)
         for number, prompt in enumerate(prompts[:3]):
-            add(engine, str(number), prompt)
+            engine.add(str(number), prompt)
         others = steps(engine, lambda: len(requests) == 1)
         assert others == {str(number): (tokens, 0) for number, tokens in enumerate(of_others)}
     assert steps(engine, lambda: not requests) == {"hit": (of_hit, 512)}
@@ -119,16 +112,16 @@ def test_a_request_that_ends_while_it_is_loaded(
     _, (of_hit, *of_others) = kept
     requests = engine.core.scheduler.requests
     with disk.silent("read"):
-        add(engine, "hit", prompts[-1])
+        engine.add("hit", prompts[-1])
         steps(engine, disk.asked["read"].is_set)
         num_free = engine.block_pool.get_num_free_blocks()
         engine.llm.llm_engine.abort_request(list(requests), internal=True)
-        add(engine, "other", prompts[0])
+        engine.add("other", prompts[0])
         assert [tokens for tokens, _ in steps(engine, lambda: len(requests) == 1).values()] == of_others[:1]
         assert engine.block_pool.get_num_free_blocks() == num_free
     steps(engine, lambda: not requests)
     engine.assert_all_blocks_free()
-    add(engine, "again", prompts[-1])
+    engine.add("again", prompts[-1])
     assert steps(engine, lambda: not requests) == {"again": (of_hit, 512)}
 
 
@@ -138,7 +131,7 @@ def test_weights_that_come_while_a_request_is_loaded(
     """It is computed with these."""
     requests = engine.core.scheduler.requests
     with disk.silent("read"):
-        add(engine, "hit", prompts[-1])
+        engine.add("hit", prompts[-1])
         steps(engine, disk.asked["read"].is_set)
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(EMBEDDED)})
     assert steps(engine, lambda: not requests) == {"hit": (kept[1][0], 0)}
@@ -158,7 +151,7 @@ def test_answers_do_not_wait_for_what_is_saved(
     before = set(tmp_path.rglob("*-?"))
     monkeypatch.setattr(saver, "_WAITING", 100_000)
     with disk.silent("write"):
-        add(engine, "new", prompt)
+        engine.add("new", prompt)
         ((tokens, _),) = steps(engine, lambda: not requests).values()
         engine.assert_all_blocks_free()
         assert set(tmp_path.rglob("*-?")) == before

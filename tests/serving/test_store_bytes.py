@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_same
-from tests.serving.test_page_store import PRESET, transfer
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_same, transfer
+from tests.serving.test_page_store import PRESET
 from tests.serving.tiny import make_codebook, make_model
 from vllm_antkv.vllm_adapter.block_pool.managers import pages_in_use
 
@@ -48,12 +46,9 @@ def test_a_prompt_takes_little_more_than_in_the_pool(
         "kv_transfer_config": transfer(tmp_path / "store"),
     }
     with start_engine(model, PRESET, {"codebooks": str(tmp_path / "codebooks")}, **options) as engine:
-        running = engine.llm.llm_engine
-        prompt = TokensPrompt(prompt_token_ids=[(7 * position) % 4000 + 3 for position in range(NUM_TOKENS)])
-        running.add_request("one", prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        engine.add("one", [(7 * position) % 4000 + 3 for position in range(NUM_TOKENS)], max_tokens=2)
         held = 0
-        while running.has_unfinished_requests():
-            running.step()
+        for _ in engine.steps():
             held = bytes_in_pool(engine) or held
     kept = bytes_in(tmp_path / "store")
     layers_and_classes, bytes_per_element = 2 * 2, 2
@@ -96,8 +91,7 @@ def test_the_limit_costs_hits_alone(
         alone = engine.complete(some, together=False)
     limit = bytes_in(folder) * 4 // 5
     shutil.rmtree(folder)
-    store = transfer(folder)
-    store["kv_connector_extra_config"]["max_bytes"] = limit
+    store = transfer(folder, max_bytes=limit)
     with start_engine(EMBEDDED, PRESET, default, kv_transfer_config=store) as engine:
         for index, num_found in [(0, 0), (1, 0), (0, 512), (2, 0), (0, 512), (1, 0), (1, 512)]:
             assert engine.llm.reset_prefix_cache()

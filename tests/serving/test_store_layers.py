@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, transfer
 from tests.serving.drafts import speculation
-from tests.serving.test_page_store import HIT, PRESET, transfer
+from tests.serving.test_page_store import HIT, PRESET
 from tests.serving.test_speculation import served
 from tests.serving.tiny import FAMILY, GEMMA, make_codebook, make_model
 
@@ -39,13 +38,6 @@ def made(folder: Path, name: str, **changes: Any) -> tuple[Path, dict[str, Any]]
     return model, {"codebooks": str(folder / "codebooks")}
 
 
-def fill_with_nan(engine: Engine) -> None:
-    for pages in engine.kv_tensors():
-        # Layers with states have several.
-        for each in pages if isinstance(pages, tuple) else (pages,):
-            each.fill_(torch.nan if each.is_floating_point() else 0xFF)
-
-
 def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[Completion]:
     """Of an empty pool each time."""
     answers = []
@@ -62,7 +54,7 @@ def test_pages_of_layers_with_windows(start: Start, prompts: list[list[int]], tm
     with start(*made(tmp_path, "gemma2", **GEMMA), kv_cache_dtype_skip_layers=exact) as engine:
         engine.complete(prompts[-1:])
         local = engine.complete(prompts[-1:])
-        fill_with_nan(engine)
+        engine.fill_with_nan()
         assert engine.llm.reset_prefix_cache()
         assert engine.complete(prompts[-1:]) == local
         assert local[0].num_cached_tokens == HIT
@@ -86,7 +78,7 @@ def test_states_are_found_where_prompts_end_and_part(
         assert [answer.num_cached_tokens for answer in found] == [0, 0, parting, parting]
         assert_all_same(found, alone)
     with start(model, settings, dtype=dtype) as engine:
-        fill_with_nan(engine)
+        engine.fill_with_nan()
         for found in (engine.complete(some), one_by_one(engine, some)):
             assert [answer.num_cached_tokens for answer in found] == [at_end] * len(some)
             assert_all_same(found, alone)

@@ -146,8 +146,6 @@ def planned(case: Case, window: int, length: int) -> int:
 def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(
     start_engine: Start, tmp_path: Path, name: str
 ) -> None:
-    from vllm import SamplingParams
-
     from vllm_antkv.vllm_adapter.block_pool.requests import tokens_in_use
 
     case, window = CASES[name], 128
@@ -155,11 +153,9 @@ def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(
     make_model(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
     make_codebook(tmp_path / "antkv", tmp_path, PRESET)
     with start_engine(tmp_path, PRESET, max_model_len=length) as engine:
-        params = SamplingParams(temperature=0, max_tokens=6 * window, ignore_eos=True)
-        engine.llm.llm_engine.add_request("0", {"prompt_token_ids": [0, *range(3, 3 + window)]}, params)
+        engine.add("0", [0, *range(3, 3 + window)], max_tokens=6 * window)
         held, tokens = [], []
-        while engine.llm.llm_engine.has_unfinished_requests():
-            engine.llm.llm_engine.step()
+        for _ in engine.steps():
             held.append(blocks_of_windows(engine))
             tokens.append(tokens_in_use(engine.core.scheduler))
         assert len(held) >= 6 * window
