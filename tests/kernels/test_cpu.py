@@ -1,7 +1,5 @@
 """The C++ kernels give what the offline evaluator computes in float64, however the steps are cut."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ from tests.kernels.conftest import TESTED, operations_of
 from tests.kernels.engine import Engine, Sequence, Shape, codebook, draw_sequence
 from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from tests.kernels.test_operations import CONFIGS
+from tests.processes import run_python
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
@@ -156,7 +155,7 @@ for count in (1, 3):
     torch.set_num_threads(count)
     assert ctypes.CDLL(None).omp_get_max_threads() == count
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    run_python("-c", script)
 
 
 @pytest.mark.parametrize("variant", TESTED, ids=lambda variant: variant.name)

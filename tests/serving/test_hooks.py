@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from tests.processes import run_python
 from tests.serving.conftest import ENGINE_ENVIRONMENT
 from vllm_antkv import plugin
 from vllm_antkv.config import VQ_BLOCK_SIZE
@@ -158,9 +158,8 @@ print(">", cache.CacheConfig(cache_dtype="antkv-1bit").cache_dtype)
 def test_a_vllm_that_behaves_otherwise_is_left_as_it_was() -> None:
     """The plugin says why it is not active, and not one of its hooks stays; repaired, the same vLLM takes them."""
     environment = {**os.environ, **ENGINE_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, "-c", BREAKING]
-    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
-    said = [line for line in done.stdout.splitlines() if line.startswith("> ")]
+    lines = run_python("-c", BREAKING, environment=environment).splitlines()
+    said = [line for line in lines if line.startswith("> ")]
     for words in BREAKS.values():
         warning, same, dtypes, *said = said
         assert warning.startswith("> vllm-antkv is not active: ")

@@ -2,11 +2,12 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_pytest
 
 pytestmark = pytest.mark.long
 
@@ -20,7 +21,4 @@ def test_models_that_see_images() -> None:
     if importlib.util.find_spec("torchvision") is None:
         assert WHEEL.exists(), "make venv"
         environment["PYTHONPATH"] = os.pathsep.join(map(str, (HERE / "beside_cpu_torch", WHEEL)))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "images.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_pytest(HERE / "images.py", environment=environment)

@@ -4,11 +4,11 @@ Its kernels run in Triton's interpreter, ours are those of the CPU.
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_pytest
 
 pytestmark = pytest.mark.long
 
@@ -21,9 +21,6 @@ pytestmark = pytest.mark.long
     ],
 )
 def test_scheduling_is_not_seen_there_either(file: str, cases: str, count: int) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.serving.v2_runner"]
-    command += ["-k", cases, str(Path(__file__).with_name(file))]
+    chosen = ["-p", "tests.serving.v2_runner", "-k", cases, Path(__file__).with_name(file)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert f"{count} passed" in done.stdout
+    assert f"{count} passed" in run_pytest(*chosen, environment=environment)

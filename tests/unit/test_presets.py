@@ -1,8 +1,6 @@
-import subprocess
-import sys
-
 import pytest
 
+from tests.processes import run_python
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.presets import LAYER_PRESETS, PRESETS, get_preset, parts_of_mix
 
@@ -57,4 +55,4 @@ def test_a_mix_needs_cheaper_and_dearer_presets(preset: str, head_size: int, par
 
 def test_presets_and_errors_load_without_torch_and_vllm():
     code = "import sys, vllm_antkv.presets; assert not {'torch', 'vllm', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code)
