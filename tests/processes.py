@@ -4,9 +4,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.places import ROOT
 
 
 def run_python(*arguments: object, environment: Mapping[str, str] = os.environ) -> str:

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: 
 from vllm.v1.worker.gpu import buffer_utils, model_runner  # noqa: E402
 from vllm.v1.worker.gpu.block_table import BlockTables  # noqa: E402
 
+from tests.places import EMBEDDED  # noqa: E402
 from vllm_antkv import plugin  # noqa: E402
 from vllm_antkv.cache.pages import page_layouts  # noqa: E402
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig  # noqa: E402
@@ -44,7 +45,6 @@ from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec, recency_spec, 
 # There is no device to share pinned memory with.
 buffer_utils.is_uva_available = lambda: False
 
-EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
 #: As long as the embedded model allows.
 MAX_LEN = 2048
 #: Lengths of the requests of a step, before the step: in the first window, and far behind it.

@@ -1,14 +1,9 @@
 """Comparing what two engines answered where their arithmetic rounds differently, as on GPUs."""
 
-from collections.abc import Callable
 from math import inf
-from typing import Any
 
 from tests.serving.conftest import Completion
 
-PRESET = "antkv-1bit"
-#: Starts an engine, as `tests.serving.conftest.running_engine` does.
-Start = Callable[..., Any]
 #: Differences of log-probabilities. float32: orders of summation; between `auto`'s kernels, which multiply in TF32, and
 #: ours: that. 16 bits: rounding of rows, probabilities and logits. In bfloat16, logits of 8 to 16 are 1/16 apart; on a
 #: CPU, answers to requests alone and in batches differ by up to 0.07 with `auto`, and by 0.09 with antkv-1bit.

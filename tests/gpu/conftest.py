@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from tests.gpu.completions import MEMORY, Start
-from tests.serving.conftest import alone, auto, codebooks, default, engine_environment, prompts, running_engine
+from tests.gpu.completions import MEMORY
+from tests.serving.conftest import Start, alone, auto, codebooks, default, engine_environment, prompts, running_engine
 
 __all__ = ["alone", "auto", "codebooks", "default", "engine_environment", "prompts"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import vllm_antkv
-from tests.gpu.completions import FLOAT16, PRESET, SAME_KERNELS, Start, assert_close
-from tests.serving.conftest import EMBEDDED, Completion
+from tests.gpu.completions import FLOAT16, SAME_KERNELS, assert_close
+from tests.serving.conftest import EMBEDDED, PRESET, Completion, Start
 
 pytestmark = pytest.mark.serving
 

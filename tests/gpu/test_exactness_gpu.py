@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.completions import OTHER_KERNELS, PRESET, SAME_KERNELS, Start, assert_close
-from tests.serving.conftest import EMBEDDED, Completion
+from tests.gpu.completions import OTHER_KERNELS, SAME_KERNELS, assert_close
+from tests.serving.conftest import EMBEDDED, PRESET, Completion, Start
 
 pytestmark = pytest.mark.serving
 

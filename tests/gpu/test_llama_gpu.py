@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.codebooks import random_codebook
-from tests.gpu.completions import BFLOAT16, PRESET, Start, assert_close
+from tests.gpu.completions import BFLOAT16, assert_close
+from tests.serving.conftest import PRESET, Start
 from vllm_antkv.codebook import ModelIdentity, codebook_path
 
 pytestmark = pytest.mark.serving

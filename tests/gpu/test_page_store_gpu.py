@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import vllm_antkv
-from tests.gpu.completions import FLOAT16, PRESET, SAME_KERNELS, Start, assert_close
+from tests.gpu.completions import FLOAT16, SAME_KERNELS, assert_close
 from tests.gpu.on_device import DEVICE
-from tests.serving.conftest import EMBEDDED, transfer
+from tests.serving.conftest import EMBEDDED, PRESET, Start, transfer
 from vllm_antkv.vllm_adapter.kv_transfer.lanes import Lane, Point
 from vllm_antkv.vllm_adapter.kv_transfer.pages import Block, PoolPages
 

@@ -17,8 +17,8 @@ import yaml
 
 from tests.house.docs_commands import check_vllm
 from tests.house.test_dashboard import known_metrics
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 CHART = DOCKER / "helm" / "vllm-antkv"
 PAIR = DOCKER / "helm" / "pair"

@@ -2,13 +2,12 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from scripts import capacity_figure, hybrid_figure
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 NUMBERS = json.loads(capacity_figure.NUMBERS.read_text())
 
 

@@ -3,11 +3,11 @@
 import ast
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.places import ROOT
+
 #: Keywords with which, or with another value than this, a function may unpickle, or run what a model brings along.
 FORBIDDEN = {"allow_pickle": "False", "trust_remote_code": "False", "weights_only": "True"}
 

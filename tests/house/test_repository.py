@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.places import ROOT
 from tests.scheduling import LARGE_FILES, SERVER_FILES
 from vllm_antkv.releases import LOCKED
 
-ROOT = Path(__file__).parents[2]
 #: Of a file of the package.
 MAX_LINES = 300
 #: Their locks lie beside either engine's and move nothing in it.

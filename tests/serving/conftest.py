@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE
+from tests.places import EMBEDDED, PRESET, TEXT
 from vllm_antkv.doctor.verify import Completion, complete
 
 _FEW_COLLECTIONS = str(Path(__file__).with_name("few_collections"))
@@ -31,8 +32,8 @@ KV_CACHE_BYTES = 64 << 20
 #: The real one: `made_quickly` puts another in its place.
 _collect_garbage = gc.collect
 
-ROOT = Path(__file__).parents[2]
-EMBEDDED = ROOT / "models" / "embedded"
+#: Starts an engine, as `running_engine` does.
+Start = Callable[..., Any]
 
 
 class Engine:
@@ -227,7 +228,7 @@ def engine_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def start_engine(engine_environment: None) -> Callable[..., Any]:
+def start_engine(engine_environment: None) -> Start:
     """`running_engine`, once the environment is set."""
     return running_engine
 
@@ -268,8 +269,7 @@ def prompts() -> list[list[int]]:
     """Token ids of ten English prompts whose lengths surround the edges of VQ blocks."""
     from transformers import AutoTokenizer
 
-    text = (ROOT / "LICENSE").read_text()
-    ids = AutoTokenizer.from_pretrained(EMBEDDED)(text, add_special_tokens=False)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(EMBEDDED)(TEXT.read_text(), add_special_tokens=False)["input_ids"]
     lengths = [4, 39, 127, 128, 199, 255, 256, 383, 450, 600]
     return [[0, *ids[20 * i : 20 * i + length]] for i, length in enumerate(lengths)]
 
@@ -309,15 +309,15 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
         hidden = model(torch.tensor([prompts[-1]]), output_hidden_states=True).hidden_states[layer + 1]
     threshold = float(hidden[0, :, channel].abs().quantile(0.98))
     identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(EMBEDDED))
-    codebook = Codebook.load(find_codebook(str(EMBEDDED), identity, "antkv-1bit"))
+    codebook = Codebook.load(find_codebook(str(EMBEDDED), identity, PRESET))
     rule = SinkRule(layer=layer, channels=(channel,), threshold=threshold)
     folder = tmp_path_factory.mktemp("codebooks")
     pairs = torch.zeros(1, identity.head_size // 2)
     order = tuple(interleaved(RotaryTable(pairs, pairs), identity.head_size, codebook.preset.sub_vector_size))
-    header = codebook.header.model_copy(update={"sinks": rule, "k_orders": {"antkv-1bit": order}})
+    header = codebook.header.model_copy(update={"sinks": rule, "k_orders": {PRESET: order}})
     exponents = torch.arange(identity.num_layers * identity.num_kv_heads * identity.head_size // 2) % 3 - 1
     k_scale = exponents.float().exp2().view(identity.num_layers, identity.num_kv_heads, -1).repeat(1, 1, 2)
-    Codebook(header, codebook.k, codebook.v, k_scale=k_scale).save(codebook_path(folder, "antkv-1bit"))
+    Codebook(header, codebook.k, codebook.v, k_scale=k_scale).save(codebook_path(folder, PRESET))
     return str(folder)
 
 
@@ -337,5 +337,5 @@ def auto(start_engine: Callable[..., Any], prompts: list[list[int]]) -> list[Com
 @pytest.fixture(scope="module")
 def alone(start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
     """Default settings, one request at a time, whole prompts, nothing shared."""
-    with start_engine(EMBEDDED, "antkv-1bit", default, enable_prefix_caching=False) as engine:
+    with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
         return engine.complete(prompts, together=False)

@@ -3,10 +3,8 @@
 import json
 from pathlib import Path
 
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import TEXT
 from vllm_antkv import cli
-
-TEXT = EMBEDDED.parents[1] / "LICENSE"
 
 
 def calibrate(model: Path, preset: str, out: Path) -> None:

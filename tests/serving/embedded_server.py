@@ -14,10 +14,9 @@ from loadtest.server import EMBEDDED, running_server
 from loadtest.server import Server as LoadedServer
 from loadtest.soak import ENVIRONMENT
 from tests.patience import PATIENCE
-from tests.serving.conftest import transfer
+from tests.serving.conftest import PRESET, transfer
 from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule, codebook_path, find_codebook
 
-PRESET = "antkv-1bit"
 API_KEY = "sesame"
 MODEL_NAME = "embedded"
 MAX_MODEL_LEN = 1024

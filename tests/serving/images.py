@@ -3,7 +3,7 @@
 `test_images.py` runs this file, in a process that has torchvision.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.serving.conftest import Engine
+from tests.serving.conftest import Engine, Start
 from tests.serving.served_family import (
     OPTIONS,
     PRESET,
@@ -34,7 +34,6 @@ from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.models import ModelCard
 
-Start = Callable[..., Any]
 #: Tokens before and after the image of each prompt; the last prompt has none.
 LENGTHS = ((3, 30), (120, 40), (5, 290), (200, None))
 

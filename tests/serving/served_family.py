@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.serving import documented
-from tests.serving.conftest import Completion, assert_all_same
+from tests.serving.conftest import PRESET, Completion, assert_all_same
 from tests.serving.tiny import make_codebook
 from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import AntKVConfig
@@ -21,7 +21,6 @@ from vllm_antkv.offline.method import Method
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.pretrained import load_weights
 
-PRESET = "antkv-1bit"
 PROMPTS = [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate(LENGTHS)]
 OPTIONS: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,

@@ -16,13 +16,12 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from scripts.moved import serve_arguments
 from tests.conftest import Refused
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import EMBEDDED, PRESET
 from tests.unit import spoilt
 from vllm_antkv.codebook import codebook_path
 from vllm_antkv.errors import AntKVError, SettingsError
 from vllm_antkv.plugin import register
 
-PRESET = "antkv-1bit"
 CONFIG = "--additional-config"
 
 

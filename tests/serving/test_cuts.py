@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from tests.serving.conftest import EMBEDDED, Completion
+from tests.serving.conftest import EMBEDDED, PRESET, Completion
 
 pytestmark = pytest.mark.long
-
-PRESET = "antkv-1bit"
 
 
 def assert_same_bits(ours: list[Completion], expected: list[Completion]) -> None:

@@ -4,19 +4,16 @@ Float32, so that rounding in batched matrix products stays far below the toleran
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_scheduling_is_not_seen
+from tests.places import EMBEDDED, PRESET
+from tests.serving.conftest import Completion, Engine, Start, assert_all_same, assert_scheduling_is_not_seen
 from vllm_antkv.ops import dispatch
 from vllm_antkv.ops.layer import LayerOperations, LayerState
 from vllm_antkv.ops.warm_up import warm_up
-
-PRESET = "antkv-1bit"
-Start = Callable[..., Any]
 
 #: Settings whose results must not depend on scheduling, as those of `test_cuts.py`. prefill_reads_cache false may.
 ORDINARY = [

@@ -4,7 +4,7 @@ Random tiny models; what cannot be served is in test_refusals.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import Refused
+from tests.serving.conftest import Start
 from tests.serving.served_family import (
     OPTIONS,
     PROMPTS,
@@ -29,7 +30,6 @@ from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.families import FAMILIES
 from vllm_antkv.layer_windows import has_mamba2, layer_windows
 
-Start = Callable[..., Any]
 #: A model of each division of the pool: windows or none, layers that share pages, states of every kind.
 ONE_OF_EACH_POOL = (
     "llama",

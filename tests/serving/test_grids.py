@@ -1,8 +1,7 @@
 """M-RoPE: where tokens have three positions, real vLLM serves what the evaluator computes, however it is scheduled."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from tests.serving.conftest import assert_all_same
+from tests.serving.conftest import Start, assert_all_same
 from tests.serving.grids import GRIDS, PATCH, make_grid, positions_of, register
 from tests.serving.served_family import OPTIONS, PRESET, SINKS, assert_as_expected
 from tests.serving.tiny import make_codebook
@@ -27,8 +26,6 @@ from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.ops.rope import rotate
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.load.rope import three_part_tables
-
-Start = Callable[..., Any]
 
 
 def pictures(*runs: int) -> list[int]:

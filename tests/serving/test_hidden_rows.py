@@ -5,15 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.codebooks import random_codebook
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import PRESET, TEXT
 from tests.serving.tiny import make_model
 from vllm_antkv import cli
 from vllm_antkv.codebook import Codebook, RopeLayout, codebook_path
 from vllm_antkv.doctor.verify import check_answers
 from vllm_antkv.offline.models import ModelCard
-
-PRESET = "antkv-1bit"
-TEXT = EMBEDDED.parents[1] / "LICENSE"
 
 
 @pytest.fixture(scope="module")

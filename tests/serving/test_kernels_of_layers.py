@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.serving.conftest import assert_all_same
+from tests.serving.conftest import PRESET, assert_all_same
 from tests.serving.served_family import OPTIONS, PROMPTS, SINKS
 from tests.serving.tiny import FAMILY, make_codebook, make_model
 from vllm_antkv.ops import cpu, dispatch
 from vllm_antkv.ops.layer import LayerKind
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-
-PRESET = "antkv-1bit"
 
 
 def only_plain_layers(device: torch.device, layer: LayerKind) -> str | None:

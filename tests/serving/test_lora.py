@@ -6,7 +6,6 @@ adapters.
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import get_group_id
 
 from tests.adapters import EVERY_PROJECTION, K_AND_V, make_adapter, merged
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
+from tests.serving.conftest import EMBEDDED, PRESET, TEXT, Completion, Engine, Start, assert_all_same
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
@@ -25,10 +24,7 @@ from vllm_antkv.evaluate.windows import TextWindows, load_windows
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 
-PRESET = "antkv-1bit"
 OPTIONS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-TEXT = EMBEDDED.parents[1] / "LICENSE"
-Start = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

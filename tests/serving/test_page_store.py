@@ -18,7 +18,7 @@ from vllm.lora.request import LoRARequest
 
 from loadtest.server import free_port
 from tests.adapters import make_adapter
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_same, transfer
+from tests.serving.conftest import EMBEDDED, PRESET, Completion, Engine, Start, assert_all_same, assert_same, transfer
 from tests.serving.drafts import speculation
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
@@ -28,10 +28,8 @@ from vllm_antkv.vllm_adapter.kv_transfer.files import PageFiles
 from vllm_antkv.vllm_adapter.kv_transfer.ledger import Ledger
 from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
 
-PRESET = "antkv-1bit"
 #: Tokens of `prompts[-1]` that are whole VQ blocks.
 HIT = 512
-Start = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

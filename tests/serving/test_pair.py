@@ -17,7 +17,8 @@ import pytest
 from loadtest.server import Server, Start, free_port, running
 from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE, wait_for
-from tests.serving.conftest import EMBEDDED, ROOT, transfer
+from tests.places import ROOT
+from tests.serving.conftest import EMBEDDED, transfer
 from tests.serving.server import MODEL_NAME, PRESET, answer, process_serving
 from tests.serving.tiny import GEMMA, make_codebook, make_model
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.serving.conftest import EMBEDDED, assert_all_same, transfer
+from tests.serving.conftest import EMBEDDED, PRESET, assert_all_same, transfer
 from tests.serving.tiny import make_codebook, make_model
 from vllm_antkv.vllm_adapter.server.anchors import Anchors
 from vllm_antkv.vllm_adapter.server.status import EngineStatus
 
 pytestmark = pytest.mark.long
-
-PRESET = "antkv-1bit"
 
 
 def shown(core: Any) -> tuple[EngineStatus, Anchors]:

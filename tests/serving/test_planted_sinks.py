@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.places import PRESET
 from tests.serving import documented
 from tests.serving.served_family import assert_as_expected, expected_logprobs
 from tests.serving.tiny import make_model
 
-PRESET = "antkv-1bit"
 #: BOS, and " as", once in 214 tokens of the text that the codebook is learned from.
 PLANTED = [0, 345]
 SETTINGS: dict[str, Any] = {"recency": "none", "prefix": 0, "anchor_share": 0.0}

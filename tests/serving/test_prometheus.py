@@ -14,7 +14,7 @@ import yaml
 from loadtest.server import free_port
 from tests.house.test_dashboard import documented_queries, queries
 from tests.patience import PATIENCE, wait_for
-from tests.serving.conftest import ROOT
+from tests.places import ROOT
 from tests.serving.embedded_server import MODEL_NAME, STORE, SharedServers
 
 PROMETHEUS = shutil.which("prometheus")

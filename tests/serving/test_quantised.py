@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.serving.conftest import assert_all_same
+from tests.serving.conftest import PRESET, assert_all_same
 from tests.serving.quantised import SCHEMES, quantise
 from tests.serving.test_families import OPTIONS, PROMPTS, SINKS
 from tests.serving.tiny import make_codebook, make_model
 from vllm_antkv.doctor.verify import EXACT, TOLERANCE, largest_difference
 
-PRESET = "antkv-1bit"
 #: vLLM's kernels for such weights compute in 16 bits.
 IN_16_BITS = {**OPTIONS, "dtype": "bfloat16"}
 WITHOUT_AVX512 = not torch.cuda.is_available() and not torch.cpu.get_capabilities().get("avx512_f")

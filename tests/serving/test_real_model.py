@@ -13,7 +13,7 @@ import pytest
 
 from scripts.real_models import model_folder
 from tests.patience import PATIENCE
-from tests.serving.conftest import ROOT
+from tests.places import ROOT, TEXT
 from tests.serving.server import PRESET
 from tests.serving.test_served_evaluation import offline
 from vllm_antkv.codebook import NoCodebookError, find_codebook
@@ -25,7 +25,6 @@ from vllm_antkv.offline.models import ModelCard
 
 #: Several blocks of coded rows.
 CONTEXT = 600
-TEXT = ROOT / "LICENSE"
 
 
 @pytest.fixture(scope="module")

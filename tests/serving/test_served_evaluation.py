@@ -8,7 +8,7 @@ import torch
 
 from tests.codebooks import random_codebook
 from tests.conftest import Refused
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import EMBEDDED, TEXT
 from vllm_antkv.codebook import SinkRule, codebook_path
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
@@ -25,7 +25,6 @@ from vllm_antkv.presets import get_preset
 CONTEXT, NUM_WINDOWS = 500, 2
 #: Of the embedded model, no more bytes than 1 bit for all.
 LAYERS = ("antkv-0.375bit", "antkv-2bit", "antkv-1bit", "antkv-0.75bit", "antkv-0.5bit")
-TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 
 from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_config, engine_config
 from tests.conftest import Refused
-from tests.serving.conftest import assert_all_same
+from tests.serving.conftest import PRESET, assert_all_same
 from tests.serving.served_family import assert_as_expected, evaluated
 from tests.serving.tiny import GEMMA, GEMMA_3N, make_codebook, make_model
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
@@ -26,7 +26,6 @@ from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.server.status import EngineStatus, Setup
 
-PRESET = "antkv-1bit"
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 LENGTHS = (5, 127, 128, 300, 431)
 PROMPTS = [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate(LENGTHS)]

@@ -26,12 +26,12 @@ from loadtest.soak import soak
 from loadtest.stream import StreamReader
 from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE
+from tests.places import ROOT
 from tests.serving.embedded_server import API_KEY, MODEL_NAME, STORE, SharedServers, embedded_server
 from tests.serving.test_pair import proxy
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 SOAK_MINUTES = 0.75
 #: At first caches still fill up; a leaked request's pages would be far more.
 MAX_SLOPE = 150.0

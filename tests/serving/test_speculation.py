@@ -1,7 +1,7 @@
 """Greedy answers are, token by token, what they are without speculation, however many drafts are right."""
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
+from tests.serving.conftest import EMBEDDED, PRESET, Completion, Engine, Start, assert_all_same
 from tests.serving.drafts import make_glm, speculation
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 
-PRESET = "antkv-1bit"
-Start = Callable[..., Any]
 NEEDS_SUFFIX_TREES = pytest.mark.skipif(
     importlib.util.find_spec("arctic_inference") is None, reason="needs arctic-inference, which has no wheels for CPUs"
 )

@@ -1,12 +1,11 @@
 """Pages of all kinds of layers in a folder: with windows, exact, with states, and of what drafts."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, transfer
+from tests.serving.conftest import EMBEDDED, Completion, Engine, Start, assert_all_same, transfer
 from tests.serving.drafts import speculation
 from tests.serving.test_page_store import HIT, PRESET
 from tests.serving.test_speculation import served
@@ -14,7 +13,6 @@ from tests.serving.tiny import FAMILY, GEMMA, make_codebook, make_model
 
 pytestmark = pytest.mark.long
 
-Start = Callable[..., Any]
 MAX_TOKENS = 24
 HYBRIDS = ("lfm2", "lfm2 with large states", "qwen3 next")
 

@@ -3,7 +3,6 @@
 Windows of a few blocks, so that prompts and answers outgrow them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.serving.conftest import Completion, Engine, assert_all_same, assert_scheduling_is_not_seen
+from tests.serving.conftest import PRESET, Completion, Engine, Start, assert_all_same, assert_scheduling_is_not_seen
 from tests.serving.served_family import assert_as_expected, expected_logprobs
 from tests.serving.tiny import EXPERTS, make_codebook, make_model
 from vllm_antkv.cache.footprint import footprint
@@ -21,8 +20,6 @@ from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.presets import PRESETS
 
-PRESET = "antkv-1bit"
-Start = Callable[..., Any]
 #: Two blocks and a bit.
 WINDOW = 300
 MAX_LEN = 1024

@@ -12,12 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.codebooks import random_codebook
+from tests.places import PRESET
 from vllm_antkv.codebook import Codebook, ModelIdentity
 
 #: Puts something into the place of a codebook.
 Spoil = Callable[[Path], object]
 
-PRESET = "antkv-1bit"
 MODEL = ModelIdentity(
     architecture="LlamaForCausalLM",
     num_layers=2,

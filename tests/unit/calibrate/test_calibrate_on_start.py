@@ -13,6 +13,7 @@ from filelock import FileLock
 from transformers import AutoConfig
 
 from tests.conftest import Refused
+from tests.places import PRESET
 from tests.unit.damaged import config_with
 from vllm_antkv.calibrate.calibrate_on_start import main
 from vllm_antkv.calibrate.original import original_of
@@ -20,8 +21,6 @@ from vllm_antkv.codebook import Codebook, ModelIdentity, NoCodebookError, codebo
 from vllm_antkv.codebook.automatic import CodebookRequest, find_or_make
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, SettingsError
-
-PRESET = "antkv-1bit"
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.places import EMBEDDED
 from vllm_antkv.calibrate import mix, write_codebook
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.job import prepare
@@ -26,7 +27,6 @@ from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import LAYER_PRESETS, get_preset, nominal_bits
 
-EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 PRESET = "antkv-2bit"
 PARTS = ["antkv-4bit", "antkv-2bit", "antkv-1bit", "antkv-0.5bit"]
 SMALL = {"samples": 6, "seq_len": 256, "device": "cpu"}

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.conftest import Refused
+from tests.places import EMBEDDED
 from vllm_antkv.calibrate import resources, write_codebook
 from vllm_antkv.calibrate import train as train_module
 from vllm_antkv.calibrate.capture import checkpointed
@@ -27,7 +28,6 @@ from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
 
-EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 PRESETS = ["antkv-1bit", "antkv-0.5bit"]
 SMALL: dict[str, Any] = {"samples": 6, "seq_len": 384, "device": "cpu"}
 NUM_STEPS = 40

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.places import ROOT
 from vllm_antkv.calibrate.mix import mix
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
@@ -23,7 +24,6 @@ from vllm_antkv.presets import get_preset
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[3]
 PRESET = get_preset("antkv-1bit")
 
 

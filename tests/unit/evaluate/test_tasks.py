@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.places import EMBEDDED
 from vllm_antkv import cli
 from vllm_antkv.cli.tables import print_table
 from vllm_antkv.cli.tasks import _table
@@ -15,7 +16,6 @@ from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate import tasks
 from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, read_scores
 
-EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 
 
