@@ -69,27 +69,6 @@ def test_mixed_layers_share_one_block_table_for_either_class_of_pages(model_fold
     assert found.num_blocks == MEMORY // (num_kv_heads * pool_block_bytes(layouts))
 
 
-@pytest.mark.parametrize("names", [("antkv-2bit", "antkv-0.5bit"), ("antkv-2bit", "antkv-1bit", "antkv-0.5bit")])
-def test_mixed_layers_with_windows_fill_the_blocks(tmp_path: Path, names: tuple[str, ...]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_27B))
-    config = engine_config(str(tmp_path), 8192)
-    num_layers = config.model_config.get_num_layers(config.parallel_config)
-    presets = [PRESETS[name] for name in random.Random(0).choices(names, range(1, len(names) + 1), k=num_layers)]
-    groups = cache_config(config, presets).kv_cache_groups
-    held = sorted(name for group in groups for name in group.layer_names)
-    kinds = ("", ".antkv_recent")
-    assert held == sorted(f"layers.{layer}{kind}" for layer in range(num_layers) for kind in kinds)
-    sizes: dict[tuple[type, int | None], list[int]] = {}
-    for group in groups:
-        (first, *_) = members = list(group.kv_cache_spec.kv_cache_specs.values())
-        kind = (type(first), getattr(first, "window", None))
-        sizes.setdefault(kind, []).append(sum(spec.page_size_bytes for spec in members))
-    block = max(map(max, sizes.values()))
-    assert len(sizes) == 4
-    for of_kind in sizes.values():
-        assert len(of_kind) == 1 or sum(sorted(of_kind)[:2]) > block, "two groups would fit into one block"
-
-
 @pytest.mark.parametrize("cache", ["auto", *PRESETS])
 def test_what_antkv_plan_computes_fills_the_blocks_that_vllm_has(model_folder: Path, cache: str) -> None:
     config = engine_config(str(model_folder), MAX_MODEL_LEN)

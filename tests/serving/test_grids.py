@@ -97,16 +97,6 @@ def test_sections_are_those_by_which_vllm_turns(
     torch.testing.assert_close(turned.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_positions_of_a_picture() -> None:
-    three, more = positions_of([0, 5, *[PATCH] * 9, 7, 8])
-    assert three[:, 2].tolist() == [2, 2, 2]
-    assert three[:, 9].tolist() == [2, 3, 2]
-    assert three[:, 10].tolist() == [2, 3, 3]
-    # Behind the largest position of seven columns.
-    assert three[:, 11:].tolist() == [[9, 10]] * 3
-    assert more == 11 - 13
-
-
 @pytest.mark.long
 def test_what_is_served_is_what_the_evaluator_computes(start_engine: Start, model: Path, name: str) -> None:
     with start_engine(model, PRESET, **OPTIONS, num_gpu_blocks_override=80, disable_log_stats=False) as engine:

@@ -36,15 +36,11 @@ def registered() -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
-def test_hook_fits_this_vllm(hook) -> None:
-    assert hook.applies() is None
-    assert hook.upstream.startswith("https://github.com/vllm-project/vllm/")
-
-
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
-def test_hook_is_still_needed(hook) -> None:
+def test_a_hook_fits_this_vllm_and_is_still_needed(hook) -> None:
     """Fails once vLLM offers what the hook adds: then use that, and delete the hook."""
+    assert hook.applies() is None
     assert not hook.superseded()
+    assert hook.upstream.startswith("https://github.com/vllm-project/vllm/")
 
 
 def test_vllm_still_looks_for_the_page_of_a_layer_that_reads_another_ones() -> None:

@@ -248,11 +248,9 @@ def test_several_layers_that_draft_are_refused(tmp_path: Path, refused: Refused)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"block_size": 64}, "--block-size 64"),
         ({"kv_cache_dtype": "antkv-0.375bit"}, "does not divide"),
         ({"kv_cache_dtype_skip_layers": ["2"]}, "names '2', which is neither"),
         ({"kv_cache_dtype_skip_layers": ["0", "1"]}, "names all layers"),
-        ({"additional_config": {"antkv": {"shares": 1}}}, "'shares'"),
     ],
     ids=str,
 )

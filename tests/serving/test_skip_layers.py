@@ -100,8 +100,8 @@ def test_a_layer_is_not_skipped_without_the_one_that_reads_it(
         pass
 
 
-@pytest.mark.parametrize(("num_exact", "most"), [(2, 0.01), (4, 0.01)])
-def test_pages_of_exact_layers_lie_beside_the_others_without_waste(tmp_path: Path, num_exact: int, most: float) -> None:
+@pytest.mark.parametrize("num_exact", [2, 4])
+def test_pages_of_exact_layers_lie_beside_the_others_without_waste(tmp_path: Path, num_exact: int) -> None:
     """First and last layers, as vLLM's own TurboQuant leaves them out, in the shape of Llama-3-8B."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     half = num_exact // 2
@@ -111,7 +111,7 @@ def test_pages_of_exact_layers_lie_beside_the_others_without_waste(tmp_path: Pat
     layouts = page_layouts(AntKVConfig(), presets[half:-half], 128, torch.bfloat16, plan=BlockPlan(num_exact=num_exact))
     assert found.num_blocks == MEMORY // (8 * pool_block_bytes(layouts, num_exact))
     content = sum(layout.vq_page_bytes - layout.padding for layout in layouts) + num_exact * layouts[0].exact_page_bytes
-    assert pool_block_bytes(layouts, num_exact) <= content * (1 + most)
+    assert pool_block_bytes(layouts, num_exact) <= 1.01 * content
 
 
 def test_no_layer_is_lost_where_layers_with_windows_are_exact(tmp_path: Path) -> None:

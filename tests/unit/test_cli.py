@@ -16,7 +16,6 @@ from vllm_antkv import __version__, cli
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.cli.options import CacheOptions, KeptOptions
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CalibrationError, CodebookError, SettingsError
 from vllm_antkv.evaluate.compare import gap_closed
 from vllm_antkv.evaluate.report import PerplexityReport, write_json
 
@@ -161,22 +160,6 @@ def test_help_answers_before_heavy_imports() -> None:
 
 
 # --- what fails; bad command lines: test_bad_arguments.py -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (CalibrationError("Too little\ntext."), 1),
-        (CodebookError("Damaged."), 1),
-        (SettingsError("Bad value."), 2),
-        (OSError("No space left on device"), 1),
-    ],
-)
-def test_errors_of_commands_become_one_line(capsys, monkeypatch, error, code, tmp_path) -> None:
-    monkeypatch.setattr("vllm_antkv.calibrate.run.calibrate", Mock(side_effect=error))
-    assert cli.run(["calibrate", "M", "--preset", "antkv-1bit", "--text", "T", "--out", str(tmp_path)]) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("antkv: ")
 
 
 def test_an_interrupt_ends_quietly(monkeypatch, capsys, tmp_path) -> None:

@@ -101,14 +101,6 @@ def test_what_is_not_there_is_one_sentence(hub: Hub, place: str | None, says: st
     assert isinstance(caught.value, NoCodebookError) == (says != "cannot be fetched")
 
 
-def test_a_spoilt_download_is_refused_like_any_file(hub: Hub, tmp_path: Path) -> None:
-    spoilt = bytearray(content(tmp_path))
-    spoilt[-1] ^= 1
-    hub.commit("somebody/books", {FILE: bytes(spoilt)})
-    with pytest.raises(CodebookError, match="damaged"):
-        Codebook.load(find("somebody/books"), PRESET, MODEL)
-
-
 @pytest.mark.parametrize(
     ("text", "repository"),
     [
