@@ -94,6 +94,12 @@ def test_rows_and_norms_are_those_of_attention(family: str, make_model: Callable
             torch.testing.assert_close(norms[kind], expected, rtol=1e-3, atol=1e-4)
 
 
+def test_the_loss_is_the_sum_over_all_tokens_but_the_first(tiny_llama: Path) -> None:
+    model, window = load(tiny_llama)[0], a_window()
+    mean = model(window[None], labels=window[None]).loss
+    assert loss_of(model, window).item() == pytest.approx((SEQ_LEN - 1) * mean.item(), rel=1e-5)
+
+
 def test_checkpointing_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None:
     model, identity = load(tiny_llama)
     found = []
