@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
@@ -46,6 +47,12 @@ WHISPER: dict[str, Any] = {
     "encoder_attention_heads": 2,
     "decoder_attention_heads": 2,
     "max_target_positions": 512,
+    "architectures": ["WhisperForConditionalGeneration"],
+}
+T5 = {"d_model": 128, "num_layers": 2, "architectures": ["T5ForConditionalGeneration"]}
+PALIGEMMA = {
+    "text_config": {**SIZES, "model_type": "gemma", "head_dim": 64},
+    "architectures": ["PaliGemmaForConditionalGeneration"],
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MROPE = {**ROPE, "mrope_section": [8, 12, 12]}
@@ -58,57 +65,43 @@ STORE = {"kv_connector": "AntKVStore", "kv_role": "kv_both"}
 SEVERAL = {**STORE, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [STORE, CONNECTOR]}}
 NEVER = {"antkv": {"calibrate": "never"}}
 
-#: model type, architecture, its config, words of the sentence.
-MODELS = {
-    "DeepSeek-V2": ("deepseek_v2", "DeepseekV2ForCausalLM", MLA, "multi-head latent attention (MLA)"),
-    "DeepSeek-V3": ("deepseek_v3", "DeepseekV3ForCausalLM", MLA, "multi-head latent attention (MLA)"),
-    "Whisper": ("whisper", "WhisperForConditionalGeneration", WHISPER, "encoder-decoder models"),
-    "T5": ("t5", "T5ForConditionalGeneration", {"d_model": 128, "num_layers": 2}, "encoder-decoder models"),
-    "PaliGemma": (
-        "paligemma",
-        "PaliGemmaForConditionalGeneration",
-        {"text_config": {**SIZES, "model_type": "gemma", "head_dim": 64}},
-        "images whose tokens attend to each other",
-    ),
+QWEN2 = {"hidden_size": 256}
+#: Model type, its config, words of the sentence.
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "DeepSeek-V2": ("deepseek_v2", MLA, "multi-head latent attention (MLA)"),
+    "DeepSeek-V3": ("deepseek_v3", MLA, "multi-head latent attention (MLA)"),
+    "Whisper": ("whisper", WHISPER, "encoder-decoder models"),
+    "T5": ("t5", T5, "encoder-decoder models"),
+    "PaliGemma": ("paligemma", PALIGEMMA, "images whose tokens attend to each other"),
     "M-RoPE and windows": (
         "qwen2",
-        "Qwen2ForCausalLM",
-        {"hidden_size": 256, "rope_parameters": MROPE, "layer_types": WINDOWS, **SLIDING},
+        {**QWEN2, "rope_parameters": MROPE, "layer_types": WINDOWS, **SLIDING},
         "M-RoPE beside sliding windows",
     ),
     "M-RoPE with four positions": (
         "qwen2",
-        "Qwen2ForCausalLM",
-        {"hidden_size": 256, "rope_parameters": {**ROPE, "mrope_section": [8, 8, 8, 8]}},
+        {**QWEN2, "rope_parameters": {**ROPE, "mrope_section": [8, 8, 8, 8]}},
         "M-RoPE with 4 positions per token",
     ),
-    "dual chunk": (
-        "qwen2",
-        "Qwen2ForCausalLM",
-        {"hidden_size": 256, "dual_chunk_attention_config": DUAL_CHUNK},
-        "dual chunk attention",
-    ),
-    "FoPE": ("llama", "LlamaForCausalLM", {"head_dim": 64, "rope_parameters": FOPE}, "(FoPE)"),
+    "dual chunk": ("qwen2", {**QWEN2, "dual_chunk_attention_config": DUAL_CHUNK}, "dual chunk attention"),
+    "FoPE": ("llama", {"head_dim": 64, "rope_parameters": FOPE}, "(FoPE)"),
     "LongRoPE by length": (
         "glm",
-        "GlmForCausalLM",
         {"head_dim": 32, "rope_parameters": LONGROPE},
         "RoPE of type longrope in models that vLLM serves through transformers",
     ),
-    "Bloom": ("bloom", "BloomForCausalLM", {"n_head": 2, "n_layer": 2}, "ALiBi"),
-    "Falcon with ALiBi": ("falcon", "FalconForCausalLM", {"alibi": True}, "ALiBi"),
-    "not causal": ("llama", "LlamaForCausalLM", {"head_dim": 64, "is_causal": False}, "not causal"),
-    "head size": ("llama", "LlamaForCausalLM", {"head_dim": 48}, "head size 48"),
-    "state space": ("mamba", "MambaForCausalLM", {}, "models without attention"),
+    "Bloom": ("bloom", {"n_head": 2, "n_layer": 2}, "ALiBi"),
+    "Falcon with ALiBi": ("falcon", {"alibi": True}, "ALiBi"),
+    "not causal": ("llama", {"head_dim": 64, "is_causal": False}, "not causal"),
+    "head size": ("llama", {"head_dim": 48}, "head size 48"),
+    "state space": ("mamba", {}, "models without attention"),
     "hybrid that vLLM does not have": (
         "bamba",
-        "BambaForCausalLM",
         {"attn_layer_indices": [1]},
         "state-space or linear-attention layers of the kind bamba",
     ),
     "chunked attention": (
         "llama4_text",
-        "Llama4ForCausalLM",
         {**EXPERTS, "head_dim": 32, "intermediate_size_mlp": 192},
         "chunked attention",
     ),
@@ -161,9 +154,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def make_config(folder: Path, model_type: str, architecture: str, changes: dict[str, Any]) -> Path:
-    """A model without weights."""
-    config = AutoConfig.for_model(model_type, **{**SIZES, "architectures": [architecture], **changes})
+def make_config(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
+    """A model without weights; that which generates text, unless its config says another."""
+    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)]
+    config = AutoConfig.for_model(model_type, **{**SIZES, "architectures": architectures, **changes})
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
     return folder
@@ -171,7 +165,7 @@ def make_config(folder: Path, model_type: str, architecture: str, changes: dict[
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    return make_config(tmp_path / "llama", "llama", "LlamaForCausalLM", {"head_dim": 64})
+    return make_config(tmp_path / "llama", "llama", {"head_dim": 64})
 
 
 def configure(model: Path, **options: Any) -> None:
@@ -181,8 +175,8 @@ def configure(model: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_refused(tmp_path: Path, refused: Refused, name: str) -> None:
-    model_type, architecture, changes, words = MODELS[name]
-    model = make_config(tmp_path, model_type, architecture, changes)
+    model_type, changes, words = MODELS[name]
+    model = make_config(tmp_path, model_type, changes)
     with refused(UnsupportedModelError, words, "serve this model with --kv-cache-dtype auto"):
         configure(model)
 
@@ -234,13 +228,13 @@ def test_connectors_of_ours_take_the_place_of_vllm_s_under_their_names(llama: Pa
 
 
 def test_prefix_caching_beside_mamba2_is_refused_on_cpus(tmp_path: Path, refused: Refused) -> None:
-    model = make_config(tmp_path, "falcon_h1", "FalconH1ForCausalLM", {"head_dim": 32})
+    model = make_config(tmp_path, "falcon_h1", {"head_dim": 32})
     with refused(AntKVError, "--no-enable-prefix-caching"):
         configure(model)
 
 
 def test_several_layers_that_draft_are_refused(tmp_path: Path, refused: Refused) -> None:
-    model = make_config(tmp_path, "glm4_moe", "Glm4MoeForCausalLM", {"head_dim": 32, "num_nextn_predict_layers": 2})
+    model = make_config(tmp_path, "glm4_moe", {"head_dim": 32, "num_nextn_predict_layers": 2})
     with refused(AntKVError, "several layers of MTP"):
         configure(model, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
 
@@ -255,7 +249,7 @@ def test_several_layers_that_draft_are_refused(tmp_path: Path, refused: Refused)
     ids=str,
 )
 def test_a_setting_is_refused(tmp_path: Path, refused: Refused, options: dict[str, Any], words: str) -> None:
-    wide = make_config(tmp_path, "llama", "LlamaForCausalLM", {"head_dim": 80})
+    wide = make_config(tmp_path, "llama", {"head_dim": 80})
     with refused(AntKVError, words):
         configure(wide, **options)
 
@@ -280,7 +274,7 @@ def test_auto_is_not_refused(llama: Path) -> None:
 
 
 def test_an_architecture_that_is_not_tested_is_served_with_one_warning(tmp_path: Path, said: list[str]) -> None:
-    arcee = make_config(tmp_path, "arcee", "ArceeForCausalLM", {"head_dim": 32})
+    arcee = make_config(tmp_path, "arcee", {"head_dim": 32})
     with pytest.raises(NoCodebookError):
         configure(arcee, additional_config=NEVER)
     (warning,) = [line for line in said if "not among the models" in line]
