@@ -7,11 +7,10 @@ import copy
 import dataclasses
 
 import pytest
-import torch
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec, get_kv_cache_spec_sliding_window
 
-from vllm_antkv.config import AntKVConfig
+from tests.recency_spec import made_spec
 from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 from vllm_antkv.vllm_adapter.hooks.recorded_members import MANAGER, SPEC, Members
@@ -19,18 +18,7 @@ from vllm_antkv.vllm_adapter.hooks.recorded_members import MANAGER, SPEC, Member
 
 @pytest.fixture
 def spec() -> RecencySpec:
-    return RecencySpec(
-        block_size=8,
-        num_kv_heads=2,
-        head_size=64,
-        dtype=torch.uint8,
-        state_content_bytes=2048,
-        tokens_per_state=8,
-        settings=AntKVConfig(),
-        max_len=4096,
-        interval=512,
-        max_steps=1,
-    )
+    return made_spec(num_kv_heads=2)
 
 
 PARENTS = [(SlidingWindowSpec, RecencySpec, SPEC), (SingleTypeKVCacheManager, RecencyManager, MANAGER)]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
 
+from tests.recency_spec import made_spec
 from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.presets import LAYER_PRESETS
@@ -23,19 +24,7 @@ def specs_of(layers: list[tuple]) -> dict[str, KVCacheSpec]:
     specs: dict[str, KVCacheSpec] = {}
     for index, (layout, (_, window)) in enumerate(zip(layouts, layers, strict=True)):
         specs[str(index)] = vq_spec(layout, 1, window)
-        specs[f"{index}.recent"] = RecencySpec(
-            block_size=layout.recency_block_size,
-            num_kv_heads=1,
-            head_size=64,
-            dtype=torch.uint8,
-            state_content_bytes=layout.recency_page_bytes,
-            tokens_per_state=layout.recency_block_size,
-            settings=AntKVConfig(),
-            max_len=8192,
-            interval=128,
-            max_steps=1,
-            window=window,
-        )
+        specs[f"{index}.recent"] = made_spec(layout.recency_block_size, layout.recency_page_bytes, window=window)
     return specs
 
 

@@ -3,30 +3,18 @@
 from typing import Any
 
 import pytest
-import torch
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_antkv.config import AntKVConfig
+from tests.recency_spec import made_spec
 from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
-from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 
 
 @pytest.fixture
 def manager() -> RecencyManager:
-    spec = RecencySpec(
-        block_size=8,
-        num_kv_heads=1,
-        head_size=64,
-        dtype=torch.uint8,
-        state_content_bytes=2048,
-        tokens_per_state=8,
-        settings=AntKVConfig(),
-        max_len=1024,
-        interval=512,
-        max_steps=1,
-    )
     pool = BlockPool(100, enable_caching=False, hash_block_size=8)
-    return RecencyManager(spec, block_pool=pool, enable_caching=False, kv_cache_group_id=0, scheduler_block_size=128)
+    return RecencyManager(
+        made_spec(), block_pool=pool, enable_caching=False, kv_cache_group_id=0, scheduler_block_size=128
+    )
 
 
 def count(manager: RecencyManager, num_tokens: int) -> int:
