@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.server import Server, Start, free_port, running
+from loadtest.server import Server, free_port
 from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE, wait_for
-from tests.places import ROOT
+from tests.prefill_proxy import proxy
 from tests.serving.conftest import EMBEDDED, transfer
 from tests.serving.server import MODEL_NAME, PRESET, answer, process_serving
 from tests.serving.tiny import GEMMA, make_codebook, make_model
@@ -52,18 +50,6 @@ def num_pulls(url: str) -> float:
 def wait_for_pulls(url: str, expected: float) -> None:
     """A rank says with a later step what it has had."""
     wait_for(lambda: num_pulls(url) == expected)
-
-
-@contextmanager
-def proxy(log: Path, prefill: str, decode: str, *options: str) -> Iterator[str]:
-    """The URL of one."""
-    port = free_port()
-    script = str(ROOT / "docker" / "prefill_proxy.py")
-    command = [sys.executable, script, "--prefill", prefill, "--decode", decode, "--port", str(port), *options]
-    with running(command, log, os.environ) as process:
-        start = Start(PRESET, f"http://127.0.0.1:{port}", log, process, time.monotonic() + PATIENCE)
-        wait_for(start.is_healthy)
-        yield start.url
 
 
 def antkv(**settings: str) -> str:

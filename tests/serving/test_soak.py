@@ -27,8 +27,8 @@ from loadtest.stream import StreamReader
 from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE
 from tests.places import ROOT
+from tests.prefill_proxy import proxy
 from tests.serving.embedded_server import API_KEY, MODEL_NAME, STORE, SharedServers, embedded_server
-from tests.serving.test_pair import proxy
 
 pytestmark = pytest.mark.long
 

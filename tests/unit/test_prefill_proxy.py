@@ -4,10 +4,7 @@ The servers are two that note what they are asked; a real pair is in `tests/serv
 """
 
 import json
-import os
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,10 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.server import Start, free_port, running
-from tests.patience import PATIENCE, wait_for
+from tests.patience import PATIENCE
+from tests.prefill_proxy import proxy
 
-SCRIPT = Path(__file__).parents[2] / "docker" / "prefill_proxy.py"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 #: Where the prefill server says that its pages are, and where a client says so.
 TRUE, FALSE = {"remote_host": "prefill"}, {"remote_host": "evil"}
@@ -91,28 +87,24 @@ def pair(answer: bytes | None, log: Path) -> Iterator[tuple[str, Noted, Noted]]:
     """The URL of a proxy, and its servers."""
     with ExitStack() as stack:
         prefill, decode = stack.enter_context(listening(answer)), stack.enter_context(listening(b'{"of": "decode"}'))
-        port = free_port()
-        command = [sys.executable, str(SCRIPT), "--prefill", prefill.url, "--decode", decode.url, f"--port={port}"]
-        command += ["--timeout=5"] if answer is None else []
-        process = stack.enter_context(running(command, log, os.environ))
-        start = Start("", f"http://127.0.0.1:{port}", log, process, time.monotonic() + PATIENCE)
-        wait_for(start.is_healthy)
+        options = ["--timeout=5"] if answer is None else []
+        url = stack.enter_context(proxy(log, prefill.url, decode.url, *options))
         decode.requests.clear()
-        yield start.url, prefill, decode
+        yield url, prefill, decode
 
 
 @pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Noted, Noted]]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Noted, Noted]]:
     with pair(ANSWERS["pages"], tmp_path_factory.mktemp("proxy") / "log") as found:
         yield found
 
 
 @pytest.fixture
-def servers(proxy: tuple[str, Noted, Noted]) -> tuple[str, Noted, Noted]:
+def servers(running: tuple[str, Noted, Noted]) -> tuple[str, Noted, Noted]:
     """A pair that was asked nothing."""
-    for each in proxy[1:]:
+    for each in running[1:]:
         each.requests.clear()
-    return proxy
+    return running
 
 
 def hidden(key: str) -> bytes:
