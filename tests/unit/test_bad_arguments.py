@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
 from vllm_antkv import cli
 
 CALIBRATE = "calibrate MODEL --preset antkv-1bit --text TEXT --out NEW --samples 8 --seq-len 64 --device cpu"

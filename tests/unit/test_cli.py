@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 
 from tests.processes import run_python
-from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
 from vllm_antkv import __version__, cli
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.cli.options import CacheOptions, KeptOptions

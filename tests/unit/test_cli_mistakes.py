@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.unit.damaged import DAMAGES, shrink_vocabulary, weights_with
-from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
 from vllm_antkv import cli
 
 #: A command line that fails: its arguments, what it says on stderr.

@@ -8,20 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from vllm_antkv.ops.rope import RotaryTable, rotate
+from tests.unit.test_rope import make_table
+from vllm_antkv.ops.rope import rotate
 from vllm_antkv.ops.rope_detection import detect_rope, transformers_tables
 
 HEAD_SIZE = 32
 
 
-def table(base: float, rotary_dim: int, is_neox_style: bool) -> RotaryTable:
-    frequencies = base ** -(torch.arange(0, rotary_dim, 2) / rotary_dim)
-    angles = torch.arange(4096)[:, None] * frequencies
-    return RotaryTable(angles.cos(), angles.sin(), is_neox_style)
-
-
 TABLES = [
-    table(base, rotary_dim, is_neox_style)
+    make_table(rotary_dim, base, is_neox_style=is_neox_style)
     for base in (1e4, 1e6)
     for rotary_dim in (8, HEAD_SIZE)
     for is_neox_style in (True, False)
@@ -61,7 +56,7 @@ def test_what_no_table_turns_is_told_apart() -> None:
 
 @pytest.mark.parametrize("is_neox_style", [True, False])
 def test_a_table_that_is_wider_than_a_head_is_left_alone(is_neox_style: bool) -> None:
-    wide = table(1e4, 2 * HEAD_SIZE, is_neox_style)
+    wide = make_table(2 * HEAD_SIZE, is_neox_style=is_neox_style)
     assert detect_rope(torch.randn(64, 2, HEAD_SIZE), torch.arange(64), [wide], torch.float32) is None
 
 
