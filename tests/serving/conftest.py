@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.codebooks import interleaved_and_scaled
 from tests.patience import PATIENCE
 from tests.places import EMBEDDED, PRESET, TEXT
 from vllm_antkv.doctor.verify import Completion, complete
@@ -159,6 +160,19 @@ def assert_scheduling_is_not_seen(engine: Engine, prompts: list[list[int]], chun
         assert_all_same(engine.complete(prompts), alone)
 
 
+def assert_preemption_is_not_seen(
+    engine: Engine, short: list[list[int]], times: int, max_tokens: int, anew: bool = False
+) -> None:
+    """Requests fit when they are short, and preempt each other as they grow; anew: from an empty pool."""
+    before = engine.count("num_preemptions")
+    alone = engine.complete(short, max_tokens, together=False)
+    assert engine.count("num_preemptions") == before
+    assert not anew or engine.llm.reset_prefix_cache()
+    assert_all_same(engine.complete(times * short, max_tokens), times * alone)
+    assert engine.count("num_preemptions") > before
+    engine.assert_all_blocks_free()
+
+
 @contextmanager
 def running_engine(
     model: Path, kv_cache_dtype: str, settings: dict[str, Any] | None = None, **options: Any
@@ -301,7 +315,6 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule, codebook_path, find_codebook
-    from vllm_antkv.ops.rope import RotaryTable, interleaved
 
     layer, channel = 1, 7
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
@@ -312,12 +325,8 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
     codebook = Codebook.load(find_codebook(str(EMBEDDED), identity, PRESET))
     rule = SinkRule(layer=layer, channels=(channel,), threshold=threshold)
     folder = tmp_path_factory.mktemp("codebooks")
-    pairs = torch.zeros(1, identity.head_size // 2)
-    order = tuple(interleaved(RotaryTable(pairs, pairs), identity.head_size, codebook.preset.sub_vector_size))
-    header = codebook.header.model_copy(update={"sinks": rule, "k_orders": {PRESET: order}})
-    exponents = torch.arange(identity.num_layers * identity.num_kv_heads * identity.head_size // 2) % 3 - 1
-    k_scale = exponents.float().exp2().view(identity.num_layers, identity.num_kv_heads, -1).repeat(1, 1, 2)
-    Codebook(header, codebook.k, codebook.v, k_scale=k_scale).save(codebook_path(folder, PRESET))
+    header = codebook.header.model_copy(update={"sinks": rule})
+    interleaved_and_scaled(Codebook(header, codebook.k, codebook.v)).save(codebook_path(folder, PRESET))
     return str(folder)
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from tests.places import EMBEDDED, PRESET
-from tests.serving.conftest import Completion, Engine, Start, assert_all_same, assert_scheduling_is_not_seen
+from tests.serving.conftest import (
+    Completion,
+    Engine,
+    Start,
+    assert_all_same,
+    assert_preemption_is_not_seen,
+    assert_scheduling_is_not_seen,
+)
 from vllm_antkv.ops import dispatch
 from vllm_antkv.ops.layer import LayerOperations, LayerState
 from vllm_antkv.ops.warm_up import warm_up
@@ -75,15 +82,9 @@ def test_same_however_a_prompt_is_chunked_batched_or_cached(
 
 
 def test_same_after_preemption(start: Start, prompts: list[list[int]]) -> None:
-    """Requests that fit when they are short, and preempt each other as they grow."""
-    short = [prompt[:40] for prompt in prompts[1:5]]
     options = {"max_model_len": 256, "num_gpu_blocks_override": 120, "enable_prefix_caching": False}
     with start(disable_log_stats=False, **options) as engine:
-        alone = engine.complete(short, max_tokens=110, together=False)
-        assert engine.count("num_preemptions") == 0
-        assert_all_same(engine.complete(2 * short, max_tokens=110), 2 * alone)
-        assert engine.count("num_preemptions") > 0
-        engine.assert_all_blocks_free()
+        assert_preemption_is_not_seen(engine, [prompt[:40] for prompt in prompts[1:5]], times=2, max_tokens=110)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from tests.serving.conftest import Start, assert_all_same
+from tests.serving.conftest import Start, assert_all_same, assert_preemption_is_not_seen
 from tests.serving.grids import GRIDS, PATCH, make_grid, positions_of, register
 from tests.serving.served_family import OPTIONS, PRESET, SINKS, assert_as_expected
 from tests.serving.tiny import make_codebook
@@ -38,7 +38,7 @@ def pictures(*runs: int) -> list[int]:
 
 #: Pictures in the first chunk and the second, across the edges of blocks and of steps, at the end, and none.
 PROMPTS = [pictures(4, 60, 30), pictures(100, 80, 20), pictures(1, 200), pictures(150, 40, 90, 30, 5), pictures(140)]
-#: Four of each fit together when they are short, and preempt each other as they grow.
+#: Preempt each other, four of each, as they grow.
 SHORT = [pictures(9 + i, 30 + i, 11) for i in range(4)]
 
 
@@ -105,11 +105,7 @@ def test_what_is_served_is_what_the_evaluator_computes(start_engine: Start, mode
         alone = engine.complete(PROMPTS, max_tokens=8, together=False)
         assert any(completion.num_cached_tokens for completion in alone)
         assert_all_same(batched, alone)
-        growing = engine.complete(SHORT, max_tokens=16, together=False)
-        before = engine.count("num_preemptions")
-        assert_all_same(engine.complete(4 * SHORT, max_tokens=16), 4 * growing)
-        assert engine.count("num_preemptions") > before
-        engine.assert_all_blocks_free()
+        assert_preemption_is_not_seen(engine, SHORT, times=4, max_tokens=16)
 
 
 def test_exact_rows_are_autos(start_engine: Start, model: Path) -> None:

@@ -39,15 +39,6 @@ def test_what_needs_transformers_code_is_refused(
     assert cli.run(["calibrate", str(gpt_j), "--preset", PRESET, *text, *out, "--lora", str(tmp_path)]) == 1
     assert "does not hand them over: leave --lora out." in capsys.readouterr().err
     random_codebook(ModelCard.read(str(gpt_j)).identity).save(codebook_path(tmp_path, PRESET))
-    report = [
-        "--codebooks",
-        str(tmp_path),
-        "--json",
-        str(tmp_path / "report.json"),
-        "--context",
-        "64",
-        "--max-windows",
-        "1",
-    ]
-    assert cli.run(["eval", "compare", str(gpt_j), "--methods", PRESET, *text, *report]) == 1
+    report = ["--codebooks", str(tmp_path), "--json", str(tmp_path / "report.json"), "--context", "64"]
+    assert cli.run(["eval", "compare", str(gpt_j), "--methods", PRESET, *text, *report, "--max-windows", "1"]) == 1
     assert "it cannot be evaluated offline, but by `antkv eval served`." in capsys.readouterr().err

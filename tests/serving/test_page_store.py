@@ -18,7 +18,16 @@ from vllm.lora.request import LoRARequest
 
 from loadtest.server import free_port
 from tests.adapters import make_adapter
-from tests.serving.conftest import EMBEDDED, PRESET, Completion, Engine, Start, assert_all_same, assert_same, transfer
+from tests.places import EMBEDDED, PRESET
+from tests.serving.conftest import (
+    Completion,
+    Engine,
+    Start,
+    assert_all_same,
+    assert_preemption_is_not_seen,
+    assert_same,
+    transfer,
+)
 from tests.serving.drafts import speculation
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
@@ -290,14 +299,9 @@ def test_hits_beside_preemption_and_aborts(start: Start, prompts: list[list[int]
     # Nine requests do not fit, even where some have not been loaded while others decode.
     options = {"max_model_len": 512, "num_gpu_blocks_override": 110}
     with start(tmp_path, **options) as engine:
-        alone = engine.complete(some, max_tokens=100, together=False)
-        assert engine.count("num_preemptions") == 0
-        assert engine.llm.reset_prefix_cache()
-        assert_all_same(engine.complete(3 * some, max_tokens=100), 3 * alone)
-        assert engine.count("num_preemptions") > 0
+        assert_preemption_is_not_seen(engine, some, times=3, max_tokens=100, anew=True)
         hits = engine.count("external_prefix_cache_hits")
         assert hits > 0
-        engine.assert_all_blocks_free()
         for num_steps in range(1, 4):
             assert engine.llm.reset_prefix_cache()
             for number, prompt in enumerate(some):

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, Start, assert_all_same, transfer
+from tests.places import EMBEDDED
+from tests.serving.conftest import Completion, Engine, Start, assert_all_same, assert_preemption_is_not_seen, transfer
 from tests.serving.drafts import speculation
 from tests.serving.test_page_store import HIT, PRESET
 from tests.serving.test_speculation import served
@@ -87,13 +88,8 @@ def test_states_beside_preemption(start: Start, prompts: list[list[int]], tmp_pa
     model, settings = made(tmp_path, "lfm2")
     some = [prompts[-1][:300], prompts[4], prompts[6]]
     with start(model, settings, max_model_len=512, num_gpu_blocks_override=150) as engine:
-        alone = engine.complete(some, max_tokens=100, together=False)
-        assert engine.count("num_preemptions") == 0
-        assert engine.llm.reset_prefix_cache()
-        assert_all_same(engine.complete(2 * some, max_tokens=100), 2 * alone)
-        assert engine.count("num_preemptions") > 0
+        assert_preemption_is_not_seen(engine, some, times=2, max_tokens=100, anew=True)
         assert engine.count("external_prefix_cache_hits") > 0
-        engine.assert_all_blocks_free()
 
 
 @pytest.fixture(scope="module")
