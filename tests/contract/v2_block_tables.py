@@ -136,7 +136,7 @@ def gathered(settings: AntKVConfig) -> list[tuple[Any, list[list[int]], torch.Te
 
 @pytest.mark.parametrize("prefix", [0, 8])
 @pytest.mark.parametrize("recency", ["none", "sliding:32", "sliding:512", "log:42"])
-def test_attention_is_shown_every_live_page(recency: str, prefix: int) -> None:
+def test_attention_is_shown_every_live_page(recency, prefix):
     for spec, rows, shown in gathered(AntKVConfig(recency=recency, prefix=prefix)):
         for row, computed, table in zip(rows, COMPUTED, shown, strict=True):
             lost = [page for page, block in enumerate(row) if table[page] != block]
@@ -145,7 +145,7 @@ def test_attention_is_shown_every_live_page(recency: str, prefix: int) -> None:
             )
 
 
-def test_tokens_are_stored_in_their_pages() -> None:
+def test_tokens_are_stored_in_their_pages():
     """A step of a few tokens for each request; slots of pages that are not real lie in the null block."""
     block_tables, groups = tables(AntKVConfig())
     order, num_new = [3, 0, 4, 1, 2], 3

@@ -258,7 +258,7 @@ TARGETS: dict[str, tuple[SearchStrategy[Any], Callable[[Any, Path], None]]] = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_is_not_understood_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_is_not_understood_is_refused(name, tmp_path):
     inputs, check = TARGETS[name]
 
     @given(inputs)

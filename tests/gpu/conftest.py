@@ -15,6 +15,6 @@ os.environ.setdefault("VLLM_GPU_SYNC_CHECK", "warn")
 
 
 @pytest.fixture(scope="session")
-def start_engine(engine_environment: None) -> Start:
+def start_engine(engine_environment) -> Start:
     """As in tests/serving. Engines follow each other in one process, and what one leaves must not stop the next."""
     return partial(running_engine, gpu_memory_utilization=0.5, **MEMORY)

@@ -4,7 +4,6 @@ How: `docs_commands.py`. Those of `antkv` in which nothing is to be filled in ar
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ COMMANDS = [command for page in PAGES for command in commands(page) if command.w
 RUN = [command for command in COMMANDS if command.words[0] == "antkv" and not (command.needs or command.has_blanks)]
 
 
-def test_what_a_command_needs_stands_before_its_fence(tmp_path: Path) -> None:
+def test_what_a_command_needs_stands_before_its_fence(tmp_path):
     """GitHub drops what stands beside the language."""
     assert not [page.name for page in PAGES if re.search(r"^ *```\w+ ", page.read_text(), re.M)]
     page = tmp_path / "page.md"
@@ -33,11 +32,11 @@ def test_what_a_command_needs_stands_before_its_fence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.line}"[:90])
-def test_a_command_is_right(command: Command) -> None:
+def test_a_command_is_right(command):
     check(command)
 
 
-def test_commands_with_nothing_to_fill_in_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_with_nothing_to_fill_in_run(tmp_path, monkeypatch):
     """In the order of the pages, in one folder: later ones use what earlier ones made."""
     assert len(RUN) >= 4, "the quick start has some"
     for name in ("LICENSE", "models"):
@@ -63,6 +62,6 @@ def test_commands_with_nothing_to_fill_in_run(tmp_path: Path, monkeypatch: pytes
         ("pip install --requirement requirements/nothing.lock", "nothing.lock"),
     ],
 )
-def test_a_wrong_command_is_found(line: str, words: str) -> None:
+def test_a_wrong_command_is_found(line, words):
     with pytest.raises(WrongCommand, match=words):
         check(Command("page.md", line, None))

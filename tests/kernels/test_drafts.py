@@ -56,7 +56,7 @@ DRAFT_CONFIGS = [
 
 
 @pytest.mark.parametrize("config", DRAFT_CONFIGS, ids=str)
-def test_a_block_that_rejected_tokens_filled_closes_again(config: AntKVConfig) -> None:
+def test_a_block_that_rejected_tokens_filled_closes_again(config):
     expected = token_by_token(Engine(config, SMALL, ReferenceOperations, torch.float64), SMALL, EDGE)
     engine, sequence = Engine(config, SMALL, ReferenceOperations, torch.float64, 3), draw_request(SMALL, EDGE)
     engine.step([(sequence, EDGE[0])])

@@ -1,11 +1,10 @@
 """Every Triton kernel compiles without a GPU and fits shared memory; none but `prefill` spills."""
 
 import json
-from collections.abc import Iterable, Sequence
 
 import pytest
 
-from tests.kernels.triton_versions import NEWEST, OLDEST, Triton
+from tests.kernels.triton_versions import NEWEST, OLDEST
 from tests.processes import run_python
 
 #: Bytes of shared memory that a program may have, by compute capability.
@@ -36,9 +35,7 @@ KERNELS = (
     ],
     ids=["newest, 8-bit codes", "12-bit codes", "three positions", "drafts", "oldest, 8-bit codes"],
 )
-def test_kernels_compile_and_fit(
-    triton: Triton, preset: str, kernels: Sequence[str], architectures: Iterable[int], more: tuple[str, ...]
-) -> None:
+def test_kernels_compile_and_fit(triton, preset, kernels, architectures, more):
     options = ["--preset", preset, *more, "--arch", *map(str, architectures), "--kernel", *kernels]
     found = json.loads(run_python("-m", "scripts.compile_triton", *options, environment=triton.environment()))
     if triton is OLDEST:

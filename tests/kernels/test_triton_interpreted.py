@@ -51,20 +51,20 @@ quicken(encode_store.store_codes.fn)
 
 
 @pytest.fixture(autouse=True)
-def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def large_tiles(monkeypatch) -> None:
     """The interpreter pays for programs and iterations, not for elements."""
     monkeypatch.setattr(encode_store, "_MANY_TOKENS", 32)
     monkeypatch.setattr(encode_store, "_BLOCK_C", 1024)
 
 
 @pytest.fixture(autouse=True)
-def guarded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def guarded_tables(monkeypatch) -> None:
     """The operations make tables of their own."""
     monkeypatch.setattr(triton_operations, "_tables", guarding(triton_operations._tables))
 
 
 @pytest.fixture(autouse=True)
-def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def products_of_bfloat16(monkeypatch) -> None:
     """Triton's interpreter (3.6 to 3.9) multiplies the bits of bfloat16 as if they were integers."""
     multiply = InterpreterBuilder.create_dot
 

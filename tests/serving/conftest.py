@@ -242,13 +242,13 @@ def engine_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def start_engine(engine_environment: None) -> Start:
+def start_engine(engine_environment) -> Start:
     """`running_engine`, once the environment is set."""
     return running_engine
 
 
 @pytest.fixture
-def users_cache(engine_environment: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def users_cache(engine_environment, tmp_path, monkeypatch) -> Path:
     """Where codebooks are kept that were learned at a start: an empty folder. What vLLM keeps of its own stays."""
     from vllm import envs
 
@@ -258,14 +258,14 @@ def users_cache(engine_environment: None, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def quick_engines(engine_environment: None) -> Iterator[None]:
+def quick_engines(engine_environment) -> Iterator[None]:
     """For tests whose eager engines are started by the code that they test."""
     with made_quickly(eager=True):
         yield
 
 
 @pytest.fixture
-def eager(quick_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(quick_engines, monkeypatch) -> None:
     """Engines that evaluation starts are not compiled, which would take longer than all else that they do."""
     from vllm_antkv.evaluate import engine, tasks
 
@@ -289,7 +289,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def shared_servers(tmp_path_factory) -> Iterator[Any]:
     """Real servers of the embedded model; see `tests.serving.embedded_server`."""
     from tests.serving.embedded_server import SharedServers
 
@@ -300,13 +300,13 @@ def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(shared_servers: Any) -> Any:
+def server(shared_servers) -> Any:
     """The one with default settings, for a file of tests that leave it as it is."""
     return shared_servers.running()
 
 
 @pytest.fixture(scope="session")
-def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> str:
+def codebooks(prompts, tmp_path_factory) -> str:
     """The embedded model's 1-bit codebook with a sink rule that really finds sinks: about one token in fifty.
 
     Its sub-vectors are taken from interleaved channels, and K is scaled, whatever the shipped centroids are for:
@@ -331,20 +331,20 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
-def default(codebooks: str) -> dict[str, Any]:
+def default(codebooks) -> dict[str, Any]:
     """Settings with which the same answer comes however a prompt is cut; with sinks to be found."""
     return {"codebooks": codebooks, "prefill_reads_cache": True}
 
 
 @pytest.fixture(scope="module")
-def auto(start_engine: Callable[..., Any], prompts: list[list[int]]) -> list[Completion]:
+def auto(start_engine, prompts) -> list[Completion]:
     """What vLLM answers without us."""
     with start_engine(EMBEDDED, "auto") as engine:
         return engine.complete(prompts)
 
 
 @pytest.fixture(scope="module")
-def alone(start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
+def alone(start_engine, default, prompts) -> list[Completion]:
     """Default settings, one request at a time, whole prompts, nothing shared."""
     with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
         return engine.complete(prompts, together=False)

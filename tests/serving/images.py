@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.serving.conftest import Engine, Start
+from tests.serving.conftest import Engine
 from tests.serving.served_family import (
     OPTIONS,
     PRESET,
@@ -25,7 +25,7 @@ from tests.serving.served_family import (
     fills_a_block,
     learn,
 )
-from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, SeesImages, make_for_text
+from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, make_for_text
 from tests.serving.turning import Turning
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, TOLERANCE, Completion
@@ -124,7 +124,7 @@ def turning_as(text_model: Any, positions: torch.Tensor | None) -> Iterator[None
 
 
 @pytest.mark.parametrize(("model_type", "kind"), WITH_IMAGES.items(), ids=WITH_IMAGES.keys())
-def test_with_images(start_engine: Start, tmp_path: Path, model_type: str, kind: SeesImages) -> None:
+def test_with_images(start_engine, tmp_path, model_type, kind):
     model = tmp_path / "model"
     requests = make_requests(kind.make(model, model_type))
     random = learn(model)
@@ -149,6 +149,6 @@ def test_with_images(start_engine: Start, tmp_path: Path, model_type: str, kind:
 
 
 @pytest.mark.parametrize("model_type", TEXT_ALONE)
-def test_text_alone(start_engine: Start, tmp_path: Path, model_type: str) -> None:
+def test_text_alone(start_engine, tmp_path, model_type):
     model, dtype = make_for_text(tmp_path / "model", model_type), WITH_IMAGES[model_type].dtype
     assert_served(start_engine, model, dtype=dtype, language_model_only=True)

@@ -27,7 +27,7 @@ MAX_MODEL_LEN = 32768
 
 
 @pytest.fixture(params=["embedded", "llama-3-8b"])
-def model_folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model_folder(request, tmp_path, monkeypatch) -> Path:
     """A folder with a config; vLLM needs no weights to compute capacity."""
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     if request.param == "embedded":
@@ -37,9 +37,7 @@ def model_folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("num_layers", [2, 8, 9])
-def test_layers_with_windows_alone_share_one_block_table_for_either_class_of_pages(
-    tmp_path: Path, num_layers: int
-) -> None:
+def test_layers_with_windows_alone_share_one_block_table_for_either_class_of_pages(tmp_path, num_layers):
     kinds = ["sliding_attention"] * num_layers
     sizes = {"num_hidden_layers": num_layers, "layer_types": kinds}
     (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_27B | sizes))
@@ -52,7 +50,7 @@ def test_layers_with_windows_alone_share_one_block_table_for_either_class_of_pag
     [(3, 0, 29, 0, 0, 0), (0, 8, 0, 4, 0, 20), (0, 7, 6, 0, 19, 0), (0, 8, 8, 8, 0, 8), (1, 1, 1, 1, 1, 27), None],
     ids=str,
 )
-def test_mixed_layers_share_one_block_table_for_either_class_of_pages(model_folder: Path, counts) -> None:
+def test_mixed_layers_share_one_block_table_for_either_class_of_pages(model_folder, counts):
     """Also where layers of several presets are there equally often, which vLLM would take for a pattern."""
     config = engine_config(str(model_folder), MAX_MODEL_LEN)
     num_layers = config.model_config.get_num_layers(config.parallel_config)
@@ -70,7 +68,7 @@ def test_mixed_layers_share_one_block_table_for_either_class_of_pages(model_fold
 
 
 @pytest.mark.parametrize("cache", ["auto", *PRESETS])
-def test_what_antkv_plan_computes_fills_the_blocks_that_vllm_has(model_folder: Path, cache: str) -> None:
+def test_what_antkv_plan_computes_fills_the_blocks_that_vllm_has(model_folder, cache):
     config = engine_config(str(model_folder), MAX_MODEL_LEN)
     shape = DecodeShape.of(config.model_config.hf_config)
     presets = None if cache == "auto" else [PRESETS[cache]] * shape.num_layers
@@ -85,7 +83,7 @@ def test_what_antkv_plan_computes_fills_the_blocks_that_vllm_has(model_folder: P
 
 
 @pytest.mark.parametrize("cache", ["auto", "antkv-2bit", "antkv-1bit"])
-def test_what_antkv_plan_computes_with_windows_is_what_vllm_holds_and_a_little_more(tmp_path: Path, cache: str) -> None:
+def test_what_antkv_plan_computes_with_windows_is_what_vllm_holds_and_a_little_more(tmp_path, cache):
     """vLLM's figure has a prompt's step in flight in every request, and layers without content that fill up groups."""
     (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_27B))
     longest = 131072
@@ -96,7 +94,7 @@ def test_what_antkv_plan_computes_with_windows_is_what_vllm_holds_and_a_little_m
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_states_waste_less_than_a_tenth_of_what_a_request_takes(tmp_path: Path, name: str) -> None:
+def test_states_waste_less_than_a_tenth_of_what_a_request_takes(tmp_path, name):
     """And `antkv plan` computes what vLLM has, without pages for a step in flight."""
     shape = MODELS[name]
     pool = measure(shape, "antkv-1bit", MAX_MODEL_LEN)
@@ -111,7 +109,7 @@ def test_states_waste_less_than_a_tenth_of_what_a_request_takes(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("window", [300, 1024])
-def test_layers_with_windows_cost_no_more_however_long_a_sequence_is(window: int) -> None:
+def test_layers_with_windows_cost_no_more_however_long_a_sequence_is(window):
     layout = PageLayout.of(AntKVConfig(), PRESETS["antkv-1bit"], 128, torch.bfloat16)
     costs = [footprint([layout], AntKVConfig(), length, [window]) for length in (4096, 65536)]
     assert costs[0].total == costs[1].total
@@ -123,14 +121,14 @@ def test_layers_with_windows_cost_no_more_however_long_a_sequence_is(window: int
     assert both.total == both.codes + both.anchors + both.recency + both.padding
 
 
-def test_one_bit_costs_at_most_one_and_a_half_effective_bits_at_8192_tokens() -> None:
+def test_one_bit_costs_at_most_one_and_a_half_effective_bits_at_8192_tokens():
     for head_size in (64, 128):
         layout = PageLayout.of(AntKVConfig(), PRESETS["antkv-1bit"], head_size, torch.bfloat16)
         cost = footprint([layout], AntKVConfig(), 8192)
         assert cost.bits(cost.total) <= 1.5
 
 
-def test_the_log_says_what_states_take_and_where_codes_gain_little(tmp_path: Path, said: list[str]) -> None:
+def test_the_log_says_what_states_take_and_where_codes_gain_little(tmp_path, said):
     large = make_model(tmp_path, "lfm2", LFM2 | {"conv_L_cache": 513})
     make_codebook(tmp_path / "antkv", large, "antkv-1bit")
     EngineArgs(model=str(large), kv_cache_dtype="antkv-1bit", max_model_len=512).create_engine_config()

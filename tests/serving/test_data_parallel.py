@@ -3,9 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -47,9 +45,7 @@ def expected(engines: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.release
-def test_two_engines_behind_two_api_servers(
-    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_two_engines_behind_two_api_servers(start_engine, default, prompts, tmp_path):
     with start_engine(EMBEDDED, PRESET, default) as engine:
         alone = [list(completion.tokens) for completion in engine.complete(prompts)]
     options = {

@@ -5,13 +5,11 @@ Float32, so that rounding in batched matrix products stays far below the toleran
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from tests.places import EMBEDDED, PRESET
 from tests.serving.conftest import (
-    Completion,
     Engine,
     Start,
     assert_all_same,
@@ -36,7 +34,7 @@ ORDINARY = [
 
 
 @pytest.fixture
-def start(start_engine: Start, default: dict[str, Any]) -> Start:
+def start(start_engine, default) -> Start:
     """An engine of the embedded model, with changes to the default settings."""
     return lambda settings={}, **options: start_engine(EMBEDDED, PRESET, default | settings, **options)
 
@@ -51,58 +49,50 @@ def start(start_engine: Start, default: dict[str, Any]) -> Start:
     ],
     ids=str,
 )
-def test_equals_auto_where_every_token_is_exact(
-    start: Start, auto: list[Completion], prompts: list[list[int]], settings: dict[str, Any]
-) -> None:
+def test_equals_auto_where_every_token_is_exact(start, auto, prompts, settings):
     with start(settings, max_num_batched_tokens=300) as engine:
         assert_all_same(engine.complete(prompts), auto)
 
 
-def test_a_prompt_of_one_step_attends_as_with_auto(
-    start: Start, auto: list[Completion], prompts: list[list[int]]
-) -> None:
+def test_a_prompt_of_one_step_attends_as_with_auto(start, auto, prompts):
     """By default: codes are read by what follows."""
     with start({"prefill_reads_cache": False}, max_num_batched_tokens=1024) as engine:
         first = engine.complete(prompts, max_tokens=1, together=False)
     assert_all_same(first, [replace(each, tokens=each.tokens[:1], top_logprobs=each.top_logprobs[:1]) for each in auto])
 
 
-def test_codes_alone_differ_from_auto(alone: list[Completion], auto: list[Completion]) -> None:
+def test_codes_alone_differ_from_auto(alone, auto):
     """The comparisons of this file can fail: a quantised past changes the log-probabilities."""
     with pytest.raises(AssertionError):
         assert_all_same(alone, auto)
 
 
 @pytest.mark.parametrize("settings", ORDINARY)
-def test_same_however_a_prompt_is_chunked_batched_or_cached(
-    start: Start, prompts: list[list[int]], settings: dict[str, Any]
-) -> None:
+def test_same_however_a_prompt_is_chunked_batched_or_cached(start, prompts, settings):
     with start(settings, max_num_batched_tokens=1024, prefix_cache_retention_interval=256) as engine:
         assert_scheduling_is_not_seen(engine, prompts, chunks=[200])
 
 
-def test_same_after_preemption(start: Start, prompts: list[list[int]]) -> None:
+def test_same_after_preemption(start, prompts):
     options = {"max_model_len": 256, "num_gpu_blocks_override": 120, "enable_prefix_caching": False}
     with start(disable_log_stats=False, **options) as engine:
         assert_preemption_is_not_seen(engine, [prompt[:40] for prompt in prompts[1:5]], times=2, max_tokens=110)
 
 
 @pytest.mark.long
-def test_same_compiled(start: Start, alone: list[Completion], prompts: list[list[int]]) -> None:
+def test_same_compiled(start, alone, prompts):
     with start(enforce_eager=False) as engine:
         assert_all_same(engine.complete(prompts), alone)
 
 
-def test_sinks_change_what_is_served(start: Start, alone: list[Completion], prompts: list[list[int]]) -> None:
+def test_sinks_change_what_is_served(start, alone, prompts):
     """The comparisons of this file cover sinks: with them switched off the log-probabilities are others."""
     with start({"sinks": False}) as engine, pytest.raises(AssertionError):
         assert_all_same(engine.complete(prompts), alone)
 
 
 @pytest.mark.long
-def test_same_with_tensor_parallelism(
-    start: Start, alone: list[Completion], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_with_tensor_parallelism(start, alone, prompts, monkeypatch):
     """Two worker processes with a KV head each."""
     # There as here (`made_quickly`).
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
@@ -110,9 +100,7 @@ def test_same_with_tensor_parallelism(
         assert_all_same(engine.complete(prompts), alone)
 
 
-def test_reused_blocks_show_nothing_of_their_former_request(
-    start: Start, alone: list[Completion], prompts: list[list[int]]
-) -> None:
+def test_reused_blocks_show_nothing_of_their_former_request(start, alone, prompts):
     """Every byte of the cache is NaN before the first request, and after it whatever the former requests left."""
     options = {"num_gpu_blocks_override": 400, "max_num_batched_tokens": 300, "enable_prefix_caching": False}
     with start(**options) as engine:
@@ -121,9 +109,7 @@ def test_reused_blocks_show_nothing_of_their_former_request(
         assert_all_same(engine.complete(prompts[::-1]), alone[::-1])
 
 
-def test_warming_kernels_up_spoils_no_first_request(
-    start: Start, alone: list[Completion], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warming_kernels_up_spoils_no_first_request(start, alone, prompts, monkeypatch):
     """It leaves pages dirty. Those of CPUs need none; here they are warmed up as those of GPUs are."""
 
     def warm(kernels: dispatch.Kernels) -> dispatch.Kernels:
@@ -138,7 +124,7 @@ def test_warming_kernels_up_spoils_no_first_request(
         assert_all_same(engine.complete(prompts), alone)
 
 
-def test_random_requests_and_aborts_leave_every_block_free(start: Start, prompts: list[list[int]]) -> None:
+def test_random_requests_and_aborts_leave_every_block_free(start, prompts):
     """In a pool that holds only a few of them at a time."""
     with start(num_gpu_blocks_override=200, max_num_batched_tokens=256, max_model_len=256) as engine:
         abort_some(engine, prompts[3:])

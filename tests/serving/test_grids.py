@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from tests.serving.conftest import Start, assert_all_same, assert_preemption_is_not_seen
+from tests.serving.conftest import assert_all_same, assert_preemption_is_not_seen
 from tests.serving.grids import GRIDS, PATCH, make_grid, positions_of, register
 from tests.serving.served_family import OPTIONS, PRESET, SINKS, assert_as_expected
 from tests.serving.tiny import make_codebook
@@ -43,17 +43,17 @@ SHORT = [pictures(9 + i, 30 + i, 11) for i in range(4)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered(engine_environment: None) -> None:
+def registered(engine_environment) -> None:
     register()
 
 
 @pytest.fixture(scope="module", params=GRIDS)
-def name(request: pytest.FixtureRequest) -> str:
+def name(request) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def model(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(name, tmp_path_factory) -> Path:
     folder = make_grid(tmp_path_factory.mktemp("grid") / "model", name)
     make_codebook(folder / "antkv", folder, PRESET, SINKS)
     return folder
@@ -74,9 +74,7 @@ def expected_logprobs(model: Path, name: str) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize(("rotary_dim", "is_neox_style"), [(64, True), (32, False)])
-def test_sections_are_those_by_which_vllm_turns(
-    dtype: torch.dtype, in_turns: bool, rotary_dim: int, is_neox_style: bool
-) -> None:
+def test_sections_are_those_by_which_vllm_turns(dtype, in_turns, rotary_dim, is_neox_style):
     sections = [rotary_dim // 4, rotary_dim // 8, rotary_dim // 8]
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections, "mrope_interleaved": in_turns}
     with set_current_vllm_config(VllmConfig()):
@@ -98,7 +96,7 @@ def test_sections_are_those_by_which_vllm_turns(
 
 
 @pytest.mark.long
-def test_what_is_served_is_what_the_evaluator_computes(start_engine: Start, model: Path, name: str) -> None:
+def test_what_is_served_is_what_the_evaluator_computes(start_engine, model, name):
     with start_engine(model, PRESET, **OPTIONS, num_gpu_blocks_override=80, disable_log_stats=False) as engine:
         batched = engine.complete(PROMPTS, max_tokens=8)
         assert_as_expected(batched, list(expected_logprobs(model, name)))
@@ -108,14 +106,14 @@ def test_what_is_served_is_what_the_evaluator_computes(start_engine: Start, mode
         assert_preemption_is_not_seen(engine, SHORT, times=4, max_tokens=16)
 
 
-def test_exact_rows_are_autos(start_engine: Start, model: Path) -> None:
+def test_exact_rows_are_autos(start_engine, model):
     with start_engine(model, "auto", **OPTIONS) as engine:
         auto = engine.complete(PROMPTS, max_tokens=8)
     with start_engine(model, PRESET, EXACT, **OPTIONS) as engine:
         assert_all_same(engine.complete(PROMPTS, max_tokens=8), auto)
 
 
-def test_positions_are_a_page_of_the_pool(start_engine: Start, model: Path) -> None:
+def test_positions_are_a_page_of_the_pool(start_engine, model):
     """So vLLM counts them where it decides how many blocks fit, and nothing lies beside the pool."""
     memory = 8 << 20
     with start_engine(model, PRESET, **OPTIONS, kv_cache_memory_bytes=memory) as engine:

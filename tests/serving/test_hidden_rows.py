@@ -14,13 +14,13 @@ from vllm_antkv.offline.models import ModelCard
 
 
 @pytest.fixture(scope="module")
-def gpt_j(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gpt_j(tmp_path_factory) -> Path:
     """Half of its channels turn, neighbours together."""
     return make_model(tmp_path_factory.mktemp("gpt-j"), "gptj", {"rotary_dim": 16, "num_key_value_heads": 4})
 
 
 @pytest.mark.usefixtures("quick_engines")
-def test_it_is_calibrated_and_answers_as_without_the_cache(gpt_j: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_calibrated_and_answers_as_without_the_cache(gpt_j, capsys) -> None:
     command = ["calibrate", str(gpt_j), "--preset", PRESET, "--text", str(TEXT), "--out", str(gpt_j / "antkv")]
     assert cli.run([*command, "--samples", "3", "--seq-len", "128"]) == 0
     assert "as transformers' code of this model does not hand them over" in capsys.readouterr().err
@@ -31,9 +31,7 @@ def test_it_is_calibrated_and_answers_as_without_the_cache(gpt_j: Path, capsys: 
     assert [finding.state for finding in findings] == ["ok", "ok"], findings
 
 
-def test_what_needs_transformers_code_is_refused(
-    gpt_j: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_needs_transformers_code_is_refused(gpt_j, tmp_path, capsys):
     text, out = ["--text", str(TEXT)], ["--out", str(tmp_path)]
     (tmp_path / "adapter_config.json").write_text("{}")
     assert cli.run(["calibrate", str(gpt_j), "--preset", PRESET, *text, *out, "--lora", str(tmp_path)]) == 1

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 WHEEL = Path(sys.prefix) / "vision"
 
 
-def test_models_that_see_images() -> None:
+def test_models_that_see_images():
     environment = dict(os.environ)
     if importlib.util.find_spec("torchvision") is None:
         assert WHEEL.exists(), "make venv"

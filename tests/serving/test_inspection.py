@@ -1,7 +1,6 @@
 """What an engine tells of its requests: tokens they hold, anchors of the last ones, and samples of the attention."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,13 @@ NUM_LAYERS, NUM_HEADS = 5, 2
 
 
 @pytest.fixture(scope="module")
-def running(start_engine: Any) -> Iterator[Engine]:
+def running(start_engine) -> Iterator[Engine]:
     with start_engine(EMBEDDED, "antkv-1bit", SETTINGS) as engine:
         yield engine
 
 
 @pytest.fixture
-def engine(running: Engine) -> Engine:
+def engine(running) -> Engine:
     """With nothing in its prefix cache."""
     assert running.llm.reset_prefix_cache()
     return running
@@ -46,7 +45,7 @@ def impls(engine: Engine) -> list[Any]:
     return [layer.impl for layer in engine.layers.values() if hasattr(layer, "impl")]
 
 
-def test_every_head_keeps_its_anchors_in_every_block(engine: Engine, prompts: list[list[int]]) -> None:
+def test_every_head_keeps_its_anchors_in_every_block(engine, prompts):
     engine.complete([prompts[-1]])
     answer = engine.core.antkv_anchors(None, 0)
     num_blocks = len(prompts[-1]) // VQ_BLOCK_SIZE
@@ -62,7 +61,7 @@ def test_every_head_keeps_its_anchors_in_every_block(engine: Engine, prompts: li
     assert min(first_blocks) >= AntKVConfig().prefix
 
 
-def test_what_prompts_share_has_the_same_anchors(engine: Engine, prompts: list[list[int]]) -> None:
+def test_what_prompts_share_has_the_same_anchors(engine, prompts):
     longer = prompts[-1]
     shorter = longer[: 2 * VQ_BLOCK_SIZE + 50]
     engine.complete([longer, shorter], together=False)
@@ -73,9 +72,7 @@ def test_what_prompts_share_has_the_same_anchors(engine: Engine, prompts: list[l
         assert mine == theirs[:2]
 
 
-def test_text_is_sent_only_where_the_setting_allows_it(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_sent_only_where_the_setting_allows_it(engine, prompts, monkeypatch):
     prompt = prompts[-1]
     engine.complete([prompt])
     assert engine.core.antkv_anchors(None, 1)["map"]["token_ids"] == prompt[VQ_BLOCK_SIZE : 4 * VQ_BLOCK_SIZE]
@@ -89,32 +86,28 @@ def test_text_is_sent_only_where_the_setting_allows_it(
     assert engine.core.antkv_anchors(None, 1)["map"]["token_ids"] is None
 
 
-def test_a_window_begins_no_later_than_at_the_last_block(engine: Engine, prompts: list[list[int]]) -> None:
+def test_a_window_begins_no_later_than_at_the_last_block(engine, prompts):
     engine.complete([prompts[-1]])
     last = len(prompts[-1]) // VQ_BLOCK_SIZE - 1
     shown = engine.core.antkv_anchors(None, 10**9)["map"]
     assert (shown["first_block"], shown["blocks"]) == (last, 1)
 
 
-def test_an_answer_has_no_more_rows_than_it_may(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_has_no_more_rows_than_it_may(engine, prompts, monkeypatch):
     rows_per_block = 2 * NUM_LAYERS * NUM_HEADS * ANCHOR_ROWS
     monkeypatch.setattr("vllm_antkv.vllm_adapter.hooks.status._MAX_ROWS", 3 * rows_per_block - 1)
     engine.complete([prompts[-1]])
     assert engine.core.antkv_anchors(None, 0)["map"]["blocks"] == 2
 
 
-def test_a_prompt_that_the_prefix_cache_forgot_is_not_shown(engine: Engine, prompts: list[list[int]]) -> None:
+def test_a_prompt_that_the_prefix_cache_forgot_is_not_shown(engine, prompts):
     engine.complete([prompts[-1]])
     number = engine.core.antkv_anchors(None, 0)["map"]["prompt"]
     assert engine.llm.reset_prefix_cache()
     assert engine.core.antkv_anchors(number, 0) == {"prompts": [], "map": None}
 
 
-def test_a_running_request_is_shown_and_what_requests_share_counts_once(
-    engine: Engine, prompts: list[list[int]]
-) -> None:
+def test_a_running_request_is_shown_and_what_requests_share_counts_once(engine, prompts):
     longer = prompts[-1]
     # A hit can end at 512 tokens.
     shorter = longer[: 4 * VQ_BLOCK_SIZE + 50]
@@ -130,7 +123,7 @@ def test_a_running_request_is_shown_and_what_requests_share_counts_once(
     assert engine.core.antkv_status()["tokens_in_use"] == 0
 
 
-def test_asking_changes_no_answer_and_leaves_nothing_behind(engine: Engine, prompts: list[list[int]]) -> None:
+def test_asking_changes_no_answer_and_leaves_nothing_behind(engine, prompts):
     batch = prompts[6:]
     silent = engine.complete(batch, max_tokens=6)
     before = sum(engine.core.antkv_status()["workers"][0]["sampled_attention"].values())
@@ -144,9 +137,7 @@ def test_asking_changes_no_answer_and_leaves_nothing_behind(engine: Engine, prom
 
 
 @pytest.mark.long
-def test_an_engine_at_rest_does_not_wake_its_workers(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_at_rest_does_not_wake_its_workers(engine, prompts, monkeypatch):
     """vLLM's workers spin for a second after each call, and the metrics ask every five."""
     core = type(engine.core)
     ask, asked = core.collective_rpc, []
@@ -171,7 +162,7 @@ def test_an_engine_at_rest_does_not_wake_its_workers(
     assert asked == 4 * ["antkv_report"]
 
 
-def test_samples_take_turns_among_the_layers(engine: Engine, prompts: list[list[int]]) -> None:
+def test_samples_take_turns_among_the_layers(engine, prompts):
     """One layer is observed for one step; none is until somebody asks."""
     assert len(impls(engine)) == NUM_LAYERS
     sampled = []
@@ -183,7 +174,7 @@ def test_samples_take_turns_among_the_layers(engine: Engine, prompts: list[list[
     assert sorted(sampled) == list(range(NUM_LAYERS))
 
 
-def test_a_step_of_a_prompt_is_sampled(engine: Engine, prompts: list[list[int]]) -> None:
+def test_a_step_of_a_prompt_is_sampled(engine, prompts):
     """Others are replayed from CUDA graphs on a GPU, and call nobody."""
     before = sum(engine.core.antkv_status()["workers"][0]["sampled_attention"].values())
     engine.complete([prompts[-1]], max_tokens=1)
@@ -193,9 +184,7 @@ def test_a_step_of_a_prompt_is_sampled(engine: Engine, prompts: list[list[int]])
 
 
 @pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["sliding_attention"] * 2], ids=" ".join)
-def test_a_layer_with_a_window_shows_the_anchors_that_it_still_has(
-    start_engine: Any, tmp_path: Path, prompts: list[list[int]], kinds: list[str]
-) -> None:
+def test_a_layer_with_a_window_shows_the_anchors_that_it_still_has(start_engine, tmp_path, prompts, kinds):
     """While a request runs, those of the blocks that its window reaches; other layers show them all."""
     window, prompt = 200, prompts[-1]
     sizes = GEMMA | {"layer_types": kinds, "sliding_window": window, "max_position_embeddings": 1024}

@@ -16,7 +16,7 @@ from loadtest.api import headers
 from loadtest.server import Server
 from loadtest.watch import metrics
 from tests.patience import PATIENCE, wait_for
-from tests.serving.embedded_server import API_KEY, EXACT, MODEL_NAME, SharedServers
+from tests.serving.embedded_server import API_KEY, EXACT, MODEL_NAME
 
 pytestmark = pytest.mark.long
 
@@ -27,7 +27,7 @@ LONG = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 900, "n": ANSWERS, 
 
 
 @pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
+def key(monkeypatch) -> None:
     """`headers` sends it."""
     monkeypatch.setenv("VLLM_API_KEY", API_KEY)
 
@@ -55,7 +55,7 @@ def wait_until_all_are_there(running: Server, answers: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "victim"), [("default", "VLLM::EngineCore"), (EXACT, "VLLM::Worker")])
-def test_a_killed_process_takes_the_server_down_cleanly(shared_servers: SharedServers, kind: str, victim: str) -> None:
+def test_a_killed_process_takes_the_server_down_cleanly(shared_servers, kind, victim):
     server = shared_servers.to_be_ended(kind)
     codebook = server.codebook.read_bytes()
     with ThreadPoolExecutor() as pool:

@@ -1,7 +1,5 @@
 """An engine whose block manager loses pages ends the request that lacks them, and no other."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ NUM_TOKENS = 6
 
 
 @pytest.fixture
-def losing_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def losing_pages(monkeypatch) -> None:
     """The pages of recent rows of requests called "broken" are null."""
     from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
 
@@ -30,14 +28,7 @@ def losing_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
-def test_a_request_that_lacks_rows_ends_with_an_error(
-    start_engine: Callable[..., Any],
-    default: dict[str, Any],
-    prompts: list[list[int]],
-    losing_pages: None,
-    said: list[str],
-    kernels: str,
-) -> None:
+def test_a_request_that_lacks_rows_ends_with_an_error(start_engine, default, prompts, losing_pages, said, kernels):
     with start_engine(EMBEDDED, "antkv-1bit", {**default, "kernels": kernels}) as engine:
         (alone,) = engine.complete([prompts[-2]], max_tokens=NUM_TOKENS)
         for name, prompt in (("whole", prompts[-2]), ("broken", prompts[-1])):
@@ -55,13 +46,7 @@ def test_a_request_that_lacks_rows_ends_with_an_error(
         assert engine.complete([prompts[-1]])[0].num_cached_tokens == 0
 
 
-def test_no_page_of_a_step_that_lacks_rows_is_stored(
-    start_engine: Callable[..., Any],
-    default: dict[str, Any],
-    prompts: list[list[int]],
-    losing_pages: None,
-    tmp_path: Path,
-) -> None:
+def test_no_page_of_a_step_that_lacks_rows_is_stored(start_engine, default, prompts, losing_pages, tmp_path):
     """Other servers would read it."""
     options = {"kv_transfer_config": transfer(tmp_path), "max_num_batched_tokens": 300}
     with start_engine(EMBEDDED, "antkv-1bit", default, **options) as engine:

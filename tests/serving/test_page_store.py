@@ -42,7 +42,7 @@ HIT = 512
 
 
 @pytest.fixture(scope="module")
-def start(start_engine: Start, default: dict[str, Any]) -> Start:
+def start(start_engine, default) -> Start:
     """An engine that keeps pages in a folder."""
 
     def started(folder: Path, model: Path = EMBEDDED, role: str = "kv_both", **options: Any) -> Any:
@@ -54,9 +54,7 @@ def start(start_engine: Start, default: dict[str, Any]) -> Start:
 
 
 @pytest.fixture(scope="module")
-def kept(
-    start: Start, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[Completion]]:
+def kept(start, prompts, tmp_path_factory) -> tuple[Path, list[Completion]]:
     """A folder with the pages of all prompts, and what local hits answer."""
     folder = tmp_path_factory.mktemp("kept")
     with start(folder) as engine:
@@ -73,9 +71,7 @@ def _is_hit(engine: Engine, prompt: list[int]) -> Completion:
 
 
 @pytest.mark.long
-def test_a_restart_finds_what_a_local_hit_finds(
-    start: Start, kept: tuple[Path, list[Completion]], prompts: list[list[int]]
-) -> None:
+def test_a_restart_finds_what_a_local_hit_finds(start, kept, prompts):
     """To the last bit; what the pool held before does not matter, and a server that only loads writes nothing."""
     folder, local = kept
     before = sorted(folder.rglob("*"))
@@ -114,9 +110,7 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.long
-def test_a_damaged_page_is_a_miss_and_is_written_again(
-    start: Start, prompts: list[list[int]], tmp_path: Path, said: list[str]
-) -> None:
+def test_a_damaged_page_is_a_miss_and_is_written_again(start, prompts, tmp_path, said):
     prompt = prompts[-1]
     with start(tmp_path / "foreign", settings={"sinks": False, "anchor_share": 0.016}) as engine:
         engine.complete([prompt])
@@ -170,9 +164,7 @@ def _on_a_full_disk(**options: Any) -> Any:
 
 
 @pytest.mark.long
-def test_a_full_disk_and_a_removed_folder_cost_hits_alone(
-    start: Start, prompts: list[list[int]], tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_and_a_removed_folder_cost_hits_alone(start, prompts, tmp_path, said, monkeypatch):
     prompt, folder = prompts[-1], tmp_path / "store"
 
     def computed() -> Completion:
@@ -218,7 +210,7 @@ def _identity(*arguments: Any, **options: Any) -> str:
     return str(config.kv_connector_extra_config["identity"])
 
 
-def test_what_a_server_does_is_said_by_its_options() -> None:
+def test_what_a_server_does_is_said_by_its_options():
     with pytest.raises(SettingsError, match="pages of an antkv cache"):
         AntKVStore(_config(kv_cache_dtype="auto"), KVConnectorRole.SCHEDULER, None)
     with pytest.raises(SettingsError, match="absolute path"):
@@ -230,7 +222,7 @@ def test_what_a_server_does_is_said_by_its_options() -> None:
     assert only_saves.get_num_new_matched_tokens(SimpleNamespace(request_id="one"), 0) == (0, False)
 
 
-def test_servers_whose_pages_differ_share_none(codebooks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_whose_pages_differ_share_none(codebooks, tmp_path, monkeypatch):
     """What is of no concern to a page: where the model is, and what the dashboard shows."""
     same, other = (Path(shutil.copytree(EMBEDDED, tmp_path / name)) for name in ("same", "other"))
     weights = other / "model.safetensors"
@@ -266,9 +258,7 @@ def test_servers_whose_pages_differ_share_none(codebooks: str, tmp_path: Path, m
 
 @settings(max_examples=20)
 @given(st.binary(min_size=1, max_size=99), st.integers(0, 1), st.data())
-def test_a_file_is_read_as_it_was_written_or_not_at_all(
-    tmp_path_factory: pytest.TempPathFactory, pages: bytes, rank: int, data: st.DataObject
-) -> None:
+def test_a_file_is_read_as_it_was_written_or_not_at_all(tmp_path_factory, pages, rank, data):
     root = tmp_path_factory.mktemp("files")
     ledger = Ledger(root)
     files = PageFiles(ledger, "identity", rank, 2)
@@ -294,7 +284,7 @@ def test_a_file_is_read_as_it_was_written_or_not_at_all(
 
 
 @pytest.mark.long
-def test_hits_beside_preemption_and_aborts(start: Start, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_hits_beside_preemption_and_aborts(start, prompts, tmp_path):
     some = [prompts[-1][:300], prompts[4], prompts[6]]
     # Nine requests do not fit, even where some have not been loaded while others decode.
     options = {"max_model_len": 512, "num_gpu_blocks_override": 110}
@@ -315,9 +305,7 @@ def test_hits_beside_preemption_and_aborts(start: Start, prompts: list[list[int]
 
 
 @pytest.mark.long
-def test_other_weights_and_adapters_find_nothing_and_are_not_kept(
-    start: Start, prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_other_weights_and_adapters_find_nothing_and_are_not_kept(start, prompts, tmp_path):
     """The names of adapters, which vLLM's hashes have, say nothing of what they do."""
     folder, model = tmp_path / "store", tmp_path / "model"
     adapter = LoRARequest("one", 1, str(make_adapter(EMBEDDED, tmp_path / "adapter")))
@@ -335,7 +323,7 @@ def test_other_weights_and_adapters_find_nothing_and_are_not_kept(
         assert sorted(folder.rglob("*")) == before
 
 
-def test_weights_stay_beside_nixl(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_stay_beside_nixl(start, tmp_path, monkeypatch):
     """Other servers were told where pages are of the weights before."""
     pytest.importorskip("nixl", reason="NIXL is not installed")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
@@ -347,13 +335,7 @@ def test_weights_stay_beside_nixl(start: Start, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.long
-def test_all_ranks_compute_again_what_one_cannot_load(
-    start: Start,
-    kept: tuple[Path, list[Completion]],
-    prompts: list[list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_ranks_compute_again_what_one_cannot_load(start, kept, prompts, tmp_path, monkeypatch):
     # There as here (`made_quickly`).
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     with start(Path(shutil.copytree(kept[0], tmp_path / "store")), tensor_parallel_size=2) as engine:

@@ -88,7 +88,7 @@ def one(name: str, role: str, folder: Path, model: Path = EMBEDDED, **options: s
 
 
 @pytest.mark.parametrize("name", [pytest.param("AntKVStore", marks=pytest.mark.release), "MultiConnector"])
-def test_no_request_ends_with_the_prefill_server(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_no_request_ends_with_the_prefill_server(name, prompts, tmp_path):
     """Those that it computes then, and later ones, are computed by the decode server; what is refused says why."""
     some = prompts[-3:]
     others = [prompt[::-1] for prompt in some]
@@ -143,7 +143,7 @@ def answers(url: str, prompt: list[int], params: dict[str, Any] | None = None, n
 
 @pytest.mark.release
 @pytest.mark.parametrize("num_ranks", [1, 2], ids=["windows, one exact", "two ranks"])
-def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_what_is_pulled_is_a_local_hit(num_ranks, prompts, tmp_path):
     model, options = EMBEDDED, {"--tensor-parallel-size": str(num_ranks)}
     if num_ranks == 1:
         changes = {**GEMMA, "num_hidden_layers": 4, "max_position_embeddings": 1024}
@@ -177,7 +177,7 @@ def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]],
 
 
 @pytest.mark.release
-def test_pages_that_are_gone_or_foreign_are_computed(prompts: list[list[int]], tmp_path: Path) -> None:
+def test_pages_that_are_gone_or_foreign_are_computed(prompts, tmp_path):
     some, other, last = prompts[-1], prompts[-1][::-1], prompts[-2]
     foreign = {"--additional-config": antkv(recency="sliding:40")}
     (tmp_path / "foreign").mkdir()

@@ -1,7 +1,5 @@
 """Pipeline parallelism: each stage has the codes of its own layers, and the answers are those of one process."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +18,7 @@ def shown(core: Any) -> tuple[EngineStatus, Anchors]:
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.release), 2])
-def test_stages_answer_as_one_process(
-    start_engine: Callable[..., Any],
-    default: dict[str, Any],
-    prompts: list[list[int]],
-    tmp_path: Path,
-    num_ranks: int,
-) -> None:
+def test_stages_answer_as_one_process(start_engine, default, prompts, tmp_path, num_ranks):
     """With sinks, which the first stage finds for both, in chunks, in batches, and behind hits, local or stored."""
     with start_engine(EMBEDDED, PRESET, default, max_num_batched_tokens=300) as engine:
         alone = engine.complete(prompts, together=False)
@@ -51,9 +43,7 @@ def test_stages_answer_as_one_process(
 
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.release), 150])
-def test_stages_of_other_layers(
-    start_engine: Callable[..., Any], prompts: list[list[int]], tmp_path: Path, window: int | None
-) -> None:
+def test_stages_of_other_layers(start_engine, prompts, tmp_path, window):
     """Each stage has pages of another preset, of layers without and with windows."""
     model = make_model(tmp_path / "model", "mistral", {"num_hidden_layers": 4, "sliding_window": window})
     make_codebook(tmp_path, model, PRESET, layers=("antkv-0.5bit", "antkv-0.5bit", "antkv-1bit", "antkv-1bit"))

@@ -1,6 +1,5 @@
 """The engine flags tokens with massive activations, wherever they are, and keeps their K and V as they are."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ PROMPTS = [[0, *range(400, 460), 345, *range(500, 600), 345, *range(700, 720 + i
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path) -> Path:
     """From its first layer on the residual stream carries 5000 in one channel of some tokens."""
     folder = make_model(tmp_path / "model", "llama", {"initializer_range": 0.2})
     planted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -32,7 +31,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_engine_flags_and_keeps_planted_sinks(start_engine: Callable[..., Any], model: Path) -> None:
+def test_the_engine_flags_and_keeps_planted_sinks(start_engine, model):
     with start_engine(model, PRESET, SETTINGS, max_model_len=512, enable_prefix_caching=False) as engine:
         impls = [layer.impl for layer in engine.layers.values() if hasattr(layer, "impl")]
         (flags,) = {impl.attachment.sinks for impl in impls} - {None}

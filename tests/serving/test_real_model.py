@@ -5,9 +5,7 @@ SmolLM2-135M-Instruct, fetched once (`make real-models`) and served with the cod
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,13 +40,13 @@ def model() -> str:
     return folder
 
 
-def test_answers_are_those_of_auto_where_every_row_is_exact(model: str, quick_engines: None) -> None:
+def test_answers_are_those_of_auto_where_every_row_is_exact(model, quick_engines):
     findings = list(check_answers(model, None))
     assert [finding.what for finding in findings] == ["in a batch, chunked", "alone, prefix hits"]
     assert all("the same answers" in finding.detail for finding in findings)
 
 
-def test_served_agrees_with_offline(model: str, eager: None) -> None:
+def test_served_agrees_with_offline(model, eager):
     # As offline on a CPU.
     card = ModelCard.read(model, "float32")
     windows = TextWindows(TEXT, load_windows(TEXT, card.tokenizer, CONTEXT, 1))
@@ -60,7 +58,7 @@ def test_served_agrees_with_offline(model: str, eager: None) -> None:
     assert 0.5 * expected.fidelity.kl < served.against.kl < expected.fidelity.kl
 
 
-def test_a_question_is_answered_in_a_chat(start_engine: Callable[..., Any], model: str) -> None:
+def test_a_question_is_answered_in_a_chat(start_engine, model):
     """After a text that fills more than a block: the rows of most of it are coded."""
     from vllm import SamplingParams
 

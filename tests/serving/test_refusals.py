@@ -3,7 +3,6 @@
 Tiny configs in real vLLM, without weights: the refusal comes before they would be read.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from tests.conftest import Refused
 from tests.serving.conftest import EMBEDDED
 from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN, make_codebook, make_model
 from vllm_antkv.codebook import NoCodebookError
@@ -164,7 +162,7 @@ def make_config(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
 
 
 @pytest.fixture
-def llama(tmp_path: Path) -> Path:
+def llama(tmp_path) -> Path:
     return make_config(tmp_path / "llama", "llama", {"head_dim": 64})
 
 
@@ -174,7 +172,7 @@ def configure(model: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_refused(tmp_path: Path, refused: Refused, name: str) -> None:
+def test_a_model_is_refused(tmp_path, refused, name):
     model_type, changes, words = MODELS[name]
     model = make_config(tmp_path, model_type, changes)
     with refused(UnsupportedModelError, words, "serve this model with --kv-cache-dtype auto"):
@@ -182,7 +180,7 @@ def test_a_model_is_refused(tmp_path: Path, refused: Refused, name: str) -> None
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_is_refused(llama: Path, refused: Refused, name: str) -> None:
+def test_an_option_is_refused(llama, refused, name):
     options, words = OPTIONS[name]
     with refused(UnsupportedModelError, words, "--kv-cache-dtype auto"):
         configure(llama, **options)
@@ -195,7 +193,7 @@ TIERS = sorted(OffloadingSpecFactory._registry)
 
 
 @pytest.mark.parametrize("name", CONNECTORS)
-def test_no_connector_of_vllm_s_reads_pages_of_another_codebook(llama: Path, refused: Refused, name: str) -> None:
+def test_no_connector_of_vllm_s_reads_pages_of_another_codebook(llama, refused, name):
     connector = {**CONNECTOR, "kv_connector": name}
     several = {**SEVERAL, "kv_connector_extra_config": {"connectors": [STORE, connector]}}
     # As if vLLM itself refused none: some need a GPU, or a library that is not here.
@@ -208,14 +206,14 @@ def test_no_connector_of_vllm_s_reads_pages_of_another_codebook(llama: Path, ref
 
 
 @pytest.mark.parametrize("name", TIERS)
-def test_nor_does_a_tier_that_vllm_offloads_to(llama: Path, refused: Refused, name: str) -> None:
+def test_nor_does_a_tier_that_vllm_offloads_to(llama, refused, name):
     extra = {"spec_name": name, "cpu_bytes_to_use": 1 << 20}
     config = {**CONNECTOR, "kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
     with refused(UnsupportedModelError, "KV connectors other than AntKVStore and NixlConnector"):
         configure(llama, kv_transfer_config=config)
 
 
-def test_connectors_of_ours_take_the_place_of_vllm_s_under_their_names(llama: Path, tmp_path: Path) -> None:
+def test_connectors_of_ours_take_the_place_of_vllm_s_under_their_names(llama, tmp_path):
     make_model(tmp_path / "whole", "llama", {"head_dim": 64})
     make_codebook(tmp_path / "whole" / "antkv", tmp_path / "whole", "antkv-1bit")
     for name, module in kv_transfer.MODULES.items():
@@ -227,13 +225,13 @@ def test_connectors_of_ours_take_the_place_of_vllm_s_under_their_names(llama: Pa
         assert len(made.kv_transfer_config.kv_connector_extra_config["identity"]) == 64
 
 
-def test_prefix_caching_beside_mamba2_is_refused_on_cpus(tmp_path: Path, refused: Refused) -> None:
+def test_prefix_caching_beside_mamba2_is_refused_on_cpus(tmp_path, refused):
     model = make_config(tmp_path, "falcon_h1", {"head_dim": 32})
     with refused(AntKVError, "--no-enable-prefix-caching"):
         configure(model)
 
 
-def test_several_layers_that_draft_are_refused(tmp_path: Path, refused: Refused) -> None:
+def test_several_layers_that_draft_are_refused(tmp_path, refused):
     model = make_config(tmp_path, "glm4_moe", {"head_dim": 32, "num_nextn_predict_layers": 2})
     with refused(AntKVError, "several layers of MTP"):
         configure(model, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
@@ -248,13 +246,13 @@ def test_several_layers_that_draft_are_refused(tmp_path: Path, refused: Refused)
     ],
     ids=str,
 )
-def test_a_setting_is_refused(tmp_path: Path, refused: Refused, options: dict[str, Any], words: str) -> None:
+def test_a_setting_is_refused(tmp_path, refused, options, words):
     wide = make_config(tmp_path, "llama", {"head_dim": 80})
     with refused(AntKVError, words):
         configure(wide, **options)
 
 
-def test_a_starting_engine_is_refused_with_the_same_sentence(llama: Path, start_engine: Callable[..., Any]) -> None:
+def test_a_starting_engine_is_refused_with_the_same_sentence(llama, start_engine):
     options = {"max_model_len": 512, "speculative_config": DRAFT}
     with (
         pytest.raises(UnsupportedModelError, match="speculative decoding"),
@@ -263,17 +261,17 @@ def test_a_starting_engine_is_refused_with_the_same_sentence(llama: Path, start_
         pass
 
 
-def test_what_a_refusal_advises_is_not_refused(llama: Path) -> None:
+def test_what_a_refusal_advises_is_not_refused(llama):
     """What is then missing is a codebook, which is not to be learned here."""
     with pytest.raises(NoCodebookError):
         configure(llama, attention_backend="ANTKV", additional_config=NEVER)
 
 
-def test_auto_is_not_refused(llama: Path) -> None:
+def test_auto_is_not_refused(llama):
     configure(llama, kv_cache_dtype="auto", speculative_config=DRAFT)
 
 
-def test_an_architecture_that_is_not_tested_is_served_with_one_warning(tmp_path: Path, said: list[str]) -> None:
+def test_an_architecture_that_is_not_tested_is_served_with_one_warning(tmp_path, said):
     arcee = make_config(tmp_path, "arcee", {"head_dim": 32})
     with pytest.raises(NoCodebookError):
         configure(arcee, additional_config=NEVER)
@@ -282,14 +280,14 @@ def test_an_architecture_that_is_not_tested_is_served_with_one_warning(tmp_path:
     assert f"`antkv doctor {arcee} --verify`" in warning
 
 
-def test_a_tested_architecture_is_served_without_a_warning(llama: Path, said: list[str]) -> None:
+def test_a_tested_architecture_is_served_without_a_warning(llama, said):
     with pytest.raises(NoCodebookError):
         configure(llama, additional_config=NEVER)
     assert not [line for line in said if "not among the models" in line]
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "ntk", "llama3", "yarn"])
-def test_the_table_of_every_kind_of_rope_is_the_one_that_turns(rope_type: str) -> None:
+def test_the_table_of_every_kind_of_rope_is_the_one_that_turns(rope_type):
     scaled = {"llama3": LLAMA3, "yarn": YARN}.get(rope_type, {**LINEAR, "rope_type": rope_type})
     with set_current_vllm_config(VllmConfig()):
         module = get_rope(32, 512, rope_parameters=scaled, dtype=torch.float32)

@@ -1,7 +1,5 @@
 """What sleep mode does, which vLLM has on GPUs alone: pages lose what they held, and weights are loaded again."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +11,7 @@ from tests.serving.conftest import EMBEDDED, Completion, assert_all_same
 EXACT = {"anchor_share": 1.0, "anchor_dtype": "model"}
 
 
-def test_new_weights_are_served_as_auto_serves_them(
-    start_engine: Callable[..., Any], codebooks: str, prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_new_weights_are_served_as_auto_serves_them(start_engine, codebooks, prompts, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
     torch.manual_seed(0)
     for parameter in model.parameters():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.codebooks import interleaved_and_scaled, random_codebook
-from tests.conftest import Refused
 from tests.serving.conftest import EMBEDDED, PRESET, TEXT
 from vllm_antkv.codebook import SinkRule, codebook_path
 from vllm_antkv.config import AntKVConfig
@@ -31,12 +30,12 @@ def card() -> ModelCard:
 
 
 @pytest.fixture(scope="module")
-def windows(card: ModelCard) -> torch.Tensor:
+def windows(card) -> torch.Tensor:
     return load_windows(TEXT, card.tokenizer, CONTEXT, NUM_WINDOWS)
 
 
 @pytest.fixture(scope="module")
-def codebooks(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def codebooks(card, tmp_path_factory) -> Path:
     """Random centroids for interleaved channels: they lose so much that any difference in what is seen shows.
 
     Each layer has another preset, and K is scaled.
@@ -54,7 +53,7 @@ def offline(card: ModelCard, name: str, config: AntKVConfig, windows: torch.Tens
     return evaluate_perplexity(card, card.load(), method, TextWindows(TEXT, windows), against_own=True)
 
 
-def test_served_agrees_with_offline(card: ModelCard, windows: torch.Tensor, codebooks: Path, eager: None) -> None:
+def test_served_agrees_with_offline(card, windows, codebooks, eager):
     config = AntKVConfig(codebooks=str(codebooks))
     served = evaluate_served(card, PRESET, config, TextWindows(TEXT, windows))
     assert served.tokens == NUM_WINDOWS * (CONTEXT - 1)
@@ -63,9 +62,7 @@ def test_served_agrees_with_offline(card: ModelCard, windows: torch.Tensor, code
     assert served.nominal_bits == sum(get_preset(name).nominal_bits for name in LAYERS) / len(LAYERS)
 
 
-def test_auto_is_fp16_and_the_distance_from_it_is_that_of_the_evaluator(
-    card: ModelCard, windows: torch.Tensor, codebooks: Path, eager: None
-) -> None:
+def test_auto_is_fp16_and_the_distance_from_it_is_that_of_the_evaluator(card, windows, codebooks, eager):
     settings = {"anchor_share": 0.05, "anchor_dtype": "model", "recency": "none", "prefix": 0}
     config = AntKVConfig(codebooks=str(codebooks), **settings)
     served = evaluate_served(card, PRESET, config, TextWindows(TEXT, windows), against="auto")
@@ -78,8 +75,6 @@ def test_auto_is_fp16_and_the_distance_from_it_is_that_of_the_evaluator(
     assert 0.05 * expected.fidelity.kl < auto.kl < expected.fidelity.kl
 
 
-def test_a_refusal_of_vllm_is_one_sentence(
-    card: ModelCard, windows: torch.Tensor, eager: None, refused: Refused, tmp_path: Path
-) -> None:
+def test_a_refusal_of_vllm_is_one_sentence(card, windows, eager, refused, tmp_path):
     with refused(UnsupportedModelError, "antkv calibrate"):
         evaluate_served(card, PRESET, AntKVConfig(codebooks=str(tmp_path)), TextWindows(TEXT, windows))

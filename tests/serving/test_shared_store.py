@@ -4,11 +4,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -25,9 +22,7 @@ from vllm_antkv.vllm_adapter.kv_transfer.ledger import Ledger
 pytestmark = pytest.mark.long
 
 
-def test_a_server_that_is_killed_under_load_leaves_nothing_wrong(
-    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_a_server_that_is_killed_under_load_leaves_nothing_wrong(start_engine, default, prompts, tmp_path):
     """On a folder that is too small for all prompts; those that come later find what the others left."""
     rng = random.Random(0)
     some = [[*rng.choice(prompts[-3:])[: rng.randrange(200, 500)], *rng.choice(prompts)[:450]] for _ in range(12)]

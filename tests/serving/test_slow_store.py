@@ -52,7 +52,7 @@ class Disk:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+def disk(monkeypatch) -> Disk:
     return Disk(monkeypatch)
 
 
@@ -67,12 +67,7 @@ def steps(engine: Engine, until: Callable[[], bool]) -> dict[str, tuple[tuple[in
 
 
 @pytest.fixture(scope="module")
-def kept(
-    start_engine: Callable[..., Any],
-    default: dict[str, Any],
-    prompts: list[list[int]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, list[tuple[int, ...]]]:
+def kept(start_engine, default, prompts, tmp_path_factory) -> tuple[Path, list[tuple[int, ...]]]:
     """A folder with the pages of the last prompt, and what it and shorter ones are answered."""
     folder = tmp_path_factory.mktemp("kept")
     with start_engine(EMBEDDED, PRESET, default, kv_transfer_config=transfer(folder)) as engine:
@@ -80,18 +75,14 @@ def kept(
 
 
 @pytest.fixture
-def engine(
-    start_engine: Callable[..., Any], default: dict[str, Any], kept: tuple[Path, list[tuple[int, ...]]], tmp_path: Path
-) -> Iterator[Engine]:
+def engine(start_engine, default, kept, tmp_path) -> Iterator[Engine]:
     folder = Path(shutil.copytree(kept[0], tmp_path / "store"))
     with start_engine(EMBEDDED, PRESET, default, kv_transfer_config=transfer(folder)) as started:
         yield started
 
 
 @pytest.mark.parametrize("operation", ["has", "read"])
-def test_only_the_request_waits_whose_pages_they_are(
-    engine: Engine, disk: Disk, kept: tuple[Path, list[tuple[int, ...]]], prompts: list[list[int]], operation: str
-) -> None:
+def test_only_the_request_waits_whose_pages_they_are(engine, disk, kept, prompts, operation):
     _, (of_hit, *of_others) = kept
     requests = engine.core.scheduler.requests
     with disk.silent(operation):
@@ -105,9 +96,7 @@ def test_only_the_request_waits_whose_pages_they_are(
     engine.assert_all_blocks_free()
 
 
-def test_a_request_that_ends_while_it_is_loaded(
-    engine: Engine, disk: Disk, kept: tuple[Path, list[tuple[int, ...]]], prompts: list[list[int]]
-) -> None:
+def test_a_request_that_ends_while_it_is_loaded(engine, disk, kept, prompts):
     """Its blocks stay its own until nobody writes to them any more."""
     _, (of_hit, *of_others) = kept
     requests = engine.core.scheduler.requests
@@ -125,9 +114,7 @@ def test_a_request_that_ends_while_it_is_loaded(
     assert steps(engine, lambda: not requests) == {"again": (of_hit, 512)}
 
 
-def test_weights_that_come_while_a_request_is_loaded(
-    engine: Engine, disk: Disk, kept: tuple[Path, list[tuple[int, ...]]], prompts: list[list[int]]
-) -> None:
+def test_weights_that_come_while_a_request_is_loaded(engine, disk, kept, prompts):
     """It is computed with these."""
     requests = engine.core.scheduler.requests
     with disk.silent("read"):
@@ -138,14 +125,7 @@ def test_weights_that_come_while_a_request_is_loaded(
     engine.assert_all_blocks_free()
 
 
-def test_answers_do_not_wait_for_what_is_saved(
-    engine: Engine,
-    disk: Disk,
-    prompts: list[list[int]],
-    tmp_path: Path,
-    said: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_answers_do_not_wait_for_what_is_saved(engine, disk, prompts, tmp_path, said, monkeypatch):
     """What does not fit into memory meanwhile is not kept, and neither is anything wrong."""
     prompt, requests = prompts[-1][::-1], engine.core.scheduler.requests
     before = set(tmp_path.rglob("*-?"))

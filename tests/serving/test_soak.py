@@ -28,7 +28,7 @@ from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE
 from tests.places import ROOT
 from tests.prefill_proxy import proxy
-from tests.serving.embedded_server import API_KEY, MODEL_NAME, STORE, SharedServers, embedded_server
+from tests.serving.embedded_server import API_KEY, MODEL_NAME, STORE, embedded_server
 
 pytestmark = pytest.mark.long
 
@@ -38,13 +38,13 @@ MAX_SLOPE = 150.0
 
 
 @pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
+def key(monkeypatch) -> None:
     """The load tests send it."""
     monkeypatch.setenv("VLLM_API_KEY", API_KEY)
 
 
 @pytest.fixture
-def server(shared_servers: SharedServers) -> Server:
+def server(shared_servers) -> Server:
     return shared_servers.running()
 
 

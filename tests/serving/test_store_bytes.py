@@ -1,9 +1,7 @@
 """What `AntKVStore` keeps: little more than the pool holds, and what a hit reads where prompts part."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,9 +31,7 @@ def bytes_in_pool(engine: Engine) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_prompt_takes_little_more_than_in_the_pool(
-    start_engine: Callable[..., Any], tmp_path: Path, shape: str
-) -> None:
+def test_a_prompt_takes_little_more_than_in_the_pool(start_engine, tmp_path, shape):
     sizes = SHAPES[shape]
     model = make_model(tmp_path / "model", "llama", {**sizes, "max_position_embeddings": NUM_TOKENS + 8})
     make_codebook(tmp_path / "codebooks", model, PRESET)
@@ -58,9 +54,7 @@ def test_a_prompt_takes_little_more_than_in_the_pool(
 
 
 @pytest.mark.long
-def test_hits_end_where_prompts_part(
-    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_hits_end_where_prompts_part(start_engine, default, prompts, tmp_path):
     """The first prompt is found where it ends, or as far as another one goes along with it, once one has done so."""
     whole = prompts[-1]
     parting = [[*whole[:300], *whole[end:]] for end in (350, 351, 352)]
@@ -81,9 +75,7 @@ def test_hits_end_where_prompts_part(
 
 
 @pytest.mark.long
-def test_the_limit_costs_hits_alone(
-    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_the_limit_costs_hits_alone(start_engine, default, prompts, tmp_path):
     """What was used last is still there, on a folder for two prompts of three."""
     folder = tmp_path / "store"
     some = [prompt[::step] for prompt in prompts[-1:] for step in (1, -1)] + [prompts[-2]]

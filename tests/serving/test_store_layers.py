@@ -19,7 +19,7 @@ HYBRIDS = ("lfm2", "lfm2 with large states", "qwen3 next")
 
 
 @pytest.fixture
-def start(start_engine: Start, tmp_path: Path) -> Start:
+def start(start_engine, tmp_path) -> Start:
     """An engine that keeps pages in a folder; the same one each time."""
 
     def started(model: Path, settings: dict[str, Any], **options: Any) -> Any:
@@ -48,7 +48,7 @@ def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) ->
 
 
 @pytest.mark.parametrize("exact", [[], ["0"], ["1"]], ids=["coded", "a window exact", "no window exact"])
-def test_pages_of_layers_with_windows(start: Start, prompts: list[list[int]], tmp_path: Path, exact: list[str]) -> None:
+def test_pages_of_layers_with_windows(start, prompts, tmp_path, exact):
     """And of those that `--kv-cache-dtype-skip-layers` names."""
     with start(*made(tmp_path, "gemma2", **GEMMA), kv_cache_dtype_skip_layers=exact) as engine:
         engine.complete(prompts[-1:])
@@ -60,9 +60,7 @@ def test_pages_of_layers_with_windows(start: Start, prompts: list[list[int]], tm
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_states_are_found_where_prompts_end_and_part(
-    start_engine: Start, start: Start, prompts: list[list[int]], tmp_path: Path, name: str
-) -> None:
+def test_states_are_found_where_prompts_end_and_part(start_engine, start, prompts, tmp_path, name):
     model, settings = made(tmp_path, name)
     dtype = "bfloat16" if name == "qwen3 next" else "float32"
     whole = prompts[-1]
@@ -84,7 +82,7 @@ def test_states_are_found_where_prompts_end_and_part(
         engine.assert_all_blocks_free()
 
 
-def test_states_beside_preemption(start: Start, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_states_beside_preemption(start, prompts, tmp_path):
     model, settings = made(tmp_path, "lfm2")
     some = [prompts[-1][:300], prompts[4], prompts[6]]
     with start(model, settings, max_model_len=512, num_gpu_blocks_override=150) as engine:
@@ -93,7 +91,7 @@ def test_states_beside_preemption(start: Start, prompts: list[list[int]], tmp_pa
 
 
 @pytest.fixture(scope="module")
-def answered(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
+def answered(start_engine, default, prompts) -> list[Any]:
     """Prompts whose answers cross the edges of blocks, these answers without drafts, and what continues both."""
     some = [prompt[:length] for prompt, length in zip(prompts[-3:], (250, 380, 506), strict=True)]
     with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
@@ -111,9 +109,7 @@ def answered(start_engine: Start, default: dict[str, Any], prompts: list[list[in
         pytest.param("mtp", 1, marks=pytest.mark.release),
     ],
 )
-def test_blocks_that_closed_among_drafts(
-    start: Start, default: dict[str, Any], answered: list[Any], tmp_path: Path, method: str, num_drafts: int
-) -> None:
+def test_blocks_that_closed_among_drafts(start, default, answered, tmp_path, method, num_drafts):
     """They serve whoever comes after a restart, beside the pages of what drafts."""
     some, alone, longer, alone_longer = answered
     model, settings = served(method, default, tmp_path)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
         ("test_page_store.py", "local_hit_finds or preemption_and_aborts", 2),
     ],
 )
-def test_scheduling_is_not_seen_there_either(file: str, cases: str, count: int) -> None:
+def test_scheduling_is_not_seen_there_either(file, cases, count):
     chosen = ["-p", "tests.serving.v2_runner", "-k", cases, Path(__file__).with_name(file)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert f"{count} passed" in run_pytest(*chosen, environment=environment)

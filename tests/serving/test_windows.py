@@ -64,7 +64,7 @@ MODELS = [pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     case: Case = request.param
     sizes = case.changes | {"max_position_embeddings": MAX_LEN, "sliding_window": WINDOW}
@@ -75,7 +75,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def start(start_engine: Start, model: Path) -> Start:
+def start(start_engine, model) -> Start:
     """An engine on the model."""
 
     def started(settings: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -85,7 +85,7 @@ def start(start_engine: Start, model: Path) -> Start:
 
 
 @pytest.fixture(scope="module")
-def auto(start_engine: Start, model: Path, texts: list[list[int]]) -> list[Completion]:
+def auto(start_engine, model, texts) -> list[Completion]:
     """What the model answers without an antkv cache."""
     with start_engine(model, "auto", max_model_len=MAX_LEN) as engine:
         return engine.complete(texts)
@@ -97,9 +97,7 @@ def texts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("windows", ["coded", pytest.param("exact", marks=pytest.mark.long)])
-def test_serves_what_the_evaluator_computes(
-    start: Start, model: Path, texts: list[list[int]], auto: list[Completion], windows: str
-) -> None:
+def test_serves_what_the_evaluator_computes(start, model, texts, auto, windows):
     expected = expected_logprobs(model, PRESET, prompts=texts, windows=windows)
     with start(settings={"windows": windows}, max_num_batched_tokens=256) as engine:
         served = engine.complete(texts)
@@ -113,7 +111,7 @@ def test_serves_what_the_evaluator_computes(
             assert_all_same(served, auto)
 
 
-def test_same_however_a_prompt_is_chunked_batched_or_cached(start: Start, texts: list[list[int]]) -> None:
+def test_same_however_a_prompt_is_chunked_batched_or_cached(start, texts):
     with start(max_num_batched_tokens=1024, prefix_cache_retention_interval=256) as engine:
         assert_scheduling_is_not_seen(engine, texts, chunks=[130, 200])
 
@@ -140,9 +138,7 @@ def planned(case: Case, window: int, length: int) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["windows alone", "windows in every second layer, soft caps"])
-def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(
-    start_engine: Start, tmp_path: Path, name: str
-) -> None:
+def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(start_engine, tmp_path, name):
     from vllm_antkv.vllm_adapter.block_pool.requests import tokens_in_use
 
     case, window = CASES[name], 128

@@ -161,4 +161,4 @@ def _rewrite(path: Path, metadata: dict[str, str]) -> None:
 
 
 def _header(codebook: Codebook) -> dict[str, Any]:
-    return json.loads(codebook.header.model_dump_json())  # type: ignore[no-any-return]
+    return json.loads(codebook.header.model_dump_json())

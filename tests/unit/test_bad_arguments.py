@@ -74,7 +74,7 @@ def places(model_folder, codebook_folder, text_file, tmp_path, monkeypatch) -> d
 
 
 @pytest.mark.parametrize(("line", "added", "code", "words"), TABLE, ids=lambda value: str(value)[:40])
-def test_a_bad_command_line(line, added, code, words, places, tmp_path, capsys) -> None:
+def test_a_bad_command_line(line, added, code, words, places, tmp_path, capsys):
     assert cli.run([str(places.get(word, word)) for word in [*line.split(), *added]]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -87,7 +87,7 @@ def test_a_bad_command_line(line, added, code, words, places, tmp_path, capsys) 
 
 
 @pytest.mark.parametrize("folder", ["/none", "/dev/null", "/proc/self/mem", "", "two\nlines", LONG])
-def test_doctor_reports_a_bad_folder_of_codebooks(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_a_bad_folder_of_codebooks(folder, capsys):
     assert cli.run(["doctor", "--codebooks", folder]) == 1
     captured = capsys.readouterr()
     assert "problem" in captured.out

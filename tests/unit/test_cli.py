@@ -31,7 +31,7 @@ def check_result(content: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def perplexity_args(model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path) -> dict[str, Any]:
+def perplexity_args(model_folder, codebook_folder, text_file, tmp_path) -> dict[str, Any]:
     return {
         "--method": "antkv-1bit",
         "--codebooks": codebook_folder,
@@ -49,7 +49,7 @@ def flat(model: object, args: dict[str, Any]) -> list[str]:
 # --- what succeeds ---------------------------------------------------------------------------------------------------
 
 
-def test_perplexity_writes_the_documented_json(model_folder, perplexity_args, capsys) -> None:
+def test_perplexity_writes_the_documented_json(model_folder, perplexity_args, capsys):
     more = {"--anchors": 0.05, "--sinks": 0, "--prefix": 2, "--recency": "log:4"}
     assert cli.run(["eval", "perplexity", *flat(model_folder, {**perplexity_args, **more})]) == 0
     content = json.loads(perplexity_args["--json"].read_text())
@@ -62,7 +62,7 @@ def test_perplexity_writes_the_documented_json(model_folder, perplexity_args, ca
     assert os.listdir(perplexity_args["--json"].parent) == ["out.json"], "no temporary file is left"
 
 
-def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, capsys) -> None:
+def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, capsys):
     del perplexity_args["--method"]
     args = flat(model_folder, {**perplexity_args, "--methods": "fp16, cq-1bit,antkv-1bit", "--recency": "sliding:16"})
     assert cli.run(["eval", "compare", *args]) == 0
@@ -82,9 +82,7 @@ def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, c
     assert f"{content['fidelity']['cq-1bit']['kl']:.5f}" in shown
 
 
-def test_a_comparison_that_ends_early_leaves_what_it_measured(
-    model_folder, perplexity_args, capsys, monkeypatch
-) -> None:
+def test_a_comparison_that_ends_early_leaves_what_it_measured(model_folder, perplexity_args, capsys, monkeypatch):
     def on_a_full_disk(path: Path, content: dict[str, Any]) -> None:
         if len(content["results"]) > 1:
             raise OSError("No space left on device")
@@ -99,7 +97,7 @@ def test_a_comparison_that_ends_early_leaves_what_it_measured(
     assert capsys.readouterr().err.endswith("antkv: No space left on device\n")
 
 
-def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
+def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path):
     calls: list[CalibrationSettings] = []
     monkeypatch.setattr(
         "vllm_antkv.calibrate.run.calibrate", lambda settings: calls.append(settings) or [Path("a.file")]
@@ -128,11 +126,11 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("options", [KeptOptions, CacheOptions])
-def test_without_options_the_cache_is_the_servers(options) -> None:
+def test_without_options_the_cache_is_the_servers(options):
     assert options().config() == AntKVConfig()
 
 
-def test_the_version_is_shown(capsys) -> None:
+def test_the_version_is_shown(capsys):
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == f"vllm-antkv {__version__}\n"
 
@@ -141,7 +139,7 @@ def test_the_version_is_shown(capsys) -> None:
     ("line", "expected"),
     [("antkv pl", ["plan"]), ("antkv eval ta", ["tasks"]), ("antkv plan M --gpu h", ["h100-80", "h200-141"])],
 )
-def test_the_shell_completes(line: str, expected: list[str]) -> None:
+def test_the_shell_completes(line, expected):
     environment = {
         **os.environ,
         "_ANTKV_COMPLETE": "complete_bash",
@@ -153,7 +151,7 @@ def test_the_shell_completes(line: str, expected: list[str]) -> None:
     assert done.stdout.split() == expected, done.stderr
 
 
-def test_help_answers_before_heavy_imports() -> None:
+def test_help_answers_before_heavy_imports():
     code = "import sys; from vllm_antkv import cli; cli.run(['--help']); assert 'transformers' not in sys.modules"
     run_python("-c", code)
 
@@ -161,13 +159,13 @@ def test_help_answers_before_heavy_imports() -> None:
 # --- what fails; bad command lines: test_bad_arguments.py -------------------------------------------------------------
 
 
-def test_an_interrupt_ends_quietly(monkeypatch, capsys, tmp_path) -> None:
+def test_an_interrupt_ends_quietly(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("vllm_antkv.calibrate.run.calibrate", Mock(side_effect=KeyboardInterrupt))
     assert cli.run(["calibrate", "M", "--preset", "antkv-1bit", "--text", "T", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err == ""
 
 
-def test_a_failed_run_leaves_the_old_result(model_folder, perplexity_args, monkeypatch, capsys) -> None:
+def test_a_failed_run_leaves_the_old_result(model_folder, perplexity_args, monkeypatch, capsys):
     perplexity_args["--json"].write_text("old")
     monkeypatch.setattr("os.replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
     assert cli.run(["eval", "perplexity", *flat(model_folder, perplexity_args)]) == 1

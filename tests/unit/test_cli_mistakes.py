@@ -16,7 +16,7 @@ Fails = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+def fails(capsys) -> Fails:
     """Runs a command line that must fail with one sentence; returns the exit code and the sentence."""
 
     def check(*args: object, **options: object) -> tuple[int, str]:
@@ -35,7 +35,7 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
 
 
 @pytest.fixture
-def calibrate(fails: Fails, model_folder: Path, text_file: Path, tmp_path: Path) -> Fails:
+def calibrate(fails, model_folder, text_file, tmp_path) -> Fails:
     """`antkv calibrate`, which works unless a model or an option is another."""
     small = {"preset": "antkv-1bit", "samples": 8, "seq-len": 64, "device": "cpu"}
     good = {"text": text_file, "out": tmp_path / "out", **small}
@@ -43,7 +43,7 @@ def calibrate(fails: Fails, model_folder: Path, text_file: Path, tmp_path: Path)
 
 
 @pytest.fixture
-def evaluate(fails: Fails, model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path) -> Fails:
+def evaluate(fails, model_folder, codebook_folder, text_file, tmp_path) -> Fails:
     """`antkv eval perplexity`, in the same way."""
     small = {"method": "antkv-1bit", "context": 100, "max-windows": 1}
     good = {"codebooks": codebook_folder, "text": text_file, "json": tmp_path / "o.json", **small}
@@ -51,13 +51,13 @@ def evaluate(fails: Fails, model_folder: Path, codebook_folder: Path, text_file:
 
 
 @pytest.fixture
-def copied(model_folder: Path, tmp_path: Path) -> Path:
+def copied(model_folder, tmp_path) -> Path:
     """A model that a test may spoil."""
     return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_model(calibrate: Fails, evaluate: Fails, copied: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_model(calibrate, evaluate, copied, tmp_path, damage):
     spoil, words = DAMAGES[damage]
     spoil(copied)
     code, sentence = calibrate(copied)
@@ -70,7 +70,7 @@ def test_a_damaged_model(calibrate: Fails, evaluate: Fails, copied: Path, tmp_pa
     assert words in sentence
 
 
-def test_no_model_at_all(calibrate: Fails, evaluate: Fails, tmp_path: Path) -> None:
+def test_no_model_at_all(calibrate, evaluate, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     for model in (tmp_path / "missing", tmp_path / "file", tmp_path / "folder", "", "no such/name", "no/such-model"):
@@ -79,9 +79,7 @@ def test_no_model_at_all(calibrate: Fails, evaluate: Fails, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", ["config missing", "config with words for numbers", "tokenizer cut"])
-def test_served_reads_the_model_before_it_starts_an_engine(
-    fails: Fails, copied: Path, text_file: Path, tmp_path: Path, damage: str
-) -> None:
+def test_served_reads_the_model_before_it_starts_an_engine(fails, copied, text_file, tmp_path, damage):
     spoil, words = DAMAGES[damage]
     spoil(copied)
     options = {"kv-cache-dtype": "antkv-1bit", "text": text_file, "json": tmp_path / "o.json"}
@@ -89,7 +87,7 @@ def test_served_reads_the_model_before_it_starts_an_engine(
     assert (code, words in sentence) == (2, True)
 
 
-def test_a_tokenizer_of_another_model(calibrate: Fails, evaluate: Fails, copied: Path) -> None:
+def test_a_tokenizer_of_another_model(calibrate, evaluate, copied):
     shrink_vocabulary(copied, 30)
     code, sentence = calibrate(copied)
     assert (code, "belongs to another model" in sentence) == (1, True)
@@ -97,7 +95,7 @@ def test_a_tokenizer_of_another_model(calibrate: Fails, evaluate: Fails, copied:
     assert (code, "belongs to another model" in sentence) == (2, True)
 
 
-def test_weights_that_are_not_numbers(calibrate: Fails, evaluate: Fails, copied: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_numbers(calibrate, evaluate, copied, tmp_path):
     weights_with(lambda tensors: [tensor.fill_(torch.nan) for tensor in tensors.values()])(copied)
     assert calibrate(copied)[0] == 1
     code, sentence = evaluate(copied)
@@ -105,7 +103,7 @@ def test_weights_that_are_not_numbers(calibrate: Fails, evaluate: Fails, copied:
     assert not (tmp_path / "o.json").exists()
 
 
-def test_folders_that_cannot_be_written(calibrate: Fails, evaluate: Fails, tmp_path: Path) -> None:
+def test_folders_that_cannot_be_written(calibrate, evaluate, tmp_path):
     file, closed = tmp_path / "file", tmp_path / "closed"
     file.touch()
     closed.mkdir(mode=0o500)
@@ -120,7 +118,7 @@ def test_folders_that_cannot_be_written(calibrate: Fails, evaluate: Fails, tmp_p
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name.startswith("config")])
-def test_doctor_reports_a_damaged_config(copied: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+def test_doctor_reports_a_damaged_config(copied, capsys, damage):
     DAMAGES[damage][0](copied)
     assert cli.run(["doctor", str(copied)]) == 1
     captured = capsys.readouterr()

@@ -8,7 +8,7 @@ from vllm_antkv.cli.tables import print_table, table, wrapped
 from vllm_antkv.progress import progress_bar
 
 
-def test_what_is_wider_than_the_terminal_is_not_cut(capsys, monkeypatch) -> None:
+def test_what_is_wider_than_the_terminal_is_not_cut(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     made = table("a", "b")
     made.add_row("name" * 30, "12345")
@@ -16,7 +16,7 @@ def test_what_is_wider_than_the_terminal_is_not_cut(capsys, monkeypatch) -> None
     assert capsys.readouterr().out.splitlines()[-1].split() == ["name" * 30, "12345"]
 
 
-def test_words_are_never_cut() -> None:
+def test_words_are_never_cut():
     path = "/a" * 60
     assert wrapped(f"see {path} there", 4).split("\n") == ["see", f"    {path}", "    there"]
 

@@ -27,13 +27,13 @@ def tokenizer() -> Any:
 
 
 @given(text=st.text(max_size=200))
-def test_any_text_round_trips(tokenizer: Any, text: str) -> None:
+def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids[1:]) == text
 
 
-def test_chat_template_renders_roles(tokenizer: Any) -> None:
+def test_chat_template_renders_roles(tokenizer):
     messages = [{"role": "user", "content": " Good day. "}, {"role": "assistant", "content": "Good day, sir."}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     assert rendered == "<|bos|><|user|>Good day.<|end|><|assistant|>Good day, sir.<|end|>"
@@ -42,7 +42,7 @@ def test_chat_template_renders_roles(tokenizer: Any) -> None:
 
 
 @torch.no_grad()
-def test_it_has_learnt_english(tokenizer: Any) -> None:
+def test_it_has_learnt_english(tokenizer):
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.bfloat16).eval()
     ids = tokenizer(PASSAGE, return_tensors="pt")["input_ids"]
     perplexity = math.exp(model(ids, labels=ids).loss.item())

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
-from tests.conftest import Refused
 from tests.unit.hub_server import Hub, running_hub
 from tests.unit.test_codebook import MODEL, make
 from vllm_antkv import cli
@@ -21,7 +20,7 @@ FILE = f"codebooks/{PRESET}.safetensors"
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
     """A hub, an empty cache for what comes from it, and an empty one for what servers learn."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -44,7 +43,7 @@ def find(place: str | None, model: str = "somebody/model", revision: str | None 
     return find_codebook(model, MODEL, PRESET, place, revision)
 
 
-def test_a_repository_is_found_by_its_name_and_fetched_once(hub: Hub, tmp_path: Path) -> None:
+def test_a_repository_is_found_by_its_name_and_fetched_once(hub, tmp_path):
     written = content(tmp_path)
     hub.commit("somebody/books", {FILE: written})
     path = find("somebody/books")
@@ -54,7 +53,7 @@ def test_a_repository_is_found_by_its_name_and_fetched_once(hub: Hub, tmp_path: 
     assert hub.fetched == [FILE]
 
 
-def test_a_commit_stays_what_it_was(hub: Hub, tmp_path: Path) -> None:
+def test_a_commit_stays_what_it_was(hub, tmp_path):
     old, new = content(tmp_path), content(tmp_path, seed=1)
     pinned = hub.commit("somebody/books", {FILE: old})
     hub.commit("somebody/books", {FILE: new})
@@ -63,9 +62,7 @@ def test_a_commit_stays_what_it_was(hub: Hub, tmp_path: Path) -> None:
     assert pinned in str(find(f"somebody/books@{pinned}"))
 
 
-def test_offline_only_the_cache_is_asked(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_offline_only_the_cache_is_asked(hub, tmp_path, monkeypatch, refused):
     hub.commit("somebody/books", {FILE: content(tmp_path)})
     path = find("somebody/books")
     hub.commit("somebody/others", {FILE: content(tmp_path)})
@@ -76,7 +73,7 @@ def test_offline_only_the_cache_is_asked(
     assert hub.fetched == [FILE]
 
 
-def test_the_models_own_repository_is_searched_at_its_revision(hub: Hub, tmp_path: Path) -> None:
+def test_the_models_own_repository_is_searched_at_its_revision(hub, tmp_path):
     old, new = content(tmp_path), content(tmp_path, seed=1)
     pinned = hub.commit("somebody/model", {FILE: old, "config.json": b"{}"})
     hub.commit("somebody/model", {FILE: new})
@@ -93,7 +90,7 @@ def test_the_models_own_repository_is_searched_at_its_revision(hub: Hub, tmp_pat
         (None, "No antkv-4bit codebook for somebody/model"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(hub: Hub, place: str | None, says: str, refused: Refused) -> None:
+def test_what_is_not_there_is_one_sentence(hub, place, says, refused):
     hub.commit("somebody/books", {"README.md": b"Nothing yet."})
     hub.commit("somebody/model", {"config.json": b"{}"})
     with refused(CodebookError, says) as caught:
@@ -115,16 +112,12 @@ def test_what_is_not_there_is_one_sentence(hub: Hub, place: str | None, says: st
         ("tests/unit", None),
     ],
 )
-def test_which_places_are_repositories(
-    text: str, repository: Repository | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_places_are_repositories(text, repository, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     assert Repository.parse(text) == repository
 
 
-def test_what_is_published_is_found_by_its_name(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_published_is_found_by_its_name(hub, tmp_path, monkeypatch, capsys):
     """How files are uploaded is the hub's client's own business."""
 
     def create_commit(_: HfApi, name: str, operations: list[CommitOperationAdd], **more: object) -> SimpleNamespace:

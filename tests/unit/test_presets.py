@@ -48,7 +48,7 @@ def test_an_unknown_preset_is_answered_with_the_known_ones(name, refused):
         ("antkv-0.375bit", 128, ["1", "0.5", "0.25"]),
     ],
 )
-def test_a_mix_needs_cheaper_and_dearer_presets(preset: str, head_size: int, parts: list[str]) -> None:
+def test_a_mix_needs_cheaper_and_dearer_presets(preset, head_size, parts):
     found = parts_of_mix(get_preset(preset), head_size)
     assert [part.name for part in found] == [f"antkv-{bits}bit" for bits in parts]
 

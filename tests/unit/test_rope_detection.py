@@ -34,20 +34,20 @@ def keys(dtype: torch.dtype, seed: int) -> torch.Tensor:
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     last=st.integers(200, 4095),
 )
-def test_the_table_that_turns_is_found(seed: int, turn: int, dtype: torch.dtype, last: int) -> None:
+def test_the_table_that_turns_is_found(seed, turn, dtype, last):
     positions = torch.linspace(0, last, 64).long()
     turned = rotate(keys(dtype, seed).expand(64, 2, HEAD_SIZE), positions, TABLES[turn])
     assert detect_rope(turned.float(), positions, TABLES, dtype) == turn
 
 
 @given(seed=st.integers(0, 2**32))
-def test_keys_that_are_equal_are_not_turned(seed: int) -> None:
+def test_keys_that_are_equal_are_not_turned(seed):
     assert (
         detect_rope(keys(torch.float32, seed).expand(64, 2, HEAD_SIZE), torch.arange(64), TABLES, torch.float32) == -1
     )
 
 
-def test_what_no_table_turns_is_told_apart() -> None:
+def test_what_no_table_turns_is_told_apart():
     rows = keys(torch.float32, 0).expand(64, 2, HEAD_SIZE)
     turned = rotate(rows, torch.arange(64) ** 2, TABLES[0])
     assert detect_rope(turned, torch.arange(64), TABLES, torch.float32) is None
@@ -55,13 +55,13 @@ def test_what_no_table_turns_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize("is_neox_style", [True, False])
-def test_a_table_that_is_wider_than_a_head_is_left_alone(is_neox_style: bool) -> None:
+def test_a_table_that_is_wider_than_a_head_is_left_alone(is_neox_style):
     wide = make_table(2 * HEAD_SIZE, is_neox_style=is_neox_style)
     assert detect_rope(torch.randn(64, 2, HEAD_SIZE), torch.arange(64), [wide], torch.float32) is None
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama", "glm4"])
-def test_a_table_is_as_wide_for_one_position_as_for_many(family: str) -> None:
+def test_a_table_is_as_wide_for_one_position_as_for_many(family):
     """Modules give a column for each pair of channels, or two side by side, or two apart."""
     config = AutoConfig.for_model(family, head_dim=HEAD_SIZE, hidden_size=4 * HEAD_SIZE, num_attention_heads=4)
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")

@@ -2,8 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -54,9 +52,7 @@ codes = [child("killed", "1", kill_at_window=9), child("killed", "2", kill_at_la
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(
-    make_model: Callable[..., Path], text_file: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(make_model, text_file, tmp_path):
     model = make_model("llama", num_hidden_layers=4, head_dim=8)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run_python("-c", _KILLS, model, text_file, tmp_path, environment=environment)

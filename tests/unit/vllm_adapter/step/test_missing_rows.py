@@ -20,7 +20,7 @@ class Later(AsyncModelRunnerOutput):
         return None
 
 
-def test_requests_that_lack_nothing_get_what_was_sampled() -> None:
+def test_requests_that_lack_nothing_get_what_was_sampled():
     output = of_two()
     marks = torch.tensor([0, 0, 1], dtype=torch.int32)
     assert MissingRows(marks).of_step().added_to(output) is output
@@ -28,7 +28,7 @@ def test_requests_that_lack_nothing_get_what_was_sampled() -> None:
     assert not hasattr(output, FIELD)
 
 
-def test_a_request_that_lacks_rows_is_named_and_gets_no_token() -> None:
+def test_a_request_that_lacks_rows_is_named_and_gets_no_token():
     marks = torch.tensor([0, 1, 0], dtype=torch.int32)
     for output in (of_two(), Later()):
         added = MissingRows(marks).of_step().added_to(output)
@@ -37,19 +37,19 @@ def test_a_request_that_lacks_rows_is_named_and_gets_no_token() -> None:
         assert found.sampled_token_ids == [[5], []]
 
 
-def test_a_step_of_a_prompt_has_no_tokens() -> None:
+def test_a_step_of_a_prompt_has_no_tokens():
     output = ModelRunnerOutput(["a"], {"a": 0})
     assert getattr(MissingRows(torch.ones(2, dtype=torch.int32)).of_step().added_to(output), FIELD) == ["a"]
 
 
-def test_steps_without_requests_or_without_output_stay_as_they_are() -> None:
+def test_steps_without_requests_or_without_output_stay_as_they_are():
     marks = MissingRows(torch.ones(2, dtype=torch.int32))
     assert marks.of_step().added_to(None) is None
     marks.of_step().added_to(EMPTY_MODEL_RUNNER_OUTPUT)
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, FIELD)
 
 
-def test_the_next_step_may_begin_before_the_output_is_read_and_marks_of_the_one_before_are_gone() -> None:
+def test_the_next_step_may_begin_before_the_output_is_read_and_marks_of_the_one_before_are_gone():
     marks = MissingRows(torch.tensor([0, 1], dtype=torch.int32))
     later = marks.of_step().added_to(Later())
     marks.clear()
