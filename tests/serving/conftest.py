@@ -299,6 +299,14 @@ def shared_servers(tmp_path_factory) -> Iterator[Any]:
         yield SharedServers(held, lambda: tmp_path_factory.mktemp("embedded"))
 
 
+@pytest.fixture
+def api_key(monkeypatch):
+    """What `loadtest` sends to these servers."""
+    from tests.serving.embedded_server import API_KEY
+
+    monkeypatch.setenv("VLLM_API_KEY", API_KEY)
+
+
 @pytest.fixture(scope="module")
 def server(shared_servers) -> Any:
     """The one with default settings, for a file of tests that leave it as it is."""
