@@ -13,7 +13,7 @@ from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_wh
 from tests.kernels.conftest import TESTED, operations_of
 from tests.kernels.engine import Engine, Sequence, Shape, codebook, draw_sequence
 from tests.kernels.missing_rows import assert_missing_rows_are_zeros
-from tests.kernels.test_operations import CONFIGS
+from tests.kernels.test_operations import CONFIGS, LENGTHS
 from tests.processes import run_python
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
@@ -49,13 +49,8 @@ SHAPES = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    config=CONFIGS,
-    shape=st.sampled_from(SHAPES),
-    lengths=st.lists(st.integers(1, 330), min_size=1, max_size=3),
-    data=st.data(),
-)
+@settings(max_examples=40)
+@given(config=CONFIGS, shape=st.sampled_from(SHAPES), lengths=LENGTHS, data=st.data())
 def test_any_schedule_gives_what_the_evaluator_computes(float32_kernels, config, shape, lengths, data):
     check_any_schedule(Engine(config, shape, float32_kernels), lengths, data)
 
@@ -100,13 +95,8 @@ BFLOAT16_SHAPES = [
 
 
 @pytest.mark.long
-@settings(max_examples=10, deadline=None)
-@given(
-    config=CONFIGS,
-    shape=st.sampled_from(BFLOAT16_SHAPES),
-    lengths=st.lists(st.integers(1, 330), min_size=1, max_size=3),
-    data=st.data(),
-)
+@settings(max_examples=10)
+@given(config=CONFIGS, shape=st.sampled_from(BFLOAT16_SHAPES), lengths=LENGTHS, data=st.data())
 def test_any_schedule_in_bfloat16(kernels, config, shape, lengths, data):
     check_any_schedule(Engine(config, shape, kernels), lengths, data)
 

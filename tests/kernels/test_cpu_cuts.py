@@ -78,7 +78,7 @@ def resumed(engine: Engine, sequence: Sequence) -> Sequence:
     return resumed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(config=CONFIGS, shape=st.sampled_from(SHAPES), length=st.integers(1, 390), data=st.data())
 def test_a_prompt_is_the_same_bit_by_bit_however_it_is_cut(kernels, config, shape, length, data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))

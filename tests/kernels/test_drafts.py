@@ -67,7 +67,7 @@ def test_a_block_that_rejected_tokens_filled_closes_again(config):
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     config=CONFIGS,
     prefill_reads_cache=st.booleans(),
@@ -91,7 +91,7 @@ def test_the_reference_gives_what_it_gives_token_by_token(
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(config=CONFIGS, shape=st.sampled_from(test_cpu.SHAPES), lengths=LENGTHS, num_drafts=NUM_DRAFTS, data=st.data())
 def test_the_kernels_give_the_same_bits_as_token_by_token(kernels, config, shape, lengths, num_drafts, data):
     shape = replace(shape, dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))

@@ -30,7 +30,7 @@ def draw_schedule(lengths: list[int], data: st.DataObject) -> list[list[int]]:
     return schedule
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(config=CONFIGS, shape=st.sampled_from(SHAPES), lengths=LENGTHS, data=st.data())
 def test_any_schedule_in_float32(float32_kernels, config, shape, lengths, data):
     assert_as_reference(config, shape, float32_kernels, draw_schedule(lengths, data))

@@ -28,6 +28,7 @@ from tests.kernels.quick_interpreter import quicken
 from tests.kernels.test_drafts import AT_THE_EDGE, DRAFT_CONFIGS, EDGE, draw_request
 from tests.kernels.triton_cases import (
     CONFIGS,
+    DRAWN_CONFIGS,
     ONE_HEAD,
     SHAPES,
     assert_offline,
@@ -98,14 +99,7 @@ def test_settings(config):
 
 @settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
-    config=st.builds(
-        AntKVConfig,
-        anchor_share=st.sampled_from([0.0, 0.01, 0.05]),
-        anchor_dtype=st.sampled_from(["fp8", "model"]),
-        sinks=st.booleans(),
-        prefix=st.sampled_from([0, 1, 8, 150]),
-        recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
-    ),
+    config=DRAWN_CONFIGS,
     shape=st.sampled_from([ONE_HEAD, Shape(num_heads=2, error=1.0), Shape("antkv-4bit", 8, 4, 1, neox=False)]),
     lengths=st.lists(st.integers(1, 260), min_size=1, max_size=3),
     data=st.data(),

@@ -15,7 +15,7 @@ def table(seed: int, size: float = 1.0) -> torch.Tensor:
     return (torch.randn(TABLE, generator=torch.Generator().manual_seed(seed)) * size).half()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 99), size=st.sampled_from([1e-3, 0.05, 1.0, 37.0, 2000.0]))
 def test_rounding_again_changes_nothing(seed, size):
     once = served(table(seed, size))
@@ -24,7 +24,7 @@ def test_rounding_again_changes_nothing(seed, size):
     assert torch.equal(served(once[:1]), once[:1])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 99), size=st.sampled_from([0.05, 1.0, 37.0, 2000.0]))
 def test_numbers_keep_four_bits(seed, size):
     original = table(seed, size)

@@ -42,7 +42,7 @@ divergences = st.integers(1, 5).flatmap(
 
 
 @given(divergences=divergences, budget=st.integers(2, 16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_choice_is_the_best_within_the_budget(divergences, budget):
     num_layers = len(divergences)
     chosen = mix.choose(np.array(divergences), COSTS, num_layers * budget)

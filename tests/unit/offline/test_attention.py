@@ -271,7 +271,7 @@ def test_anchors_bring_the_output_closer(codebook):
 SINK_RULE = SinkRule(layer=0, channels=(3, 5), threshold=2.0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     num_tokens=st.integers(2, 300),
     where=st.floats(0, 1, exclude_max=True),

@@ -33,7 +33,7 @@ def kind(spec: KVCacheSpec) -> tuple:
 
 
 @given(layers=st.lists(st.tuples(presets, windows), min_size=1, max_size=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_layer_has_one_group_of_its_kind_and_no_two_groups_fit_into_one_block(layers):
     specs = specs_of(layers)
     whole = [name for name, spec in specs.items() if not isinstance(spec, SlidingWindowSpec)]

@@ -38,7 +38,7 @@ def bytes_in(root: Path) -> int:
     return sum(found.values())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
 def test_what_was_used_last_stays(tmp_path_factory, uses):
     """Blocks of equal size, of which seven fit: written, or read if they are there."""
