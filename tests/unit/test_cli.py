@@ -106,9 +106,10 @@ def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path):
     assert cli.run(["calibrate", *args]) == 0
     assert calls == [CalibrationSettings("MODEL", ["antkv-1bit"], ["A", "B"], tmp_path)]
     assert capsys.readouterr().out == "a.file\n"
-    assert cli.run(["calibrate", *args, "--weights", "none", "--bits", "uniform", "--seed", "3"]) == 0
-    passed = [getattr(calls[1], name) for name in ("weights", "bits", "seed")]
-    assert passed == ["none", "uniform", 3]
+    others = "--samples 3 --seq-len 5 --weights none --channels consecutive --bits uniform --device cpu --seed 7"
+    assert cli.run(["calibrate", *args, *others.split(), "--train-steps", "2", "--lora", str(tmp_path)]) == 0
+    changed = (3, 5, "none", "consecutive", "uniform", tmp_path, "cpu", 2, 7)
+    assert calls[1] == CalibrationSettings("MODEL", ["antkv-1bit"], ["A", "B"], tmp_path, *changed)
 
 
 @pytest.mark.parametrize("options", [KeptOptions, CacheOptions])
