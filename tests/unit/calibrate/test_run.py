@@ -192,7 +192,7 @@ def test_all_means_every_preset(make_model, text_file, tmp_path, monkeypatch):
     assert [book.preset for book in books] == list(PRESETS.values())
 
 
-#: What commands hand over otherwise, or check too: tests/unit/test_bad_arguments.py, test_cli_mistakes.py.
+#: What commands hand over otherwise, or check too: tests/unit/test_bad_arguments.py.
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no samples": ({"samples": 0}, CalibrationError, "--samples 0"),
     "unknown weights": ({"weights": "hessian"}, CalibrationError, "grad"),
