@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import vllm_antkv
-from tests.gpu.completions import FLOAT16, SAME_KERNELS, assert_close
+from tests.gpu.conftest import FLOAT16, SAME_KERNELS, assert_close
 from tests.serving.conftest import EMBEDDED, PRESET
 
 pytestmark = pytest.mark.serving

@@ -5,7 +5,7 @@ The cases are those of tests/serving/test_exactness.py that a GPU can spoil.
 
 import pytest
 
-from tests.gpu.completions import OTHER_KERNELS, SAME_KERNELS, assert_close
+from tests.gpu.conftest import OTHER_KERNELS, SAME_KERNELS, assert_close
 from tests.serving.conftest import EMBEDDED, PRESET
 
 pytestmark = pytest.mark.serving

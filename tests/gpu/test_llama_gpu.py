@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.codebooks import random_codebook
-from tests.gpu.completions import BFLOAT16, assert_close
+from tests.gpu.conftest import BFLOAT16, assert_close
 from tests.serving.conftest import PRESET
 from vllm_antkv.codebook import ModelIdentity, codebook_path
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vllm_antkv
-from tests.gpu.completions import FLOAT16, SAME_KERNELS, assert_close
+from tests.gpu.conftest import FLOAT16, SAME_KERNELS, assert_close
 from tests.gpu.on_device import DEVICE
 from tests.serving.conftest import EMBEDDED, PRESET, transfer
 from vllm_antkv.vllm_adapter.kv_transfer.lanes import Lane, Point

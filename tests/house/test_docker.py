@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.house.docs_commands import check_vllm
 from tests.house.test_dashboard import known_metrics
+from tests.house.test_docs_commands import check_vllm
 from tests.places import ROOT
 from vllm_antkv import __version__
 from vllm_antkv.releases import LOCKED

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.places import PRESET
-from tests.serving import documented
-from tests.serving.served_family import assert_as_expected, expected_logprobs
+from tests.serving.served_family import assert_as_expected, calibrate, expected_logprobs
 from tests.serving.tiny import make_model
 
 #: BOS, and " as", once in 214 tokens of the text that the codebook is learned from.
@@ -27,7 +26,7 @@ def model(tmp_path) -> Path:
     with torch.no_grad():
         planted.get_input_embeddings().weight[PLANTED, 11] = 5000.0
     planted.save_pretrained(folder)
-    documented.calibrate(folder, PRESET, folder / "antkv")
+    calibrate(folder, PRESET, folder / "antkv")
     return folder
 
 

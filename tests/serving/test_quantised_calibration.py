@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.serving.conftest import EMBEDDED, made_quickly
-from tests.serving.documented import TEXT
 from tests.serving.quantised import quantise
+from tests.serving.served_family import TEXT
 from tests.serving.server import PRESET, make_odd_model
 from vllm_antkv.calibrate import calibrate_on_start
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
