@@ -1,4 +1,4 @@
-"""What vLLM's own code says of capacity, everything counted. Beside `auto`: tests/house/test_docs_capacity.py."""
+"""What vLLM's own code says of capacity, everything counted. Beside `auto`: tests/house/test_docs.py."""
 
 import json
 import random
