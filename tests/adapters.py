@@ -26,4 +26,4 @@ def make_adapter(model: Path, folder: Path, projections: tuple[str, ...] = EVERY
 def merged(model: Path, adapter: Path) -> PreTrainedModel:
     """The model with the adapter in its weights, by peft alone."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return PeftModel.from_pretrained(base, adapter).merge_and_unload().eval()  # type: ignore[no-any-return]
+    return PeftModel.from_pretrained(base, adapter).merge_and_unload().eval()

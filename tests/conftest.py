@@ -61,7 +61,7 @@ def gradients() -> Iterator[None]:
 
 
 @pytest.fixture
-def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
+def reads_well(tmp_path) -> Callable[[BaseException], str]:
     """Checks that an error is one sentence for a person, and returns it."""
 
     def check(error: BaseException) -> str:
@@ -78,7 +78,7 @@ def reads_well(tmp_path: Path) -> Callable[[BaseException], str]:
 
 
 @pytest.fixture
-def refused(reads_well: Callable[[BaseException], str]) -> Refused:
+def refused(reads_well) -> Refused:
     """`refused(kind, *words)`: a block that must end with an error of this kind: one sentence with these words."""
 
     @contextmanager
@@ -93,7 +93,7 @@ def refused(reads_well: Callable[[BaseException], str]) -> Refused:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def said(monkeypatch) -> Iterator[list[str]]:
     """Messages of the plugin's logger. A filter collects them: configuring an engine resets handlers and levels."""
     messages: list[str] = []
     logger = logging.getLogger("vllm.antkv")
@@ -123,8 +123,11 @@ def start_order(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow folders first; skip GPU tests where there is no GPU."""
+    """Put slow folders first; mark the tests of `gpu` and `serving` so, and skip those where there is no GPU."""
     items.sort(key=start_order)
+    for item in items:
+        if item.path.parent.name in ("gpu", "serving"):
+            item.add_marker(item.path.parent.name)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

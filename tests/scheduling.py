@@ -5,25 +5,15 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 #: Files that use the same servers: one process starts each once for all of them. The tests that end them are the last.
-SERVER_FILES = (
-    "tests/serving/test_bad_requests.py",
-    "tests/serving/test_dashboard.py",
-    "tests/serving/test_prometheus.py",
-    "tests/serving/test_status.py",
-    "tests/serving/test_tasks.py",
-    "tests/serving/test_surface.py",
-    "tests/serving/test_soak.py",
-    "tests/serving/test_kill.py",
-)
+SERVER_FILES = [
+    f"tests/serving/test_{name}.py"
+    for name in ["bad_requests", "dashboard", "prometheus", "status", "tasks", "surface", "soak", "kill"]
+]
 
 #: Files whose engines have several processes: two at once may not fit into memory.
-LARGE_FILES = (
-    "tests/serving/test_pair.py",
-    "tests/serving/test_shared_store.py",
-    "tests/serving/test_data_parallel.py",
-    "tests/serving/test_machines.py",
-    "tests/serving/test_pipeline.py",
-)
+LARGE_FILES = [
+    f"tests/serving/test_{name}.py" for name in ["pair", "shared_store", "data_parallel", "machines", "pipeline"]
+]
 
 
 class FileScheduling(LoadFileScheduling):

@@ -7,7 +7,7 @@ from vllm_antkv.releases import SUPPORTED
 
 
 @pytest.fixture(scope="session", params=SUPPORTED.values())
-def release(request: pytest.FixtureRequest) -> Release:
+def release(request) -> Release:
     """Each supported release; skipped, with the reason, where it can neither be found nor fetched."""
     try:
         return sources_of(request.param)

@@ -6,7 +6,6 @@ The tokens that a model would give are a function of their positions.
 import random
 from collections import deque
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +23,12 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from scripts.moved import kv_cache_planning
+from tests.places import EMBEDDED
 from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
-EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
 _MAX_STEPS = 6000
 #: Layers with a state, beside those with pages.
 NUM_STATES = 3

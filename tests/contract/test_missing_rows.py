@@ -1,7 +1,5 @@
 """vLLM's scheduler ends a request that lacks rows with an error, and shares nothing that it computed."""
 
-from typing import Any
-
 import pytest
 from vllm.v1.engine import FinishReason
 
@@ -13,7 +11,7 @@ pytestmark = pytest.mark.serving
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_request_that_lacks_rows_ends_with_an_error(is_async: bool, said: list[str], reads_well: Any) -> None:
+def test_a_request_that_lacks_rows_ends_with_an_error(is_async, said, reads_well):
     plugin.register()
     scheduler, _ = scheduler_of(CASES[0], is_async)
     whole, broken = (request for _, request in new_requests(CASES[0], 0, scheduler)[:2])

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: 
 from vllm.v1.worker.gpu import buffer_utils, model_runner  # noqa: E402
 from vllm.v1.worker.gpu.block_table import BlockTables  # noqa: E402
 
+from tests.places import EMBEDDED  # noqa: E402
 from vllm_antkv import plugin  # noqa: E402
 from vllm_antkv.cache.pages import page_layouts  # noqa: E402
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig  # noqa: E402
@@ -44,7 +45,6 @@ from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec, recency_spec, 
 # There is no device to share pinned memory with.
 buffer_utils.is_uva_available = lambda: False
 
-EMBEDDED = Path(__file__).parents[2] / "models" / "embedded"
 #: As long as the embedded model allows.
 MAX_LEN = 2048
 #: Lengths of the requests of a step, before the step: in the first window, and far behind it.
@@ -136,7 +136,7 @@ def gathered(settings: AntKVConfig) -> list[tuple[Any, list[list[int]], torch.Te
 
 @pytest.mark.parametrize("prefix", [0, 8])
 @pytest.mark.parametrize("recency", ["none", "sliding:32", "sliding:512", "log:42"])
-def test_attention_is_shown_every_live_page(recency: str, prefix: int) -> None:
+def test_attention_is_shown_every_live_page(recency, prefix):
     for spec, rows, shown in gathered(AntKVConfig(recency=recency, prefix=prefix)):
         for row, computed, table in zip(rows, COMPUTED, shown, strict=True):
             lost = [page for page, block in enumerate(row) if table[page] != block]
@@ -145,7 +145,7 @@ def test_attention_is_shown_every_live_page(recency: str, prefix: int) -> None:
             )
 
 
-def test_tokens_are_stored_in_their_pages() -> None:
+def test_tokens_are_stored_in_their_pages():
     """A step of a few tokens for each request; slots of pages that are not real lie in the null block."""
     block_tables, groups = tables(AntKVConfig())
     order, num_new = [3, 0, 4, 1, 2], 3

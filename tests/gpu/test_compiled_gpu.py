@@ -3,23 +3,20 @@
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import vllm_antkv
-from tests.gpu.completions import FLOAT16, PRESET, SAME_KERNELS, Start, assert_close
-from tests.serving.conftest import EMBEDDED, Completion
+from tests.gpu.conftest import FLOAT16, SAME_KERNELS, assert_close
+from tests.serving.conftest import EMBEDDED, PRESET
 
-pytestmark = [pytest.mark.gpu, pytest.mark.serving]
+pytestmark = pytest.mark.serving
 
 #: The kernels' launches are in the operations, which lie here.
 OURS = Path(vllm_antkv.__file__).parent
 
 
-def test_same_compiled_and_in_cuda_graphs(
-    start_engine: Start, default: dict[str, Any], alone: list[Completion], prompts: list[list[int]]
-) -> None:
+def test_same_compiled_and_in_cuda_graphs(start_engine, default, alone, prompts):
     from vllm.config import CUDAGraphMode
     from vllm.utils import gpu_sync_debug
 
@@ -37,9 +34,7 @@ def test_same_compiled_and_in_cuda_graphs(
     assert not [str(warning) for warning in waited if Path(warning.filename).is_relative_to(OURS)]
 
 
-def test_cuda_kernels_answer_as_triton_kernels_do(
-    start_engine: Start, default: dict[str, Any], prompts: list[list[int]]
-) -> None:
+def test_cuda_kernels_answer_as_triton_kernels_do(start_engine, default, prompts):
     """In float16, since the CUDA kernels have no float32; compiled, as they are served."""
     answers = []
     for kernels in ("triton", "cuda"):

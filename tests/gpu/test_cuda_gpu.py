@@ -12,8 +12,6 @@ from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.cuda_build import Build
 from vllm_antkv.ops.paged import ReferenceOperations
 
-pytestmark = pytest.mark.gpu
-
 CONFIGS = [
     AntKVConfig(),
     AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0),

@@ -10,8 +10,6 @@ from vllm_antkv.ops.dispatch import KERNELS
 from vllm_antkv.ops.layer import StepRows
 from vllm_antkv.ops.step import StepPlan
 
-pytestmark = pytest.mark.gpu
-
 SHAPE = Shape("antkv-1bit", 128, 8, 2, torch.bfloat16)
 LENGTH = 280
 

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from tests.codebooks import random_codebook
-from tests.gpu.completions import BFLOAT16, PRESET, Start, assert_close
+from tests.gpu.conftest import BFLOAT16, assert_close
+from tests.serving.conftest import PRESET
 from vllm_antkv.codebook import ModelIdentity, codebook_path
 
-pytestmark = [pytest.mark.gpu, pytest.mark.serving]
+pytestmark = pytest.mark.serving
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def large(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """Two layers with the attention of a Llama-3-8B and random weights, and settings with a codebook for them."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,9 +41,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.mark.parametrize("kernels", ["triton", "cuda"])
-def test_llama_3_8b_heads_are_served_the_same_in_chunks_and_batches(
-    start_engine: Start, large: tuple[Path, dict[str, Any]], prompts: list[list[int]], kernels: str
-) -> None:
+def test_llama_3_8b_heads_are_served_the_same_in_chunks_and_batches(start_engine, large, prompts, kernels):
     model, settings = large
     options = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": False}
     options |= {"max_num_batched_tokens": 200, "enable_prefix_caching": False}

@@ -3,19 +3,16 @@
 import warnings
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 import torch
 
 import vllm_antkv
-from tests.gpu.completions import FLOAT16, PRESET, SAME_KERNELS, Start, assert_close
+from tests.gpu.conftest import FLOAT16, SAME_KERNELS, assert_close
 from tests.gpu.on_device import DEVICE
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import EMBEDDED, PRESET, transfer
 from vllm_antkv.vllm_adapter.kv_transfer.lanes import Lane, Point
 from vllm_antkv.vllm_adapter.kv_transfer.pages import Block, PoolPages
-
-pytestmark = pytest.mark.gpu
 
 NUM_BLOCKS, PAGE_BYTES = 64, 1 << 20
 #: Tokens of `prompts[-1]` that are whole VQ blocks.
@@ -31,7 +28,7 @@ def pool() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_pages_are_those_that_the_step_left(pool: torch.Tensor, num_layers: int) -> None:
+def test_pages_are_those_that_the_step_left(pool, num_layers):
     """More than go at once; the next step, queued before any is copied, overwrites them."""
     halves = pool.view(NUM_BLOCKS, 2, -1)
     layers = {"a": pool} if num_layers == 1 else {"b": halves[:, 1], "a": halves[:, 0]}
@@ -54,7 +51,7 @@ def test_pages_are_those_that_the_step_left(pool: torch.Tensor, num_layers: int)
     assert found == [expected[block.block_id].tobytes() for block in blocks]
 
 
-def test_nothing_is_kept_of_a_step_that_went_wrong(pool: torch.Tensor) -> None:
+def test_nothing_is_kept_of_a_step_that_went_wrong(pool):
     pages = PoolPages({0: {"a": pool}})
     marks = torch.zeros(9, dtype=torch.int32, device=DEVICE)
     torch.cuda._sleep(BUSY)
@@ -64,7 +61,7 @@ def test_nothing_is_kept_of_a_step_that_went_wrong(pool: torch.Tensor) -> None:
     assert gathered.contents(Lane(DEVICE, pages.at_once)) == []
 
 
-def test_pages_are_written_behind_what_whoever_had_them_before_writes(pool: torch.Tensor) -> None:
+def test_pages_are_written_behind_what_whoever_had_them_before_writes(pool):
     pages, lane = PoolPages({0: {"a": pool}}), Lane(DEVICE, PAGE_BYTES)
     expected = pool.cpu()
     expected[5] = 77
@@ -81,14 +78,11 @@ def test_pages_are_written_behind_what_whoever_had_them_before_writes(pool: torc
 
 @pytest.mark.serving
 @pytest.mark.parametrize("kernels", ["triton", "cuda"])
-def test_a_restart_finds_what_a_local_hit_finds(
-    start_engine: Start, default: dict[str, Any], prompts: list[list[int]], tmp_path: Path, kernels: str
-) -> None:
+def test_a_restart_finds_what_a_local_hit_finds(start_engine, default, prompts, tmp_path, kernels):
     """Compiled and in CUDA graphs, as it is served; no step waits in a line of ours."""
     dtype, tolerance = ("float32", SAME_KERNELS) if kernels == "triton" else ("float16", FLOAT16)
     options = {"dtype": dtype, "enforce_eager": False, "max_num_batched_tokens": 300}
-    store = {"kv_connector": "AntKVStore", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": str(tmp_path)}}
-    options |= {"kv_transfer_config": store, "disable_log_stats": False}
+    options |= {"kv_transfer_config": transfer(tmp_path), "disable_log_stats": False}
     settings = default | {"kernels": kernels}
     with start_engine(EMBEDDED, PRESET, settings, **options) as engine, warnings.catch_warnings(record=True) as caught:
         engine.complete(prompts, together=False)
@@ -96,8 +90,7 @@ def test_a_restart_finds_what_a_local_hit_finds(
     waited = [warning for warning in caught if "sync" in str(warning.message)]
     assert not [str(warning) for warning in waited if Path(warning.filename).is_relative_to(OURS)]
     with start_engine(EMBEDDED, PRESET, settings, **options) as engine:
-        for pages in engine.kv_tensors():
-            pages.view(torch.uint8).fill_(0xFF)
+        engine.fill_with_nan()
         for together in (False, True):
             assert engine.llm.reset_prefix_cache()
             hits = engine.complete(prompts, together=together)

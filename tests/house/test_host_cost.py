@@ -2,16 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
+from tests.processes import run_python
 
+pytest.importorskip("triton")
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("gcc") is None, reason="the driver's stand-in needs gcc"),
@@ -25,21 +22,17 @@ def test_a_prompt_is_measured_beside_vllm_s_own_backend(tmp_path):
     """
     report = tmp_path / "report.json"
     options = ["--steps", "prompt-1024", "--kv-heads", "1", "--rounds", "1", "--json", str(report)]
-    command = [sys.executable, "-m", "benchmarks.host_cost", *options]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    said = run_python("-m", "benchmarks.host_cost", *options)
     measured = json.loads(report.read_text())
     (ours,), (theirs,) = measured["rows"], measured["flash_attention"]
     assert (ours["step"], ours["kv_heads"]) == (theirs["step"], theirs["kv_heads"]) == ("prompt-1024", 1)
     assert (ours["launches_per_layer"], theirs["launches_per_layer"]) == (4, 2)
     assert min(side[key] for side in (ours, theirs) for key in ("host_us_per_layer", "plan_ms")) > 0
-    assert "| prompt-1024 | 1 | 4 | 2 |" in run.stdout
+    assert "| prompt-1024 | 1 | 4 | 2 |" in said
 
 
 @pytest.mark.parametrize(("module", "says"), [("house.planned_layer", "launches"), ("kernels.launches", "variants")])
 def test_a_layer_only_launches_and_short_launches_hand_over_what_triton_does(module, says):
     """What a step is was planned before, and pages were bound when vLLM gave them; the same compiled kernels, with the
     same arguments. Each in a process of its own."""
-    run = subprocess.run([sys.executable, "-m", f"tests.{module}"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert says in run.stdout
+    assert says in run_python("-m", f"tests.{module}")

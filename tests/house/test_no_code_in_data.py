@@ -3,11 +3,11 @@
 import ast
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.places import ROOT
+
 #: Keywords with which, or with another value than this, a function may unpickle, or run what a model brings along.
 FORBIDDEN = {"allow_pickle": "False", "trust_remote_code": "False", "weights_only": "True"}
 
@@ -23,7 +23,7 @@ def violations(source: str) -> Iterator[str]:
                 yield ast.unparse(call)
 
 
-def test_no_file_reads_what_may_run() -> None:
+def test_no_file_reads_what_may_run():
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     files = [path for name in listed if (path := ROOT / name).is_file()]
@@ -32,6 +32,6 @@ def test_no_file_reads_what_may_run() -> None:
 
 
 @pytest.mark.parametrize("unsafe", ["torch.load(p)", "torch.load(p, weights_only=False)", "f(trust_remote_code=True)"])
-def test_what_may_run_is_found(unsafe: str) -> None:
+def test_what_may_run_is_found(unsafe):
     assert list(violations(unsafe)) == [unsafe]
     assert not list(violations("torch.load(p, weights_only=True)"))

@@ -8,18 +8,17 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from pathlib import Path
 
 import pytest
 
 import vllm_antkv
 from scripts import wheel as wheel_script
+from tests.places import ROOT
 
 #: The C++ kernels give the wheel its platform.
 HAS_COMPILER = platform.machine() == "x86_64" and shutil.which("g++") is not None
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not HAS_COMPILER, reason="needs an x86-64 processor and g++")]
 
-ROOT = Path(__file__).parents[2]
 #: Kinds of entry points that the wheel has one of.
 GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins", "console_scripts")
 KERNELS = {f"vllm_antkv/ops/_cpu_{name}.so" for name in ("avx2", "avx512", "tiles")}

@@ -25,6 +25,6 @@ def test_the_window_is_two_minor_releases():
         ("0.320.1", None),
     ],
 )
-def test_the_minor_release_of_a_version(version: str, minor: str | None):
+def test_the_minor_release_of_a_version(version, minor):
     assert minor_release(version) == minor
     assert (not_supported(version) is None) == (minor is not None)

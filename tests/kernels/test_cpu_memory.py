@@ -26,7 +26,7 @@ LEFT_BYTES = 32 << 20
 
 
 @pytest.mark.parametrize("operation", ["run", "attend"])
-def test_a_failing_allocation_ends_the_process_with_one_sentence(operation: str, tmp_path: Path) -> None:
+def test_a_failing_allocation_ends_the_process_with_one_sentence(operation, tmp_path):
     shape = Shape()
     engine = Engine(AntKVConfig(), shape, partial(CpuOperations, variant=cpu.best()))
     sequence = draw_sequence(0, 1, shape)

@@ -4,13 +4,10 @@ import pytest
 import torch
 
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
-from tests.kernels.test_cpu import kernels  # noqa: F401
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.ops import cpu, paged
+from vllm_antkv.ops import paged
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import mixed_attention
-
-pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 SHAPE = Shape("antkv-1bit", 64, 8, 2, torch.bfloat16, reorders=True)
 LENGTH = 390
@@ -59,7 +56,7 @@ def with_rounded_rows(query, coded, *arguments):
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_errors_are_those_of_rounding_to_bfloat16(kernels, change, monkeypatch):  # noqa: F811
+def test_errors_are_those_of_rounding_to_bfloat16(kernels, change, monkeypatch):
     ours = output(kernels, change, torch.float32)
     exact = output(ReferenceOperations, change, torch.float64)
     monkeypatch.setattr(paged, "mixed_attention", with_rounded_rows)
@@ -76,7 +73,7 @@ def test_errors_are_those_of_rounding_to_bfloat16(kernels, change, monkeypatch):
     assert size(ours - exact).mean() <= 1.5 * allowed.mean()
 
 
-def test_huge_logits_change_no_query_beside_them(kernels):  # noqa: F811
+def test_huge_logits_change_no_query_beside_them(kernels):
     """What weights are relative to is then too large for the shortest way of computing them."""
     huge = torch.arange(LENGTH) % 5 == 0
     outputs = []

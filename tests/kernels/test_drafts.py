@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from tests.kernels import test_cpu, test_operations
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
-from tests.kernels.test_cpu import kernels  # noqa: F401
 from tests.kernels.test_cpu_cuts import assert_same_bits, bits
 from tests.kernels.test_operations import CONFIGS, SMALL
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.ops import cpu
 from vllm_antkv.ops.paged import ReferenceOperations
 
 #: Drafts of a step at most.
@@ -58,7 +56,7 @@ DRAFT_CONFIGS = [
 
 
 @pytest.mark.parametrize("config", DRAFT_CONFIGS, ids=str)
-def test_a_block_that_rejected_tokens_filled_closes_again(config: AntKVConfig) -> None:
+def test_a_block_that_rejected_tokens_filled_closes_again(config):
     expected = token_by_token(Engine(config, SMALL, ReferenceOperations, torch.float64), SMALL, EDGE)
     engine, sequence = Engine(config, SMALL, ReferenceOperations, torch.float64, 3), draw_request(SMALL, EDGE)
     engine.step([(sequence, EDGE[0])])
@@ -69,7 +67,7 @@ def test_a_block_that_rejected_tokens_filled_closes_again(config: AntKVConfig) -
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     config=CONFIGS,
     prefill_reads_cache=st.booleans(),
@@ -93,17 +91,9 @@ def test_the_reference_gives_what_it_gives_token_by_token(
 
 
 @pytest.mark.long
-@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(config=CONFIGS, shape=st.sampled_from(test_cpu.SHAPES), lengths=LENGTHS, num_drafts=NUM_DRAFTS, data=st.data())
-def test_the_kernels_give_the_same_bits_as_token_by_token(
-    kernels,  # noqa: F811
-    config,
-    shape,
-    lengths,
-    num_drafts,
-    data,
-):
+def test_the_kernels_give_the_same_bits_as_token_by_token(kernels, config, shape, lengths, num_drafts, data):
     shape = replace(shape, dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
     plain, drafting = Engine(config, shape, kernels), Engine(config, shape, kernels, num_drafts=num_drafts)
     one_by_one, sequence = token_by_token(plain, shape, lengths), draw_request(shape, lengths)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.as_reference import assert_as_reference
 from tests.kernels.engine import Engine, Shape, draw_sequence
-from tests.kernels.test_cpu import SHAPES, float32_kernels, kernels  # noqa: F401
+from tests.kernels.test_cpu import SHAPES
 from tests.kernels.test_operations import CONFIGS
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.paged import ReferenceOperations
@@ -30,15 +30,15 @@ def draw_schedule(lengths: list[int], data: st.DataObject) -> list[list[int]]:
     return schedule
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(config=CONFIGS, shape=st.sampled_from(SHAPES), lengths=LENGTHS, data=st.data())
-def test_any_schedule_in_float32(float32_kernels, config, shape, lengths, data):  # noqa: F811
+def test_any_schedule_in_float32(float32_kernels, config, shape, lengths, data):
     assert_as_reference(config, shape, float32_kernels, draw_schedule(lengths, data))
 
 
 @pytest.mark.parametrize("recency", ["sliding:32", "sliding:150", "log:8", "none"])
 @pytest.mark.parametrize("window", [None, 150])
-def test_tiles(kernels, recency, window):  # noqa: F811
+def test_tiles(kernels, recency, window):
     """A chunk within a block, one over several, and one that begins where a block does."""
     shape = Shape("antkv-1bit", 128, 8, 2, torch.bfloat16, max_len=900, error=0.5, window=window)
     assert_as_reference(AntKVConfig(recency=recency), shape, kernels, [[130, 5], [60, 200], [194, 51], [300, 1]])

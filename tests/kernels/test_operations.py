@@ -30,6 +30,8 @@ SHAPES = [
     Shape("antkv-0.75bit", 32, rotary_dim=24, three_parts="turns", neox=False, window=150),
 ]
 
+#: Of sequences.
+LENGTHS = st.lists(st.integers(1, 330), min_size=1, max_size=3)
 CONFIGS = st.builds(
     AntKVConfig,
     anchor_share=st.sampled_from([0.0, 0.01, 0.05, 1.0]),
@@ -41,13 +43,8 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    config=CONFIGS,
-    shape=st.sampled_from(SHAPES),
-    lengths=st.lists(st.integers(1, 330), min_size=1, max_size=3),
-    data=st.data(),
-)
+@settings(max_examples=40)
+@given(config=CONFIGS, shape=st.sampled_from(SHAPES), lengths=LENGTHS, data=st.data())
 def test_any_schedule_gives_what_the_evaluator_computes(config, shape, lengths, data):
     engine = Engine(config, shape, ReferenceOperations, torch.float64)
     sequences = [draw_sequence(seed, length, shape) for seed, length in enumerate(lengths)]

@@ -3,15 +3,13 @@
 import ctypes
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 from torch import cpu as torch_cpu
 
+from tests.places import ROOT
 from vllm_antkv.ops import cpu
-
-ROOT = Path(__file__).parents[2]
 
 FLAGS = {
     "plain": ["-march=x86-64-v3"],

@@ -3,13 +3,12 @@
 Triton reads TRITON_INTERPRET when it is imported, and vLLM, which other tests import, must not see it set.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.kernels.triton_versions import NEWEST, OLDEST
+from tests.processes import run_pytest
 
 CASES = Path(__file__).with_name("test_triton_interpreted.py")
 
@@ -21,8 +20,5 @@ CASES = Path(__file__).with_name("test_triton_interpreted.py")
     ids=["newest", "oldest"],
 )
 def test_kernels_in_the_interpreter(triton, chosen):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, str(CASES)]
     environment = triton.environment() | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=CASES.parents[2])
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "passed" in run.stdout
+    run_pytest("-k", chosen, CASES, environment=environment)

@@ -1,13 +1,11 @@
 """Every Triton kernel compiles without a GPU and fits shared memory; none but `prefill` spills."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterable, Sequence
 
 import pytest
 
-from tests.kernels.triton_versions import NEWEST, OLDEST, ROOT, Triton
+from tests.kernels.triton_versions import NEWEST, OLDEST
+from tests.processes import run_python
 
 #: Bytes of shared memory that a program may have, by compute capability.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -37,14 +35,9 @@ KERNELS = (
     ],
     ids=["newest, 8-bit codes", "12-bit codes", "three positions", "drafts", "oldest, 8-bit codes"],
 )
-def test_kernels_compile_and_fit(
-    triton: Triton, preset: str, kernels: Sequence[str], architectures: Iterable[int], more: tuple[str, ...]
-) -> None:
+def test_kernels_compile_and_fit(triton, preset, kernels, architectures, more):
     options = ["--preset", preset, *more, "--arch", *map(str, architectures), "--kernel", *kernels]
-    command = [sys.executable, "-m", "scripts.compile_triton", *options]
-    run = subprocess.run(command, env=triton.environment(), capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads(run.stdout)
+    found = json.loads(run_python("-m", "scripts.compile_triton", *options, environment=triton.environment()))
     if triton is OLDEST:
         assert found["triton"] == triton.name
     for architecture in architectures:

@@ -28,6 +28,7 @@ from tests.kernels.quick_interpreter import quicken
 from tests.kernels.test_drafts import AT_THE_EDGE, DRAFT_CONFIGS, EDGE, draw_request
 from tests.kernels.triton_cases import (
     CONFIGS,
+    DRAWN_CONFIGS,
     ONE_HEAD,
     SHAPES,
     assert_offline,
@@ -51,20 +52,20 @@ quicken(encode_store.store_codes.fn)
 
 
 @pytest.fixture(autouse=True)
-def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def large_tiles(monkeypatch) -> None:
     """The interpreter pays for programs and iterations, not for elements."""
     monkeypatch.setattr(encode_store, "_MANY_TOKENS", 32)
     monkeypatch.setattr(encode_store, "_BLOCK_C", 1024)
 
 
 @pytest.fixture(autouse=True)
-def guarded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def guarded_tables(monkeypatch) -> None:
     """The operations make tables of their own."""
     monkeypatch.setattr(triton_operations, "_tables", guarding(triton_operations._tables))
 
 
 @pytest.fixture(autouse=True)
-def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def products_of_bfloat16(monkeypatch) -> None:
     """Triton's interpreter (3.6 to 3.9) multiplies the bits of bfloat16 as if they were integers."""
     multiply = InterpreterBuilder.create_dot
 
@@ -98,14 +99,7 @@ def test_settings(config):
 
 @settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
-    config=st.builds(
-        AntKVConfig,
-        anchor_share=st.sampled_from([0.0, 0.01, 0.05]),
-        anchor_dtype=st.sampled_from(["fp8", "model"]),
-        sinks=st.booleans(),
-        prefix=st.sampled_from([0, 1, 8, 150]),
-        recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
-    ),
+    config=DRAWN_CONFIGS,
     shape=st.sampled_from([ONE_HEAD, Shape(num_heads=2, error=1.0), Shape("antkv-4bit", 8, 4, 1, neox=False)]),
     lengths=st.lists(st.integers(1, 260), min_size=1, max_size=3),
     data=st.data(),

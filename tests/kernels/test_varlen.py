@@ -86,7 +86,7 @@ class Planned(ReferenceOperations):
 
 
 @pytest.mark.long
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     recency=st.sampled_from(["sliding:1", "sliding:32", "sliding:200", "log:8"]),
     prefix=st.sampled_from([0, 8, 130]),

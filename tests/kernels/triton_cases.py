@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from hypothesis import strategies as st
 
 from tests.kernels.engine import Engine, Sequence, Shape, draw_sequence
 from vllm_antkv.config import AntKVConfig
@@ -46,6 +47,15 @@ CONFIGS = [
     AntKVConfig(anchor_share=0.02, recency="log:4", prefix=3),
     AntKVConfig(prefix=150, recency="sliding:200"),
 ]
+#: For schedules that are drawn, too.
+DRAWN_CONFIGS = st.builds(
+    AntKVConfig,
+    anchor_share=st.sampled_from([0.0, 0.01, 0.05]),
+    anchor_dtype=st.sampled_from(["fp8", "model"]),
+    sinks=st.booleans(),
+    prefix=st.sampled_from([0, 1, 8, 150]),
+    recency=st.sampled_from(["none", "sliding:1", "sliding:32", "log:4"]),
+)
 
 
 def serve(engine: Engine, schedule: list[tuple[int, int]] = SCHEDULE) -> list[Sequence]:

@@ -2,10 +2,7 @@
 
 import random
 import re
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -14,8 +11,8 @@ from loadtest.conversation import Speaker
 from loadtest.prose import Prose
 from loadtest.scenario import KINDS, Scenario, Spread
 from loadtest.summary import Record, Summary
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 SCENARIOS = sorted((ROOT / "loadtest" / "scenarios").glob("*.yaml"))
 #: One token per word, so that lengths can be counted.
 PROSE = Prose(tokens_per_word=1.0)
@@ -134,4 +131,4 @@ def test_figures_are_over_all_correct_answers():
 def test_gevent_patches_nothing_but_locust_itself():
     modules = "loadtest.run, loadtest.compare, loadtest.soak, vllm_antkv, vllm_antkv.config"
     code = f"import sys, {modules}; assert not {{'gevent', 'locust'}} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    run_python("-c", code)

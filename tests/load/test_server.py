@@ -4,14 +4,13 @@ import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from loadtest.server import running
 
 
-def test_a_process_outlives_the_thread_that_started_it_and_not_its_block(tmp_path: Path) -> None:
+def test_a_process_outlives_the_thread_that_started_it_and_not_its_block(tmp_path):
     with ExitStack() as held:
         with ThreadPoolExecutor(1) as pool:
             start = running(["sleep", "600"], tmp_path / "log", os.environ)

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.codebooks import interleaved_and_scaled
 from tests.patience import PATIENCE
+from tests.places import EMBEDDED, PRESET, TEXT
 from vllm_antkv.doctor.verify import Completion, complete
 
 _FEW_COLLECTIONS = str(Path(__file__).with_name("few_collections"))
@@ -31,8 +33,8 @@ KV_CACHE_BYTES = 64 << 20
 #: The real one: `made_quickly` puts another in its place.
 _collect_garbage = gc.collect
 
-ROOT = Path(__file__).parents[2]
-EMBEDDED = ROOT / "models" / "embedded"
+#: Starts an engine, as `running_engine` does.
+Start = Callable[..., Any]
 
 
 class Engine:
@@ -64,11 +66,36 @@ class Engine:
         """A counter of vLLM's."""
         return sum(metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
 
-    def kv_tensors(self) -> list[torch.Tensor]:
-        """The raw pages of every layer and companion."""
+    @property
+    def layers(self) -> dict[str, Any]:
+        """Layers and companions of the model, by name."""
         runner = self.core.model_executor.driver_worker.worker.model_runner
-        context = runner.vllm_config.compilation_config.static_forward_context
-        return [layer.kv_cache for layer in context.values() if hasattr(layer, "kv_cache")]
+        return dict(runner.vllm_config.compilation_config.static_forward_context)
+
+    def fill_with_nan(self) -> None:
+        """All pages: whoever reads what is no longer there, or not yet, reads NaN."""
+        for layer in self.layers.values():
+            pages = getattr(layer, "kv_cache", ())
+            # Layers with states have several.
+            for each in pages if isinstance(pages, tuple) else (pages,):
+                each.fill_(torch.nan if each.is_floating_point() else 0xFF)
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 8) -> None:
+        """Give it a request without waiting for the answer, which is greedy and of just so many tokens."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> list[Any]:
+        """What a step gives."""
+        outputs: list[Any] = self.llm.llm_engine.step()
+        return outputs
+
+    def steps(self) -> Iterator[list[Any]]:
+        """What each step gives, until no request is left."""
+        while self.llm.llm_engine.has_unfinished_requests():
+            yield self.step()
 
     def complete(
         self, prompts: list[list[int]], max_tokens: int = 8, together: bool = True, loras: Any = None
@@ -78,6 +105,12 @@ class Engine:
         if self.core.scheduler.connector is not None:
             self.llm.collective_rpc(flush)
         return answers
+
+
+def transfer(folder: Path | str, role: str = "kv_both", **more: Any) -> dict[str, Any]:
+    """The value of --kv-transfer-config for a folder that keeps pages; `more` of its own settings."""
+    extra = {"folder": str(folder), **more}
+    return {"kv_connector": "AntKVStore", "kv_role": role, "kv_connector_extra_config": extra}
 
 
 def flush(worker: Any) -> None:
@@ -120,13 +153,24 @@ def assert_scheduling_is_not_seen(engine: Engine, prompts: list[list[int]], chun
     engine.assert_all_blocks_free()
     for chunk in chunks:
         engine.start_anew(chunk)
-        # Whoever reads what is no longer there reads NaN.
-        for pages in engine.kv_tensors():
-            pages.view(torch.uint8).fill_(0xFF)
+        engine.fill_with_nan()
         computed = engine.complete(shared)
         assert all(completion.num_cached_tokens == 0 for completion in computed)
         assert_all_same(computed, hits)
         assert_all_same(engine.complete(prompts), alone)
+
+
+def assert_preemption_is_not_seen(
+    engine: Engine, short: list[list[int]], times: int, max_tokens: int, anew: bool = False
+) -> None:
+    """Requests fit when they are short, and preempt each other as they grow; anew: from an empty pool."""
+    before = engine.count("num_preemptions")
+    alone = engine.complete(short, max_tokens, together=False)
+    assert engine.count("num_preemptions") == before
+    assert not anew or engine.llm.reset_prefix_cache()
+    assert_all_same(engine.complete(times * short, max_tokens), times * alone)
+    assert engine.count("num_preemptions") > before
+    engine.assert_all_blocks_free()
 
 
 @contextmanager
@@ -198,13 +242,13 @@ def engine_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def start_engine(engine_environment: None) -> Callable[..., Any]:
+def start_engine(engine_environment) -> Start:
     """`running_engine`, once the environment is set."""
     return running_engine
 
 
 @pytest.fixture
-def users_cache(engine_environment: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def users_cache(engine_environment, tmp_path, monkeypatch) -> Path:
     """Where codebooks are kept that were learned at a start: an empty folder. What vLLM keeps of its own stays."""
     from vllm import envs
 
@@ -214,14 +258,14 @@ def users_cache(engine_environment: None, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def quick_engines(engine_environment: None) -> Iterator[None]:
+def quick_engines(engine_environment) -> Iterator[None]:
     """For tests whose eager engines are started by the code that they test."""
     with made_quickly(eager=True):
         yield
 
 
 @pytest.fixture
-def eager(quick_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(quick_engines, monkeypatch) -> None:
     """Engines that evaluation starts are not compiled, which would take longer than all else that they do."""
     from vllm_antkv.evaluate import engine, tasks
 
@@ -239,14 +283,13 @@ def prompts() -> list[list[int]]:
     """Token ids of ten English prompts whose lengths surround the edges of VQ blocks."""
     from transformers import AutoTokenizer
 
-    text = (ROOT / "LICENSE").read_text()
-    ids = AutoTokenizer.from_pretrained(EMBEDDED)(text, add_special_tokens=False)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(EMBEDDED)(TEXT.read_text(), add_special_tokens=False)["input_ids"]
     lengths = [4, 39, 127, 128, 199, 255, 256, 383, 450, 600]
     return [[0, *ids[20 * i : 20 * i + length]] for i, length in enumerate(lengths)]
 
 
 @pytest.fixture(scope="session")
-def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def shared_servers(tmp_path_factory) -> Iterator[Any]:
     """Real servers of the embedded model; see `tests.serving.embedded_server`."""
     from tests.serving.embedded_server import SharedServers
 
@@ -256,14 +299,22 @@ def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield SharedServers(held, lambda: tmp_path_factory.mktemp("embedded"))
 
 
+@pytest.fixture
+def api_key(monkeypatch):
+    """What `loadtest` sends to these servers."""
+    from tests.serving.embedded_server import API_KEY
+
+    monkeypatch.setenv("VLLM_API_KEY", API_KEY)
+
+
 @pytest.fixture(scope="module")
-def server(shared_servers: Any) -> Any:
+def server(shared_servers) -> Any:
     """The one with default settings, for a file of tests that leave it as it is."""
     return shared_servers.running()
 
 
 @pytest.fixture(scope="session")
-def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> str:
+def codebooks(prompts, tmp_path_factory) -> str:
     """The embedded model's 1-bit codebook with a sink rule that really finds sinks: about one token in fifty.
 
     Its sub-vectors are taken from interleaved channels, and K is scaled, whatever the shipped centroids are for:
@@ -272,7 +323,6 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule, codebook_path, find_codebook
-    from vllm_antkv.ops.rope import RotaryTable, interleaved
 
     layer, channel = 1, 7
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
@@ -280,33 +330,29 @@ def codebooks(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
         hidden = model(torch.tensor([prompts[-1]]), output_hidden_states=True).hidden_states[layer + 1]
     threshold = float(hidden[0, :, channel].abs().quantile(0.98))
     identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(EMBEDDED))
-    codebook = Codebook.load(find_codebook(str(EMBEDDED), identity, "antkv-1bit"))
+    codebook = Codebook.load(find_codebook(str(EMBEDDED), identity, PRESET))
     rule = SinkRule(layer=layer, channels=(channel,), threshold=threshold)
     folder = tmp_path_factory.mktemp("codebooks")
-    pairs = torch.zeros(1, identity.head_size // 2)
-    order = tuple(interleaved(RotaryTable(pairs, pairs), identity.head_size, codebook.preset.sub_vector_size))
-    header = codebook.header.model_copy(update={"sinks": rule, "k_orders": {"antkv-1bit": order}})
-    exponents = torch.arange(identity.num_layers * identity.num_kv_heads * identity.head_size // 2) % 3 - 1
-    k_scale = exponents.float().exp2().view(identity.num_layers, identity.num_kv_heads, -1).repeat(1, 1, 2)
-    Codebook(header, codebook.k, codebook.v, k_scale=k_scale).save(codebook_path(folder, "antkv-1bit"))
+    header = codebook.header.model_copy(update={"sinks": rule})
+    interleaved_and_scaled(Codebook(header, codebook.k, codebook.v)).save(codebook_path(folder, PRESET))
     return str(folder)
 
 
 @pytest.fixture(scope="session")
-def default(codebooks: str) -> dict[str, Any]:
+def default(codebooks) -> dict[str, Any]:
     """Settings with which the same answer comes however a prompt is cut; with sinks to be found."""
     return {"codebooks": codebooks, "prefill_reads_cache": True}
 
 
 @pytest.fixture(scope="module")
-def auto(start_engine: Callable[..., Any], prompts: list[list[int]]) -> list[Completion]:
+def auto(start_engine, prompts) -> list[Completion]:
     """What vLLM answers without us."""
     with start_engine(EMBEDDED, "auto") as engine:
         return engine.complete(prompts)
 
 
 @pytest.fixture(scope="module")
-def alone(start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]]) -> list[Completion]:
+def alone(start_engine, default, prompts) -> list[Completion]:
     """Default settings, one request at a time, whole prompts, nothing shared."""
-    with start_engine(EMBEDDED, "antkv-1bit", default, enable_prefix_caching=False) as engine:
+    with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
         return engine.complete(prompts, together=False)

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 from torch.nn.functional import rms_norm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.serving.conftest import EMBEDDED, ROOT
+from tests.places import ROOT
+from tests.serving.conftest import EMBEDDED
 
 #: Other heads than the model's.
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 32}

@@ -14,9 +14,9 @@ from loadtest.server import EMBEDDED, running_server
 from loadtest.server import Server as LoadedServer
 from loadtest.soak import ENVIRONMENT
 from tests.patience import PATIENCE
+from tests.serving.conftest import PRESET, transfer
 from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule, codebook_path, find_codebook
 
-PRESET = "antkv-1bit"
 API_KEY = "sesame"
 MODEL_NAME = "embedded"
 MAX_MODEL_LEN = 1024
@@ -93,9 +93,7 @@ def embedded_server(folder: Path, kind: str) -> Iterator[Server]:
     options = _OPTIONS | ({"--additional-config": ours} if kv_cache_dtype == PRESET else {})
     pages = folder / "pages"
     if kind == STORE:
-        limited = {"folder": str(pages), "max_bytes": MAX_BYTES}
-        store = {"kv_connector": "AntKVStore", "kv_connector_extra_config": limited}
-        options["--kv-transfer-config"] = json.dumps({**store, "kv_role": "kv_both"})
+        options["--kv-transfer-config"] = json.dumps(transfer(pages, max_bytes=MAX_BYTES))
     environment = dict(_ENVIRONMENT)
     if kind == EXACT:
         options["--distributed-executor-backend"] = "mp"

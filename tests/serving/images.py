@@ -3,7 +3,7 @@
 `test_images.py` runs this file, in a process that has torchvision.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.serving.served_family import (
     fills_a_block,
     learn,
 )
-from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, SeesImages, make_for_text
+from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, make_for_text
 from tests.serving.turning import Turning
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, TOLERANCE, Completion
@@ -34,7 +34,6 @@ from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.models import ModelCard
 
-Start = Callable[..., Any]
 #: Tokens before and after the image of each prompt; the last prompt has none.
 LENGTHS = ((3, 30), (120, 40), (5, 290), (200, None))
 
@@ -125,7 +124,7 @@ def turning_as(text_model: Any, positions: torch.Tensor | None) -> Iterator[None
 
 
 @pytest.mark.parametrize(("model_type", "kind"), WITH_IMAGES.items(), ids=WITH_IMAGES.keys())
-def test_with_images(start_engine: Start, tmp_path: Path, model_type: str, kind: SeesImages) -> None:
+def test_with_images(start_engine, tmp_path, model_type, kind):
     model = tmp_path / "model"
     requests = make_requests(kind.make(model, model_type))
     random = learn(model)
@@ -150,6 +149,6 @@ def test_with_images(start_engine: Start, tmp_path: Path, model_type: str, kind:
 
 
 @pytest.mark.parametrize("model_type", TEXT_ALONE)
-def test_text_alone(start_engine: Start, tmp_path: Path, model_type: str) -> None:
+def test_text_alone(start_engine, tmp_path, model_type):
     model, dtype = make_for_text(tmp_path / "model", model_type), WITH_IMAGES[model_type].dtype
     assert_served(start_engine, model, dtype=dtype, language_model_only=True)

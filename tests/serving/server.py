@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from loadtest.server import Server, running_server
 from tests.patience import PATIENCE
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import EMBEDDED, PRESET
 
-PRESET = "antkv-1bit"
 MODEL_NAME = "tiny"
 _VLLM = Path(sys.executable).with_name("vllm")
 _CACHE = "VLLM_CACHE_ROOT"

@@ -13,10 +13,8 @@ import httpx
 import pytest
 
 from tests.patience import PATIENCE, wait_for
-from tests.serving.embedded_server import API_KEY, MAX_MODEL_LEN, MODEL_NAME, Server
+from tests.serving.embedded_server import API_KEY, MAX_MODEL_LEN, MODEL_NAME
 from vllm_antkv.vllm_adapter.server.routes import STATUS_PATH
-
-pytestmark = pytest.mark.serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 #: Ends in the third VQ block, so that its answer depends on codes, anchors and recent tokens. No other test that shares
@@ -53,14 +51,14 @@ RAW: dict[str, tuple[str, str, bytes, int, str]] = {
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
+def client(server) -> Iterator[httpx.Client]:
     headers = {"Authorization": f"Bearer {API_KEY}", "Content-Type": "application/json"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def answer_before(client: httpx.Client) -> dict[str, Any]:
+def answer_before(client) -> dict[str, Any]:
     """To the probe, before the first bad request."""
     return probe(client)
 
@@ -68,7 +66,7 @@ def answer_before(client: httpx.Client) -> dict[str, Any]:
 def probe(client: httpx.Client) -> dict[str, Any]:
     response = client.post(COMPLETIONS, json={"model": MODEL_NAME, **PROBE})
     assert response.status_code == 200, response.text
-    return response.json()["choices"][0]  # type: ignore[no-any-return]
+    return response.json()["choices"][0]
 
 
 def assert_refused(client: httpx.Client, response: httpx.Response, status: int, words: str) -> None:
@@ -83,7 +81,7 @@ def assert_refused(client: httpx.Client, response: httpx.Response, status: int, 
 
 @pytest.mark.usefixtures("answer_before")
 @pytest.mark.parametrize("name", COMPLETION_FIELDS)
-def test_a_bad_completion(client: httpx.Client, name: str) -> None:
+def test_a_bad_completion(client, name) -> None:
     changes, words = COMPLETION_FIELDS[name]
     body = {"model": MODEL_NAME, "prompt": [0, 5, 6], "max_tokens": 2, "temperature": 0, **changes}
     assert_refused(client, client.post(COMPLETIONS, json=body), 400, words)
@@ -91,18 +89,18 @@ def test_a_bad_completion(client: httpx.Client, name: str) -> None:
 
 @pytest.mark.usefixtures("answer_before")
 @pytest.mark.parametrize("name", RAW)
-def test_a_bad_request(client: httpx.Client, name: str) -> None:
+def test_a_bad_request(client, name) -> None:
     method, path, content, status, words = RAW[name]
     assert_refused(client, client.request(method, path, content=content), status, words)
 
 
-def test_a_client_that_goes_away_in_the_middle_of_its_request(client: httpx.Client) -> None:
+def test_a_client_that_goes_away_in_the_middle_of_its_request(client):
     address = urlsplit(str(client.base_url))
     with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
     assert client.get("/health").status_code == 200
 
 
-def test_the_server_goes_on_as_before(client: httpx.Client, answer_before: dict[str, Any]) -> None:
+def test_the_server_goes_on_as_before(client, answer_before):
     assert probe(client) == answer_before
     wait_for(lambda: not any(client.get(STATUS_PATH).json()["engines"][0]["pages_in_use"].values()))

@@ -7,7 +7,6 @@ antkv cache does not work with: `test_refusals.py`.
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +14,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from scripts.moved import serve_arguments
-from tests.conftest import Refused
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import EMBEDDED, PRESET
 from tests.unit import spoilt
 from vllm_antkv.codebook import codebook_path
 from vllm_antkv.errors import AntKVError, SettingsError
 from vllm_antkv.plugin import register
 
-pytestmark = pytest.mark.serving
-
-PRESET = "antkv-1bit"
 CONFIG = "--additional-config"
 
 
@@ -70,7 +65,7 @@ CODEBOOKS: dict[str, tuple[spoilt.Spoil, str]] = {
 
 
 @pytest.fixture(scope="module")
-def configure(engine_environment: None) -> Callable[[list[str]], object]:
+def configure(engine_environment) -> Callable[[list[str]], object]:
     """Everything that `vllm serve` does before it starts an engine."""
     register()
     parser = serve_arguments().make_arg_parser(FlexibleArgumentParser())
@@ -87,9 +82,7 @@ def shorter(value: object) -> str:
 
 
 @pytest.mark.parametrize(("options", "words"), USAGE, ids=shorter)
-def test_the_parser_refuses(
-    configure: Callable[[list[str]], object], capsys: pytest.CaptureFixture[str], options: list[str], words: str
-) -> None:
+def test_the_parser_refuses(configure, capsys, options, words):
     with pytest.raises(SystemExit) as ended:
         configure(options)
     assert ended.value.code == 2
@@ -97,17 +90,15 @@ def test_the_parser_refuses(
 
 
 @pytest.mark.parametrize("typo", TYPOS)
-def test_what_is_no_preset_is_refused(refused: Refused, typo: str) -> None:
+def test_what_is_no_preset_is_refused(refused, typo):
     """With one sentence, by whatever way it comes: vLLM 0.33's parser takes any word."""
     register()
     with refused(SettingsError, f"Unknown preset '{typo}': choose one of antkv-4bit"):
-        AsyncEngineArgs(model=str(EMBEDDED), kv_cache_dtype=typo).create_engine_config()  # type: ignore[arg-type]
+        AsyncEngineArgs(model=str(EMBEDDED), kv_cache_dtype=typo).create_engine_config()
 
 
 @pytest.mark.parametrize("typo", NO_DTYPES)
-def test_a_typo_never_starts_a_server(
-    configure: Callable[[list[str]], object], capsys: pytest.CaptureFixture[str], typo: str
-) -> None:
+def test_a_typo_never_starts_a_server(configure, capsys, typo):
     """The parser of vLLM 0.32 refuses it; after that of 0.33 we do or, where nothing of a preset is in it, vLLM."""
     with pytest.raises((SystemExit, ValueError)) as ended:
         configure(["--kv-cache-dtype", typo])
@@ -116,12 +107,7 @@ def test_a_typo_never_starts_a_server(
 
 
 @pytest.mark.parametrize(("options", "words"), OURS, ids=shorter)
-def test_we_refuse(
-    configure: Callable[[list[str]], object],
-    reads_well: Callable[[BaseException], str],
-    options: list[str],
-    words: str,
-) -> None:
+def test_we_refuse(configure, reads_well, options, words):
     with pytest.raises(AntKVError) as caught:
         configure(options)
     # The name of a folder is shown whole, however long.
@@ -129,9 +115,7 @@ def test_we_refuse(
 
 
 @pytest.mark.parametrize("name", CODEBOOKS)
-def test_a_codebook_that_cannot_be_served(
-    configure: Callable[[list[str]], object], refused: Refused, tmp_path: Path, name: str
-) -> None:
+def test_a_codebook_that_cannot_be_served(configure, refused, tmp_path, name):
     spoil, words = CODEBOOKS[name]
     path = codebook_path(tmp_path, PRESET)
     spoil(path)
@@ -139,6 +123,6 @@ def test_a_codebook_that_cannot_be_served(
         configure(settings(codebooks=str(tmp_path)))
 
 
-def test_nothing_else_is_refused(configure: Callable[[list[str]], object]) -> None:
+def test_nothing_else_is_refused(configure):
     configure([])
     configure([CONFIG, '{"somebody else": [1]}', "--block-size", "128"])

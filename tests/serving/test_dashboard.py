@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.patience import PATIENCE
-from tests.serving.embedded_server import API_KEY, MODEL_NAME, PRESET, Server
+from tests.serving.embedded_server import API_KEY, MODEL_NAME, PRESET
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 
 playwright = pytest.importorskip(
@@ -17,10 +17,7 @@ playwright = pytest.importorskip(
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="requirements/dev.in has axe")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: apt-get install chromium"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: apt-get install chromium")
 
 NUM_LAYERS, NUM_HEADS = 5, 2
 #: Three full blocks and a part of one.
@@ -45,7 +42,7 @@ def complaints() -> list[str]:
 
 
 @pytest.fixture
-def page(browser: Any, server: Server, complaints: list[str]) -> Iterator[Any]:
+def page(browser, server, complaints) -> Iterator[Any]:
     """The page in a tab of its own, before a key is given."""
     context = browser.new_context(viewport={"width": 1000, "height": 800})
     tab = context.new_page()
@@ -74,7 +71,7 @@ def problems(page: Any) -> list[str]:
     return [f"{each['id']}: {node['html']}" for each in report["violations"] for node in each["nodes"]]
 
 
-def test_a_visitor_without_the_key_sees_nothing_but_the_question(page: Any, complaints: list[str]) -> None:
+def test_a_visitor_without_the_key_sees_nothing_but_the_question(page, complaints):
     page.get_by_label("API key").wait_for()
     assert page.get_by_label("API key").evaluate("element => element === document.activeElement")
     assert not page.get_by_role("heading", name="Cache in use").is_visible()
@@ -85,7 +82,7 @@ def test_a_visitor_without_the_key_sees_nothing_but_the_question(page: Any, comp
     assert not without_refusals(complaints)
 
 
-def test_the_key_stays_in_the_tab(page: Any, server: Server) -> None:
+def test_the_key_stays_in_the_tab(page, server):
     log_in(page)
     page.get_by_role("heading", name="Cache in use").wait_for()
     assert page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
@@ -98,9 +95,7 @@ def test_the_key_stays_in_the_tab(page: Any, server: Server) -> None:
     other.close()
 
 
-def test_the_page_shows_the_cache_and_the_anchors_of_the_last_prompt(
-    page: Any, server: Server, complaints: list[str]
-) -> None:
+def test_the_page_shows_the_cache_and_the_anchors_of_the_last_prompt(page, server, complaints):
     server.complete(PROMPT, 4)
     log_in(page)
     page.get_by_text("Live").wait_for()
@@ -125,7 +120,7 @@ def test_the_page_shows_the_cache_and_the_anchors_of_the_last_prompt(
     assert not without_refusals(complaints)
 
 
-def test_the_page_follows_a_request(page: Any, server: Server) -> None:
+def test_the_page_follows_a_request(page, server):
     log_in(page)
     page.get_by_text("no request is running").wait_for()
     before = page.locator("#total").inner_text()
@@ -134,7 +129,7 @@ def test_the_page_follows_a_request(page: Any, server: Server) -> None:
     page.wait_for_function("!document.getElementById('spark').ariaLabel.startsWith('Now 0, at most 0')")
 
 
-def test_the_page_adds_up_engines(page: Any) -> None:
+def test_the_page_adds_up_engines(page):
     """The server's only one, taken for two."""
     seen: list[dict[str, Any]] = []
 
@@ -152,7 +147,7 @@ def test_the_page_adds_up_engines(page: Any) -> None:
         assert cell.inner_text() == f"{2 * work['calls']:,} calls, {2 * work['seconds']:.1f} s"
 
 
-def test_the_page_says_when_the_server_does_not_answer(page: Any) -> None:
+def test_the_page_says_when_the_server_does_not_answer(page):
     log_in(page)
     page.get_by_text("Live").wait_for()
     page.route("**/antkv/status", lambda route: route.abort())
@@ -162,7 +157,7 @@ def test_the_page_says_when_the_server_does_not_answer(page: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_barrier(page: Any, server: Server, scheme: str) -> None:
+def test_axe_finds_no_barrier(page, server, scheme):
     server.complete(PROMPT, 4)
     page.emulate_media(color_scheme=scheme)
     page.get_by_label("API key").wait_for()
@@ -174,7 +169,7 @@ def test_axe_finds_no_barrier(page: Any, server: Server, scheme: str) -> None:
     assert problems(page) == []
 
 
-def test_everything_can_be_reached_by_keyboard(page: Any, server: Server) -> None:
+def test_everything_can_be_reached_by_keyboard(page, server):
     server.complete(PROMPT, 4)
     page.get_by_label("API key").wait_for()
     page.keyboard.type(API_KEY)
@@ -188,7 +183,7 @@ def test_everything_can_be_reached_by_keyboard(page: Any, server: Server) -> Non
 
 
 @pytest.mark.parametrize("width", [360, 1400])
-def test_nothing_overflows_the_window(page: Any, server: Server, width: int) -> None:
+def test_nothing_overflows_the_window(page, server, width):
     server.complete(PROMPT, 4)
     page.set_viewport_size({"width": width, "height": 800})
     log_in(page)

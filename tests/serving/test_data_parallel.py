@@ -3,9 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,12 +11,12 @@ import pytest
 
 from tests.house.test_dashboard import DASHBOARD, queries
 from tests.patience import PATIENCE, wait_for
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import EMBEDDED, transfer
 from tests.serving.embedded_server import MAX_BYTES
 from tests.serving.server import MODEL_NAME, PRESET, answer, serving
 from tests.serving.test_prometheus import PROMETHEUS, ask, filled_in, scraping
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def shown(prometheus: str) -> dict[tuple[str, str], float]:
@@ -47,20 +45,16 @@ def expected(engines: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.release
-def test_two_engines_behind_two_api_servers(
-    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_two_engines_behind_two_api_servers(start_engine, default, prompts, tmp_path):
     with start_engine(EMBEDDED, PRESET, default) as engine:
         alone = [list(completion.tokens) for completion in engine.complete(prompts)]
-    limited = {"folder": str(tmp_path / "pages"), "max_bytes": MAX_BYTES}
-    store = {"kv_connector": "AntKVStore", "kv_role": "kv_both", "kv_connector_extra_config": limited}
     options = {
         "--data-parallel-size": "2",
         "--api-server-count": "2",
         "--kv-cache-memory-bytes": str(1 << 25),
         "--additional-config": json.dumps({"antkv": default}),
         # So that all that the dashboard shows is there.
-        "--kv-transfer-config": json.dumps(store),
+        "--kv-transfer-config": json.dumps(transfer(tmp_path / "pages", max_bytes=MAX_BYTES)),
     }
     with serving(EMBEDDED, tmp_path / "server.log", **options) as url, ThreadPoolExecutor(4) as clients:
         answers = clients.map(lambda prompt: answer(url, prompt), 2 * prompts)

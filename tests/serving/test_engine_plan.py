@@ -1,9 +1,7 @@
 """One plan of an engine, made when it is configured and read by whatever runs in it."""
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.serving.conftest import EMBEDDED
@@ -15,12 +13,8 @@ from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 from vllm_antkv.vllm_adapter.server.routes import Config
 from vllm_antkv.vllm_adapter.server.status import Setup
 
-pytestmark = pytest.mark.serving
 
-
-def test_a_start_reads_the_codebook_once_for_each_role_and_computes_layouts_once(
-    start_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_reads_the_codebook_once_for_each_role_and_computes_layouts_once(start_engine, monkeypatch):
     layouts, loads = plans.page_layouts, Codebook.load
     calls: list[str] = []
 
@@ -37,7 +31,7 @@ def test_a_start_reads_the_codebook_once_for_each_role_and_computes_layouts_once
     assert sorted(calls) == ["layouts", "load", "load"]
 
 
-def test_a_configuration_carries_the_plan_alone(tmp_path: Path) -> None:
+def test_a_configuration_carries_the_plan_alone(tmp_path):
     model = make_model(tmp_path / "gemma", *FAMILY["gemma3"])
     make_codebook(tmp_path / "books", model, "antkv-1bit")
     config = EngineArgs(

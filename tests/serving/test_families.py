@@ -4,15 +4,13 @@ Random tiny models; what cannot be served is in test_refusals.
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import Refused
 from tests.serving.served_family import (
     OPTIONS,
     PROMPTS,
@@ -29,9 +27,6 @@ from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.families import FAMILIES
 from vllm_antkv.layer_windows import has_mamba2, layer_windows
 
-pytestmark = pytest.mark.serving
-
-Start = Callable[..., Any]
 #: A model of each division of the pool: windows or none, layers that share pages, states of every kind.
 ONE_OF_EACH_POOL = (
     "llama",
@@ -46,13 +41,13 @@ ONE_OF_EACH_POOL = (
 
 
 @pytest.mark.long
-def test_every_served_family_is_among_them() -> None:
+def test_every_served_family_is_among_them():
     tested = {model_type for model_type, _ in FAMILY.values()} | WITH_IMAGES.keys() | TEXT_ALONE.keys()
     assert tested == {family.model_type for family in FAMILIES.values() if family.served}
 
 
 @pytest.fixture
-def given_back(model_type: str, changes: dict[str, Any]) -> Iterator[None]:
+def given_back(model_type, changes) -> Iterator[None]:
     """What vLLM serves through transformers, it makes a class of its own for good: other tests want it as it was.
 
     And it traces such models up to the limit of recursion, where nothing that is collected can be finalised.
@@ -81,13 +76,13 @@ def served_with(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.usefixtures("given_back")
 @pytest.mark.parametrize(("model_type", "changes"), FAMILY.values(), ids=FAMILY.keys())
-def test_family(start_engine: Start, tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
+def test_family(start_engine, tmp_path, model_type, changes) -> None:
     model = make_model(tmp_path / "model", model_type, changes)
     assert_served(start_engine, model, **served_with(model_type, changes))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_POOL)
-def test_scheduling_changes_nothing(start_engine: Start, tmp_path: Path, name: str) -> None:
+def test_scheduling_changes_nothing(start_engine, tmp_path, name):
     model_type, changes = FAMILY[name]
     model = make_model(tmp_path / "model", model_type, changes)
     # Layers with and without windows have pages of their own.
@@ -96,7 +91,7 @@ def test_scheduling_changes_nothing(start_engine: Start, tmp_path: Path, name: s
     assert_scheduling_changes_nothing(start_engine, model, num_blocks, **served_with(model_type, changes))
 
 
-def test_layers_of_jamba_that_attend(start_engine: Start, tmp_path: Path) -> None:
+def test_layers_of_jamba_that_attend(start_engine, tmp_path):
     """CPUs cannot run its other layers."""
     changes = {"attn_layer_period": 1, "attn_layer_offset": 0, "num_experts": 4, "use_mamba_kernels": False}
     assert_served(start_engine, make_model(tmp_path / "model", "jamba", changes))
@@ -104,9 +99,7 @@ def test_layers_of_jamba_that_attend(start_engine: Start, tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize(("model_type", "changes", "dtype", "preset"), KIND.values(), ids=KIND.keys())
-def test_kind(
-    start_engine: Start, tmp_path: Path, model_type: str, changes: dict[str, Any], dtype: str, preset: str
-) -> None:
+def test_kind(start_engine, tmp_path, model_type, changes, dtype, preset):
     model = make_model(tmp_path / "model", model_type, changes)
     make_codebook(tmp_path / "model" / "antkv", model, preset, SINKS)
     # In 16 bits some rows lie nearer to another centroid than in 32.
@@ -117,7 +110,7 @@ def test_kind(
         engine.assert_all_blocks_free()
 
 
-def test_a_layer_that_takes_no_cache_dtype_is_refused(start_engine: Start, tmp_path: Path, refused: Refused) -> None:
+def test_a_layer_that_takes_no_cache_dtype_is_refused(start_engine, tmp_path, refused):
     model = make_model(tmp_path / "model", "falcon", {"alibi": False, "multi_query": False, "num_kv_heads": 4})
     make_codebook(tmp_path / "model" / "antkv", model, "antkv-1bit")
     words = ("transformer.h.0", "takes no --kv-cache-dtype")
@@ -125,9 +118,7 @@ def test_a_layer_that_takes_no_cache_dtype_is_refused(start_engine: Start, tmp_p
         pass
 
 
-def test_a_codebook_that_was_learned_from_keys_turned_otherwise_is_refused(
-    start_engine: Start, tmp_path: Path, refused: Refused
-) -> None:
+def test_a_codebook_that_was_learned_from_keys_turned_otherwise_is_refused(start_engine, tmp_path, refused):
     model = make_model(tmp_path / "model", "llama", {})
     turns = (RopeLayout(rotary_dim=32), RopeLayout())
     make_codebook(tmp_path / "model" / "antkv", model, "antkv-1bit", turns=turns)

@@ -1,8 +1,7 @@
 """M-RoPE: where tokens have three positions, real vLLM serves what the evaluator computes, however it is scheduled."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from tests.serving.conftest import assert_all_same
+from tests.serving.conftest import assert_all_same, assert_preemption_is_not_seen
 from tests.serving.grids import GRIDS, PATCH, make_grid, positions_of, register
 from tests.serving.served_family import OPTIONS, PRESET, SINKS, assert_as_expected
 from tests.serving.tiny import make_codebook
@@ -28,10 +27,6 @@ from vllm_antkv.ops.rope import rotate
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.load.rope import three_part_tables
 
-pytestmark = pytest.mark.serving
-
-Start = Callable[..., Any]
-
 
 def pictures(*runs: int) -> list[int]:
     """A prompt with runs of text and of patches in turns."""
@@ -43,22 +38,22 @@ def pictures(*runs: int) -> list[int]:
 
 #: Pictures in the first chunk and the second, across the edges of blocks and of steps, at the end, and none.
 PROMPTS = [pictures(4, 60, 30), pictures(100, 80, 20), pictures(1, 200), pictures(150, 40, 90, 30, 5), pictures(140)]
-#: Four of each fit together when they are short, and preempt each other as they grow.
+#: Preempt each other, four of each, as they grow.
 SHORT = [pictures(9 + i, 30 + i, 11) for i in range(4)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered(engine_environment: None) -> None:
+def registered(engine_environment) -> None:
     register()
 
 
 @pytest.fixture(scope="module", params=GRIDS)
-def name(request: pytest.FixtureRequest) -> str:
+def name(request) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def model(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(name, tmp_path_factory) -> Path:
     folder = make_grid(tmp_path_factory.mktemp("grid") / "model", name)
     make_codebook(folder / "antkv", folder, PRESET, SINKS)
     return folder
@@ -79,9 +74,7 @@ def expected_logprobs(model: Path, name: str) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_turns", [False, True])
 @pytest.mark.parametrize(("rotary_dim", "is_neox_style"), [(64, True), (32, False)])
-def test_sections_are_those_by_which_vllm_turns(
-    dtype: torch.dtype, in_turns: bool, rotary_dim: int, is_neox_style: bool
-) -> None:
+def test_sections_are_those_by_which_vllm_turns(dtype, in_turns, rotary_dim, is_neox_style):
     sections = [rotary_dim // 4, rotary_dim // 8, rotary_dim // 8]
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections, "mrope_interleaved": in_turns}
     with set_current_vllm_config(VllmConfig()):
@@ -102,39 +95,25 @@ def test_sections_are_those_by_which_vllm_turns(
     torch.testing.assert_close(turned.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_positions_of_a_picture() -> None:
-    three, more = positions_of([0, 5, *[PATCH] * 9, 7, 8])
-    assert three[:, 2].tolist() == [2, 2, 2]
-    assert three[:, 9].tolist() == [2, 3, 2]
-    assert three[:, 10].tolist() == [2, 3, 3]
-    # Behind the largest position of seven columns.
-    assert three[:, 11:].tolist() == [[9, 10]] * 3
-    assert more == 11 - 13
-
-
 @pytest.mark.long
-def test_what_is_served_is_what_the_evaluator_computes(start_engine: Start, model: Path, name: str) -> None:
+def test_what_is_served_is_what_the_evaluator_computes(start_engine, model, name):
     with start_engine(model, PRESET, **OPTIONS, num_gpu_blocks_override=80, disable_log_stats=False) as engine:
         batched = engine.complete(PROMPTS, max_tokens=8)
         assert_as_expected(batched, list(expected_logprobs(model, name)))
         alone = engine.complete(PROMPTS, max_tokens=8, together=False)
         assert any(completion.num_cached_tokens for completion in alone)
         assert_all_same(batched, alone)
-        growing = engine.complete(SHORT, max_tokens=16, together=False)
-        before = engine.count("num_preemptions")
-        assert_all_same(engine.complete(4 * SHORT, max_tokens=16), 4 * growing)
-        assert engine.count("num_preemptions") > before
-        engine.assert_all_blocks_free()
+        assert_preemption_is_not_seen(engine, SHORT, times=4, max_tokens=16)
 
 
-def test_exact_rows_are_autos(start_engine: Start, model: Path) -> None:
+def test_exact_rows_are_autos(start_engine, model):
     with start_engine(model, "auto", **OPTIONS) as engine:
         auto = engine.complete(PROMPTS, max_tokens=8)
     with start_engine(model, PRESET, EXACT, **OPTIONS) as engine:
         assert_all_same(engine.complete(PROMPTS, max_tokens=8), auto)
 
 
-def test_positions_are_a_page_of_the_pool(start_engine: Start, model: Path) -> None:
+def test_positions_are_a_page_of_the_pool(start_engine, model):
     """So vLLM counts them where it decides how many blocks fit, and nothing lies beside the pool."""
     memory = 8 << 20
     with start_engine(model, PRESET, **OPTIONS, kv_cache_memory_bytes=memory) as engine:
@@ -145,9 +124,7 @@ def test_positions_are_a_page_of_the_pool(start_engine: Start, model: Path) -> N
         block_bytes = heads * pool_block_bytes(layouts) + POSITION_PAGE_BYTES
         assert engine.block_pool.num_gpu_blocks == memory // block_bytes
         # Those of a request are what the model was handed.
-        runner = engine.core.model_executor.driver_worker.worker.model_runner
-        context = runner.vllm_config.compilation_config.static_forward_context
-        (pages,) = [layer.pages for key, layer in context.items() if key.endswith(".antkv_positions")]
+        (pages,) = [layer.pages for key, layer in engine.layers.items() if key.endswith(".antkv_positions")]
         engine.complete(PROMPTS[1:2], max_tokens=1)
         three, _ = positions_of(PROMPTS[1])
         first = three.T[:VQ_BLOCK_SIZE]

@@ -5,27 +5,22 @@ from pathlib import Path
 import pytest
 
 from tests.codebooks import random_codebook
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import PRESET, TEXT
 from tests.serving.tiny import make_model
 from vllm_antkv import cli
 from vllm_antkv.codebook import Codebook, RopeLayout, codebook_path
 from vllm_antkv.doctor.verify import check_answers
 from vllm_antkv.offline.models import ModelCard
 
-pytestmark = pytest.mark.serving
-
-PRESET = "antkv-1bit"
-TEXT = EMBEDDED.parents[1] / "LICENSE"
-
 
 @pytest.fixture(scope="module")
-def gpt_j(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gpt_j(tmp_path_factory) -> Path:
     """Half of its channels turn, neighbours together."""
     return make_model(tmp_path_factory.mktemp("gpt-j"), "gptj", {"rotary_dim": 16, "num_key_value_heads": 4})
 
 
 @pytest.mark.usefixtures("quick_engines")
-def test_it_is_calibrated_and_answers_as_without_the_cache(gpt_j: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_calibrated_and_answers_as_without_the_cache(gpt_j, capsys) -> None:
     command = ["calibrate", str(gpt_j), "--preset", PRESET, "--text", str(TEXT), "--out", str(gpt_j / "antkv")]
     assert cli.run([*command, "--samples", "3", "--seq-len", "128"]) == 0
     assert "as transformers' code of this model does not hand them over" in capsys.readouterr().err
@@ -36,23 +31,12 @@ def test_it_is_calibrated_and_answers_as_without_the_cache(gpt_j: Path, capsys: 
     assert [finding.state for finding in findings] == ["ok", "ok"], findings
 
 
-def test_what_needs_transformers_code_is_refused(
-    gpt_j: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_needs_transformers_code_is_refused(gpt_j, tmp_path, capsys):
     text, out = ["--text", str(TEXT)], ["--out", str(tmp_path)]
     (tmp_path / "adapter_config.json").write_text("{}")
     assert cli.run(["calibrate", str(gpt_j), "--preset", PRESET, *text, *out, "--lora", str(tmp_path)]) == 1
     assert "does not hand them over: leave --lora out." in capsys.readouterr().err
     random_codebook(ModelCard.read(str(gpt_j)).identity).save(codebook_path(tmp_path, PRESET))
-    report = [
-        "--codebooks",
-        str(tmp_path),
-        "--json",
-        str(tmp_path / "report.json"),
-        "--context",
-        "64",
-        "--max-windows",
-        "1",
-    ]
-    assert cli.run(["eval", "compare", str(gpt_j), "--methods", PRESET, *text, *report]) == 1
+    report = ["--codebooks", str(tmp_path), "--json", str(tmp_path / "report.json"), "--context", "64"]
+    assert cli.run(["eval", "compare", str(gpt_j), "--methods", PRESET, *text, *report, "--max-windows", "1"]) == 1
     assert "it cannot be evaluated offline, but by `antkv eval served`." in capsys.readouterr().err

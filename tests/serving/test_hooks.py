@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from tests.processes import run_python
 from tests.serving.conftest import ENGINE_ENVIRONMENT
 from vllm_antkv import plugin
 from vllm_antkv.config import VQ_BLOCK_SIZE
@@ -36,23 +36,19 @@ def registered() -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
-def test_hook_fits_this_vllm(hook) -> None:
+def test_a_hook_fits_this_vllm_and_is_still_needed(hook):
+    """Fails once vLLM offers what the hook adds: then use that, and delete the hook."""
     assert hook.applies() is None
+    assert not hook.superseded()
     assert hook.upstream.startswith("https://github.com/vllm-project/vllm/")
 
 
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
-def test_hook_is_still_needed(hook) -> None:
-    """Fails once vLLM offers what the hook adds: then use that, and delete the hook."""
-    assert not hook.superseded()
-
-
-def test_vllm_still_looks_for_the_page_of_a_layer_that_reads_another_ones() -> None:
+def test_vllm_still_looks_for_the_page_of_a_layer_that_reads_another_ones():
     """Fails once it does not: then `AntKVWorker.initialize_from_config` goes."""
     assert "shared_kv_cache_layers" not in inspect.getsource(GPUModelRunner.initialize_attn_backend)
 
 
-def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_another_vllm_is_left_alone(monkeypatch, said):
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     # What hooks import of it may have moved.
     monkeypatch.setitem(sys.modules, "vllm_antkv.vllm_adapter.hooks.activation", None)
@@ -62,7 +58,7 @@ def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch, said: list[
     assert "0.34.0" in line
 
 
-def test_registering_twice_changes_nothing() -> None:
+def test_registering_twice_changes_nothing():
     def installed() -> tuple[Any, ...]:
         backend = type(current_platform).get_attn_backend_cls.__func__
         return known_dtypes(), backend, EngineArgs.create_engine_config
@@ -73,7 +69,7 @@ def test_registering_twice_changes_nothing() -> None:
     assert len(set(before[0])) == len(before[0])
 
 
-def test_presets_are_cache_dtypes_and_a_typo_is_not() -> None:
+def test_presets_are_cache_dtypes_and_a_typo_is_not():
     for preset in PRESETS:
         assert CacheConfig(cache_dtype=preset).cache_dtype == preset
     with pytest.raises(ValueError, match="antkv-1bit"):
@@ -83,7 +79,7 @@ def test_presets_are_cache_dtypes_and_a_typo_is_not() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_mean_nothing_to_vllms_own_kernels(preset: str) -> None:
+def test_presets_mean_nothing_to_vllms_own_kernels(preset):
     """KVQuantMode.CUSTOM is what vLLM recommends, and in 0.33.0 it is another name of OCTAVE_K3V4."""
     assert get_kv_quant_mode(preset) is KVQuantMode.NONE
     assert STR_DTYPE_TO_TORCH_DTYPE[preset] is torch.uint8
@@ -155,12 +151,11 @@ print(">", cache.CacheConfig(cache_dtype="antkv-1bit").cache_dtype)
 
 
 @pytest.mark.long
-def test_a_vllm_that_behaves_otherwise_is_left_as_it_was() -> None:
+def test_a_vllm_that_behaves_otherwise_is_left_as_it_was():
     """The plugin says why it is not active, and not one of its hooks stays; repaired, the same vLLM takes them."""
     environment = {**os.environ, **ENGINE_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, "-c", BREAKING]
-    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
-    said = [line for line in done.stdout.splitlines() if line.startswith("> ")]
+    lines = run_python("-c", BREAKING, environment=environment).splitlines()
+    said = [line for line in lines if line.startswith("> ")]
     for words in BREAKS.values():
         warning, same, dtypes, *said = said
         assert warning.startswith("> vllm-antkv is not active: ")
@@ -169,7 +164,7 @@ def test_a_vllm_that_behaves_otherwise_is_left_as_it_was() -> None:
     assert said == ["> changed: True", "> antkv-1bit"]
 
 
-def test_hooks_that_cannot_be_imported_do_not_end_vllm(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_hooks_that_cannot_be_imported_do_not_end_vllm(monkeypatch, said):
     """VLLM calls a plugin without a guard: an error in it ends the server, whatever its cache dtype."""
     monkeypatch.setitem(sys.modules, "vllm_antkv.vllm_adapter.hooks.activation", None)
     plugin.register()
@@ -178,11 +173,11 @@ def test_hooks_that_cannot_be_imported_do_not_end_vllm(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", RECORDED)
-def test_signatures_are_as_recorded(kind: str) -> None:
+def test_signatures_are_as_recorded(kind):
     assert changed_signature(kind, minor_release(vllm.__version__)) is None
 
 
-def test_cpus_keep_our_block_size_when_vllm_asks_the_backends() -> None:
+def test_cpus_keep_our_block_size_when_vllm_asks_the_backends():
     """VLLM 0.33 does so on CPUs, once the model is loaded, with the backends of all layers and companions."""
     for default in (16, 128):
         chosen = current_platform._preferred_block_size_for_backends(
@@ -192,7 +187,7 @@ def test_cpus_keep_our_block_size_when_vllm_asks_the_backends() -> None:
     assert AntKVBackend.get_preferred_block_size(16) == VQ_BLOCK_SIZE
 
 
-def test_backend_is_chosen_for_the_presets_alone() -> None:
+def test_backend_is_chosen_for_the_presets_alone():
     assert AttentionBackendEnum["ANTKV"].get_class().get_name() == "ANTKV"
     choose = current_platform.get_attn_backend_cls
     selector = _selector("antkv-1bit")
@@ -206,6 +201,6 @@ def _selector(kv_cache_dtype: str):
     return AttentionSelectorConfig(
         head_size=64,
         dtype=torch.bfloat16,
-        kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
+        kv_cache_dtype=kv_cache_dtype,
         block_size=None,
     )

@@ -2,25 +2,23 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+from tests.processes import run_pytest
+
+pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
 #: Where `make venv` puts torchvision, beside the CPU build of PyTorch.
 WHEEL = Path(sys.prefix) / "vision"
 
 
-def test_models_that_see_images() -> None:
+def test_models_that_see_images():
     environment = dict(os.environ)
     if importlib.util.find_spec("torchvision") is None:
         assert WHEEL.exists(), "make venv"
         environment["PYTHONPATH"] = os.pathsep.join(map(str, (HERE / "beside_cpu_torch", WHEEL)))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "images.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_pytest(HERE / "images.py", environment=environment)

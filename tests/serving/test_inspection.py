@@ -1,7 +1,6 @@
 """What an engine tells of its requests: tokens they hold, anchors of the last ones, and samples of the attention."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,21 +10,19 @@ from tests.serving.tiny import GEMMA, make_codebook, make_model
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
-pytestmark = pytest.mark.serving
-
 SETTINGS = {"anchor_share": 0.03, "dashboard_text": True}
 ANCHOR_ROWS = AntKVConfig(**SETTINGS).anchor_rows
 NUM_LAYERS, NUM_HEADS = 5, 2
 
 
 @pytest.fixture(scope="module")
-def running(start_engine: Any) -> Iterator[Engine]:
+def running(start_engine) -> Iterator[Engine]:
     with start_engine(EMBEDDED, "antkv-1bit", SETTINGS) as engine:
         yield engine
 
 
 @pytest.fixture
-def engine(running: Engine) -> Engine:
+def engine(running) -> Engine:
     """With nothing in its prefix cache."""
     assert running.llm.reset_prefix_cache()
     return running
@@ -38,20 +35,17 @@ def offsets(answer: dict[str, Any]) -> Any:
 
 
 def add(engine: Engine, name: str, prompt: list[int]) -> None:
-    """Give the engine a request without waiting for it, and run the step that computes the prompt."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=50, ignore_eos=True)
-    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
-    engine.llm.llm_engine.step()
+    """Give the engine a request, and run the step that computes the prompt."""
+    engine.add(name, prompt, max_tokens=50)
+    engine.step()
 
 
-def drain(engine: Engine) -> None:
-    while engine.llm.llm_engine.has_unfinished_requests():
-        engine.llm.llm_engine.step()
+def impls(engine: Engine) -> list[Any]:
+    """Of the layers that attend."""
+    return [layer.impl for layer in engine.layers.values() if hasattr(layer, "impl")]
 
 
-def test_every_head_keeps_its_anchors_in_every_block(engine: Engine, prompts: list[list[int]]) -> None:
+def test_every_head_keeps_its_anchors_in_every_block(engine, prompts):
     engine.complete([prompts[-1]])
     answer = engine.core.antkv_anchors(None, 0)
     num_blocks = len(prompts[-1]) // VQ_BLOCK_SIZE
@@ -67,7 +61,7 @@ def test_every_head_keeps_its_anchors_in_every_block(engine: Engine, prompts: li
     assert min(first_blocks) >= AntKVConfig().prefix
 
 
-def test_what_prompts_share_has_the_same_anchors(engine: Engine, prompts: list[list[int]]) -> None:
+def test_what_prompts_share_has_the_same_anchors(engine, prompts):
     longer = prompts[-1]
     shorter = longer[: 2 * VQ_BLOCK_SIZE + 50]
     engine.complete([longer, shorter], together=False)
@@ -78,9 +72,7 @@ def test_what_prompts_share_has_the_same_anchors(engine: Engine, prompts: list[l
         assert mine == theirs[:2]
 
 
-def test_text_is_sent_only_where_the_setting_allows_it(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_sent_only_where_the_setting_allows_it(engine, prompts, monkeypatch):
     prompt = prompts[-1]
     engine.complete([prompt])
     assert engine.core.antkv_anchors(None, 1)["map"]["token_ids"] == prompt[VQ_BLOCK_SIZE : 4 * VQ_BLOCK_SIZE]
@@ -94,32 +86,28 @@ def test_text_is_sent_only_where_the_setting_allows_it(
     assert engine.core.antkv_anchors(None, 1)["map"]["token_ids"] is None
 
 
-def test_a_window_begins_no_later_than_at_the_last_block(engine: Engine, prompts: list[list[int]]) -> None:
+def test_a_window_begins_no_later_than_at_the_last_block(engine, prompts):
     engine.complete([prompts[-1]])
     last = len(prompts[-1]) // VQ_BLOCK_SIZE - 1
     shown = engine.core.antkv_anchors(None, 10**9)["map"]
     assert (shown["first_block"], shown["blocks"]) == (last, 1)
 
 
-def test_an_answer_has_no_more_rows_than_it_may(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_has_no_more_rows_than_it_may(engine, prompts, monkeypatch):
     rows_per_block = 2 * NUM_LAYERS * NUM_HEADS * ANCHOR_ROWS
     monkeypatch.setattr("vllm_antkv.vllm_adapter.hooks.status._MAX_ROWS", 3 * rows_per_block - 1)
     engine.complete([prompts[-1]])
     assert engine.core.antkv_anchors(None, 0)["map"]["blocks"] == 2
 
 
-def test_a_prompt_that_the_prefix_cache_forgot_is_not_shown(engine: Engine, prompts: list[list[int]]) -> None:
+def test_a_prompt_that_the_prefix_cache_forgot_is_not_shown(engine, prompts):
     engine.complete([prompts[-1]])
     number = engine.core.antkv_anchors(None, 0)["map"]["prompt"]
     assert engine.llm.reset_prefix_cache()
     assert engine.core.antkv_anchors(number, 0) == {"prompts": [], "map": None}
 
 
-def test_a_running_request_is_shown_and_what_requests_share_counts_once(
-    engine: Engine, prompts: list[list[int]]
-) -> None:
+def test_a_running_request_is_shown_and_what_requests_share_counts_once(engine, prompts):
     longer = prompts[-1]
     # A hit can end at 512 tokens.
     shorter = longer[: 4 * VQ_BLOCK_SIZE + 50]
@@ -131,11 +119,11 @@ def test_a_running_request_is_shown_and_what_requests_share_counts_once(
     assert status["tokens_in_use"] == len(longer) + 1 + 50
     assert status["pages_in_use"]["vq"] == len(longer) // VQ_BLOCK_SIZE + 1 + 1
     assert [each["running"] for each in engine.core.antkv_anchors(None, 0)["prompts"][:2]] == [True, True]
-    drain(engine)
+    list(engine.steps())
     assert engine.core.antkv_status()["tokens_in_use"] == 0
 
 
-def test_asking_changes_no_answer_and_leaves_nothing_behind(engine: Engine, prompts: list[list[int]]) -> None:
+def test_asking_changes_no_answer_and_leaves_nothing_behind(engine, prompts):
     batch = prompts[6:]
     silent = engine.complete(batch, max_tokens=6)
     before = sum(engine.core.antkv_status()["workers"][0]["sampled_attention"].values())
@@ -143,16 +131,13 @@ def test_asking_changes_no_answer_and_leaves_nothing_behind(engine: Engine, prom
     asked = engine.complete(batch, max_tokens=6)
     for mine, theirs in zip(asked, silent, strict=True):
         assert_same(mine, theirs, tolerance=0)
-    context = engine.core.vllm_config.compilation_config.static_forward_context
-    assert all(layer.impl.observer is None for layer in context.values() if hasattr(layer, "impl"))
+    assert all(impl.observer is None for impl in impls(engine))
     report = engine.core.antkv_status()["workers"][0]
     assert sum(report["sampled_attention"].values()) == pytest.approx(before + 1)
 
 
 @pytest.mark.long
-def test_an_engine_at_rest_does_not_wake_its_workers(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_at_rest_does_not_wake_its_workers(engine, prompts, monkeypatch):
     """vLLM's workers spin for a second after each call, and the metrics ask every five."""
     core = type(engine.core)
     ask, asked = core.collective_rpc, []
@@ -165,33 +150,31 @@ def test_an_engine_at_rest_does_not_wake_its_workers(
     for num_requests in range(1, 3):
         engine.complete([prompts[0]])
         # A server takes this step by itself: it tells the workers which requests are finished.
-        engine.llm.llm_engine.step()
+        engine.step()
         first = engine.core.antkv_status()
         assert [engine.core.antkv_status() for _ in range(3)] == 3 * [first]
         assert asked == num_requests * ["antkv_report"]
     add(engine, "running", prompts[-1])
     before = engine.core.antkv_status()["workers"][0]["tokens_stored"]
     assert before > first["workers"][0]["tokens_stored"]
-    drain(engine)
+    list(engine.steps())
     assert engine.core.antkv_status()["workers"][0]["tokens_stored"] > before
     assert asked == 4 * ["antkv_report"]
 
 
-def test_samples_take_turns_among_the_layers(engine: Engine, prompts: list[list[int]]) -> None:
+def test_samples_take_turns_among_the_layers(engine, prompts):
     """One layer is observed for one step; none is until somebody asks."""
-    context = engine.core.vllm_config.compilation_config.static_forward_context
-    impls = [layer.impl for layer in context.values() if hasattr(layer, "impl")]
-    assert len(impls) == NUM_LAYERS
+    assert len(impls(engine)) == NUM_LAYERS
     sampled = []
     for _ in range(NUM_LAYERS):
         engine.core.antkv_status()
-        (index,) = [number for number, impl in enumerate(impls) if impl.observer is not None]
+        (index,) = [number for number, impl in enumerate(impls(engine)) if impl.observer is not None]
         sampled.append(index)
         engine.complete([prompts[0]], max_tokens=3)
     assert sorted(sampled) == list(range(NUM_LAYERS))
 
 
-def test_a_step_of_a_prompt_is_sampled(engine: Engine, prompts: list[list[int]]) -> None:
+def test_a_step_of_a_prompt_is_sampled(engine, prompts):
     """Others are replayed from CUDA graphs on a GPU, and call nobody."""
     before = sum(engine.core.antkv_status()["workers"][0]["sampled_attention"].values())
     engine.complete([prompts[-1]], max_tokens=1)
@@ -201,9 +184,7 @@ def test_a_step_of_a_prompt_is_sampled(engine: Engine, prompts: list[list[int]])
 
 
 @pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["sliding_attention"] * 2], ids=" ".join)
-def test_a_layer_with_a_window_shows_the_anchors_that_it_still_has(
-    start_engine: Any, tmp_path: Path, prompts: list[list[int]], kinds: list[str]
-) -> None:
+def test_a_layer_with_a_window_shows_the_anchors_that_it_still_has(start_engine, tmp_path, prompts, kinds):
     """While a request runs, those of the blocks that its window reaches; other layers show them all."""
     window, prompt = 200, prompts[-1]
     sizes = GEMMA | {"layer_types": kinds, "sliding_window": window, "max_position_embeddings": 1024}
@@ -212,7 +193,7 @@ def test_a_layer_with_a_window_shows_the_anchors_that_it_still_has(
     with start_engine(model, "antkv-1bit", SETTINGS) as engine:
         add(engine, "0", prompt)
         # The step after that of the prompt frees what it no longer sees.
-        engine.llm.llm_engine.step()
+        engine.step()
         answer = engine.core.antkv_anchors(None, 0)
         num_blocks, first_seen = len(prompt) // VQ_BLOCK_SIZE, (len(prompt) + 1 - window) // VQ_BLOCK_SIZE
         assert answer["map"]["blocks"] == num_blocks
@@ -222,4 +203,4 @@ def test_a_layer_with_a_window_shows_the_anchors_that_it_still_has(
                 is_there = kind == "full_attention" or block >= first_seen
                 for rows in (rows for head in heads for rows in head):
                     assert len({row for row in rows if row >= 0}) == (ANCHOR_ROWS if is_there else 0)
-        drain(engine)
+        list(engine.steps())

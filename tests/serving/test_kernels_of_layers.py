@@ -1,25 +1,17 @@
 """Layers of one model on different kernels, in real vLLM: each runs on the fastest that have code for it."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.serving.conftest import assert_all_same
+from tests.serving.conftest import PRESET, assert_all_same
 from tests.serving.served_family import OPTIONS, PROMPTS, SINKS
 from tests.serving.tiny import FAMILY, make_codebook, make_model
 from vllm_antkv.ops import cpu, dispatch
 from vllm_antkv.ops.layer import LayerKind
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing())),
-]
-
-PRESET = "antkv-1bit"
+pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
 
 def only_plain_layers(device: torch.device, layer: LayerKind) -> str | None:
@@ -28,9 +20,7 @@ def only_plain_layers(device: torch.device, layer: LayerKind) -> str | None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3n"])
-def test_layers_on_different_kernels_answer_as_on_one(
-    start_engine: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_layers_on_different_kernels_answer_as_on_one(start_engine, tmp_path, monkeypatch, name):
     """With sinks, anchors, chunks, and layers that read the cache of others."""
     model = make_model(tmp_path / "model", *FAMILY[name])
     make_codebook(tmp_path / "model" / "antkv", model, PRESET, SINKS)

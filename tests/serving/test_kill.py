@@ -16,20 +16,14 @@ from loadtest.api import headers
 from loadtest.server import Server
 from loadtest.watch import metrics
 from tests.patience import PATIENCE, wait_for
-from tests.serving.embedded_server import API_KEY, EXACT, MODEL_NAME, SharedServers
+from tests.serving.embedded_server import EXACT, MODEL_NAME
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("api_key")]
 
 PROMPT = [0, *range(50, 100)]
 ANSWERS = 8
 #: So much to write that no answer is finished before its server is killed, however late the kill comes.
 LONG = {"model": MODEL_NAME, "prompt": PROMPT, "max_tokens": 900, "n": ANSWERS, "ignore_eos": True}
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`headers` sends it."""
-    monkeypatch.setenv("VLLM_API_KEY", API_KEY)
 
 
 def whole_answer(running: Server) -> tuple[int, str]:
@@ -55,7 +49,7 @@ def wait_until_all_are_there(running: Server, answers: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "victim"), [("default", "VLLM::EngineCore"), (EXACT, "VLLM::Worker")])
-def test_a_killed_process_takes_the_server_down_cleanly(shared_servers: SharedServers, kind: str, victim: str) -> None:
+def test_a_killed_process_takes_the_server_down_cleanly(shared_servers, kind, victim):
     server = shared_servers.to_be_ended(kind)
     codebook = server.codebook.read_bytes()
     with ThreadPoolExecutor() as pool:

@@ -6,7 +6,6 @@ adapters.
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import get_group_id
 
 from tests.adapters import EVERY_PROJECTION, K_AND_V, make_adapter, merged
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
+from tests.serving.conftest import EMBEDDED, PRESET, TEXT, Completion, Engine, assert_all_same
 from vllm_antkv import cli
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.methods import build_method
@@ -25,16 +24,11 @@ from vllm_antkv.evaluate.windows import TextWindows, load_windows
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 
-pytestmark = pytest.mark.serving
-
-PRESET = "antkv-1bit"
 OPTIONS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-TEXT = EMBEDDED.parents[1] / "LICENSE"
-Start = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def adapters(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("adapters")
     return [
         make_adapter(EMBEDDED, folder / name, projections)
@@ -43,41 +37,33 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def loras(adapters: list[Path]) -> list[LoRARequest | None]:
+def loras(adapters) -> list[LoRARequest | None]:
     """None, and both adapters."""
     return [None, *(LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(adapters, 1))]
 
 
 @pytest.fixture(scope="module")
-def requests(prompts: list[list[int]], loras: list[LoRARequest | None]) -> dict[str, Any]:
+def requests(prompts, loras) -> dict[str, Any]:
     """Each of some prompts with each of them."""
     some = prompts[3::3]
     return {"prompts": [prompt for prompt in some for _ in loras], "loras": loras * len(some)}
 
 
 @pytest.fixture(scope="module")
-def auto(start_engine: Start, requests: dict[str, Any]) -> list[Completion]:
+def auto(start_engine, requests) -> list[Completion]:
     with start_engine(EMBEDDED, "auto", **OPTIONS) as engine:
         return engine.complete(**requests)
 
 
 @pytest.mark.parametrize("settings", [{"anchor_share": 1.0, "anchor_dtype": "model"}, {"recency": "sliding:1024"}])
-def test_equals_auto_where_every_token_is_exact(
-    start_engine: Start,
-    auto: list[Completion],
-    codebooks: str,
-    requests: dict[str, Any],
-    settings: dict[str, Any],
-) -> None:
+def test_equals_auto_where_every_token_is_exact(start_engine, auto, codebooks, requests, settings):
     """With the codebook of the base model: none is learned for another identity."""
     settings = {"codebooks": codebooks, "calibrate": "never", **settings}
     with start_engine(EMBEDDED, PRESET, settings, max_num_batched_tokens=300, **OPTIONS) as engine:
         assert_all_same(engine.complete(**requests), auto)
 
 
-def test_neither_neighbours_nor_prefix_hits_change_an_answer(
-    start_engine: Start, auto: list[Completion], codebooks: str, requests: dict[str, Any]
-) -> None:
+def test_neither_neighbours_nor_prefix_hits_change_an_answer(start_engine, auto, codebooks, requests):
     """Several adapters and none in one batch; and pages of both kinds are found by their own adapter alone."""
     with start_engine(EMBEDDED, PRESET, {"codebooks": codebooks}, **OPTIONS) as engine:
         alone = engine.complete(**requests, together=False)
@@ -110,9 +96,7 @@ def _spec(group: Any) -> Any:
 
 
 @pytest.mark.long
-def test_served_is_what_is_evaluated_of_the_merged_model(
-    adapters: list[Path], codebooks: str, tmp_path: Path, eager: None
-) -> None:
+def test_served_is_what_is_evaluated_of_the_merged_model(adapters, codebooks, tmp_path, eager):
     """By `antkv eval served --lora`, beside `auto` with the same adapter."""
     out, context = tmp_path / "served.json", 500
     text = ["--text", str(TEXT), "--context", str(context), "--max-windows", "2"]

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.patience import PATIENCE, wait_for
 from tests.serving.conftest import EMBEDDED
 from tests.serving.server import MODEL_NAME, PRESET, answer, vllm_environment
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def machines(folder: Path, kind: str, *settings: dict[str, Any]) -> Iterator[lis
 
 
 @pytest.fixture
-def another(codebooks: str, tmp_path: Path) -> str:
+def another(codebooks, tmp_path) -> str:
     """A folder with the same codebook but for a threshold."""
     from vllm_antkv.codebook import Codebook, codebook_path
 
@@ -55,7 +55,7 @@ def another(codebooks: str, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["tensor", pytest.param("pipeline", marks=pytest.mark.release)])
-def test_ranks_that_differ_do_not_start(default: dict[str, Any], another: str, tmp_path: Path, kind: str) -> None:
+def test_ranks_that_differ_do_not_start(default, another, tmp_path, kind):
     theirs, differing = {
         "tensor": ({"codebooks": another}, r"codebook \(\w+, \w+\)"),
         "pipeline": ({"anchor_share": 0.03, "prefix": 0}, r"anchor_share \(0.015, 0.03\) and prefix \(0, 8\)"),
@@ -66,9 +66,7 @@ def test_ranks_that_differ_do_not_start(default: dict[str, Any], another: str, t
             assert re.search(f"SettingsError: The server and its ranks differ in {differing}: ", start.log.read_text())
 
 
-def test_two_machines_answer_as_one(
-    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_two_machines_answer_as_one(start_engine, default, prompts, tmp_path):
     with start_engine(EMBEDDED, PRESET, default) as engine:
         alone = [list(completion.tokens) for completion in engine.complete(prompts[-2:])]
     with machines(tmp_path, "tensor", default, default) as (first, _):

@@ -1,7 +1,5 @@
 """`vllm serve MODEL --kv-cache-dtype antkv-1bit` and nothing else, for a model that was never calibrated."""
 
-from pathlib import Path
-
 import httpx
 import pytest
 from transformers import LlamaConfig
@@ -10,13 +8,13 @@ from tests.patience import PATIENCE
 from tests.serving.server import MODEL_NAME, PRESET, make_odd_model, serving
 from vllm_antkv.codebook import Codebook, ModelIdentity
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 #: Of the context, and so of a calibration window: short, since it is a test.
 CONTEXT = 32
 
 
-def test_a_server_learns_its_codebook(tmp_path: Path, users_cache: Path) -> None:
+def test_a_server_learns_its_codebook(tmp_path, users_cache):
     """That servers that start together learn one is tested in tests/unit/calibrate/test_calibrate_on_start.py."""
     odd_model, log = make_odd_model(tmp_path / "model", CONTEXT), tmp_path / "server.log"
     with serving(odd_model, log, **{"--max-model-len": str(CONTEXT)}) as url:

@@ -10,18 +10,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
-from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
 from loadtest.server import free_port
 from tests.adapters import make_adapter
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same, assert_same
+from tests.places import EMBEDDED, PRESET
+from tests.serving.conftest import (
+    Completion,
+    Engine,
+    Start,
+    assert_all_same,
+    assert_preemption_is_not_seen,
+    assert_same,
+    transfer,
+)
 from tests.serving.drafts import speculation
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
@@ -31,21 +37,12 @@ from vllm_antkv.vllm_adapter.kv_transfer.files import PageFiles
 from vllm_antkv.vllm_adapter.kv_transfer.ledger import Ledger
 from vllm_antkv.vllm_adapter.kv_transfer.store import AntKVStore
 
-pytestmark = pytest.mark.serving
-
-PRESET = "antkv-1bit"
 #: Tokens of `prompts[-1]` that are whole VQ blocks.
 HIT = 512
-Start = Callable[..., Any]
-
-
-def transfer(folder: Path, role: str = "kv_both") -> dict[str, Any]:
-    """The value of --kv-transfer-config."""
-    return {"kv_connector": "AntKVStore", "kv_role": role, "kv_connector_extra_config": {"folder": str(folder)}}
 
 
 @pytest.fixture(scope="module")
-def start(start_engine: Start, default: dict[str, Any]) -> Start:
+def start(start_engine, default) -> Start:
     """An engine that keeps pages in a folder."""
 
     def started(folder: Path, model: Path = EMBEDDED, role: str = "kv_both", **options: Any) -> Any:
@@ -57,9 +54,7 @@ def start(start_engine: Start, default: dict[str, Any]) -> Start:
 
 
 @pytest.fixture(scope="module")
-def kept(
-    start: Start, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[Completion]]:
+def kept(start, prompts, tmp_path_factory) -> tuple[Path, list[Completion]]:
     """A folder with the pages of all prompts, and what local hits answer."""
     folder = tmp_path_factory.mktemp("kept")
     with start(folder) as engine:
@@ -76,15 +71,12 @@ def _is_hit(engine: Engine, prompt: list[int]) -> Completion:
 
 
 @pytest.mark.long
-def test_a_restart_finds_what_a_local_hit_finds(
-    start: Start, kept: tuple[Path, list[Completion]], prompts: list[list[int]]
-) -> None:
+def test_a_restart_finds_what_a_local_hit_finds(start, kept, prompts):
     """To the last bit; what the pool held before does not matter, and a server that only loads writes nothing."""
     folder, local = kept
     before = sorted(folder.rglob("*"))
     with start(folder, role="kv_consumer") as engine:
-        for pages in engine.kv_tensors():
-            pages.view(torch.uint8).fill_(0xFF)
+        engine.fill_with_nan()
         assert engine.complete(prompts, together=False) == local
         assert engine.complete(prompts, together=False) == local
         assert engine.llm.reset_prefix_cache()
@@ -118,9 +110,7 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.long
-def test_a_damaged_page_is_a_miss_and_is_written_again(
-    start: Start, prompts: list[list[int]], tmp_path: Path, said: list[str]
-) -> None:
+def test_a_damaged_page_is_a_miss_and_is_written_again(start, prompts, tmp_path, said):
     prompt = prompts[-1]
     with start(tmp_path / "foreign", settings={"sinks": False, "anchor_share": 0.016}) as engine:
         engine.complete([prompt])
@@ -174,9 +164,7 @@ def _on_a_full_disk(**options: Any) -> Any:
 
 
 @pytest.mark.long
-def test_a_full_disk_and_a_removed_folder_cost_hits_alone(
-    start: Start, prompts: list[list[int]], tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_and_a_removed_folder_cost_hits_alone(start, prompts, tmp_path, said, monkeypatch):
     prompt, folder = prompts[-1], tmp_path / "store"
 
     def computed() -> Completion:
@@ -212,7 +200,7 @@ def test_a_full_disk_and_a_removed_folder_cost_hits_alone(
 
 def _config(model: Path = EMBEDDED, settings: Any = None, role: str = "kv_both", **options: Any) -> Any:
     given = {"kv_cache_dtype": PRESET, "dtype": "float32", "max_model_len": 512, **options}
-    given = {"kv_transfer_config": transfer(Path("/there"), role), **given}
+    given = {"kv_transfer_config": transfer("/there", role), **given}
     return EngineArgs(str(model), additional_config={"antkv": settings or {}}, **given).create_engine_config()
 
 
@@ -222,21 +210,19 @@ def _identity(*arguments: Any, **options: Any) -> str:
     return str(config.kv_connector_extra_config["identity"])
 
 
-def test_what_a_server_does_is_said_by_its_options() -> None:
+def test_what_a_server_does_is_said_by_its_options():
     with pytest.raises(SettingsError, match="pages of an antkv cache"):
         AntKVStore(_config(kv_cache_dtype="auto"), KVConnectorRole.SCHEDULER, None)
     with pytest.raises(SettingsError, match="absolute path"):
-        _config(kv_transfer_config=transfer(Path("here")))
+        _config(kv_transfer_config=transfer("here"))
     for wrong in ({"max_bytes": 0}, {"max_bytes": "1 GB"}, {"max_byte": 1 << 30}):
-        store = transfer(Path("/there"))
-        store["kv_connector_extra_config"] |= wrong
         with pytest.raises(SettingsError, match=f"setting '{next(iter(wrong))}' of AntKVStore is not usable"):
-            _config(kv_transfer_config=store)
+            _config(kv_transfer_config=transfer("/there", **wrong))
     only_saves = AntKVStore(_config(role="kv_producer"), KVConnectorRole.SCHEDULER, None)
     assert only_saves.get_num_new_matched_tokens(SimpleNamespace(request_id="one"), 0) == (0, False)
 
 
-def test_servers_whose_pages_differ_share_none(codebooks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_whose_pages_differ_share_none(codebooks, tmp_path, monkeypatch):
     """What is of no concern to a page: where the model is, and what the dashboard shows."""
     same, other = (Path(shutil.copytree(EMBEDDED, tmp_path / name)) for name in ("same", "other"))
     weights = other / "model.safetensors"
@@ -272,9 +258,7 @@ def test_servers_whose_pages_differ_share_none(codebooks: str, tmp_path: Path, m
 
 @settings(max_examples=20)
 @given(st.binary(min_size=1, max_size=99), st.integers(0, 1), st.data())
-def test_a_file_is_read_as_it_was_written_or_not_at_all(
-    tmp_path_factory: pytest.TempPathFactory, pages: bytes, rank: int, data: st.DataObject
-) -> None:
+def test_a_file_is_read_as_it_was_written_or_not_at_all(tmp_path_factory, pages, rank, data):
     root = tmp_path_factory.mktemp("files")
     ledger = Ledger(root)
     files = PageFiles(ledger, "identity", rank, 2)
@@ -300,42 +284,31 @@ def test_a_file_is_read_as_it_was_written_or_not_at_all(
 
 
 @pytest.mark.long
-def test_hits_beside_preemption_and_aborts(start: Start, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_hits_beside_preemption_and_aborts(start, prompts, tmp_path):
     some = [prompts[-1][:300], prompts[4], prompts[6]]
     # Nine requests do not fit, even where some have not been loaded while others decode.
     options = {"max_model_len": 512, "num_gpu_blocks_override": 110}
     with start(tmp_path, **options) as engine:
-        alone = engine.complete(some, max_tokens=100, together=False)
-        assert engine.count("num_preemptions") == 0
-        assert engine.llm.reset_prefix_cache()
-        assert_all_same(engine.complete(3 * some, max_tokens=100), 3 * alone)
-        assert engine.count("num_preemptions") > 0
+        assert_preemption_is_not_seen(engine, some, times=3, max_tokens=100, anew=True)
         hits = engine.count("external_prefix_cache_hits")
         assert hits > 0
-        engine.assert_all_blocks_free()
         for num_steps in range(1, 4):
             assert engine.llm.reset_prefix_cache()
-            running = engine.llm.llm_engine
             for number, prompt in enumerate(some):
-                params = SamplingParams(temperature=0, max_tokens=9)
-                running.add_request(f"{num_steps}-{number}", TokensPrompt(prompt_token_ids=prompt), params)
+                engine.add(f"{num_steps}-{number}", prompt, max_tokens=9)
             for _ in range(num_steps):
-                running.step()
-            running.abort_request([f"{num_steps}-{number}" for number in range(0, len(some), 2)])
-            while running.has_unfinished_requests():
-                running.step()
+                engine.step()
+            engine.llm.llm_engine.abort_request([f"{num_steps}-{number}" for number in range(0, len(some), 2)])
+            list(engine.steps())
             engine.assert_all_blocks_free()
         assert engine.count("external_prefix_cache_hits") > hits
 
 
 @pytest.mark.long
-def test_other_weights_and_adapters_are_not_kept(start: Start, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_other_weights_and_adapters_find_nothing_and_are_not_kept(start, prompts, tmp_path):
     """The names of adapters, which vLLM's hashes have, say nothing of what they do."""
     folder, model = tmp_path / "store", tmp_path / "model"
     adapter = LoRARequest("one", 1, str(make_adapter(EMBEDDED, tmp_path / "adapter")))
-    with start(folder, enable_lora=True, max_loras=2, max_lora_rank=8) as engine:
-        engine.complete(prompts[-1:], loras=[adapter])
-        assert not list(folder.rglob("*"))
     shutil.copytree(EMBEDDED, model)
     with start(folder) as engine:
         engine.complete(prompts[-1:])
@@ -345,9 +318,12 @@ def test_other_weights_and_adapters_are_not_kept(start: Start, prompts: list[lis
         assert [answer.num_cached_tokens for answer in engine.complete(prompts[-2:], together=False)] == [0, 0]
         assert sorted(folder.rglob("*")) == before
         engine.assert_all_blocks_free()
+    with start(folder, enable_lora=True, max_loras=2, max_lora_rank=8) as engine:
+        assert engine.complete(prompts[-1:], loras=[adapter])[0].num_cached_tokens == 0
+        assert sorted(folder.rglob("*")) == before
 
 
-def test_weights_stay_beside_nixl(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_stay_beside_nixl(start, tmp_path, monkeypatch):
     """Other servers were told where pages are of the weights before."""
     pytest.importorskip("nixl", reason="NIXL is not installed")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
@@ -359,13 +335,7 @@ def test_weights_stay_beside_nixl(start: Start, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.long
-def test_all_ranks_compute_again_what_one_cannot_load(
-    start: Start,
-    kept: tuple[Path, list[Completion]],
-    prompts: list[list[int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_ranks_compute_again_what_one_cannot_load(start, kept, prompts, tmp_path, monkeypatch):
     # There as here (`made_quickly`).
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     with start(Path(shutil.copytree(kept[0], tmp_path / "store")), tensor_parallel_size=2) as engine:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,14 +12,15 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.server import Server, Start, free_port, running
+from loadtest.server import Server, free_port
 from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE, wait_for
-from tests.serving.conftest import EMBEDDED, ROOT
+from tests.prefill_proxy import proxy
+from tests.serving.conftest import EMBEDDED, transfer
 from tests.serving.server import MODEL_NAME, PRESET, answer, process_serving
 from tests.serving.tiny import GEMMA, make_codebook, make_model
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 def body(prompt: list[int], num_tokens: int) -> dict[str, Any]:
@@ -53,18 +52,6 @@ def wait_for_pulls(url: str, expected: float) -> None:
     wait_for(lambda: num_pulls(url) == expected)
 
 
-@contextmanager
-def proxy(log: Path, prefill: str, decode: str, *options: str) -> Iterator[str]:
-    """The URL of one."""
-    port = free_port()
-    script = str(ROOT / "docker" / "prefill_proxy.py")
-    command = [sys.executable, script, "--prefill", prefill, "--decode", decode, "--port", str(port), *options]
-    with running(command, log, os.environ) as process:
-        start = Start(PRESET, f"http://127.0.0.1:{port}", log, process, time.monotonic() + PATIENCE)
-        wait_for(start.is_healthy)
-        yield start.url
-
-
 def antkv(**settings: str) -> str:
     """The value of --additional-config; prompts are computed as a hit would be."""
     return json.dumps({"antkv": {"prefill_reads_cache": True, **settings}})
@@ -75,8 +62,7 @@ def connector(name: str, folder: Path) -> dict[str, Any]:
     if name == "MultiConnector":
         inner = [{**connector(each, folder), "kv_role": "kv_both"} for each in ("NixlConnector", "AntKVStore")]
         return {"kv_connector": name, "kv_connector_extra_config": {"connectors": inner}}
-    extra = {"kv_connector_extra_config": {"folder": str(folder)}} if name == "AntKVStore" else {}
-    return {"kv_connector": name, **extra}
+    return transfer(folder) if name == "AntKVStore" else {"kv_connector": name}
 
 
 @contextmanager
@@ -102,7 +88,7 @@ def one(name: str, role: str, folder: Path, model: Path = EMBEDDED, **options: s
 
 
 @pytest.mark.parametrize("name", [pytest.param("AntKVStore", marks=pytest.mark.release), "MultiConnector"])
-def test_no_request_ends_with_the_prefill_server(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_no_request_ends_with_the_prefill_server(name, prompts, tmp_path):
     """Those that it computes then, and later ones, are computed by the decode server; what is refused says why."""
     some = prompts[-3:]
     others = [prompt[::-1] for prompt in some]
@@ -157,7 +143,7 @@ def answers(url: str, prompt: list[int], params: dict[str, Any] | None = None, n
 
 @pytest.mark.release
 @pytest.mark.parametrize("num_ranks", [1, 2], ids=["windows, one exact", "two ranks"])
-def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_what_is_pulled_is_a_local_hit(num_ranks, prompts, tmp_path):
     model, options = EMBEDDED, {"--tensor-parallel-size": str(num_ranks)}
     if num_ranks == 1:
         changes = {**GEMMA, "num_hidden_layers": 4, "max_position_embeddings": 1024}
@@ -191,7 +177,7 @@ def test_what_is_pulled_is_a_local_hit(num_ranks: int, prompts: list[list[int]],
 
 
 @pytest.mark.release
-def test_pages_that_are_gone_or_foreign_are_computed(prompts: list[list[int]], tmp_path: Path) -> None:
+def test_pages_that_are_gone_or_foreign_are_computed(prompts, tmp_path):
     some, other, last = prompts[-1], prompts[-1][::-1], prompts[-2]
     foreign = {"--additional-config": antkv(recency="sliding:40")}
     (tmp_path / "foreign").mkdir()

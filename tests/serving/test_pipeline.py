@@ -1,19 +1,15 @@
 """Pipeline parallelism: each stage has the codes of its own layers, and the answers are those of one process."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serving.conftest import EMBEDDED, assert_all_same
+from tests.serving.conftest import EMBEDDED, PRESET, assert_all_same, transfer
 from tests.serving.tiny import make_codebook, make_model
 from vllm_antkv.vllm_adapter.server.anchors import Anchors
 from vllm_antkv.vllm_adapter.server.status import EngineStatus
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
-
-PRESET = "antkv-1bit"
+pytestmark = pytest.mark.long
 
 
 def shown(core: Any) -> tuple[EngineStatus, Anchors]:
@@ -22,20 +18,14 @@ def shown(core: Any) -> tuple[EngineStatus, Anchors]:
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.release), 2])
-def test_stages_answer_as_one_process(
-    start_engine: Callable[..., Any],
-    default: dict[str, Any],
-    prompts: list[list[int]],
-    tmp_path: Path,
-    num_ranks: int,
-) -> None:
+def test_stages_answer_as_one_process(start_engine, default, prompts, tmp_path, num_ranks):
     """With sinks, which the first stage finds for both, in chunks, in batches, and behind hits, local or stored."""
     with start_engine(EMBEDDED, PRESET, default, max_num_batched_tokens=300) as engine:
         alone = engine.complete(prompts, together=False)
         status, anchors = shown(engine.core)
         assert status.sinks_found > 0
-    store = {"kv_connector": "AntKVStore", "kv_role": "kv_both", "kv_connector_extra_config": {"folder": str(tmp_path)}}
-    options = {"pipeline_parallel_size": 2, "tensor_parallel_size": num_ranks, "kv_transfer_config": store}
+    options = {"pipeline_parallel_size": 2, "tensor_parallel_size": num_ranks}
+    options["kv_transfer_config"] = transfer(tmp_path)
     # VLLM's stages do not start with --enforce-eager on CPUs, with `auto` neither.
     with start_engine(EMBEDDED, PRESET, default, max_num_batched_tokens=300, enforce_eager=False, **options) as engine:
         assert_all_same(engine.complete(prompts, together=False), alone)
@@ -53,9 +43,7 @@ def test_stages_answer_as_one_process(
 
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.release), 150])
-def test_stages_of_other_layers(
-    start_engine: Callable[..., Any], prompts: list[list[int]], tmp_path: Path, window: int | None
-) -> None:
+def test_stages_of_other_layers(start_engine, prompts, tmp_path, window):
     """Each stage has pages of another preset, of layers without and with windows."""
     model = make_model(tmp_path / "model", "mistral", {"num_hidden_layers": 4, "sliding_window": window})
     make_codebook(tmp_path, model, PRESET, layers=("antkv-0.5bit", "antkv-0.5bit", "antkv-1bit", "antkv-1bit"))

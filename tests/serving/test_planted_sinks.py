@@ -1,6 +1,5 @@
 """The engine flags tokens with massive activations, wherever they are, and keeps their K and V as they are."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.serving import documented
-from tests.serving.served_family import assert_as_expected, expected_logprobs
+from tests.places import PRESET
+from tests.serving.served_family import assert_as_expected, calibrate, expected_logprobs
 from tests.serving.tiny import make_model
 
-pytestmark = pytest.mark.serving
-
-PRESET = "antkv-1bit"
 #: BOS, and " as", once in 214 tokens of the text that the codebook is learned from.
 PLANTED = [0, 345]
 SETTINGS: dict[str, Any] = {"recency": "none", "prefix": 0, "anchor_share": 0.0}
@@ -23,22 +19,21 @@ PROMPTS = [[0, *range(400, 460), 345, *range(500, 600), 345, *range(700, 720 + i
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path) -> Path:
     """From its first layer on the residual stream carries 5000 in one channel of some tokens."""
     folder = make_model(tmp_path / "model", "llama", {"initializer_range": 0.2})
     planted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         planted.get_input_embeddings().weight[PLANTED, 11] = 5000.0
     planted.save_pretrained(folder)
-    documented.calibrate(folder, PRESET, folder / "antkv")
+    calibrate(folder, PRESET, folder / "antkv")
     return folder
 
 
-def test_the_engine_flags_and_keeps_planted_sinks(start_engine: Callable[..., Any], model: Path) -> None:
+def test_the_engine_flags_and_keeps_planted_sinks(start_engine, model):
     with start_engine(model, PRESET, SETTINGS, max_model_len=512, enable_prefix_caching=False) as engine:
-        runner = engine.core.model_executor.driver_worker.worker.model_runner
-        layers = runner.vllm_config.compilation_config.static_forward_context
-        (flags,) = {layer.impl.attachment.sinks for layer in layers.values() if hasattr(layer, "impl")} - {None}
+        impls = [layer.impl for layer in engine.layers.values() if hasattr(layer, "impl")]
+        (flags,) = {impl.attachment.sinks for impl in impls} - {None}
         served = []
         for prompt in PROMPTS:
             # One token: the prompt is the only step, and its flags are still there afterwards.

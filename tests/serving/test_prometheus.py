@@ -14,15 +14,12 @@ import yaml
 from loadtest.server import free_port
 from tests.house.test_dashboard import documented_queries, queries
 from tests.patience import PATIENCE, wait_for
-from tests.serving.conftest import ROOT
-from tests.serving.embedded_server import MODEL_NAME, STORE, SharedServers
+from tests.places import ROOT
+from tests.serving.embedded_server import MODEL_NAME, STORE
 
 PROMETHEUS = shutil.which("prometheus")
 
-pytestmark = [
-    pytest.mark.serving,
-    pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus on the PATH: apt-get install prometheus"),
-]
+pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus on the PATH: apt-get install prometheus")
 
 #: As in our configuration but for the address, and so often that a test can wait for it.
 SCRAPE_SECONDS = 2
@@ -65,7 +62,7 @@ def scraping(url: str, folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(shared_servers: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def prometheus(shared_servers, tmp_path_factory) -> Iterator[str]:
     """One that has seen the slowest of the counters, ours, grow, of a server with all that has metrics."""
     server = shared_servers.running(STORE)
     with scraping(server.url, tmp_path_factory.mktemp("prometheus")) as url:
@@ -87,6 +84,6 @@ def filled_in(query: str, model_name: str = MODEL_NAME) -> str:
 
 
 @pytest.mark.parametrize("query", [*queries(), *documented_queries()])
-def test_prometheus_answers_every_query(prometheus: str, query: str) -> None:
+def test_prometheus_answers_every_query(prometheus, query):
     samples = ask(prometheus, filled_in(query))
     assert samples

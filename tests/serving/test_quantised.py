@@ -1,28 +1,23 @@
 """Models with quantised weights are served with the codebook of the original."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.serving.conftest import assert_all_same
+from tests.serving.conftest import PRESET, assert_all_same
 from tests.serving.quantised import SCHEMES, quantise
 from tests.serving.test_families import OPTIONS, PROMPTS, SINKS
 from tests.serving.tiny import make_codebook, make_model
 from vllm_antkv.doctor.verify import EXACT, TOLERANCE, largest_difference
 
-pytestmark = pytest.mark.serving
-
-PRESET = "antkv-1bit"
 #: vLLM's kernels for such weights compute in 16 bits.
 IN_16_BITS = {**OPTIONS, "dtype": "bfloat16"}
 WITHOUT_AVX512 = not torch.cuda.is_available() and not torch.cpu.get_capabilities().get("avx512_f")
 
 
 @pytest.fixture
-def original(tmp_path: Path) -> Path:
+def original(tmp_path) -> Path:
     """An unquantised model with a codebook."""
     model = make_model(tmp_path / "original", "llama", {})
     make_codebook(model / "antkv", model, PRESET, SINKS)
@@ -30,9 +25,7 @@ def original(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_weights_are_quantised_and_the_cache_is_the_same(
-    start_engine: Callable[..., Any], original: Path, tmp_path: Path, scheme: str
-) -> None:
+def test_weights_are_quantised_and_the_cache_is_the_same(start_engine, original, tmp_path, scheme):
     if scheme == "W4A16" and WITHOUT_AVX512:
         pytest.skip("vLLM's build for CPUs runs 4-bit weights with AVX-512 only, which this processor lacks")
     model = quantise(original, tmp_path / "model", scheme)
@@ -46,9 +39,7 @@ def test_weights_are_quantised_and_the_cache_is_the_same(
         assert_all_same(engine.complete(PROMPTS, max_tokens=4), engine.complete(PROMPTS, max_tokens=4, together=False))
 
 
-def test_scales_of_an_fp8_cache_are_left_alone(
-    start_engine: Callable[..., Any], original: Path, tmp_path: Path, said: list[str]
-) -> None:
+def test_scales_of_an_fp8_cache_are_left_alone(start_engine, original, tmp_path, said):
     plain = quantise(original, tmp_path / "plain", "W8A8")
     scaled = quantise(original, tmp_path / "scaled", "W8A8", kv_scales=True)
     settings = {"codebooks": str(original / "antkv")}

@@ -2,17 +2,16 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.serving.conftest import EMBEDDED, made_quickly
-from tests.serving.documented import TEXT
 from tests.serving.quantised import quantise
+from tests.serving.served_family import TEXT
 from tests.serving.server import PRESET, make_odd_model
 from vllm_antkv.calibrate import calibrate_on_start
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
@@ -25,7 +24,7 @@ from vllm_antkv.offline.pretrained import read_config
 from vllm_antkv.offline.sinks import SinkChannels
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 #: Of the model that learns its own codebook, and so of a calibration window: short, since it is a test.
 CONTEXT = 32
@@ -33,18 +32,13 @@ WINDOWS, SEQ_LEN = 3, 300
 
 
 @pytest.fixture(scope="module")
-def w8a8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def w8a8(tmp_path_factory) -> Path:
     """A model in 8 bits that has no codebook anywhere, and no word on where it comes from."""
     folder = tmp_path_factory.mktemp("quantised")
     return quantise(make_odd_model(folder / "original", CONTEXT), folder / "w8a8", "W8A8")
 
 
-def test_one_flag_serves_a_quantised_model_without_its_original(
-    start_engine: Callable[..., Any],
-    w8a8: Path,
-    users_cache: Path,
-    said: list[str],
-) -> None:
+def test_one_flag_serves_a_quantised_model_without_its_original(start_engine, w8a8, users_cache, said):
     with start_engine(w8a8, PRESET, max_model_len=CONTEXT, dtype="bfloat16") as engine:
         (completion,) = engine.complete([[0, *range(3, 20)]], max_tokens=8)
         served = engine_plan(engine.core.vllm_config).codebook
@@ -59,9 +53,7 @@ def test_one_flag_serves_a_quantised_model_without_its_original(
 
 
 @pytest.mark.usefixtures("quick_engines")
-def test_weights_that_vllm_cannot_run_end_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_vllm_cannot_run_end_with_a_sentence(tmp_path, monkeypatch, capsys) -> None:
     broken = quantise(EMBEDDED, tmp_path / "broken", "W8A8")
     (broken / "model.safetensors").write_bytes(b"not a tensor")
     monkeypatch.setattr(sys, "argv", ["once", str(broken), PRESET, str(tmp_path / "out")])
@@ -76,7 +68,7 @@ def test_weights_that_vllm_cannot_run_end_with_a_sentence(
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(tmp_path_factory) -> Job:
     """Of the embedded model itself, which both can run; vLLM is told to."""
     out = tmp_path_factory.mktemp("job")
     settings = CalibrationSettings(str(EMBEDDED), [PRESET], [str(TEXT)], out, WINDOWS, SEQ_LEN)
@@ -84,7 +76,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.fixture(scope="module")
-def engine(job: Job, engine_environment: None) -> Iterator[Source]:
+def engine(job, engine_environment) -> Iterator[Source]:
     from vllm_antkv.calibrate.engine import open_engine
 
     with made_quickly(eager=True), open_engine(job) as source:
@@ -102,7 +94,7 @@ def captured(source: Source, job: Job, folder: Path) -> CaptureFiles:
     return files
 
 
-def test_vllm_hands_over_what_transformers_does(engine: Source, job: Job, tmp_path: Path) -> None:
+def test_vllm_hands_over_what_transformers_does(engine, job, tmp_path):
     """Rows of K before RoPE, of V, and the channels of sinks; the served dtype, bfloat16, has 3 digits."""
     other = TransformersModel(job, tmp_path)
     found, expected = captured(engine, job, tmp_path / "vllm"), captured(other, job, tmp_path / "transformers")
@@ -120,7 +112,7 @@ def test_vllm_hands_over_what_transformers_does(engine: Source, job: Job, tmp_pa
         assert error(ours, theirs) < 0.1
 
 
-def test_rows_that_get_attention_weigh_more(engine: Source, job: Job, tmp_path: Path) -> None:
+def test_rows_that_get_attention_weigh_more(engine, job, tmp_path):
     """Votes are no gradients, but of one mind with them: BOS apart, ranks of tokens agree in every layer."""
     found = captured(engine, job, tmp_path / "vllm")
     expected = captured(TransformersModel(job, tmp_path), job, tmp_path / "transformers")
@@ -134,7 +126,7 @@ def test_rows_that_get_attention_weigh_more(engine: Source, job: Job, tmp_path: 
                 assert float(torch.corrcoef(ranks[:, kind, head])[0, 1]) > 0.2
 
 
-def test_the_record_says_how_tokens_counted(w8a8: Path, tmp_path: Path) -> None:
+def test_the_record_says_how_tokens_counted(w8a8, tmp_path):
     records = [
         prepare(CalibrationSettings(str(w8a8), [PRESET], [str(TEXT)], tmp_path, weights=weights)).record
         for weights in ("grad", "none")

@@ -5,15 +5,13 @@ SmolLM2-135M-Instruct, fetched once (`make real-models`) and served with the cod
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scripts.real_models import model_folder
 from tests.patience import PATIENCE
-from tests.serving.conftest import ROOT
+from tests.places import ROOT, TEXT
 from tests.serving.server import PRESET
 from tests.serving.test_served_evaluation import offline
 from vllm_antkv.codebook import NoCodebookError, find_codebook
@@ -23,11 +21,8 @@ from vllm_antkv.evaluate.served import evaluate_served
 from vllm_antkv.evaluate.windows import TextWindows, load_windows
 from vllm_antkv.offline.models import ModelCard
 
-pytestmark = pytest.mark.serving
-
 #: Several blocks of coded rows.
 CONTEXT = 600
-TEXT = ROOT / "LICENSE"
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +40,13 @@ def model() -> str:
     return folder
 
 
-def test_answers_are_those_of_auto_where_every_row_is_exact(model: str, quick_engines: None) -> None:
+def test_answers_are_those_of_auto_where_every_row_is_exact(model, quick_engines):
     findings = list(check_answers(model, None))
     assert [finding.what for finding in findings] == ["in a batch, chunked", "alone, prefix hits"]
     assert all("the same answers" in finding.detail for finding in findings)
 
 
-def test_served_agrees_with_offline(model: str, eager: None) -> None:
+def test_served_agrees_with_offline(model, eager):
     # As offline on a CPU.
     card = ModelCard.read(model, "float32")
     windows = TextWindows(TEXT, load_windows(TEXT, card.tokenizer, CONTEXT, 1))
@@ -63,7 +58,7 @@ def test_served_agrees_with_offline(model: str, eager: None) -> None:
     assert 0.5 * expected.fidelity.kl < served.against.kl < expected.fidelity.kl
 
 
-def test_a_question_is_answered_in_a_chat(start_engine: Callable[..., Any], model: str) -> None:
+def test_a_question_is_answered_in_a_chat(start_engine, model):
     """After a text that fills more than a block: the rows of most of it are coded."""
     from vllm import SamplingParams
 

@@ -7,39 +7,25 @@ import copy
 import dataclasses
 
 import pytest
-import torch
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec, get_kv_cache_spec_sliding_window
 
-from vllm_antkv.config import AntKVConfig
+from tests.recency_spec import made_spec
 from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
-from vllm_antkv.vllm_adapter.hooks.specs import MANAGER, SPEC, Members
-
-pytestmark = pytest.mark.serving
+from vllm_antkv.vllm_adapter.hooks.specs import MANAGER, SPEC
 
 
 @pytest.fixture
 def spec() -> RecencySpec:
-    return RecencySpec(
-        block_size=8,
-        num_kv_heads=2,
-        head_size=64,
-        dtype=torch.uint8,
-        state_content_bytes=2048,
-        tokens_per_state=8,
-        settings=AntKVConfig(),
-        max_len=4096,
-        interval=512,
-        max_steps=1,
-    )
+    return made_spec(num_kv_heads=2)
 
 
 PARENTS = [(SlidingWindowSpec, RecencySpec, SPEC), (SingleTypeKVCacheManager, RecencyManager, MANAGER)]
 
 
 @pytest.mark.parametrize(("parent", "ours", "members"), PARENTS)
-def test_somebody_decided_on_every_member_of_the_parent(parent: type, ours: type, members: Members) -> None:
+def test_somebody_decided_on_every_member_of_the_parent(parent, ours, members):
     """A name that is new in this vLLM: does it say which pages live? Then override it."""
     assert members.unknown(parent) == []
     fewer = dataclasses.replace(members, inherited=members.inherited - {"merge", "cache_blocks"})
@@ -47,26 +33,26 @@ def test_somebody_decided_on_every_member_of_the_parent(parent: type, ours: type
 
 
 @pytest.mark.parametrize(("parent", "ours", "members"), PARENTS)
-def test_what_says_which_pages_live_is_ours(parent: type, ours: type, members: Members) -> None:
+def test_what_says_which_pages_live_is_ours(parent, ours, members):
     # This one cannot be anything but 0: see below.
     for name in members.decided - {"extra_retained_tokens"}:
         assert name in vars(ours) or name in ours.__annotations__, name
 
 
-def test_no_page_is_below_a_window(spec: RecencySpec) -> None:
+def test_no_page_is_below_a_window(spec):
     assert spec.num_retained_tokens == 0
     assert get_kv_cache_spec_sliding_window(spec) == spec.max_len
     assert spec.retention.pages_at(spec.max_len)[0] == 0
 
 
-def test_vllm_cannot_retain_more_than_was_decided(spec: RecencySpec) -> None:
+def test_vllm_cannot_retain_more_than_was_decided(spec):
     """vLLM replaces this field in every SlidingWindowSpec, by 0 where there is no speculative decoding."""
     assert dataclasses.replace(spec, extra_retained_tokens=0) == spec
     with pytest.raises(ValueError, match="refused at start-up"):
         dataclasses.replace(spec, extra_retained_tokens=1)
 
 
-def test_a_spec_is_the_same_in_another_process(spec: RecencySpec) -> None:
+def test_a_spec_is_the_same_in_another_process(spec):
     """Copied by the protocol that carries it there."""
     there = copy.deepcopy(spec)
     assert there == spec

@@ -1,7 +1,5 @@
 """What sleep mode does, which vLLM has on GPUs alone: pages lose what they held, and weights are loaded again."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.serving.conftest import EMBEDDED, Completion, assert_all_same
 
-pytestmark = pytest.mark.serving
-
 EXACT = {"anchor_share": 1.0, "anchor_dtype": "model"}
 
 
-def test_new_weights_are_served_as_auto_serves_them(
-    start_engine: Callable[..., Any], codebooks: str, prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_new_weights_are_served_as_auto_serves_them(start_engine, codebooks, prompts, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -28,8 +22,8 @@ def test_new_weights_are_served_as_auto_serves_them(
     def before_and_after(kv_cache_dtype: str, settings: dict[str, Any] | None) -> list[list[Completion]]:
         with start_engine(EMBEDDED, kv_cache_dtype, settings) as engine:
             before = engine.complete(some)
-            for pages in engine.kv_tensors() if settings else []:
-                pages.view(torch.uint8).fill_(0xFF)
+            if settings:
+                engine.fill_with_nan()
             engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
             engine.llm.reset_prefix_cache()
             return [before, engine.complete(some)]

@@ -26,26 +26,15 @@ from loadtest.soak import soak
 from loadtest.stream import StreamReader
 from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE
-from tests.serving.embedded_server import API_KEY, MODEL_NAME, STORE, SharedServers, embedded_server
-from tests.serving.test_pair import proxy
+from tests.places import ROOT
+from tests.prefill_proxy import proxy
+from tests.serving.embedded_server import MODEL_NAME, STORE, embedded_server
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("api_key")]
 
-ROOT = Path(__file__).parents[2]
 SOAK_MINUTES = 0.75
 #: At first caches still fill up; a leaked request's pages would be far more.
 MAX_SLOPE = 150.0
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The load tests send it."""
-    monkeypatch.setenv("VLLM_API_KEY", API_KEY)
-
-
-@pytest.fixture
-def server(shared_servers: SharedServers) -> Server:
-    return shared_servers.running()
 
 
 def test_a_soak_leaves_the_server_as_it_was(server):

@@ -1,7 +1,7 @@
 """Greedy answers are, token by token, what they are without speculation, however many drafts are right."""
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
+from tests.serving.conftest import EMBEDDED, PRESET, Completion, Engine, Start, assert_all_same
 from tests.serving.drafts import make_glm, speculation
 from vllm_antkv.codebook import Codebook, ModelIdentity, codebook_path
 
-pytestmark = pytest.mark.serving
-
-PRESET = "antkv-1bit"
-Start = Callable[..., Any]
 NEEDS_SUFFIX_TREES = pytest.mark.skipif(
     importlib.util.find_spec("arctic_inference") is None, reason="needs arctic-inference, which has no wheels for CPUs"
 )
@@ -50,7 +46,7 @@ def served(method: str, default: dict[str, Any], folder: Path) -> tuple[Path, di
 
 
 @pytest.fixture
-def drafting(start_engine: Start, default: dict[str, Any], tmp_path: Path) -> Start:
+def drafting(start_engine, default, tmp_path) -> Start:
     """An engine that answers as the embedded model, with drafts."""
 
     def start(method: str, num_drafts: int, settings: Mapping[str, Any] = {}, **options: Any) -> Any:
@@ -66,7 +62,7 @@ Answered = tuple[list[list[int]], list[Completion]]
 
 
 @pytest.fixture(scope="module")
-def alone(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> tuple[Answered, Answered]:
+def alone(start_engine, default, prompts) -> tuple[Answered, Answered]:
     """Every second prompt, and what continues its answer."""
     prompts = prompts[1::2]
     with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
@@ -76,7 +72,7 @@ def alone(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]
 
 
 @pytest.fixture(scope="module")
-def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
+def auto(start_engine, prompts) -> list[Completion]:
     """Without us, without speculation."""
     with start_engine(EMBEDDED, "auto") as engine:
         return engine.complete(prompts, MAX_TOKENS)
@@ -91,14 +87,7 @@ def auto(start_engine: Start, prompts: list[list[int]]) -> list[Completion]:
     ],
     ids=str,
 )
-def test_equals_auto_where_every_token_is_exact(
-    drafting: Start,
-    auto: list[Completion],
-    prompts: list[list[int]],
-    method: str,
-    num_drafts: int,
-    settings: dict[str, Any],
-) -> None:
+def test_equals_auto_where_every_token_is_exact(drafting, auto, prompts, method, num_drafts, settings):
     with drafting(method, num_drafts, settings, max_num_batched_tokens=300) as engine:
         assert_all_same(engine.complete(prompts, MAX_TOKENS), auto)
         assert_drafts_were_right_and_wrong(engine)
@@ -112,9 +101,7 @@ def test_equals_auto_where_every_token_is_exact(
         *(pytest.param(*kind, marks=marks_of(*kind)) for kind in DRAFTS_OF_MODELS),
     ],
 )
-def test_same_as_without_speculation(
-    drafting: Start, alone: tuple[Answered, Answered], method: str, num_drafts: int
-) -> None:
+def test_same_as_without_speculation(drafting, alone, method, num_drafts):
     """Alone, in batches, in chunks, and behind prefixes that were found."""
     (prompts, answers), (longer, answers_of_longer) = alone
     with drafting(method, num_drafts, max_num_batched_tokens=200) as engine:
@@ -131,9 +118,7 @@ def test_same_as_without_speculation(
 
 
 @pytest.mark.long
-def test_same_with_tensor_parallelism(
-    drafting: Start, alone: tuple[Answered, Answered], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_with_tensor_parallelism(drafting, alone, monkeypatch):
     """Two worker processes with a KV head each, and one of what drafts that both have."""
     # There as here (`made_quickly`).
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
@@ -146,14 +131,7 @@ def test_same_with_tensor_parallelism(
 # Blocks with pages of a draft model have larger recency pages, of which a request needs fewer.
 @pytest.mark.long
 @pytest.mark.parametrize(("method", "num_blocks"), [("ngram", 120), ("draft_model", 40)])
-def test_same_after_preemption(
-    start_engine: Start,
-    drafting: Start,
-    default: dict[str, Any],
-    prompts: list[list[int]],
-    method: str,
-    num_blocks: int,
-) -> None:
+def test_same_after_preemption(start_engine, drafting, default, prompts, method, num_blocks):
     short = [prompt[:40] for prompt in prompts[1:5]]
     options = {"max_model_len": 256, "enable_prefix_caching": False}
     with start_engine(EMBEDDED, PRESET, default, **options) as engine:

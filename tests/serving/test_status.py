@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,15 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.patience import PATIENCE, wait_for
 from tests.serving.conftest import EMBEDDED
-from tests.serving.embedded_server import API_KEY, EXACT, MAX_BYTES, MODEL_NAME, PRESET, STORE, Server, SharedServers
+from tests.serving.embedded_server import API_KEY, EXACT, MAX_BYTES, MODEL_NAME, PRESET, STORE, Server
 from tests.serving.server import run_vllm
 from vllm_antkv.codebook import Codebook
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops import cpu
 from vllm_antkv.ops.dispatch import REFERENCE
 from vllm_antkv.vllm_adapter.server.routes import PREFIX, STATUS_PATH
-
-pytestmark = pytest.mark.serving
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE = 5, 2, 64
 ROUTES = [f"{PREFIX}/{name}" for name in ("status", "config", "anchors")]
@@ -53,13 +50,13 @@ def samples(server: Server) -> dict[tuple[str, ...], float]:
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("key", [None, "wrong"])
-def test_the_api_key_is_needed_as_for_the_v1_routes(server: Server, key: str | None, route: str) -> None:
+def test_the_api_key_is_needed_as_for_the_v1_routes(server, key, route):
     refused, like_vllm = server.get(route, key), server.get("/v1/models", key)
     assert refused.status_code == like_vllm.status_code == 401
     assert refused.json() == like_vllm.json()
 
 
-def test_status_says_how_the_cache_is_set_up(server: Server) -> None:
+def test_status_says_how_the_cache_is_set_up(server):
     answer = status(server)
     codebook = Codebook.load(server.codebook)
     assert answer["active"] is True
@@ -85,7 +82,7 @@ def test_status_says_how_the_cache_is_set_up(server: Server) -> None:
     assert {"vllm", "vllm_antkv", "torch"} == answer["versions"].keys()
 
 
-def test_config_says_what_is_in_effect(server: Server) -> None:
+def test_config_says_what_is_in_effect(server):
     config = server.get(f"{PREFIX}/config").json()
     assert config["model"] == MODEL_NAME
     assert config["kv_cache_dtype"] == PRESET
@@ -96,7 +93,7 @@ def test_config_says_what_is_in_effect(server: Server) -> None:
     assert config["engine"]["dtype"] == "float32"
 
 
-def test_status_counts_what_a_request_does(server: Server) -> None:
+def test_status_counts_what_a_request_does(server):
     # No other test sends it: what the prefix cache holds is not stored again.
     prompt = list(reversed(PROMPT))
     before = status(server)["engines"][0]
@@ -142,7 +139,7 @@ def busy(server: Server, prompt: list[int], max_tokens: int) -> Iterator[None]:
         worker.join()
 
 
-def test_status_shows_the_pages_that_a_request_holds(server: Server) -> None:
+def test_status_shows_the_pages_that_a_request_holds(server):
     held: dict[str, Any] = {}
 
     def holds_three_blocks() -> bool:
@@ -158,7 +155,7 @@ def test_status_shows_the_pages_that_a_request_holds(server: Server) -> None:
     assert 0 < held["pages_in_use"]["recency"] < 64
 
 
-def test_metrics_show_what_status_says(server: Server) -> None:
+def test_metrics_show_what_status_says(server):
     server.complete(PROMPT[:40], 4)
     wait_for(lambda: status(server)["engines"][0]["tokens_in_use"] == 0)
     answer = status(server)
@@ -186,7 +183,7 @@ def test_metrics_show_what_status_says(server: Server) -> None:
 
 
 @pytest.mark.long
-def test_status_and_metrics_show_what_a_store_is_worth(shared_servers: SharedServers) -> None:
+def test_status_and_metrics_show_what_a_store_is_worth(shared_servers):
     server = shared_servers.running(STORE)
     # No other test sends it.
     prompt = list(range(3000, 3000 + 300))
@@ -208,13 +205,13 @@ def test_status_and_metrics_show_what_a_store_is_worth(shared_servers: SharedSer
     assert samples(server)["store_seconds_saved",] >= 0
 
 
-def test_the_routes_are_in_the_servers_api_description(server: Server) -> None:
+def test_the_routes_are_in_the_servers_api_description(server):
     paths = httpx.get(server.url + "/openapi.json", timeout=PATIENCE).json()["paths"]
     assert all("get" in paths[route] for route in ROUTES)
 
 
 @pytest.mark.long
-def test_a_server_whose_plugins_are_not_named_has_metrics_and_no_routes(shared_servers: SharedServers) -> None:
+def test_a_server_whose_plugins_are_not_named_has_metrics_and_no_routes(shared_servers):
     server = shared_servers.running(EXACT)
     server.complete(PROMPT, OUTPUT)
     wait_for(lambda: "vllm:antkv_tokens_stored_total" in server.get("/metrics").text)
@@ -222,7 +219,7 @@ def test_a_server_whose_plugins_are_not_named_has_metrics_and_no_routes(shared_s
 
 
 @pytest.mark.long
-def test_what_cannot_be_served_ends_the_server_with_a_sentence(tmp_path: Path) -> None:
+def test_what_cannot_be_served_ends_the_server_with_a_sentence(tmp_path):
     additional = f'{{"antkv": {{"codebooks": "{tmp_path}"}}}}'
     ended = run_vllm("serve", str(EMBEDDED), "--kv-cache-dtype", PRESET, "--additional-config", additional)
     assert ended.returncode != 0

@@ -1,20 +1,14 @@
 """What `AntKVStore` keeps: little more than the pool holds, and what a hit reads where prompts part."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_same
-from tests.serving.test_page_store import PRESET, transfer
+from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_same, transfer
+from tests.serving.test_page_store import PRESET
 from tests.serving.tiny import make_codebook, make_model
 from vllm_antkv.vllm_adapter.block_pool.managers import pages_in_use
-
-pytestmark = pytest.mark.serving
 
 NUM_TOKENS = 8192
 #: Of real layers.
@@ -37,9 +31,7 @@ def bytes_in_pool(engine: Engine) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_prompt_takes_little_more_than_in_the_pool(
-    start_engine: Callable[..., Any], tmp_path: Path, shape: str
-) -> None:
+def test_a_prompt_takes_little_more_than_in_the_pool(start_engine, tmp_path, shape):
     sizes = SHAPES[shape]
     model = make_model(tmp_path / "model", "llama", {**sizes, "max_position_embeddings": NUM_TOKENS + 8})
     make_codebook(tmp_path / "codebooks", model, PRESET)
@@ -50,12 +42,9 @@ def test_a_prompt_takes_little_more_than_in_the_pool(
         "kv_transfer_config": transfer(tmp_path / "store"),
     }
     with start_engine(model, PRESET, {"codebooks": str(tmp_path / "codebooks")}, **options) as engine:
-        running = engine.llm.llm_engine
-        prompt = TokensPrompt(prompt_token_ids=[(7 * position) % 4000 + 3 for position in range(NUM_TOKENS)])
-        running.add_request("one", prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        engine.add("one", [(7 * position) % 4000 + 3 for position in range(NUM_TOKENS)], max_tokens=2)
         held = 0
-        while running.has_unfinished_requests():
-            running.step()
+        for _ in engine.steps():
             held = bytes_in_pool(engine) or held
     kept = bytes_in(tmp_path / "store")
     layers_and_classes, bytes_per_element = 2 * 2, 2
@@ -65,9 +54,7 @@ def test_a_prompt_takes_little_more_than_in_the_pool(
 
 
 @pytest.mark.long
-def test_hits_end_where_prompts_part(
-    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_hits_end_where_prompts_part(start_engine, default, prompts, tmp_path):
     """The first prompt is found where it ends, or as far as another one goes along with it, once one has done so."""
     whole = prompts[-1]
     parting = [[*whole[:300], *whole[end:]] for end in (350, 351, 352)]
@@ -88,9 +75,7 @@ def test_hits_end_where_prompts_part(
 
 
 @pytest.mark.long
-def test_the_limit_costs_hits_alone(
-    start_engine: Callable[..., Any], default: dict[str, Any], prompts: list[list[int]], tmp_path: Path
-) -> None:
+def test_the_limit_costs_hits_alone(start_engine, default, prompts, tmp_path):
     """What was used last is still there, on a folder for two prompts of three."""
     folder = tmp_path / "store"
     some = [prompt[::step] for prompt in prompts[-1:] for step in (1, -1)] + [prompts[-2]]
@@ -98,8 +83,7 @@ def test_the_limit_costs_hits_alone(
         alone = engine.complete(some, together=False)
     limit = bytes_in(folder) * 4 // 5
     shutil.rmtree(folder)
-    store = transfer(folder)
-    store["kv_connector_extra_config"]["max_bytes"] = limit
+    store = transfer(folder, max_bytes=limit)
     with start_engine(EMBEDDED, PRESET, default, kv_transfer_config=store) as engine:
         for index, num_found in [(0, 0), (1, 0), (0, 512), (2, 0), (0, 512), (1, 0), (1, 512)]:
             assert engine.llm.reset_prefix_cache()

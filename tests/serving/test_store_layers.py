@@ -1,27 +1,25 @@
 """Pages of all kinds of layers in a folder: with windows, exact, with states, and of what drafts."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_all_same
+from tests.places import EMBEDDED
+from tests.serving.conftest import Completion, Engine, Start, assert_all_same, assert_preemption_is_not_seen, transfer
 from tests.serving.drafts import speculation
-from tests.serving.test_page_store import HIT, PRESET, transfer
+from tests.serving.test_page_store import HIT, PRESET
 from tests.serving.test_speculation import served
 from tests.serving.tiny import FAMILY, GEMMA, make_codebook, make_model
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
-Start = Callable[..., Any]
 MAX_TOKENS = 24
 HYBRIDS = ("lfm2", "lfm2 with large states", "qwen3 next")
 
 
 @pytest.fixture
-def start(start_engine: Start, tmp_path: Path) -> Start:
+def start(start_engine, tmp_path) -> Start:
     """An engine that keeps pages in a folder; the same one each time."""
 
     def started(model: Path, settings: dict[str, Any], **options: Any) -> Any:
@@ -39,13 +37,6 @@ def made(folder: Path, name: str, **changes: Any) -> tuple[Path, dict[str, Any]]
     return model, {"codebooks": str(folder / "codebooks")}
 
 
-def fill_with_nan(engine: Engine) -> None:
-    for pages in engine.kv_tensors():
-        # Layers with states have several.
-        for each in pages if isinstance(pages, tuple) else (pages,):
-            each.fill_(torch.nan if each.is_floating_point() else 0xFF)
-
-
 def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[Completion]:
     """Of an empty pool each time."""
     answers = []
@@ -57,21 +48,19 @@ def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) ->
 
 
 @pytest.mark.parametrize("exact", [[], ["0"], ["1"]], ids=["coded", "a window exact", "no window exact"])
-def test_pages_of_layers_with_windows(start: Start, prompts: list[list[int]], tmp_path: Path, exact: list[str]) -> None:
+def test_pages_of_layers_with_windows(start, prompts, tmp_path, exact):
     """And of those that `--kv-cache-dtype-skip-layers` names."""
     with start(*made(tmp_path, "gemma2", **GEMMA), kv_cache_dtype_skip_layers=exact) as engine:
         engine.complete(prompts[-1:])
         local = engine.complete(prompts[-1:])
-        fill_with_nan(engine)
+        engine.fill_with_nan()
         assert engine.llm.reset_prefix_cache()
         assert engine.complete(prompts[-1:]) == local
         assert local[0].num_cached_tokens == HIT
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_states_are_found_where_prompts_end_and_part(
-    start_engine: Start, start: Start, prompts: list[list[int]], tmp_path: Path, name: str
-) -> None:
+def test_states_are_found_where_prompts_end_and_part(start_engine, start, prompts, tmp_path, name):
     model, settings = made(tmp_path, name)
     dtype = "bfloat16" if name == "qwen3 next" else "float32"
     whole = prompts[-1]
@@ -86,28 +75,23 @@ def test_states_are_found_where_prompts_end_and_part(
         assert [answer.num_cached_tokens for answer in found] == [0, 0, parting, parting]
         assert_all_same(found, alone)
     with start(model, settings, dtype=dtype) as engine:
-        fill_with_nan(engine)
+        engine.fill_with_nan()
         for found in (engine.complete(some), one_by_one(engine, some)):
             assert [answer.num_cached_tokens for answer in found] == [at_end] * len(some)
             assert_all_same(found, alone)
         engine.assert_all_blocks_free()
 
 
-def test_states_beside_preemption(start: Start, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_states_beside_preemption(start, prompts, tmp_path):
     model, settings = made(tmp_path, "lfm2")
     some = [prompts[-1][:300], prompts[4], prompts[6]]
     with start(model, settings, max_model_len=512, num_gpu_blocks_override=150) as engine:
-        alone = engine.complete(some, max_tokens=100, together=False)
-        assert engine.count("num_preemptions") == 0
-        assert engine.llm.reset_prefix_cache()
-        assert_all_same(engine.complete(2 * some, max_tokens=100), 2 * alone)
-        assert engine.count("num_preemptions") > 0
+        assert_preemption_is_not_seen(engine, some, times=2, max_tokens=100, anew=True)
         assert engine.count("external_prefix_cache_hits") > 0
-        engine.assert_all_blocks_free()
 
 
 @pytest.fixture(scope="module")
-def answered(start_engine: Start, default: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
+def answered(start_engine, default, prompts) -> list[Any]:
     """Prompts whose answers cross the edges of blocks, these answers without drafts, and what continues both."""
     some = [prompt[:length] for prompt, length in zip(prompts[-3:], (250, 380, 506), strict=True)]
     with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
@@ -125,9 +109,7 @@ def answered(start_engine: Start, default: dict[str, Any], prompts: list[list[in
         pytest.param("mtp", 1, marks=pytest.mark.release),
     ],
 )
-def test_blocks_that_closed_among_drafts(
-    start: Start, default: dict[str, Any], answered: list[Any], tmp_path: Path, method: str, num_drafts: int
-) -> None:
+def test_blocks_that_closed_among_drafts(start, default, answered, tmp_path, method, num_drafts):
     """They serve whoever comes after a restart, beside the pages of what drafts."""
     some, alone, longer, alone_longer = answered
     model, settings = served(method, default, tmp_path)

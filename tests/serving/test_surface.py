@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.serving.embedded_server import API_KEY, SharedServers
+from tests.serving.embedded_server import API_KEY
 from tests.serving.surface import QUESTIONS, complete
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def clients(shared_servers: SharedServers) -> list[OpenAI]:
+def clients(shared_servers) -> list[OpenAI]:
     """Of `auto`, of an exact cache and of default settings; the servers start side by side."""
     with ThreadPoolExecutor() as pool:
         running = list(pool.map(shared_servers.running, ("auto", "exact", "default")))
@@ -32,13 +32,13 @@ def assert_close(mine: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_an_exact_cache_answers_as_auto(clients: list[OpenAI], name: str) -> None:
+def test_an_exact_cache_answers_as_auto(clients, name):
     auto, exact, _ = clients
     assert_close(QUESTIONS[name](exact), QUESTIONS[name](auto))
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_no_answer_depends_on_neighbours(clients: list[OpenAI], name: str) -> None:
+def test_no_answer_depends_on_neighbours(clients, name):
     client = clients[2]
     alone = QUESTIONS[name](client)
     with ThreadPoolExecutor(4) as pool:
@@ -49,7 +49,7 @@ def test_no_answer_depends_on_neighbours(clients: list[OpenAI], name: str) -> No
             each.result()
 
 
-def test_codes_are_read(clients: list[OpenAI]) -> None:
+def test_codes_are_read(clients):
     """The comparisons can fail."""
     auto, _, default = (QUESTIONS["prompt_logprobs"](client) for client in clients)
     with pytest.raises(AssertionError):

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from tests.serving.conftest import EMBEDDED
-from tests.serving.embedded_server import API_KEY, Server
+from tests.serving.embedded_server import API_KEY
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, evaluate_tasks, evaluate_tasks_on_server
 from vllm_antkv.offline.models import ModelCard
 
-pytestmark = pytest.mark.serving
 manager = pytest.importorskip(
     "lm_eval.tasks.manager", reason="lm-evaluation-harness is not installed: pip install 'vllm-antkv[tasks]'"
 )
@@ -39,7 +38,7 @@ CHOICE = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> TaskRun:
+def run(tmp_path_factory) -> TaskRun:
     """JSON is YAML: the definitions need no other library."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "questions.jsonl"
@@ -61,14 +60,14 @@ def check(report: TasksReport) -> None:
 
 
 @pytest.mark.long
-def test_an_engine_of_its_own(run: TaskRun, eager: None) -> None:
+def test_an_engine_of_its_own(run, eager):
     check_tasks(run, str(EMBEDDED))
     report = evaluate_tasks(ModelCard.read(str(EMBEDDED)), "antkv-1bit", AntKVConfig(), run)
     check(report)
     assert report.scores[1].value == 1.0, "the model prefers English"
 
 
-def test_a_running_server(run: TaskRun, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_server(run, server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", API_KEY)
     report: Any = evaluate_tasks_on_server(ModelCard.read(str(EMBEDDED)), "antkv-1bit", server.url, run)
     check(report)
@@ -76,7 +75,7 @@ def test_a_running_server(run: TaskRun, server: Server, monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
-def test_a_fact_in_a_long_text(eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fact_in_a_long_text(eager, monkeypatch):
     """RULER's, which the harness writes with the model's own tokenizer; this model is too small to find it."""
     pytest.importorskip("wonderwords", reason="pip install 'vllm-antkv[tasks]'")
     # Of the harness's tasks, only those: it takes a quarter of a minute to read all.

@@ -4,13 +4,13 @@ Its kernels run in Triton's interpreter, ours are those of the CPU.
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.serving, pytest.mark.long]
+from tests.processes import run_pytest
+
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize(
@@ -20,10 +20,7 @@ pytestmark = [pytest.mark.serving, pytest.mark.long]
         ("test_page_store.py", "local_hit_finds or preemption_and_aborts", 2),
     ],
 )
-def test_scheduling_is_not_seen_there_either(file: str, cases: str, count: int) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.serving.v2_runner"]
-    command += ["-k", cases, str(Path(__file__).with_name(file))]
+def test_scheduling_is_not_seen_there_either(file, cases, count):
+    chosen = ["-p", "tests.serving.v2_runner", "-k", cases, Path(__file__).with_name(file)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert f"{count} passed" in done.stdout
+    assert f"{count} passed" in run_pytest(*chosen, environment=environment)

@@ -15,8 +15,6 @@ from tests.serving.tiny import FAMILY, make_codebook, make_model
 from vllm_antkv import cli
 from vllm_antkv.doctor import verify
 
-pytestmark = pytest.mark.serving
-
 
 def answers(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any]]]:
     """The exit code, and the findings about answers."""
@@ -24,16 +22,14 @@ def answers(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any
     return code, json.loads(capsys.readouterr().out)["sections"]["Answers"]
 
 
-def test_a_model_that_answers_the_same_is_said_to(quick_engines: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_answers_the_same_is_said_to(quick_engines, capsys):
     code, findings = answers(capsys)
     assert code == 0
     assert [finding["what"] for finding in findings] == ["in a batch, chunked", "alone, prefix hits"]
     assert all("the same answers" in finding["detail"] for finding in findings)
 
 
-def test_a_model_that_answers_otherwise_is_a_problem(
-    quick_engines: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_answers_otherwise_is_a_problem(quick_engines, capsys, monkeypatch):
     """As one whose rows are not what they should be: here they are left to their codes."""
     monkeypatch.setattr(verify, "EXACT", {"recency": "none", "prefix": 0, "anchor_share": 0.0, "sinks": False})
     code, findings = answers(capsys)
@@ -50,7 +46,7 @@ def doctor(model: Path, *options: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_layers_that_ask_for_a_dtype_get_it_and_an_engine_s_own_sentence_is_shown(tmp_path: Path) -> None:
+def test_layers_that_ask_for_a_dtype_get_it_and_an_engine_s_own_sentence_is_shown(tmp_path):
     """vLLM's gated delta nets have code for bfloat16 alone on CPUs."""
     model = make_model(tmp_path, *FAMILY["qwen3 next"])
     make_codebook(tmp_path / "antkv", model, PRESET)
@@ -60,7 +56,7 @@ def test_layers_that_ask_for_a_dtype_get_it_and_an_engine_s_own_sentence_is_show
 
 
 @pytest.mark.usefixtures("quick_engines")
-def test_a_model_that_vllm_itself_cannot_run_is_a_problem(tmp_path: Path) -> None:
+def test_a_model_that_vllm_itself_cannot_run_is_a_problem(tmp_path) -> None:
     """As one whose tokenizer knows more tokens than it has: vLLM starts, and fails at the first prompt."""
     model = make_model(tmp_path, "llama", {"vocab_size": 64})
     (finding,) = verify.check_answers(str(model), None)

@@ -3,7 +3,6 @@
 Windows of a few blocks, so that prompts and answers outgrow them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.serving.conftest import Completion, Engine, assert_all_same, assert_scheduling_is_not_seen
+from tests.serving.conftest import PRESET, Completion, Engine, Start, assert_all_same, assert_scheduling_is_not_seen
 from tests.serving.served_family import assert_as_expected, expected_logprobs
 from tests.serving.tiny import EXPERTS, make_codebook, make_model
 from vllm_antkv.cache.footprint import footprint
@@ -21,10 +20,6 @@ from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.presets import PRESETS
 
-pytestmark = pytest.mark.serving
-
-PRESET = "antkv-1bit"
-Start = Callable[..., Any]
 #: Two blocks and a bit.
 WINDOW = 300
 MAX_LEN = 1024
@@ -69,7 +64,7 @@ MODELS = [pytest.param(case, id=name, marks=[] if name in QUICK else pytest.mark
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     case: Case = request.param
     sizes = case.changes | {"max_position_embeddings": MAX_LEN, "sliding_window": WINDOW}
@@ -80,7 +75,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def start(start_engine: Start, model: Path) -> Start:
+def start(start_engine, model) -> Start:
     """An engine on the model."""
 
     def started(settings: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -90,7 +85,7 @@ def start(start_engine: Start, model: Path) -> Start:
 
 
 @pytest.fixture(scope="module")
-def auto(start_engine: Start, model: Path, texts: list[list[int]]) -> list[Completion]:
+def auto(start_engine, model, texts) -> list[Completion]:
     """What the model answers without an antkv cache."""
     with start_engine(model, "auto", max_model_len=MAX_LEN) as engine:
         return engine.complete(texts)
@@ -102,9 +97,7 @@ def texts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("windows", ["coded", pytest.param("exact", marks=pytest.mark.long)])
-def test_serves_what_the_evaluator_computes(
-    start: Start, model: Path, texts: list[list[int]], auto: list[Completion], windows: str
-) -> None:
+def test_serves_what_the_evaluator_computes(start, model, texts, auto, windows):
     expected = expected_logprobs(model, PRESET, prompts=texts, windows=windows)
     with start(settings={"windows": windows}, max_num_batched_tokens=256) as engine:
         served = engine.complete(texts)
@@ -118,7 +111,7 @@ def test_serves_what_the_evaluator_computes(
             assert_all_same(served, auto)
 
 
-def test_same_however_a_prompt_is_chunked_batched_or_cached(start: Start, texts: list[list[int]]) -> None:
+def test_same_however_a_prompt_is_chunked_batched_or_cached(start, texts):
     with start(max_num_batched_tokens=1024, prefix_cache_retention_interval=256) as engine:
         assert_scheduling_is_not_seen(engine, texts, chunks=[130, 200])
 
@@ -145,11 +138,7 @@ def planned(case: Case, window: int, length: int) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["windows alone", "windows in every second layer, soft caps"])
-def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(
-    start_engine: Start, tmp_path: Path, name: str
-) -> None:
-    from vllm import SamplingParams
-
+def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(start_engine, tmp_path, name):
     from vllm_antkv.vllm_adapter.block_pool.requests import tokens_in_use
 
     case, window = CASES[name], 128
@@ -157,11 +146,9 @@ def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(
     make_model(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
     make_codebook(tmp_path / "antkv", tmp_path, PRESET)
     with start_engine(tmp_path, PRESET, max_model_len=length) as engine:
-        params = SamplingParams(temperature=0, max_tokens=6 * window, ignore_eos=True)
-        engine.llm.llm_engine.add_request("0", {"prompt_token_ids": [0, *range(3, 3 + window)]}, params)
+        engine.add("0", [0, *range(3, 3 + window)], max_tokens=6 * window)
         held, tokens = [], []
-        while engine.llm.llm_engine.has_unfinished_requests():
-            engine.llm.llm_engine.step()
+        for _ in engine.steps():
             held.append(blocks_of_windows(engine))
             tokens.append(tokens_in_use(engine.core.scheduler))
         assert len(held) >= 6 * window

@@ -1,7 +1,7 @@
 """Tiny random models that see images: one line for each, and how they are made."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,11 @@ class SeesImages:
     """
 
     text: dict[str, Any]
-    vision: dict[str, Any]
-    config: dict[str, Any]
     processor: Callable[[Any], ProcessorMixin]
-    image_token: str
     num_tokens: int
+    image_token: str = "<|image_pad|>"
+    vision: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
     tower: str = "vision_tower."
     dtype: str = "float32"
 
@@ -129,7 +129,6 @@ def _qwen3(tokenizer: Any) -> ProcessorMixin:
 WITH_IMAGES: dict[str, SeesImages] = {
     "idefics3": SeesImages(
         text={"model_type": "llama"},
-        vision={},
         config={"pad_token_id": 2, "scale_factor": 2},
         processor=_idefics3,
         image_token="<image>",
@@ -139,7 +138,6 @@ WITH_IMAGES: dict[str, SeesImages] = {
     "llava": SeesImages(
         text={"model_type": "llama"},
         vision={"model_type": "clip_vision_model"},
-        config={},
         processor=_llava,
         image_token="<image>",
         num_tokens=64,
@@ -167,17 +165,13 @@ WITH_IMAGES: dict[str, SeesImages] = {
     "qwen2_vl": SeesImages(
         text={"rope_parameters": MROPE},
         vision={"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 2},
-        config={},
         processor=_qwen,
-        image_token="<|image_pad|>",
         num_tokens=4 * 4,
     ),
     "qwen2_5_vl": SeesImages(
         text={"rope_parameters": MROPE},
         vision={"depth": 2, "num_heads": 2, "out_hidden_size": 128, "fullatt_block_indexes": [1], "window_size": 32},
-        config={},
         processor=_qwen,
-        image_token="<|image_pad|>",
         num_tokens=4 * 4,
     ),
     "qwen3_vl": SeesImages(
@@ -189,17 +183,13 @@ WITH_IMAGES: dict[str, SeesImages] = {
             "deepstack_visual_indexes": [0],
             "num_position_embeddings": 64,
         },
-        config={},
         processor=_qwen3,
-        image_token="<|image_pad|>",
         num_tokens=4 * 4,
     ),
     "qwen3_5": SeesImages(
         text={**GDN, "rope_parameters": _MROPE_OF_HALF},
         vision={"depth": 2, "num_heads": 2, "out_hidden_size": 128, "num_position_embeddings": 64},
-        config={},
         processor=_qwen3,
-        image_token="<|image_pad|>",
         num_tokens=4 * 4,
         dtype="bfloat16",
     ),

@@ -21,6 +21,6 @@ def _asynchronously(config: VllmConfig) -> None:
     config.scheduler_config.async_scheduling = True
 
 
-CpuPlatform.check_and_update_config = staticmethod(_asynchronously)  # type: ignore[method-assign]
+CpuPlatform.check_and_update_config = staticmethod(_asynchronously)
 # Asynchronous engines call another one.
 del EngineCore.step

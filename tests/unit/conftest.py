@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from tests.kernels.cuda_emulation.backend import EmulatedBackend
+from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
 from vllm_antkv.ops import cuda, dispatch
 from vllm_antkv.ops.dispatch import KERNELS
 

@@ -12,12 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.codebooks import random_codebook
+from tests.places import PRESET
 from vllm_antkv.codebook import Codebook, ModelIdentity
 
 #: Puts something into the place of a codebook.
 Spoil = Callable[[Path], object]
 
-PRESET = "antkv-1bit"
 MODEL = ModelIdentity(
     architecture="LlamaForCausalLM",
     num_layers=2,
@@ -161,4 +161,4 @@ def _rewrite(path: Path, metadata: dict[str, str]) -> None:
 
 
 def _header(codebook: Codebook) -> dict[str, Any]:
-    return json.loads(codebook.header.model_dump_json())  # type: ignore[no-any-return]
+    return json.loads(codebook.header.model_dump_json())

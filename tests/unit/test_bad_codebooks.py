@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import Refused
 from tests.unit.spoilt import (
     MODEL,
     PRESET,
@@ -140,7 +139,7 @@ TABLE: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_bad_codebook(name: str, tmp_path: Path, refused: Refused) -> None:
+def test_a_bad_codebook(name, tmp_path, refused):
     (spoil, words), path = TABLE[name], tmp_path / "codebook"
     spoil(path)
     before = os.listdir(path.parent)
@@ -151,7 +150,7 @@ def test_a_bad_codebook(name: str, tmp_path: Path, refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if name.startswith(BOMBS)])
-def test_a_bomb_is_refused_before_it_takes_memory(name: str, tmp_path: Path) -> None:
+def test_a_bomb_is_refused_before_it_takes_memory(name, tmp_path):
     path = tmp_path / "codebook"
     TABLE[name][0](path)
     # Resets the peak that Linux keeps of this process.

@@ -1,11 +1,9 @@
 """Settings that cannot be used, one a row, as they stand in `--additional-config '{"antkv": ...}'`."""
 
 import json
-from typing import Any
 
 import pytest
 
-from tests.conftest import Refused
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import SettingsError
 
@@ -60,18 +58,18 @@ TABLE: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("text", "key", "words"), TABLE, ids=lambda value: value[:40])
-def test_a_bad_setting(text: str, key: str, words: str, refused: Refused) -> None:
+def test_a_bad_setting(text, key, words, refused):
     with refused(SettingsError, f"'{key}'", words) as caught:
         AntKVConfig.from_additional_config({"antkv": json.loads(text)})
     assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("additional_config", [[], [1], "antkv", 5, 0, False, True])
-def test_what_is_no_object_at_all(additional_config: Any, refused: Refused) -> None:
+def test_what_is_no_object_at_all(additional_config, refused):
     with refused(SettingsError, "must be a JSON object"):
         AntKVConfig.from_additional_config(additional_config)
 
 
 @pytest.mark.parametrize("name", AntKVConfig.model_fields)
-def test_every_setting_stands_in_the_table(name: str) -> None:
+def test_every_setting_stands_in_the_table(name):
     assert any(key == name for _, key, _ in TABLE)

@@ -10,12 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.unit.evaluate.conftest import *  # noqa: F403  (the tiny model, its codebooks and text)
+from tests.processes import run_python
 from vllm_antkv import __version__, cli
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.cli.options import CacheOptions, KeptOptions
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.errors import CalibrationError, CodebookError, SettingsError
 from vllm_antkv.evaluate.report import PerplexityReport, gap_closed, write_json
 
 RESULT_FIELDS = "model method text context windows tokens perplexity nll nominal_bits effective_bits settings versions"
@@ -31,7 +30,7 @@ def check_result(content: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def perplexity_args(model_folder: Path, codebook_folder: Path, text_file: Path, tmp_path: Path) -> dict[str, Any]:
+def perplexity_args(model_folder, codebook_folder, text_file, tmp_path) -> dict[str, Any]:
     return {
         "--method": "antkv-1bit",
         "--codebooks": codebook_folder,
@@ -49,7 +48,7 @@ def flat(model: object, args: dict[str, Any]) -> list[str]:
 # --- what succeeds ---------------------------------------------------------------------------------------------------
 
 
-def test_perplexity_writes_the_documented_json(model_folder, perplexity_args, capsys) -> None:
+def test_perplexity_writes_the_documented_json(model_folder, perplexity_args, capsys):
     more = {"--anchors": 0.05, "--sinks": 0, "--prefix": 2, "--recency": "log:4"}
     assert cli.run(["eval", "perplexity", *flat(model_folder, {**perplexity_args, **more})]) == 0
     content = json.loads(perplexity_args["--json"].read_text())
@@ -62,7 +61,7 @@ def test_perplexity_writes_the_documented_json(model_folder, perplexity_args, ca
     assert os.listdir(perplexity_args["--json"].parent) == ["out.json"], "no temporary file is left"
 
 
-def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, capsys) -> None:
+def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, capsys):
     del perplexity_args["--method"]
     args = flat(model_folder, {**perplexity_args, "--methods": "fp16, cq-1bit,antkv-1bit", "--recency": "sliding:16"})
     assert cli.run(["eval", "compare", *args]) == 0
@@ -82,9 +81,7 @@ def test_compare_holds_every_result_and_the_gap(model_folder, perplexity_args, c
     assert f"{content['fidelity']['cq-1bit']['kl']:.5f}" in shown
 
 
-def test_a_comparison_that_ends_early_leaves_what_it_measured(
-    model_folder, perplexity_args, capsys, monkeypatch
-) -> None:
+def test_a_comparison_that_ends_early_leaves_what_it_measured(model_folder, perplexity_args, capsys, monkeypatch):
     def on_a_full_disk(path: Path, content: dict[str, Any]) -> None:
         if len(content["results"]) > 1:
             raise OSError("No space left on device")
@@ -99,40 +96,27 @@ def test_a_comparison_that_ends_early_leaves_what_it_measured(
     assert capsys.readouterr().err.endswith("antkv: No space left on device\n")
 
 
-def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path) -> None:
+def test_calibrate_passes_everything_on(monkeypatch, capsys, tmp_path):
     calls: list[CalibrationSettings] = []
     monkeypatch.setattr(
         "vllm_antkv.calibrate.run.calibrate", lambda settings: calls.append(settings) or [Path("a.file")]
     )
     args = ["MODEL", "--preset", "antkv-1bit", "--text", "A", "--text", "B", "--out", str(tmp_path)]
     assert cli.run(["calibrate", *args]) == 0
-    assert calls == [
-        CalibrationSettings(
-            model="MODEL",
-            presets=["antkv-1bit"],
-            texts=["A", "B"],
-            out=tmp_path,
-            samples=128,
-            seq_len=2048,
-            weights="grad",
-            channels="interleaved",
-            bits="mixed",
-            device="auto",
-            seed=0,
-        )
-    ]
+    assert calls == [CalibrationSettings("MODEL", ["antkv-1bit"], ["A", "B"], tmp_path)]
     assert capsys.readouterr().out == "a.file\n"
-    assert cli.run(["calibrate", *args, "--weights", "none", "--bits", "uniform", "--seed", "3"]) == 0
-    passed = [getattr(calls[1], name) for name in ("weights", "bits", "seed")]
-    assert passed == ["none", "uniform", 3]
+    others = "--samples 3 --seq-len 5 --weights none --channels consecutive --bits uniform --device cpu --seed 7"
+    assert cli.run(["calibrate", *args, *others.split(), "--train-steps", "2", "--lora", str(tmp_path)]) == 0
+    changed = (3, 5, "none", "consecutive", "uniform", tmp_path, "cpu", 2, 7)
+    assert calls[1] == CalibrationSettings("MODEL", ["antkv-1bit"], ["A", "B"], tmp_path, *changed)
 
 
 @pytest.mark.parametrize("options", [KeptOptions, CacheOptions])
-def test_without_options_the_cache_is_the_servers(options) -> None:
+def test_without_options_the_cache_is_the_servers(options):
     assert options().config() == AntKVConfig()
 
 
-def test_the_version_is_shown(capsys) -> None:
+def test_the_version_is_shown(capsys):
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == f"vllm-antkv {__version__}\n"
 
@@ -141,7 +125,7 @@ def test_the_version_is_shown(capsys) -> None:
     ("line", "expected"),
     [("antkv pl", ["plan"]), ("antkv eval ta", ["tasks"]), ("antkv plan M --gpu h", ["h100-80", "h200-141"])],
 )
-def test_the_shell_completes(line: str, expected: list[str]) -> None:
+def test_the_shell_completes(line, expected):
     environment = {
         **os.environ,
         "_ANTKV_COMPLETE": "complete_bash",
@@ -153,38 +137,21 @@ def test_the_shell_completes(line: str, expected: list[str]) -> None:
     assert done.stdout.split() == expected, done.stderr
 
 
-def test_help_answers_before_heavy_imports() -> None:
-    code = "import sys; from vllm_antkv import cli; cli.run(['--help']); sys.exit('transformers' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert result.returncode == 0, result.stderr
+def test_help_answers_before_heavy_imports():
+    code = "import sys; from vllm_antkv import cli; cli.run(['--help']); assert 'transformers' not in sys.modules"
+    run_python("-c", code)
 
 
 # --- what fails; bad command lines: test_bad_arguments.py -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (CalibrationError("Too little\ntext."), 1),
-        (CodebookError("Damaged."), 1),
-        (SettingsError("Bad value."), 2),
-        (OSError("No space left on device"), 1),
-    ],
-)
-def test_errors_of_commands_become_one_line(capsys, monkeypatch, error, code, tmp_path) -> None:
-    monkeypatch.setattr("vllm_antkv.calibrate.run.calibrate", Mock(side_effect=error))
-    assert cli.run(["calibrate", "M", "--preset", "antkv-1bit", "--text", "T", "--out", str(tmp_path)]) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("antkv: ")
-
-
-def test_an_interrupt_ends_quietly(monkeypatch, capsys, tmp_path) -> None:
+def test_an_interrupt_ends_quietly(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("vllm_antkv.calibrate.run.calibrate", Mock(side_effect=KeyboardInterrupt))
     assert cli.run(["calibrate", "M", "--preset", "antkv-1bit", "--text", "T", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err == ""
 
 
-def test_a_failed_run_leaves_the_old_result(model_folder, perplexity_args, monkeypatch, capsys) -> None:
+def test_a_failed_run_leaves_the_old_result(model_folder, perplexity_args, monkeypatch, capsys):
     perplexity_args["--json"].write_text("old")
     monkeypatch.setattr("os.replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
     assert cli.run(["eval", "perplexity", *flat(model_folder, perplexity_args)]) == 1

@@ -1,7 +1,6 @@
 """The shipped model: its tokenizer is lossless, it has a chat template, and it has learnt English."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-MODEL_DIR = Path(__file__).parents[2] / "models" / "embedded"
+from tests.places import EMBEDDED
 
 # The opening of "Pride and Prejudice" (Jane Austen, 1813; public domain).
 PASSAGE = (
@@ -24,17 +23,17 @@ PASSAGE = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(MODEL_DIR)
+    return AutoTokenizer.from_pretrained(EMBEDDED)
 
 
 @given(text=st.text(max_size=200))
-def test_any_text_round_trips(tokenizer: Any, text: str) -> None:
+def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids[1:]) == text
 
 
-def test_chat_template_renders_roles(tokenizer: Any) -> None:
+def test_chat_template_renders_roles(tokenizer):
     messages = [{"role": "user", "content": " Good day. "}, {"role": "assistant", "content": "Good day, sir."}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
     assert rendered == "<|bos|><|user|>Good day.<|end|><|assistant|>Good day, sir.<|end|>"
@@ -43,8 +42,8 @@ def test_chat_template_renders_roles(tokenizer: Any) -> None:
 
 
 @torch.no_grad()
-def test_it_has_learnt_english(tokenizer: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.bfloat16).eval()
+def test_it_has_learnt_english(tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.bfloat16).eval()
     ids = tokenizer(PASSAGE, return_tensors="pt")["input_ids"]
     perplexity = math.exp(model(ids, labels=ids).loss.item())
     assert perplexity < 45  # measured: 32

@@ -24,7 +24,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], tuple[int, ...] | None]] = {
 
 
 @pytest.mark.parametrize(("model_type", "changes", "attending"), CONFIGS.values(), ids=CONFIGS.keys())
-def test_the_layers_that_attend(model_type: str, changes: dict[str, Any], attending: tuple[int, ...] | None) -> None:
+def test_the_layers_that_attend(model_type, changes, attending):
     config = AutoConfig.for_model(model_type, **SIZES, **changes)
     assert attention_layers(config) == attending
     identity = ModelIdentity.from_hf_config(config)
@@ -36,12 +36,12 @@ def test_the_layers_that_attend(model_type: str, changes: dict[str, Any], attend
     assert ModelIdentity.model_validate_json(text, strict=True) == identity
 
 
-def test_a_model_without_attention_is_refused() -> None:
+def test_a_model_without_attention_is_refused():
     with pytest.raises(UnsupportedModelError, match="num_layers 0"):
         ModelIdentity.from_hf_config(AutoConfig.for_model("granitemoehybrid", **SIZES))
 
 
-def test_convolutions_do_not_hide_how_keys_turn() -> None:
+def test_convolutions_do_not_hide_how_keys_turn():
     """They see fewer tokens at the beginning of a sequence."""
     model = AutoModelForCausalLM.from_config(config_of("lfm2", LFM2 | {"initializer_range": 0.5})).eval()
     assert [layer.turn for layer in layer_traits(model)] == [0, 0]

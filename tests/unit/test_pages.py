@@ -31,7 +31,7 @@ dtypes = st.sampled_from([torch.bfloat16, torch.float32])
 
 
 @given(config=configs, layers=st.lists(presets, min_size=1, max_size=40), head_size=head_sizes, dtype=dtypes)
-def test_recency_pages_of_all_layers_fit_into_the_block_of_the_vq_pages(config, layers, head_size, dtype) -> None:
+def test_recency_pages_of_all_layers_fit_into_the_block_of_the_vq_pages(config, layers, head_size, dtype):
     layouts = page_layouts(config, layers, head_size, dtype)
     assert [layout.preset for layout in layouts] == layers
     assert len({(layout.recency_block_size, layout.recency_page_bytes) for layout in layouts}) == 1
@@ -46,13 +46,13 @@ def test_recency_pages_of_all_layers_fit_into_the_block_of_the_vq_pages(config, 
 
 
 @given(config=configs, preset=presets, num_layers=st.integers(1, 40), head_size=head_sizes, dtype=dtypes)
-def test_layers_of_one_preset_have_the_same_pages(config, preset, num_layers, head_size, dtype) -> None:
+def test_layers_of_one_preset_have_the_same_pages(config, preset, num_layers, head_size, dtype):
     one = PageLayout.of(config, preset, head_size, dtype)
     assert page_layouts(config, [preset] * num_layers, head_size, dtype) == [one] * num_layers
 
 
 @given(config=configs, layers=st.lists(presets, min_size=1, max_size=40), length=st.integers(1, 20000))
-def test_bits_are_those_of_the_layers_together(config, layers, length) -> None:
+def test_bits_are_those_of_the_layers_together(config, layers, length):
     layouts = page_layouts(config, layers, 128, torch.bfloat16)
     cost = footprint(layouts, config, length)
     assert cost.bits(cost.codes) == pytest.approx(nominal_bits(layers))
@@ -61,7 +61,7 @@ def test_bits_are_those_of_the_layers_together(config, layers, length) -> None:
 
 
 @given(config=configs, preset=presets, head_size=head_sizes, dtype=dtypes)
-def test_views_share_no_byte_and_leave_the_padding(config, preset, head_size, dtype) -> None:
+def test_views_share_no_byte_and_leave_the_padding(config, preset, head_size, dtype):
     layout = PageLayout.of(config, preset, head_size, dtype)
     vq, recency = (
         torch.zeros(2, 3, 1, n, dtype=torch.uint8) for n in (layout.vq_page_bytes, layout.recency_page_bytes)
@@ -82,7 +82,7 @@ def test_views_share_no_byte_and_leave_the_padding(config, preset, head_size, dt
     num_pages=st.integers(2, 6),
     state_bytes=st.integers(1, 300_000),
 )
-def test_pages_of_a_block_share_no_byte_and_leave_other_blocks(config, layers, num_pages, state_bytes) -> None:
+def test_pages_of_a_block_share_no_byte_and_leave_other_blocks(config, layers, num_pages, state_bytes):
     """Where vLLM lays the bytes of a layer side by side, whatever the order of layers."""
     layouts = page_layouts(config, layers, 64, torch.bfloat16, plan=BlockPlan(num_pages, state_bytes))
     num_bytes = [num_pages * layout.vq_page_bytes for layout in layouts]
@@ -101,7 +101,7 @@ def test_pages_of_a_block_share_no_byte_and_leave_other_blocks(config, layers, n
 
 
 @given(config=configs, head_size=head_sizes, dtype=dtypes)
-def test_two_anchor_rows_are_one_in_full_precision(config, head_size, dtype) -> None:
+def test_two_anchor_rows_are_one_in_full_precision(config, head_size, dtype):
     layout = PageLayout.of(config, get_preset("antkv-1bit"), head_size, dtype)
     raw = torch.zeros(2, 3, 1, layout.vq_page_bytes, dtype=torch.uint8)
     pages = VQPages.view(raw, layout)
@@ -117,12 +117,12 @@ def test_two_anchor_rows_are_one_in_full_precision(config, head_size, dtype) -> 
 
 
 @pytest.mark.parametrize(("anchor_dtype", "num_bytes"), [("fp8", 4624), ("model", 5136)])
-def test_bytes_of_a_page_of_the_papers_models(anchor_dtype, num_bytes) -> None:
+def test_bytes_of_a_page_of_the_papers_models(anchor_dtype, num_bytes):
     """Codes, two anchors of K and two of V, and their offsets."""
     layout = PageLayout.of(AntKVConfig(anchor_dtype=anchor_dtype), get_preset("antkv-1bit"), 128, torch.bfloat16)
     assert layout.vq_page_bytes - layout.padding == num_bytes
 
 
-def test_a_preset_that_does_not_divide_the_head_is_refused() -> None:
+def test_a_preset_that_does_not_divide_the_head_is_refused():
     with pytest.raises(SettingsError, match=r"antkv-0\.375bit"):
         page_layouts(AntKVConfig(), [get_preset("antkv-1bit"), get_preset("antkv-0.375bit")], 80, torch.bfloat16)

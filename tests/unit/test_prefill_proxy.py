@@ -4,10 +4,7 @@ The servers are two that note what they are asked; a real pair is in `tests/serv
 """
 
 import json
-import os
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,10 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtest.server import Start, free_port, running
-from tests.patience import PATIENCE, wait_for
+from tests.patience import PATIENCE
+from tests.prefill_proxy import proxy
 
-SCRIPT = Path(__file__).parents[2] / "docker" / "prefill_proxy.py"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 #: Where the prefill server says that its pages are, and where a client says so.
 TRUE, FALSE = {"remote_host": "prefill"}, {"remote_host": "evil"}
@@ -91,28 +87,24 @@ def pair(answer: bytes | None, log: Path) -> Iterator[tuple[str, Noted, Noted]]:
     """The URL of a proxy, and its servers."""
     with ExitStack() as stack:
         prefill, decode = stack.enter_context(listening(answer)), stack.enter_context(listening(b'{"of": "decode"}'))
-        port = free_port()
-        command = [sys.executable, str(SCRIPT), "--prefill", prefill.url, "--decode", decode.url, f"--port={port}"]
-        command += ["--timeout=5"] if answer is None else []
-        process = stack.enter_context(running(command, log, os.environ))
-        start = Start("", f"http://127.0.0.1:{port}", log, process, time.monotonic() + PATIENCE)
-        wait_for(start.is_healthy)
+        options = ["--timeout=5"] if answer is None else []
+        url = stack.enter_context(proxy(log, prefill.url, decode.url, *options))
         decode.requests.clear()
-        yield start.url, prefill, decode
+        yield url, prefill, decode
 
 
 @pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Noted, Noted]]:
+def running(tmp_path_factory) -> Iterator[tuple[str, Noted, Noted]]:
     with pair(ANSWERS["pages"], tmp_path_factory.mktemp("proxy") / "log") as found:
         yield found
 
 
 @pytest.fixture
-def servers(proxy: tuple[str, Noted, Noted]) -> tuple[str, Noted, Noted]:
+def servers(running) -> tuple[str, Noted, Noted]:
     """A pair that was asked nothing."""
-    for each in proxy[1:]:
+    for each in running[1:]:
         each.requests.clear()
-    return proxy
+    return running
 
 
 def hidden(key: str) -> bytes:
@@ -131,7 +123,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_pages_that_a_client_names_are_not_passed_on(servers: tuple[str, Noted, Noted], attack: str, path: str) -> None:
+def test_pages_that_a_client_names_are_not_passed_on(servers, attack, path):
     url, prefill, decode = servers
     answer = httpx.post(url + path, content=ATTACKS[attack], headers=JSON, timeout=PATIENCE)
     assert answer.json() == {"of": "decode"}
@@ -143,7 +135,7 @@ def test_pages_that_a_client_names_are_not_passed_on(servers: tuple[str, Noted, 
 
 
 @pytest.mark.parametrize("answer", [name for name in ANSWERS if name != "pages"])
-def test_nor_where_the_prefill_server_names_none(tmp_path: Path, answer: str) -> None:
+def test_nor_where_the_prefill_server_names_none(tmp_path, answer):
     with pair(ANSWERS[answer], tmp_path / "log") as (url, prefill, decode):
         done = httpx.post(url + COMPLETIONS, json={**ASKED, "kv_transfer_params": FALSE}, timeout=PATIENCE)
         assert done.json() == {"of": "decode"}
@@ -154,7 +146,7 @@ def test_nor_where_the_prefill_server_names_none(tmp_path: Path, answer: str) ->
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/version"])
-def test_what_a_server_says_of_itself_is_the_decode_servers(servers: tuple[str, Noted, Noted], path: str) -> None:
+def test_what_a_server_says_of_itself_is_the_decode_servers(servers, path):
     url, prefill, decode = servers
     assert httpx.get(url + path, timeout=PATIENCE).json() == {"of": "decode"}
     assert decode.requests == [(path, b"")]
@@ -177,7 +169,7 @@ def test_what_a_server_says_of_itself_is_the_decode_servers(servers: tuple[str, 
         "/",
     ],
 )
-def test_no_other_path_is_known(servers: tuple[str, Noted, Noted], path: str) -> None:
+def test_no_other_path_is_known(servers, path):
     url, prefill, decode = servers
     target = httpx.URL(url, raw_path=path.encode())
     for method in ("GET", "POST"):
@@ -189,7 +181,7 @@ def test_no_other_path_is_known(servers: tuple[str, Noted, Noted], path: str) ->
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b"\xff\xff", b"[" * 100_000], ids=lambda body: body[:4])
-def test_what_is_no_object_is_not_passed_on(servers: tuple[str, Noted, Noted], body: bytes) -> None:
+def test_what_is_no_object_is_not_passed_on(servers, body):
     url, prefill, decode = servers
     answer = httpx.post(url + COMPLETIONS, content=body, headers=JSON, timeout=PATIENCE)
     assert answer.status_code == 400

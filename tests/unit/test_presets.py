@@ -1,8 +1,6 @@
-import subprocess
-import sys
-
 import pytest
 
+from tests.processes import run_python
 from vllm_antkv.errors import SettingsError
 from vllm_antkv.presets import LAYER_PRESETS, PRESETS, get_preset, parts_of_mix
 
@@ -50,11 +48,11 @@ def test_an_unknown_preset_is_answered_with_the_known_ones(name, refused):
         ("antkv-0.375bit", 128, ["1", "0.5", "0.25"]),
     ],
 )
-def test_a_mix_needs_cheaper_and_dearer_presets(preset: str, head_size: int, parts: list[str]) -> None:
+def test_a_mix_needs_cheaper_and_dearer_presets(preset, head_size, parts):
     found = parts_of_mix(get_preset(preset), head_size)
     assert [part.name for part in found] == [f"antkv-{bits}bit" for bits in parts]
 
 
 def test_presets_and_errors_load_without_torch_and_vllm():
     code = "import sys, vllm_antkv.presets; assert not {'torch', 'vllm', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code)

@@ -1,6 +1,8 @@
+import random
+
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
@@ -238,7 +240,7 @@ def test_corrections_of_corrections_are_the_same_bytes():
     assert torch.equal(correction(corrected(zero, every), zero), every)
 
 
-def choose(scores, num_rows, prefix, errors=None, choice=None, **settings):
+def choose(scores, num_rows, prefix, errors=None, choice=None, **kept):
     """Slots of one head whose rows lose `errors` (1 without) through their codes, by gains as they are or `choice`.
 
     num_rows: anchor rows, of 8 bits.
@@ -246,42 +248,33 @@ def choose(scores, num_rows, prefix, errors=None, choice=None, **settings):
     exact = torch.zeros(len(scores), 1, 4)
     coded = exact.clone()
     coded[:, 0, 0] = torch.ones(len(scores)) if errors is None else torch.tensor(errors)
-    config = AntKVConfig(**{"anchor_share": num_rows / VQ_BLOCK_SIZE, "sinks": False} | settings)
+    config = AntKVConfig(**{"anchor_share": num_rows / VQ_BLOCK_SIZE, "sinks": False} | kept)
     lost, scores, prefix = code_errors(exact, coded), torch.tensor([scores]), torch.tensor([prefix])
     if choice is not None:
         return choice(scores, lost, prefix, config)[0].tolist()
     return anchor_slots(scores * lost, scores == SINK_SCORE, prefix, config)[0].tolist()
 
 
-def test_sinks_come_first_and_the_prefix_takes_no_row():
-    scores = [9.0, 8.0, 7.0, SINK_SCORE, 6.0, SINK_SCORE]
-    prefix = [True, False, False, False, False, True]
-    assert choose(scores, 4, prefix) == [EXACT_ANCHOR + 3, -1, 1, 2]
-    assert choose(scores, 0, prefix, sinks=True) == [EXACT_ANCHOR + 3, -1]
-
-
 def test_a_sink_needs_no_error_to_be_kept():
     assert choose([1.0, SINK_SCORE], 2, [False, False], errors=[5.0, 0.0]) == [EXACT_ANCHOR + 1, -1]
 
 
-def test_no_sink_goes_without_a_row_for_another_to_be_exact():
-    scores = [9.0, SINK_SCORE, SINK_SCORE, 8.0]
-    assert choose(scores, 4, [False] * 4) == [EXACT_ANCHOR + 1, -1, EXACT_ANCHOR + 2, -1]
-    assert choose(scores, 3, [False] * 4) == [EXACT_ANCHOR + 1, -1, 2]
-    assert choose(scores, 2, [False] * 4) == [1, 2]
-    assert choose(scores, 1, [False] * 4) == [1]
-
-
+@settings(max_examples=200)
 @given(
-    scores=st.lists(st.sampled_from([1.0, 2.0, SINK_SCORE]), min_size=128, max_size=128),
-    share=st.sampled_from([0.0, 0.01, 0.03, 0.5, 1.0]),
+    seed=seeds,
+    num_sinks=st.sampled_from([0, 1, 2, 5, 12]),
+    share=st.sampled_from([0.0, 0.01, 0.03, 0.06, 0.5, 1.0]),
     anchor_dtype=st.sampled_from(["fp8", "model"]),
-    prefix=st.integers(0, 128),
+    prefix=st.sampled_from([0, 1, 60, 128]),
+    sinks=st.booleans(),
 )
-def test_rows_are_taken_in_order_and_none_twice(scores, share, anchor_dtype, prefix):
-    settings = {"anchor_share": share, "anchor_dtype": anchor_dtype, "sinks": True}
-    rows = choose(scores, 0, [j < prefix for j in range(128)], **settings)
-    assert len(rows) == AntKVConfig(**settings).anchor_rows
+def test_rows_are_taken_in_order_and_none_twice(seed, num_sinks, share, anchor_dtype, prefix, sinks):
+    """Sinks first, exactly unless another sink would go without a row; the prefix takes none."""
+    scores = [1.0, 2.0] * ((128 - num_sinks) // 2) + [1.5] * (num_sinks % 2) + [SINK_SCORE] * num_sinks
+    random.Random(seed).shuffle(scores)
+    kept = {"anchor_share": share, "anchor_dtype": anchor_dtype, "sinks": sinks}
+    rows = choose(scores, 0, [j < prefix for j in range(128)], **kept)
+    assert len(rows) == AntKVConfig(**kept).anchor_rows
     exact = [j for j in rows if j >= EXACT_ANCHOR]
     # Each exact row starts at an even row, has the next one too, and all of them come first.
     assert rows[: 2 * len(exact)] == [part for j in exact for part in (j, -1)]

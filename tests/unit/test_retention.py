@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_antkv.config import AntKVConfig
@@ -55,7 +55,6 @@ def run(retention: PageRetention, steps: list[tuple[int, int]]) -> tuple[int, se
     return computed, held, most
 
 
-@settings(deadline=None)
 @given(RETENTIONS, STEPS)
 def test_every_row_that_is_still_read_has_a_page(pair, steps):
     config, retention = pair
@@ -66,7 +65,6 @@ def test_every_row_that_is_still_read_has_a_page(pair, steps):
     assert most <= retention.max_pages(MAX_LEN, 400, 1)
 
 
-@settings(deadline=None)
 @given(RETENTIONS, st.integers(1, MAX_LEN // 256), st.integers(0, 300))
 def test_a_hit_at_the_last_boundary_of_a_step_finds_its_pages(pair, block, beyond):
     _, retention = pair
@@ -78,7 +76,6 @@ def test_a_hit_at_the_last_boundary_of_a_step_finds_its_pages(pair, block, beyon
     assert retention.reachable(pages, [boundary], end).all()
 
 
-@settings(deadline=None)
 @given(RETENTIONS, st.integers(1, MAX_LEN), st.integers(1, MAX_LEN))
 def test_a_hit_at_a_multiple_of_the_interval_finds_its_pages(pair, start, end):
     """However the steps are cut: pages of earlier steps are stored for later boundaries too, or still needed there."""
@@ -92,7 +89,6 @@ def test_a_hit_at_a_multiple_of_the_interval_finds_its_pages(pair, start, end):
         assert {page for page in retention.pages_at(boundary).tolist() if page >= first} <= stored
 
 
-@settings(deadline=None)
 @given(RETENTIONS, st.integers(1, MAX_LEN // 256), st.lists(st.integers(1, MAX_LEN), min_size=2, max_size=6))
 def test_a_hit_where_prompts_part_finds_its_pages(pair, block, ends):
     """However the steps are cut."""
@@ -105,7 +101,6 @@ def test_a_hit_where_prompts_part_finds_its_pages(pair, block, ends):
     assert {page for page in retention.pages_at(shared).tolist() if page < first} <= stored
 
 
-@settings(deadline=None)
 @given(RETENTIONS, st.integers(0, MAX_LEN))
 def test_a_page_once_dead_is_never_needed_again(pair, num_tokens):
     _, retention = pair

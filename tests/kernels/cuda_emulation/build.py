@@ -4,15 +4,19 @@ Whatever is made is kept under the hash of what it is made of.
 """
 
 import hashlib
+import os
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from tests.kernels.kept import kept
+from tests.places import ROOT
 
 HERE = Path(__file__).parent
-SOURCES = HERE.parents[2] / "vllm_antkv" / "csrc" / "cuda"
+SOURCES = ROOT / "vllm_antkv" / "csrc" / "cuda"
+#: For the next run.
+_KEPT = ROOT / ".pytest_cache" / "cuda_emulation"
 _FLAGS = ("-std=c++17", "-g1", "-march=native", "-fno-strict-aliasing", "-fno-threadsafe-statics", "-w", "-fPIC")
 _WATCHED = ("-O1", "-fsanitize=alignment,bounds,shift,null", "-fno-sanitize-recover=all")
 
@@ -32,11 +36,15 @@ def _object_of(name: str, definitions: Sequence[str]) -> Path:
 
 
 def _made(command: Sequence[str], of: bytes = b"", suffix: str = "") -> Path:
-    def build(folder: Path) -> None:
-        result = subprocess.run([*command, "-o", f"{folder}/made"], capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-
-    return kept("cuda_emulation", repr(command).encode() + of, build, suffix)
+    """What a command makes; of: beside itself. Several processes may run it at once."""
+    path = _KEPT / f"{hashlib.sha256(repr(command).encode() + of).hexdigest()}{suffix}"
+    if not path.exists():
+        _KEPT.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_KEPT) as folder:
+            result = subprocess.run([*command, "-o", f"{folder}/made"], capture_output=True, text=True)
+            assert result.returncode == 0, result.stderr
+            os.replace(f"{folder}/made", path)
+    return path
 
 
 @cache

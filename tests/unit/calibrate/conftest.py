@@ -57,7 +57,7 @@ def _words() -> str:
 
 
 @pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_file(tmp_path_factory) -> Path:
     """About 12,000 words."""
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(_words())
@@ -65,7 +65,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(text_file: Path) -> PreTrainedTokenizerFast:
+def tokenizer(text_file) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.decoder = decoders.ByteLevel()
@@ -80,7 +80,7 @@ def tokenizer(text_file: Path) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def make_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Callable[..., Path]:
+def make_model(tmp_path_factory, tokenizer) -> Callable[..., Path]:
     """Saves a random model of a family: make_model("llama", num_hidden_layers=4) -> its folder."""
     made: dict[tuple[Any, ...], Path] = {}
 
@@ -105,5 +105,5 @@ def make_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(make_model: Callable[..., Path]) -> Path:
+def tiny_llama(make_model) -> Path:
     return make_model("llama")

@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 from transformers import AutoConfig
 
-from tests.conftest import Refused
+from tests.places import PRESET
 from tests.unit.damaged import config_with
 from vllm_antkv.calibrate.calibrate_on_start import main
 from vllm_antkv.calibrate.original import original_of
@@ -21,11 +21,9 @@ from vllm_antkv.codebook.automatic import CodebookRequest, find_or_make
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import CodebookError, SettingsError
 
-PRESET = "antkv-1bit"
-
 
 @pytest.fixture(autouse=True)
-def users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def users_cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -34,7 +32,7 @@ def wanted(model: Path) -> CodebookRequest:
     return CodebookRequest(str(model), None, ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model)), PRESET)
 
 
-def test_the_first_start_makes_it_and_the_second_finds_it(tiny_llama: Path, users_cache: Path, said: list[str]) -> None:
+def test_the_first_start_makes_it_and_the_second_finds_it(tiny_llama, users_cache, said):
     want = wanted(tiny_llama)
     path = find_or_make(want, AntKVConfig())
     assert users_cache in path.parents
@@ -48,7 +46,7 @@ def test_the_first_start_makes_it_and_the_second_finds_it(tiny_llama: Path, user
 
 
 @pytest.mark.long
-def test_whoever_comes_while_it_is_made_waits_and_takes_it(tiny_llama: Path, tmp_path: Path) -> None:
+def test_whoever_comes_while_it_is_made_waits_and_takes_it(tiny_llama, tmp_path):
     path = codebook_path(tmp_path, PRESET)
     command = [sys.executable, "-m", "vllm_antkv.calibrate.calibrate_on_start", str(tiny_llama), PRESET, str(tmp_path)]
     with FileLock(tmp_path / f".{PRESET}.lock"):
@@ -61,21 +59,19 @@ def test_whoever_comes_while_it_is_made_waits_and_takes_it(tiny_llama: Path, tmp
 
 
 @pytest.mark.parametrize("settings", [{"calibrate": "never"}, {"codebooks": "elsewhere"}], ids=str)
-def test_none_is_made_where_none_is_wanted(
-    tiny_llama: Path, users_cache: Path, settings: dict[str, str], refused: Refused
-) -> None:
+def test_none_is_made_where_none_is_wanted(tiny_llama, users_cache, settings, refused):
     with refused(NoCodebookError, f"make one with `antkv calibrate {tiny_llama}"):
         find_or_make(wanted(tiny_llama), AntKVConfig(**settings))
     assert not users_cache.exists()
 
 
-def test_a_text_that_is_not_there_is_refused(tiny_llama: Path, refused: Refused) -> None:
+def test_a_text_that_is_not_there_is_refused(tiny_llama, refused):
     with refused(SettingsError, "no-such-file"):
         find_or_make(wanted(tiny_llama), AntKVConfig(calibration_text="no-such-file"))
 
 
 @pytest.mark.long
-def test_a_calibration_that_fails_is_one_sentence(tiny_llama: Path, tmp_path: Path, refused: Refused) -> None:
+def test_a_calibration_that_fails_is_one_sentence(tiny_llama, tmp_path, refused):
     text = tmp_path / "short.txt"
     text.write_text("Seven words are not enough for it.")
     with refused(CodebookError, "fewer than one window"):
@@ -83,18 +79,14 @@ def test_a_calibration_that_fails_is_one_sentence(tiny_llama: Path, tmp_path: Pa
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
-def test_a_cache_that_cannot_be_written_is_one_sentence_that_names_the_variable(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_a_cache_that_cannot_be_written_is_one_sentence_that_names_the_variable(tiny_llama, monkeypatch, refused):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
     words = "XDG_CACHE_HOME in the server's environment puts it elsewhere"
     with refused(CodebookError, words, "/proc/vllm-antkv/"):
         find_or_make(wanted(tiny_llama), AntKVConfig())
 
 
-def test_a_file_system_without_locks_is_one_sentence_too(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_system_without_locks_is_one_sentence_too(tiny_llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     monkeypatch.setattr(sys, "argv", ["once", str(tiny_llama), PRESET, str(tmp_path / "out")])
     assert main() == 1
@@ -103,7 +95,7 @@ def test_a_file_system_without_locks_is_one_sentence_too(
     assert not codebook_path(tmp_path / "out", PRESET).exists()
 
 
-def test_other_weights_and_other_texts_have_folders_of_their_own(tiny_llama: Path, tmp_path: Path) -> None:
+def test_other_weights_and_other_texts_have_folders_of_their_own(tiny_llama, tmp_path):
     identity = wanted(tiny_llama).identity
     same, trained = tmp_path / "same", tmp_path / "trained"
     for copy in (same, trained):
@@ -129,9 +121,7 @@ def quantised(original: Path, folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("where", ["config", pytest.param("card", marks=pytest.mark.long)])
-def test_for_quantised_weights_the_original_is_taken(
-    tiny_llama: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_for_quantised_weights_the_original_is_taken(tiny_llama, tmp_path, where, monkeypatch, capsys):
     named = {"base_model": str(tiny_llama)}
     model = quantised(tiny_llama, tmp_path / "awq", **(named if where == "config" else {}))
     if where == "card":
@@ -151,8 +141,8 @@ def test_for_quantised_weights_the_original_is_taken(
     ids=["unnamed", "far away"],
 )
 def test_quantised_weights_without_their_original_are_learned_from_themselves(
-    tiny_llama: Path, tmp_path: Path, changes: dict[str, str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny_llama, tmp_path, changes, says, capsys
+):
     """How, is tested with a real engine: `tests/serving/test_quantised_calibration.py`."""
     model = str(quantised(tiny_llama, tmp_path / "awq", **changes))
     assert original_of(model) == model

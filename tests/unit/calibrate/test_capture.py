@@ -1,7 +1,6 @@
 """What is captured is what attention gets before RoPE, and how the loss answers to it."""
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from tests.conftest import Refused
 from tests.unit.calibrate.conftest import FAMILY_SETTINGS
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape, capture_window, checkpointed
 from vllm_antkv.calibrate.models import load_model
@@ -66,13 +64,13 @@ def attention_inputs(model: nn.Module, window: torch.Tensor) -> list[tuple[torch
 
     AttentionInterface.register("antkv_spy", spy)
     AttentionMaskInterface.register("antkv_spy", eager_mask)
-    model.set_attn_implementation("antkv_spy")  # type: ignore[operator]
+    model.set_attn_implementation("antkv_spy")
     loss_of(model, window).backward()
     return seen
 
 
 @pytest.mark.parametrize("family", FAMILY_SETTINGS)
-def test_rows_and_norms_are_those_of_attention(family: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_rows_and_norms_are_those_of_attention(family, make_model, tmp_path):
     """Captured K, rotated, is the K that attention gets; RoPE turns, so the gradients' norms agree too."""
     model, identity = load(make_model(family))
     files = captured(model, identity, tmp_path)
@@ -94,7 +92,13 @@ def test_rows_and_norms_are_those_of_attention(family: str, make_model: Callable
             torch.testing.assert_close(norms[kind], expected, rtol=1e-3, atol=1e-4)
 
 
-def test_checkpointing_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_loss_is_the_sum_over_all_tokens_but_the_first(tiny_llama):
+    model, window = load(tiny_llama)[0], a_window()
+    mean = model(window[None], labels=window[None]).loss
+    assert loss_of(model, window).item() == pytest.approx((SEQ_LEN - 1) * mean.item(), rel=1e-5)
+
+
+def test_checkpointing_changes_nothing(tiny_llama, tmp_path):
     model, identity = load(tiny_llama)
     found = []
     for active in (False, True):
@@ -106,20 +110,20 @@ def test_checkpointing_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None
     assert not any(module.training for module in model.modules())
 
 
-def test_without_gradients_rows_are_the_same_and_no_norms_are_written(tiny_llama: Path, tmp_path: Path) -> None:
+def test_without_gradients_rows_are_the_same_and_no_norms_are_written(tiny_llama, tmp_path):
     model, identity = load(tiny_llama)
     both = [captured(model, identity, tmp_path / str(weighted), weighted) for weighted in (True, False)]
     np.testing.assert_array_equal(*(np.array(files.rows(1)) for files in both))
     assert not list((tmp_path / "False").glob("norms*"))
 
 
-def test_files_take_the_bytes_they_promise(tiny_llama: Path, tmp_path: Path) -> None:
+def test_files_take_the_bytes_they_promise(tiny_llama, tmp_path):
     files = captured(*load(tiny_llama), tmp_path, sinks=SinkChannels(0, (3,)))
     files.flush()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == files.shape.num_bytes
 
 
-def test_sink_values_are_the_hidden_state_after_the_layer(tiny_llama: Path, tmp_path: Path) -> None:
+def test_sink_values_are_the_hidden_state_after_the_layer(tiny_llama, tmp_path):
     model, identity = load(tiny_llama)
     files = captured(model, identity, tmp_path, weighted=False, sinks=SinkChannels(0, (5, 2)))
     hidden = model(a_window()[None], output_hidden_states=True).hidden_states[1][0]
@@ -127,7 +131,7 @@ def test_sink_values_are_the_hidden_state_after_the_layer(tiny_llama: Path, tmp_
     np.testing.assert_allclose(files.sink_values()[0], expected, rtol=1e-5)
 
 
-def test_hooks_are_gone_afterwards(tiny_llama: Path, tmp_path: Path) -> None:
+def test_hooks_are_gone_afterwards(tiny_llama, tmp_path):
     model, identity = load(tiny_llama)
     captured(model, identity, tmp_path)
     with captured_hidden(decoder_layers(model), lambda hidden: None):
@@ -135,8 +139,8 @@ def test_hooks_are_gone_afterwards(tiny_llama: Path, tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_values_beyond_float16_are_refused(make_model: Callable[..., Path], tmp_path: Path, refused: Refused) -> None:
+def test_values_beyond_float16_are_refused(make_model, tmp_path, refused):
     model, identity = load(make_model("llama"))
-    decoder_layers(model)[1].self_attn.v_proj.weight.mul_(1e6)  # type: ignore[operator, union-attr]
+    decoder_layers(model)[1].self_attn.v_proj.weight.mul_(1e6)
     with refused(CalibrationError, "Layer 1"):
         captured(model, identity, tmp_path, weighted=False)

@@ -2,13 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from tests.processes import run_python
 from vllm_antkv.codebook import codebook_path
 
 #: Runs `calibrate` in forked children: one killed while it captures, one killed while it clusters, one that finishes,
@@ -55,14 +52,10 @@ codes = [child("killed", "1", kill_at_window=9), child("killed", "2", kill_at_la
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(
-    make_model: Callable[..., Path], text_file: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(make_model, text_file, tmp_path):
     model = make_model("llama", num_hidden_layers=4, head_dim=8)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _KILLS, str(model), str(text_file), str(tmp_path)]
-    subprocess.run(command, check=True, env=environment)
-
+    run_python("-c", _KILLS, model, text_file, tmp_path, environment=environment)
     assert json.loads((tmp_path / "codes").read_text()) == [9, 9, 0, 0]
     worked = [json.loads((tmp_path / str(child)).read_text()) for child in (1, 2, 3, 4)]
     windows, layers = ([f"{what} {index}" for index in range(count)] for what, count in (("window", 12), ("layer", 4)))

@@ -1,6 +1,5 @@
 """What a calibration takes of memory, and models that it does not hold: layers are read one after the other."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import Refused
 from tests.unit.calibrate.test_run import calibrate_small
 from vllm_antkv.calibrate import resources
 from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
@@ -38,13 +36,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
-def model(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> Path:
+def model(request, make_model) -> Path:
     family, changes = request.param
     return make_model(family, **changes)
 
 
 @pytest.fixture
-def room_for_two_layers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def room_for_two_layers(model, monkeypatch) -> None:
     """Of the six: one that is run, and one that stays."""
     config = read_config(str(model), CalibrationError)
     need = resources.memory_need(config, SEQ_LEN, CPU)
@@ -68,11 +66,11 @@ def kept_for_backward(model: torch.nn.Module) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = loss_of(model, torch.arange(2, 2 + SEQ_LEN))
     assert loss.requires_grad
-    logits = 4 * SEQ_LEN * model.config.vocab_size  # type: ignore[union-attr, operator]
+    logits = 4 * SEQ_LEN * model.config.vocab_size
     return sum(size for size in storages.values() if size > 4 * SEQ_LEN) - logits
 
 
-def test_the_estimate_is_what_the_model_takes(model: Path) -> None:
+def test_the_estimate_is_what_the_model_takes(model):
     """All experts' weights; of activations no less than autograd keeps, and not much more."""
     config = read_config(str(model), CalibrationError)
     loaded = load_model(str(model), config, CPU)
@@ -83,7 +81,7 @@ def test_the_estimate_is_what_the_model_takes(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("room_for_two_layers")
-def test_layers_that_do_not_fit_are_read_when_they_are_run(model: Path, text_file: Path, tmp_path: Path) -> None:
+def test_layers_that_do_not_fit_are_read_when_they_are_run(model, text_file, tmp_path) -> None:
     job = a_job(model, text_file, tmp_path)
     loaded = job.load_model(tmp_path / "weights")
 
@@ -98,9 +96,7 @@ def test_layers_that_do_not_fit_are_read_when_they_are_run(model: Path, text_fil
 
 
 @pytest.mark.usefixtures("room_for_two_layers")
-def test_rows_and_gradients_are_those_of_the_whole_model(
-    model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_and_gradients_are_those_of_the_whole_model(model, text_file, tmp_path, monkeypatch) -> None:
     streamed = a_job(model, text_file, tmp_path)
     monkeypatch.undo()
     whole = a_job(model, text_file, tmp_path)
@@ -125,9 +121,7 @@ def captured(job: Job, folder: Path) -> CaptureFiles:
 
 @pytest.mark.usefixtures("room_for_two_layers")
 @pytest.mark.parametrize("model", [MODELS["Mixtral"]], indirect=True)
-def test_nothing_is_left_but_the_codebook(
-    model: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_left_but_the_codebook(model, text_file, tmp_path, capsys) -> None:
     calibrate_small(model, text_file, tmp_path)
     assert "cpu cannot hold all weights" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["antkv-1bit.safetensors"]
@@ -142,7 +136,7 @@ def a_job(model: Path, text: Path, out: Path, **changes: Any) -> Job:
 
 @pytest.mark.usefixtures("room_for_two_layers")
 @pytest.mark.parametrize("model", [MODELS["dense"]], indirect=True)
-def test_an_adapter_is_refused(model: Path, text_file: Path, tmp_path: Path, refused: Refused) -> None:
+def test_an_adapter_is_refused(model, text_file, tmp_path, refused) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with refused(CalibrationError, "leave --lora out"):
         a_job(model, text_file, tmp_path, lora=tmp_path)

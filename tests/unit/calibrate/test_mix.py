@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.places import EMBEDDED
 from vllm_antkv.calibrate import mix, write_codebook
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.job import prepare
@@ -26,7 +27,6 @@ from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import LAYER_PRESETS, get_preset, nominal_bits
 
-EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 PRESET = "antkv-2bit"
 PARTS = ["antkv-4bit", "antkv-2bit", "antkv-1bit", "antkv-0.5bit"]
 SMALL = {"samples": 6, "seq_len": 256, "device": "cpu"}
@@ -42,8 +42,8 @@ divergences = st.integers(1, 5).flatmap(
 
 
 @given(divergences=divergences, budget=st.integers(2, 16))
-@settings(max_examples=60, deadline=None)
-def test_the_choice_is_the_best_within_the_budget(divergences: list[list[float]], budget: int) -> None:
+@settings(max_examples=60)
+def test_the_choice_is_the_best_within_the_budget(divergences, budget):
     num_layers = len(divergences)
     chosen = mix.choose(np.array(divergences), COSTS, num_layers * budget)
     assert sum(COSTS[choice] for choice in chosen) <= num_layers * budget
@@ -56,7 +56,7 @@ def test_the_choice_is_the_best_within_the_budget(divergences: list[list[float]]
     assert found == pytest.approx(best, rel=1e-5, abs=1e-5 * max(map(max, divergences)))
 
 
-def test_noise_of_one_layer_with_one_preset_is_shared_by_its_others() -> None:
+def test_noise_of_one_layer_with_one_preset_is_shared_by_its_others():
     """Factors of layers and of presets stay what they are; half of the noise, in logarithms, goes to all presets."""
     true = np.outer([1.0, 10.0, 3.0], [0.1, 0.4, 1.0, 2.0])
     assert mix.smoothed(true) == pytest.approx(true)
@@ -88,7 +88,7 @@ def _hard() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def learned(long_llama: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def learned(long_llama, text_file, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("learned")
     both = [PRESET, "antkv-4bit"]
     calibrate(CalibrationSettings(str(long_llama), both, [str(text_file)], out / "mixed", **SMALL))
@@ -101,12 +101,12 @@ def load(folder: Path, preset: str = PRESET) -> Codebook:
 
 
 @pytest.fixture(scope="module")
-def books(learned: Path) -> list[Codebook]:
+def books(learned) -> list[Codebook]:
     return [load(learned / "uniform", name) for name in PARTS]
 
 
 @pytest.fixture(scope="module")
-def model(long_llama: Path) -> PreTrainedModel:
+def model(long_llama) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(long_llama).eval().requires_grad_(False)
 
 
@@ -119,7 +119,7 @@ def windows(model) -> torch.Tensor:
     return drawn
 
 
-def test_bits_go_where_they_are_needed(learned: Path) -> None:
+def test_bits_go_where_they_are_needed(learned):
     book = load(learned / "mixed")
     assert book.header.preset == PRESET
     assert book.header.layers[0] == "antkv-4bit"
@@ -134,7 +134,7 @@ def test_bits_go_where_they_are_needed(learned: Path) -> None:
     ]
 
 
-def test_layers_that_count_for_little_get_a_quarter_of_a_bit(text_file: Path, tmp_path: Path) -> None:
+def test_layers_that_count_for_little_get_a_quarter_of_a_bit(text_file, tmp_path):
     preset = "antkv-0.5bit"
     calibrate(CalibrationSettings(str(EMBEDDED), [preset], [str(text_file)], tmp_path, **SMALL))
     book = load(tmp_path, preset)
@@ -146,13 +146,13 @@ def test_layers_that_count_for_little_get_a_quarter_of_a_bit(text_file: Path, tm
     assert [path.name for path in tmp_path.iterdir()] == ["antkv-0.5bit.safetensors"]
 
 
-def test_a_preset_without_a_dearer_one_stays_as_it_is(learned: Path) -> None:
+def test_a_preset_without_a_dearer_one_stays_as_it_is(learned):
     book = load(learned / "mixed", "antkv-4bit")
     assert book.header.layers is None
     assert "divergence_of_mix" not in book.header.calibration
 
 
-def test_a_mixed_codebook_quantises_each_layer_with_its_own_preset(books) -> None:
+def test_a_mixed_codebook_quantises_each_layer_with_its_own_preset(books):
     # (layers, parts): the first layer minds a lot.
     mixed = mix.mix(get_preset(PRESET), books, np.array([[0, 9, 9, 9], [0, 0, 0, 0], [0, 0, 0, 0]], float))
     by_name = {book.preset.name: book for book in books}
@@ -166,7 +166,7 @@ def test_a_mixed_codebook_quantises_each_layer_with_its_own_preset(books) -> Non
         assert all(map(torch.equal, got, wanted))
 
 
-def test_where_all_layers_are_alike_the_codebook_has_one_preset(books) -> None:
+def test_where_all_layers_are_alike_the_codebook_has_one_preset(books):
     mixed = mix.mix(get_preset(PRESET), books, np.tile([5.0, 0.0, 5.0, 5.0], (3, 1)))
     assert mixed.header.layers is None
     assert mixed.preset.name == PRESET
@@ -185,7 +185,7 @@ class OneLayer:
         return key.clone(), value.clone()
 
 
-def test_what_a_layer_costs_is_close_to_the_divergence_when_it_alone_is_coded(books, model, windows) -> None:
+def test_what_a_layer_costs_is_close_to_the_divergence_when_it_alone_is_coded(books, model, windows):
     steps: list[None] = []
     found = divergences_module.layer_divergences(model, books, windows, lambda: steps.append(None)).nats
     assert found.shape == (3, 4)
@@ -199,7 +199,7 @@ def test_what_a_layer_costs_is_close_to_the_divergence_when_it_alone_is_coded(bo
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_costs_do_not_depend_on_whether_layers_are_recomputed(books, model, windows, recomputes: bool) -> None:
+def test_costs_do_not_depend_on_whether_layers_are_recomputed(books, model, windows, recomputes):
     with checkpointed(model, recomputes):
         found = divergences_module.layer_divergences(model, books, windows[:1], lambda: None)
     wanted = divergences_module.layer_divergences(model, books, windows[:1], lambda: None)
@@ -207,7 +207,7 @@ def test_costs_do_not_depend_on_whether_layers_are_recomputed(books, model, wind
     assert found.sizes == pytest.approx(wanted.sizes, abs=1e-3)
 
 
-def test_a_correction_has_the_size_with_which_its_layer_costs_least(books, model, windows) -> None:
+def test_a_correction_has_the_size_with_which_its_layer_costs_least(books, model, windows):
     """Keys that are told a tenth of their errors, or ten times as much, get a larger correction, or a smaller one."""
 
     def measured(factor: float) -> divergences_module.LayerDivergences:
@@ -224,9 +224,7 @@ def test_a_correction_has_the_size_with_which_its_layer_costs_least(books, model
     assert (none.sizes == 1).all()
 
 
-def test_a_codebook_has_corrections_of_the_sizes_that_were_measured(
-    long_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_codebook_has_corrections_of_the_sizes_that_were_measured(long_llama, text_file, tmp_path, monkeypatch):
     measured = []
 
     def watched(model, books, *args):
@@ -242,7 +240,7 @@ def test_a_codebook_has_corrections_of_the_sizes_that_were_measured(
         torch.testing.assert_close(mixed.k_errors[layer], wanted, check_dtype=False)
 
 
-def test_too_little_text_gives_all_layers_the_preset(long_llama: Path, text_file: Path, tmp_path: Path, capsys) -> None:
+def test_too_little_text_gives_all_layers_the_preset(long_llama, text_file, tmp_path, capsys):
     few = {"samples": 1, "seq_len": 512, "device": "cpu"}
     (path,) = calibrate(CalibrationSettings(str(long_llama), [PRESET], [str(text_file)], tmp_path, **few))
     assert Codebook.load(path).header.layers is None
@@ -250,9 +248,7 @@ def test_too_little_text_gives_all_layers_the_preset(long_llama: Path, text_file
 
 
 @pytest.mark.parametrize(("samples", "judges"), [(6, 1), (11, 1), (12, 2), (24, 4), (64, 4)])
-def test_few_windows_judge_and_all_others_are_learned_from(
-    samples: int, judges: int, long_llama: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_few_windows_judge_and_all_others_are_learned_from(samples, judges, long_llama, text_file, tmp_path):
     small = {"seq_len": 256, "device": "cpu", "samples": 2}
     job = prepare(CalibrationSettings(str(long_llama), [PRESET], [str(text_file)], tmp_path, **small))
     job = replace(job, windows=torch.arange(samples)[:, None])

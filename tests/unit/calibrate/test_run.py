@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +13,6 @@ from torch import nn
 
 from scripts.capacity_figure import LLAMA_3_8B
 from tests.adapters import make_adapter, merged
-from tests.conftest import Refused
 from tests.unit.damaged import config_with
 from vllm_antkv.calibrate import learn, resources, source
 from vllm_antkv.calibrate.capture import CaptureFiles, CaptureShape
@@ -41,14 +39,14 @@ def calibrate_small(model: Path, text: Path, out: Path, *presets: str, **changes
 
 
 @pytest.fixture(scope="module")
-def learned(tiny_llama: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def learned(tiny_llama, text_file, tmp_path_factory) -> Path:
     """A folder with the 4-bit and 1-bit codebooks of the tiny Llama."""
     out = tmp_path_factory.mktemp("learned") / "new" / "folder"
     calibrate_small(tiny_llama, text_file, out, "antkv-4bit", "antkv-1bit")
     return out
 
 
-def test_writes_codebooks_that_fit_the_model(learned: Path, tiny_llama: Path) -> None:
+def test_writes_codebooks_that_fit_the_model(learned, tiny_llama):
     identity = ModelIdentity.from_hf_config(read_config(str(tiny_llama), CalibrationError))
     for name in ("antkv-4bit", "antkv-1bit"):
         book = Codebook.load(codebook_path(learned, name), preset=name, model=identity)
@@ -57,14 +55,14 @@ def test_writes_codebooks_that_fit_the_model(learned: Path, tiny_llama: Path) ->
     assert sorted(path.name for path in learned.iterdir()) == ["antkv-1bit.safetensors", "antkv-4bit.safetensors"]
 
 
-def test_the_header_records_the_calibration_and_no_folder(learned: Path, text_file: Path) -> None:
+def test_the_header_records_the_calibration_and_no_folder(learned, text_file):
     record = Codebook.load(codebook_path(learned, "antkv-1bit")).header.calibration
     expected = {"texts": ["words.txt"], "samples": 8, "seq_len": 64, "weights": "grad", "seed": 0, "tokens": 8 * 63}
     assert {name: record[name] for name in expected} == expected
     assert str(text_file.parent) not in json.dumps(record)
 
 
-def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama: Path, text_file: Path) -> None:
+def test_each_place_has_the_centroids_of_its_own_rows(learned, tiny_llama, text_file):
     """Layers, K and V, heads, sub-vectors, channels: any other place's centroids would fit far worse."""
     book = Codebook.load(codebook_path(learned, "antkv-4bit"))
     folder = str(tiny_llama)
@@ -96,7 +94,7 @@ def test_each_place_has_the_centroids_of_its_own_rows(learned: Path, tiny_llama:
             assert right < error(own, centroids.flip(1))
 
 
-def test_an_adapter_that_is_always_on(tiny_llama: Path, text_file: Path, learned: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_is_always_on(tiny_llama, text_file, learned, tmp_path):
     """The centroids are those of the merged model, and the codebook is the base model's."""
     adapter, folder = make_adapter(tiny_llama, tmp_path / "mine"), tmp_path / "merged"
     shutil.copytree(tiny_llama, folder)
@@ -110,7 +108,7 @@ def test_an_adapter_that_is_always_on(tiny_llama: Path, text_file: Path, learned
     assert found.header.calibration["lora"] == "mine"
 
 
-def test_no_adapter_is_one_sentence(tiny_llama: Path, text_file: Path, tmp_path: Path, refused: Refused) -> None:
+def test_no_adapter_is_one_sentence(tiny_llama, text_file, tmp_path, refused):
     def refuse(adapter: Path, words: str) -> None:
         with refused(CalibrationError, words):
             calibrate_small(tiny_llama, text_file, tmp_path / "out", lora=adapter)
@@ -126,18 +124,14 @@ def test_no_adapter_is_one_sentence(tiny_llama: Path, text_file: Path, tmp_path:
     refuse(adapter, "does not fit the model")
 
 
-def test_weights_change_the_centroids_and_lower_the_weighted_error(
-    tiny_llama: Path, text_file: Path, learned: Path, tmp_path: Path
-) -> None:
+def test_weights_change_the_centroids_and_lower_the_weighted_error(tiny_llama, text_file, learned, tmp_path):
     (plain,) = calibrate_small(tiny_llama, text_file, tmp_path, weights="none")
     weighted = Codebook.load(codebook_path(learned, "antkv-1bit"))
     assert plain.header.calibration["weights"] == "none"
     assert not any(map(torch.equal, plain.k, weighted.k))
 
 
-def test_same_command_same_bytes_and_other_seed_other_bytes(
-    tiny_llama: Path, text_file: Path, learned: Path, tmp_path: Path
-) -> None:
+def test_same_command_same_bytes_and_other_seed_other_bytes(tiny_llama, text_file, learned, tmp_path):
     """Also: presets learned together are those learned alone, and one that is named twice is learned once."""
     first = codebook_path(learned, "antkv-1bit").read_bytes()
     assert len(calibrate_small(tiny_llama, text_file, tmp_path / "again", "antkv-1bit", "antkv-1bit")) == 1
@@ -146,9 +140,7 @@ def test_same_command_same_bytes_and_other_seed_other_bytes(
     assert codebook_path(tmp_path / "other", "antkv-1bit").read_bytes() != first
 
 
-def test_the_work_folder_of_another_model_is_not_taken_up(
-    make_model: Callable[..., Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_work_folder_of_another_model_is_not_taken_up(make_model, text_file, tmp_path, monkeypatch):
     """A model retrained in place has the same name and shape, but its activations are others."""
     folder = tmp_path / "model"
     shutil.copytree(make_model("llama"), folder)
@@ -171,11 +163,11 @@ def test_the_work_folder_of_another_model_is_not_taken_up(
     assert all(map(torch.equal, resumed.k, fresh.k))
 
 
-def test_sinks_are_found_and_left_out(make_model: Callable[..., Path], text_file: Path, tmp_path: Path) -> None:
+def test_sinks_are_found_and_left_out(make_model, text_file, tmp_path):
     def plant(model: nn.Module) -> None:
         """BOS and one rare token carry 500 in channel 11."""
         with torch.no_grad():
-            model.get_input_embeddings().weight[[0, 20], 11] = 500.0  # type: ignore[operator, union-attr]
+            model.get_input_embeddings().weight[[0, 20], 11] = 500.0
 
     (book,) = calibrate_small(make_model("llama", edit=plant), text_file, tmp_path)
     assert book.header.sinks.layer == 0
@@ -183,17 +175,13 @@ def test_sinks_are_found_and_left_out(make_model: Callable[..., Path], text_file
     assert 50 < book.header.sinks.threshold < 500
 
 
-def test_a_long_window_is_clipped_with_a_note(
-    tiny_llama: Path, text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_window_is_clipped_with_a_note(tiny_llama, text_file, tmp_path, caplog):
     (book,) = calibrate_small(tiny_llama, text_file, tmp_path, samples=3, seq_len=4096)
     assert book.header.calibration["seq_len"] == 128
     assert "128" in caplog.text
 
 
-def test_all_means_every_preset(
-    make_model: Callable[..., Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_means_every_preset(make_model, text_file, tmp_path, monkeypatch):
     def learn_nothing(files: CaptureFiles, layer: int, kept: np.ndarray, how: Clustering, *rest: Any) -> np.ndarray:
         preset = how.preset
         return np.zeros((2, 1, preset.num_sub_vectors(32), preset.num_centroids, preset.sub_vector_size), np.float16)
@@ -204,7 +192,7 @@ def test_all_means_every_preset(
     assert [book.preset for book in books] == list(PRESETS.values())
 
 
-#: What commands hand over otherwise, or check too: tests/unit/test_bad_arguments.py, test_cli_mistakes.py.
+#: What commands hand over otherwise, or check too: tests/unit/test_bad_arguments.py.
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no samples": ({"samples": 0}, CalibrationError, "--samples 0"),
     "unknown weights": ({"weights": "hessian"}, CalibrationError, "grad"),
@@ -216,9 +204,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_in_one_sentence(
-    case: str, tiny_llama: Path, text_file: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_bad_input_is_refused_in_one_sentence(case, tiny_llama, text_file, tmp_path, refused):
     changes, kind, says = BAD[case]
     good = {"model": str(tiny_llama), "presets": ["antkv-1bit"], "texts": [str(text_file)], "out": tmp_path, **SMALL}
     with refused(kind, says):
@@ -227,9 +213,7 @@ def test_bad_input_is_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("option", ["bits", "lora"])
-def test_nothing_flows_through_quantised_weights(
-    tiny_llama: Path, text_file: Path, tmp_path: Path, option: str, refused: Refused
-) -> None:
+def test_nothing_flows_through_quantised_weights(tiny_llama, text_file, tmp_path, option, refused):
     (tmp_path / "adapter_config.json").write_text("{}")
     changes = {option: {"bits": "mixed", "lora": tmp_path}[option]}
     folder = tmp_path / "quantised"
@@ -239,17 +223,13 @@ def test_nothing_flows_through_quantised_weights(
         calibrate_small(folder, text_file, tmp_path / "out", **changes)
 
 
-def test_models_that_hide_their_keys_and_that_nobody_serves_are_refused(
-    make_model: Callable[..., Path], text_file: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_models_that_hide_their_keys_and_that_nobody_serves_are_refused(make_model, text_file, tmp_path, refused):
     """Others of their kind are in `tests/serving/test_hidden_rows.py`."""
     with refused(UnsupportedModelError, "ALiBi"):
         calibrate_small(make_model("bloom"), text_file, tmp_path / "out")
 
 
-def test_too_little_memory_or_disk_is_refused(
-    tiny_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_too_little_memory_or_disk_is_refused(tiny_llama, text_file, tmp_path, monkeypatch, refused):
     usage = shutil.disk_usage(tmp_path)
     for where, name, instead, words in (
         (resources, "_available_ram", lambda: 1000, "memory"),
@@ -261,9 +241,7 @@ def test_too_little_memory_or_disk_is_refused(
             calibrate_small(tiny_llama, text_file, tmp_path)
 
 
-def test_two_runs_do_not_work_in_one_folder(
-    tiny_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_two_runs_do_not_work_in_one_folder(tiny_llama, text_file, tmp_path, monkeypatch, refused):
     refusals = []
 
     def second_run(*args: Any) -> np.ndarray:
@@ -279,8 +257,8 @@ def test_two_runs_do_not_work_in_one_folder(
 
 
 def test_runs_for_other_presets_work_side_by_side_and_each_goes_on_after_a_kill(
-    tiny_llama: Path, text_file: Path, tmp_path: Path, learned: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_llama, text_file, tmp_path, learned, monkeypatch
+):
     def other_run_then_kill(*args: Any) -> np.ndarray:
         """While the 1-bit run clusters, a 4-bit run begins and ends in the same folder; then the first is killed."""
         monkeypatch.undo()
@@ -298,9 +276,7 @@ def test_runs_for_other_presets_work_side_by_side_and_each_goes_on_after_a_kill(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["antkv-1bit.safetensors", "antkv-4bit.safetensors"]
 
 
-def test_the_order_of_presets_is_no_other_command(
-    tiny_llama: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_of_presets_is_no_other_command(tiny_llama, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(learn, "learn_layer", Mock(side_effect=KeyboardInterrupt))
     for presets in (("antkv-1bit", "antkv-4bit"), ("antkv-4bit", "antkv-1bit", "antkv-4bit")):
         with pytest.raises(KeyboardInterrupt):
@@ -308,7 +284,7 @@ def test_the_order_of_presets_is_no_other_command(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_memory_estimate_is_what_a_llama_8b_needs() -> None:
+def test_the_memory_estimate_is_what_a_llama_8b_needs():
     """The estimate of docs/calibration.md: it fits a GPU of 80 GB with room, at the default window."""
     from transformers import LlamaConfig
 

@@ -21,12 +21,12 @@ def magnitudes(num_channels: int = 1) -> np.ndarray:
     return np.abs(generator.standard_normal((WINDOWS, TOKENS, num_channels))).astype(np.float32)
 
 
-def test_finds_the_emergence_layer_and_orders_channels_by_strength() -> None:
+def test_finds_the_emergence_layer_and_orders_channels_by_strength():
     peaks = {(layer, 7): 900.0 for layer in range(1, 5)} | {(layer, 3): 2000.0 for layer in range(1, 5)}
     assert find_channels(ratios(peaks)) == SinkChannels(1, (3, 7))
 
 
-def test_what_does_not_last_or_is_not_in_all_windows_is_no_emergence() -> None:
+def test_what_does_not_last_or_is_not_in_all_windows_is_no_emergence():
     assert find_channels(ratios({})) is None
     assert find_channels(ratios({(0, 5): 500.0})) is None
     array = ratios({(layer, 3): 2000.0 for layer in range(LAYERS)})
@@ -34,7 +34,7 @@ def test_what_does_not_last_or_is_not_in_all_windows_is_no_emergence() -> None:
     assert find_channels(array) is None
 
 
-def test_threshold_parts_planted_sinks_with_margin() -> None:
+def test_threshold_parts_planted_sinks_with_margin():
     values = magnitudes(2)
     sinks = np.zeros((WINDOWS, TOKENS), bool)
     sinks[:, [0, 1]] = True
@@ -49,7 +49,7 @@ def test_threshold_parts_planted_sinks_with_margin() -> None:
     np.testing.assert_array_equal(sink_mask(rule, found, values), sinks)
 
 
-def test_a_channel_in_which_other_tokens_are_large_is_left_out() -> None:
+def test_a_channel_in_which_other_tokens_are_large_is_left_out():
     values = magnitudes(2)
     values[:, 0] = 1000
     values[:, 200:, 1] = 100
@@ -57,6 +57,6 @@ def test_a_channel_in_which_other_tokens_are_large_is_left_out() -> None:
     assert rule.channels == (9,)
 
 
-def test_a_continuum_has_no_threshold() -> None:
+def test_a_continuum_has_no_threshold():
     values = np.random.default_rng(0).lognormal(0, 1.5, (WINDOWS, TOKENS, 1)).astype(np.float32)
     assert find_rule(SinkChannels(0, (1,)), values) is None

@@ -1,6 +1,5 @@
 """Trained centroids: predictions are closer to the model's own, on other text too; the same command, the same bytes."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.conftest import Refused
+from tests.places import EMBEDDED
 from vllm_antkv.calibrate import resources, write_codebook
 from vllm_antkv.calibrate import train as train_module
 from vllm_antkv.calibrate.capture import checkpointed
@@ -27,14 +26,13 @@ from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
 
-EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 PRESETS = ["antkv-1bit", "antkv-0.5bit"]
 SMALL: dict[str, Any] = {"samples": 6, "seq_len": 384, "device": "cpu"}
 NUM_STEPS = 40
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def learned(tmp_path_factory) -> Path:
     """Codebooks of the embedded model, from the package's text, as k-means leaves them."""
     out = tmp_path_factory.mktemp("learned")
     calibrate(CalibrationSettings(str(EMBEDDED), PRESETS, [], out, **SMALL))
@@ -42,7 +40,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def book(learned: Path) -> Codebook:
+def book(learned) -> Codebook:
     return Codebook.load(codebook_path(learned, PRESETS[0]))
 
 
@@ -52,7 +50,7 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def windows(learned: Path) -> torch.Tensor:
+def windows(learned) -> torch.Tensor:
     """(44, 384)."""
     return prepare(CalibrationSettings(str(EMBEDDED), PRESETS, [], learned, **{**SMALL, "samples": 44})).windows
 
@@ -63,9 +61,7 @@ def divergence(model: PreTrainedModel, book: Codebook, windows: torch.Tensor) ->
     return fidelity.kl
 
 
-def test_predictions_come_closer_on_other_text_too(
-    model: PreTrainedModel, book: Codebook, windows: torch.Tensor
-) -> None:
+def test_predictions_come_closer_on_other_text_too(model, book, windows):
     steps: list[None] = []
     mine, others = windows.split((40, 4))
     found = train(model, book, mine, NUM_STEPS, lambda: steps.append(None))
@@ -81,9 +77,7 @@ def test_predictions_come_closer_on_other_text_too(
     torch.testing.assert_close(ratios, ratios[:, :1].expand_as(ratios))
 
 
-def test_each_step_has_a_window_of_its_own_while_there_are_some(
-    model: PreTrainedModel, book: Codebook, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_step_has_a_window_of_its_own_while_there_are_some(model, book, windows, monkeypatch):
     seen: list[int] = []
     pass_back = train_module._pass_back
 
@@ -97,9 +91,7 @@ def test_each_step_has_a_window_of_its_own_while_there_are_some(
     assert all(map(torch.equal, (*one.k, *one.v), (*again.k, *again.v)))
 
 
-def test_layers_that_are_recomputed_are_trained_alike(
-    model: PreTrainedModel, book: Codebook, windows: torch.Tensor
-) -> None:
+def test_layers_that_are_recomputed_are_trained_alike(model, book, windows):
     config = AutoConfig.from_pretrained(EMBEDDED)
     assert not resources.training_needs_checkpointing(config, 1024, torch.float32)
     assert resources.training_needs_checkpointing(config, 8192, torch.float32)
@@ -111,7 +103,7 @@ def test_layers_that_are_recomputed_are_trained_alike(
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
 
 
-def test_windows_of_training_are_short_and_as_many_as_steps(learned: Path) -> None:
+def test_windows_of_training_are_short_and_as_many_as_steps(learned):
     small = {**SMALL, "seq_len": 2048}
     long, short, none = (
         prepare(CalibrationSettings(str(EMBEDDED), PRESETS, [], learned, train_steps=steps, **{**small, **changes}))
@@ -123,7 +115,7 @@ def test_windows_of_training_are_short_and_as_many_as_steps(learned: Path) -> No
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_gradients_reach_codes_and_no_anchors(book: Codebook, share: float) -> None:
+def test_gradients_reach_codes_and_no_anchors(book, share):
     """And rows as if they came back as they are."""
     generator = torch.Generator().manual_seed(0)
     num_kv_heads, num_sub_vectors, _, size = book.k[0].shape
@@ -144,9 +136,7 @@ def test_gradients_reach_codes_and_no_anchors(book: Codebook, share: float) -> N
     assert bool(key.grad[:, 8:128].any()) == (share == 0)
 
 
-def test_a_killed_training_goes_on_with_the_next_preset(
-    learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_training_goes_on_with_the_next_preset(learned, tmp_path, monkeypatch):
     settings = CalibrationSettings(str(EMBEDDED), PRESETS, [], tmp_path / "killed", train_steps=2, **SMALL)
     trained: list[str] = []
 
@@ -174,9 +164,7 @@ def test_a_killed_training_goes_on_with_the_next_preset(
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2"])
-def test_any_attention_can_be_trained_through(
-    family: str, make_model: Callable[..., Path], text_file: Path, tmp_path: Path
-) -> None:
+def test_any_attention_can_be_trained_through(family, make_model, text_file, tmp_path):
     """With windows, soft caps, sink logits, experts, and without RoPE."""
     model = make_model(family, max_position_embeddings=256)
     small = {"samples": 4, "seq_len": 256, "device": "cpu"}
@@ -190,7 +178,7 @@ def test_any_attention_can_be_trained_through(
     assert changed[-1]
 
 
-def test_windows_that_read_no_codes_are_refused(tmp_path: Path, refused: Refused) -> None:
+def test_windows_that_read_no_codes_are_refused(tmp_path, refused):
     small = {**SMALL, "seq_len": 200}
     with refused(CalibrationError, "--train-steps needs windows of 256 tokens or more, not of 200"):
         calibrate(CalibrationSettings(str(EMBEDDED), PRESETS, [], tmp_path, train_steps=1, **small))

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 
 from scripts import capacity_figure
 from vllm_antkv.capacity.gpus import GPUS
@@ -24,36 +24,36 @@ LLAMA_3_8B = DecodeShape(32, 8, 128, matrix_weights=7_504_658_432, weights=8_030
 SMALL = GPUS["l4-24"]
 
 
-def test_the_shape_is_that_of_the_model(model: PreTrainedModel) -> None:
+def test_the_shape_is_that_of_the_model(model):
     shape = DecodeShape.of(model.config)
     assert 2 * shape.weights == sum(2 * p.numel() for p in model.parameters())
     assert shape.matrix_weights <= shape.weights + model.lm_head.weight.numel()
     assert (shape.num_layers, shape.num_kv_heads) == (model.config.num_hidden_layers, model.config.num_key_value_heads)
 
 
-def test_llama_3_8b_has_the_weights_that_it_is_known_for() -> None:
+def test_llama_3_8b_has_the_weights_that_it_is_known_for():
     assert DecodeShape.of(LlamaConfig(**capacity_figure.LLAMA_3_8B)) == LLAMA_3_8B
 
 
 @pytest.mark.parametrize("cache", LLAMA_3_8B.caches)
-def test_the_pool_is_what_is_left(cache: str) -> None:
+def test_the_pool_is_what_is_left(cache):
     taken = 2 * LLAMA_3_8B.weights + codebooks_of(LLAMA_3_8B, cache)
     assert pool_bytes(LLAMA_3_8B, SMALL, cache) == GPU_SHARE * 24e9 - taken - WORKSPACE_BYTES
 
 
-def test_centroids_of_an_8b_model_are_34_megabytes() -> None:
+def test_centroids_of_an_8b_model_are_34_megabytes():
     sizes = [round(codebooks_of(LLAMA_3_8B, cache) / 1e6) for cache in LLAMA_3_8B.caches]
     assert sizes == [0, 0, *6 * [34]]
 
 
 @pytest.mark.parametrize("cache", LLAMA_3_8B.caches)
-def test_the_batch_fits_and_one_more_does_not(cache: str) -> None:
+def test_the_batch_fits_and_one_more_does_not(cache):
     sequence = LLAMA_3_8B.heads * sequence_bytes(LLAMA_3_8B, cache, 8192)
     batch = largest_batch(LLAMA_3_8B, SMALL, cache, 8192)
     assert batch * sequence <= pool_bytes(LLAMA_3_8B, SMALL, cache) < (batch + 1) * sequence
 
 
-def test_fewer_bits_hold_more_and_the_settings_count() -> None:
+def test_fewer_bits_hold_more_and_the_settings_count():
     batches = [largest_batch(LLAMA_3_8B, GPUS["h200-141"], cache, 8192) for cache in LLAMA_3_8B.caches]
     assert batches == sorted(batches)
     assert len(set(batches)) == len(batches)
@@ -62,17 +62,17 @@ def test_fewer_bits_hold_more_and_the_settings_count() -> None:
     assert sequence_bytes(LLAMA_3_8B, "fp8", 8192, more) == sequence_bytes(LLAMA_3_8B, "auto", 8192) / 2
 
 
-def test_a_model_that_is_too_large_has_no_pool() -> None:
+def test_a_model_that_is_too_large_has_no_pool():
     large = DecodeShape(80, 8, 128, 69_000_000_000, 70_000_000_000)
     assert pool_bytes(large, SMALL, "antkv-1bit") == largest_batch(large, SMALL, "antkv-1bit", 1) == 0
 
 
-def test_presets_that_do_not_divide_the_heads_are_left_out() -> None:
+def test_presets_that_do_not_divide_the_heads_are_left_out():
     assert DecodeShape(1, 1, 16, 1, 1).caches == ["auto", "fp8", *list(PRESETS)[:5]]
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_a_gpus_figures_agree_with_each_other(name: str) -> None:
+def test_a_gpus_figures_agree_with_each_other(name):
     """A multiprocessor does a power of two of 16-bit operations in a cycle: a typo in peak, count or clock shows."""
     gpu = GPUS[name]
     per_cycle = gpu.dense_flops / (gpu.multiprocessors * gpu.clock)
@@ -81,7 +81,7 @@ def test_a_gpus_figures_agree_with_each_other(name: str) -> None:
     assert name.endswith(f"-{gpu.memory / 1e9:.0f}")
 
 
-def test_a_step_is_bounded_as_by_hand() -> None:
+def test_a_step_is_bounded_as_by_hand():
     h100 = GPUS["h100-80"]
     bound = step_bound(LLAMA_3_8B, h100, "auto", 1024, 400)
     assert bound.matrices == pytest.approx(2 * 7.504658e9 * 400 / 700e12, rel=1e-5)

@@ -1,7 +1,6 @@
 """`antkv plan`: what it recommends follows from what fits."""
 
 import json
-from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, BloomConfig, Gemma2Config, LlamaConfig, Qwen3NextConfig
@@ -17,7 +16,7 @@ LLAMA_3_8B = LlamaConfig(**capacity_figure.LLAMA_3_8B)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+def llama(tmp_path_factory) -> str:
     """A folder with a config and nothing else."""
     folder = tmp_path_factory.mktemp("llama")
     LLAMA_3_8B.save_pretrained(folder)
@@ -25,7 +24,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> str:
+def qwen3_next(tmp_path_factory) -> str:
     """Six layers with a state, two that attend."""
     folder = tmp_path_factory.mktemp("qwen3-next")
     sizes = {"hidden_size": 1024, "num_hidden_layers": 8, "num_experts": 4}
@@ -43,14 +42,14 @@ def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("h100-80", 512, 10000, "fp8", "none holds all 10000 requests at once, and no preset gets much more done"),
     ],
 )
-def test_what_is_recommended(llama: str, gpu: str, context: int, batch: int, recommended: str, words: str) -> None:
+def test_what_is_recommended(llama, gpu, context, batch, recommended, words):
     plan = make_plan(llama, gpu, context, batch, AntKVConfig())
     assert plan.recommended == recommended
     assert plan.reason.startswith(f"Use {recommended}: ")
     assert words in plan.reason
 
 
-def test_states_take_their_share_of_every_cache(qwen3_next: str) -> None:
+def test_states_take_their_share_of_every_cache(qwen3_next):
     """So that codes gain more in longer requests."""
     gains = []
     for context in (8192, 131072):
@@ -62,7 +61,7 @@ def test_states_take_their_share_of_every_cache(qwen3_next: str) -> None:
     assert 1 < 2 * gains[0] < gains[1] < 14
 
 
-def test_where_states_are_most_of_a_request_fp8_is_recommended(qwen3_next: str) -> None:
+def test_where_states_are_most_of_a_request_fp8_is_recommended(qwen3_next):
     """Presets hold 1.3 times as much as auto there, and 1.7 times where requests are twice as long."""
     short, long = (make_plan(qwen3_next, "h100-80", *work, AntKVConfig()) for work in ((2048, 4200), (4096, 3900)))
     assert short.caches[3].requests > 4200
@@ -70,7 +69,7 @@ def test_where_states_are_most_of_a_request_fp8_is_recommended(qwen3_next: str) 
     assert "States, which no cache makes smaller" in short.reason
 
 
-def test_the_figures_of_a_cache_belong_together(llama: str) -> None:
+def test_the_figures_of_a_cache_belong_together(llama):
     plan = make_plan(llama, "h100-80", 32768, 64, AntKVConfig())
     for cache in plan.caches:
         assert cache.requests == cache.tokens // 32768
@@ -81,7 +80,7 @@ def test_the_figures_of_a_cache_belong_together(llama: str) -> None:
     assert plan.weight_bytes == 2 * 8_030_261_248
 
 
-def test_two_gpus_hold_more_than_twice_as_much_as_one_and_read_half_each(llama: str) -> None:
+def test_two_gpus_hold_more_than_twice_as_much_as_one_and_read_half_each(llama):
     one, two = (make_plan(llama, "l40s-48", 8192, 64, AntKVConfig(), size) for size in (1, 2))
     assert two.weight_bytes == one.weight_bytes / 2
     for alone, together in zip(one.caches, two.caches, strict=True):
@@ -95,7 +94,7 @@ def test_two_gpus_hold_more_than_twice_as_much_as_one_and_read_half_each(llama: 
         assert per_request[1] == pytest.approx(per_request[0] / 2)
 
 
-def test_windows_bound_what_is_held_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_windows_bound_what_is_held_and_read(tmp_path, capsys):
     """Half of the layers hold a window; then all do."""
     kinds = ["sliding_attention", "full_attention"] * 13
     sizes = {"num_hidden_layers": 26, "layer_types": kinds, "sliding_window": 1024}
@@ -115,7 +114,7 @@ def test_windows_bound_what_is_held_and_read(tmp_path: Path, capsys: pytest.Capt
     assert {cache.kernels for cache in plan.caches} == {None, "triton"}
 
 
-def test_the_kernels_that_would_run_are_named_and_timed(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kernels_that_would_run_are_named_and_timed(llama, capsys):
     """By the rule of servers: tables of heads of 128 channels do not fit where a CTA has 99 KiB."""
 
     def named(gpu: str) -> dict[str, str | None]:
@@ -132,13 +131,13 @@ def test_the_kernels_that_would_run_are_named_and_timed(llama: str, capsys: pyte
     assert steps[2].seconds > 1.5 * steps[3].seconds
 
 
-def test_with_more_gpus_than_kv_heads_several_hold_the_same(llama: str) -> None:
+def test_with_more_gpus_than_kv_heads_several_hold_the_same(llama):
     eight, sixteen = (make_plan(llama, "l4-24", 8192, 64, AntKVConfig(), size) for size in (8, 16))
     assert [cache.codebook_bytes for cache in sixteen.caches] == [cache.codebook_bytes for cache in eight.caches]
     assert sixteen.weight_bytes == eight.weight_bytes / 2
 
 
-def test_anchors_as_they_are_take_more_and_leave_less(llama: str) -> None:
+def test_anchors_as_they_are_take_more_and_leave_less(llama):
     command = ["plan", llama, "--gpu", "h100-80", "--json", "-"]
     fp8, model = (
         make_plan(llama, "h100-80", 8192, 64, AntKVConfig(anchor_dtype=dtype)).caches for dtype in ("fp8", "model")
@@ -148,23 +147,21 @@ def test_anchors_as_they_are_take_more_and_leave_less(llama: str) -> None:
     assert cli.run([*command, "--anchor-dtype", "model"]) == 0
 
 
-def test_that_fp8_is_faster_is_said_where_it_is_much(llama: str) -> None:
+def test_that_fp8_is_faster_is_said_where_it_is_much(llama):
     long, short = (make_plan(llama, "h100-80", context, 4, AntKVConfig()) for context in (65536, 256))
     assert long.recommended == short.recommended == "auto"
     assert "A step of fp8 reads less and takes up to " in long.reason
     assert "fp8" not in short.reason
 
 
-def test_a_model_that_does_not_fit_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_is_told_so(tmp_path, capsys):
     LlamaConfig(**{**LLAMA_3_8B.to_dict(), "num_hidden_layers": 80}).save_pretrained(tmp_path)
     assert cli.run(["plan", str(tmp_path), "--gpu", "l4-24"]) == 0
     assert "Not one request fits beside the weights" in capsys.readouterr().out
     assert make_plan(str(tmp_path), "l4-24", 8192, 1, AntKVConfig()).recommended is None
 
 
-def test_json_is_written_or_takes_the_place_of_the_table(
-    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_written_or_takes_the_place_of_the_table(llama, tmp_path, capsys):
     expected = json.loads(make_plan(llama, "h100-80", 8192, 64, AntKVConfig(prefix=0)).model_dump_json())
     command = ["plan", llama, "--gpu", "h100-80", "--prefix", "0", "--json"]
     assert cli.run([*command, "-"]) == 0
@@ -174,7 +171,7 @@ def test_json_is_written_or_takes_the_place_of_the_table(
     assert "tokens/s" in capsys.readouterr().out
 
 
-def test_what_cannot_be_planned_is_refused(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_refused(llama, tmp_path, capsys):
     bloom, kimi, quantised = (tmp_path / name for name in ("bloom", "kimi", "quantised"))
     BloomConfig(architectures=["BloomForCausalLM"]).save_pretrained(bloom)
     AutoConfig.for_model("kimi_linear", architectures=["KimiLinearForCausalLM"]).save_pretrained(kimi)

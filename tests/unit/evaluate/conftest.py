@@ -50,12 +50,12 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
-def identity(model_folder: Path) -> ModelIdentity:
+def identity(model_folder) -> ModelIdentity:
     return ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model_folder))
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory, model: PreTrainedModel) -> Path:
+def model_folder(tmp_path_factory, model) -> Path:
     """A model that can be loaded by name, with a tokenizer that knows the words w3 ... w63."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
     model.save_pretrained(folder)
@@ -67,7 +67,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, model: PreTrainedMode
 
 
 @pytest.fixture(scope="session")
-def codebook_folder(tmp_path_factory: pytest.TempPathFactory, identity: ModelIdentity) -> Path:
+def codebook_folder(tmp_path_factory, identity) -> Path:
     """Weighted centroids with a sink rule, and plain ones in the folder cq."""
     folder = tmp_path_factory.mktemp("codebooks")
     sinks = SinkRule(layer=0, channels=(3,), threshold=2.0)
@@ -77,7 +77,7 @@ def codebook_folder(tmp_path_factory: pytest.TempPathFactory, identity: ModelIde
 
 
 @pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     words = torch.randint(3, VOCAB, (1000,), generator=torch.Generator().manual_seed(1))
     path.write_text(" ".join(f"w{i}" for i in words.tolist()))

@@ -1,11 +1,11 @@
 """On the models of this repository: what the papers say of methods, settings and codebooks, by more than noise."""
 
 import pydoc_data.topics
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.places import ROOT
 from vllm_antkv.calibrate.mix import mix
 from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
@@ -23,7 +23,6 @@ from vllm_antkv.presets import get_preset
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[3]
 PRESET = get_preset("antkv-1bit")
 
 
@@ -33,18 +32,16 @@ def card() -> ModelCard:
 
 
 @pytest.fixture(scope="module")
-def model(card: ModelCard):
+def model(card):
     return card.load()
 
 
 @pytest.fixture(scope="module")
-def windows(card: ModelCard) -> torch.Tensor:
+def windows(card) -> torch.Tensor:
     return load_windows(ROOT / "LICENSE", card.tokenizer, context=768)[:2]
 
 
-def test_more_bits_and_anchors_come_closer_with_shipped_codebooks(
-    card: ModelCard, model, windows: torch.Tensor
-) -> None:
+def test_more_bits_and_anchors_come_closer_with_shipped_codebooks(card, model, windows):
     """KL divergence from the model's own predictions; margins are half of what was measured, or wider."""
 
     def divergence(name: str, recency: str, anchor_share: float = 0.01) -> float:
@@ -57,7 +54,7 @@ def test_more_bits_and_anchors_come_closer_with_shipped_codebooks(
     assert divergence("antkv-1bit", "sliding:32", 0.05) < 0.9 * divergence("antkv-1bit", "sliding:32", 0.0)
 
 
-def test_mixed_layers_are_ahead_of_one_preset_for_all(card: ModelCard, model, windows: torch.Tensor) -> None:
+def test_mixed_layers_are_ahead_of_one_preset_for_all(card, model, windows):
     """At no more bytes, chosen on one page and measured on another; half of the measured margin."""
     names = ("antkv-2bit", "antkv-1bit", "antkv-0.5bit")
     books = [Codebook.load(find_codebook(card.name, card.identity, name)) for name in names]
@@ -70,7 +67,7 @@ def test_mixed_layers_are_ahead_of_one_preset_for_all(card: ModelCard, model, wi
     assert after < 0.8 * before
 
 
-def test_antkv_is_ahead_of_cq_at_one_bit(card: ModelCard, model, tmp_path: Path) -> None:
+def test_antkv_is_ahead_of_cq_at_one_bit(card, model, tmp_path):
     """As served, learned from one text and measured on another. Six seeds gave 0.49 to 0.62."""
     file = tmp_path / "text.txt"
     # Technical English that comes with Python.

@@ -26,7 +26,7 @@ seeds = st.integers(0, 10_000)
 
 
 @given(seed=seeds, vocab=st.integers(TOP_TOKENS + 1, 200), sharpness=st.floats(0.1, 6), noise=st.floats(0, 3))
-def test_it_is_a_lower_bound(seed: int, vocab: int, sharpness: float, noise: float) -> None:
+def test_it_is_a_lower_bound(seed, vocab, sharpness, noise):
     p = random_logprobs(seed, vocab, sharpness)
     q = (p + noise * random_logprobs(seed + 1, vocab, 1.0)).log_softmax(-1)
     full = (p.exp() * (p - q)).sum(-1)
@@ -36,26 +36,26 @@ def test_it_is_a_lower_bound(seed: int, vocab: int, sharpness: float, noise: flo
 
 
 @given(seed=seeds, sharpness=st.floats(0.1, 3))
-def test_it_is_exact_when_the_lists_hold_every_token(seed: int, sharpness: float) -> None:
+def test_it_is_exact_when_the_lists_hold_every_token(seed, sharpness):
     p, q = (random_logprobs(seed + at, TOP_TOKENS, sharpness) for at in range(2))
     torch.testing.assert_close(divergence(listed(p), listed(q)), (p.exp() * (p - q)).sum(-1), atol=1e-6, rtol=1e-6)
 
 
 @given(seed=seeds)
-def test_the_same_predictions_differ_in_nothing(seed: int) -> None:
+def test_the_same_predictions_differ_in_nothing(seed):
     top = listed(random_logprobs(seed, 100, 2.0))
     assert divergence(top, top).max() < 1e-12
     assert top1_agreement(top, top) == 1
 
 
-def test_agreement_is_the_share_of_equal_first_tokens() -> None:
+def test_agreement_is_the_share_of_equal_first_tokens():
     p = random_logprobs(0, 50, 2.0)
     q = p.clone()
     q[0, p[0].argmin()] = 0.0
     assert top1_agreement(listed(p), listed(q)) == (POSITIONS - 1) / POSITIONS
 
 
-def test_a_token_beyond_the_list_is_left_out() -> None:
+def test_a_token_beyond_the_list_is_left_out():
     """vLLM adds the prompt's own token to the list when it is not among the most likely."""
     p = random_logprobs(0, 100, 2.0)
     assert torch.equal(listed(p, TOP_TOKENS + 1).ids, listed(p).ids)

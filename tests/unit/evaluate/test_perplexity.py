@@ -42,13 +42,13 @@ def windows() -> torch.Tensor:
 FP16 = Method("fp16", 16.0, AntKVConfig())
 
 
-def test_fp16_is_the_models_own_loss(loaded, windows) -> None:
+def test_fp16_is_the_models_own_loss(loaded, windows):
     with torch.inference_mode():
         loss = loaded(windows, labels=windows).loss.item()
     assert score(loaded, FP16, windows).nll == pytest.approx(loss, rel=1e-5)
 
 
-def test_the_figure_does_not_depend_on_batches(card, loaded, windows, codebook_folder, monkeypatch) -> None:
+def test_the_figure_does_not_depend_on_batches(card, loaded, windows, codebook_folder, monkeypatch):
     method = build_method(
         "antkv-1bit", MethodRequest("tiny", card.identity, codebook_folder, AntKVConfig(anchor_share=0.05))
     )
@@ -59,14 +59,14 @@ def test_the_figure_does_not_depend_on_batches(card, loaded, windows, codebook_f
     assert done == [1] * 5
 
 
-def test_the_report_says_what_was_measured(card, loaded, windows) -> None:
+def test_the_report_says_what_was_measured(card, loaded, windows):
     report = evaluate_perplexity(card, loaded, FP16, TextWindows(Path("text.txt"), windows))
     assert (report.windows, report.context, report.tokens) == (5, 300, 5 * 299)
     assert report.perplexity == pytest.approx(math.exp(report.nll))
     assert (report.nominal_bits, report.effective_bits) == (16, 16)
 
 
-def test_predictions_are_compared_with_the_models_own(card, loaded, windows, codebook_folder) -> None:
+def test_predictions_are_compared_with_the_models_own(card, loaded, windows, codebook_folder):
     request = MethodRequest("tiny", card.identity, codebook_folder, AntKVConfig(recency="none", prefix=0))
     method = build_method("antkv-1bit", request)
     fidelity = score(loaded, method, windows, against_own=True).fidelity
@@ -87,7 +87,7 @@ def test_predictions_are_compared_with_the_models_own(card, loaded, windows, cod
 
 
 @pytest.mark.parametrize("context", [1, 513])
-def test_windows_that_do_not_fit_the_model(card, loaded, refused, context) -> None:
+def test_windows_that_do_not_fit_the_model(card, loaded, refused, context):
     windows = TextWindows(Path("text.txt"), torch.ones(1, context, dtype=torch.int64))
     with refused(SettingsError, str(context)):
         evaluate_perplexity(card, loaded, FP16, windows)
@@ -100,11 +100,11 @@ def bits(context: int, **settings: object) -> float:
     return effective_bits(method, identity, torch.bfloat16, context)
 
 
-def test_codes_alone_cost_the_nominal_bits() -> None:
+def test_codes_alone_cost_the_nominal_bits():
     assert bits(2048) == pytest.approx(1.0, rel=0.03)
 
 
-def test_every_row_that_is_kept_is_counted() -> None:
+def test_every_row_that_is_kept_is_counted():
     """Two anchor rows of K and of V per block of 128 tokens at 8 bits, and 16 tokens of recency at 16."""
     assert bits(2048, anchor_share=0.015) >= 1 + 2 * 8 / 128
     assert bits(2048, recency="sliding:16") >= 1 + 16 * 15 / 2048
@@ -112,7 +112,7 @@ def test_every_row_that_is_kept_is_counted() -> None:
     assert bits(65536, recency="sliding:16") < 1.05
 
 
-def test_a_block_is_paid_for_when_it_begins() -> None:
+def test_a_block_is_paid_for_when_it_begins():
     assert bits(129) * 129 >= bits(256) * 256
 
 
@@ -120,7 +120,7 @@ def result(method: str, value: float) -> PerplexityReport:
     return PerplexityReport.model_construct(method=method, perplexity=value)
 
 
-def test_gap_closed_compares_with_the_same_bits() -> None:
+def test_gap_closed_compares_with_the_same_bits():
     results = [result("fp16", 4.0), result("cq-1bit", 8.0), result("antkv-1bit", 5.0), result("antkv-2bit", 4.1)]
     assert gap_closed(results) == {"antkv-1bit": 0.75}
 
@@ -130,5 +130,5 @@ def test_gap_closed_compares_with_the_same_bits() -> None:
     [{"cq-1bit": 8.0, "antkv-1bit": 5.0}, {"fp16": 4.0, "antkv-1bit": 5.0}, {"fp16": 4, "cq-1bit": 4, "antkv-1bit": 4}],
     ids=["no fp16", "no baseline", "a baseline that loses nothing"],
 )
-def test_no_gap_without_both_ends(values) -> None:
+def test_no_gap_without_both_ends(values):
     assert gap_closed([result(*each) for each in values.items()]) == {}

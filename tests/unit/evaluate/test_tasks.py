@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.places import EMBEDDED
 from vllm_antkv import cli
 from vllm_antkv.cli.tables import print_table
 from vllm_antkv.cli.tasks import _table
@@ -15,7 +16,6 @@ from vllm_antkv.errors import SettingsError
 from vllm_antkv.evaluate import tasks
 from vllm_antkv.evaluate.tasks import TaskRun, TasksReport, check_tasks, read_scores
 
-EMBEDDED = Path(__file__).parents[3] / "models" / "embedded"
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 
 
@@ -29,7 +29,7 @@ def results(value: float) -> dict[str, Any]:
     return {"mmlu": group, "mmlu_law": {"acc,none": 1.0}, "gsm8k": gsm8k}
 
 
-def test_scores_are_those_of_what_was_asked_for() -> None:
+def test_scores_are_those_of_what_was_asked_for():
     scores = report("auto", results(0.5), "mmlu", "gsm8k").scores
     assert [(s.task, s.metric, s.value, s.stderr) for s in scores] == [
         ("mmlu", "acc", 0.5, 0.01),
@@ -37,17 +37,17 @@ def test_scores_are_those_of_what_was_asked_for() -> None:
     ]
 
 
-def test_a_group_without_metrics_is_shown_by_its_tasks() -> None:
+def test_a_group_without_metrics_is_shown_by_its_tasks():
     found = {"longbench": {"alias": "longbench"}, "a": {"score,none": 0.1}, "b": {"score,none": 0.2}}
     assert [score.task for score in report("auto", found, "longbench").scores] == ["a", "b"]
 
 
-def test_lengths_that_were_not_asked_for_are_left_out() -> None:
+def test_lengths_that_were_not_asked_for_are_left_out():
     found = {"niah_single_1": {"alias": "niah_single_1", "4096,none": -1, "8192,none": 0.75, "8192_stderr,none": 0.1}}
     assert [score.metric for score in report("auto", found, "niah_single_1").scores] == ["8192"]
 
 
-def test_differences_are_from_the_first(capsys: pytest.CaptureFixture) -> None:
+def test_differences_are_from_the_first(capsys):
     reports = [report(dtype, results(value), "mmlu") for dtype, value in [("auto", 0.5), ("antkv-1bit", 0.25)]]
     print_table(_table(reports))
     shown = capsys.readouterr().out
@@ -61,13 +61,13 @@ def run(tmp_path: Path, *args: str) -> int:
 
 
 @pytest.mark.skipif(HARNESS, reason="lm-evaluation-harness is installed")
-def test_without_the_harness_it_says_how_to_install_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_without_the_harness_it_says_how_to_install_it(tmp_path, capsys):
     assert run(tmp_path, "--kv-cache-dtype", "auto") == 1
     assert "pip install 'vllm-antkv[tasks]'" in capsys.readouterr().err
 
 
 @pytest.fixture
-def folders_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def folders_read(monkeypatch) -> Iterator[list[str]]:
     """Those that the harness takes tasks from, by name; of its own, one stands for over a hundred."""
     manager = pytest.importorskip("lm_eval.tasks.manager", reason="pip install 'vllm-antkv[tasks]'")
     monkeypatch.setattr(manager, "__file__", str(Path(manager.__file__).parent / "piqa" / "manager.py"))
@@ -84,7 +84,7 @@ def folders_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     tasks._tasks_of.cache_clear()
 
 
-def test_a_task_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture, folders_read: list[str]) -> None:
+def test_a_task_that_there_is_not(tmp_path, capsys, folders_read):
     check_tasks(TaskRun(tasks=("piqa",)), str(EMBEDDED))
     assert run(tmp_path, "--kv-cache-dtype", "auto") == 2
     assert "no-such-task" in capsys.readouterr().err.splitlines()[-1]
@@ -97,9 +97,7 @@ def test_a_task_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture,
     [(("mine",), ["own"]), (("mine", "piqa"), ["own", "piqa", "own"]), (("ours",), ["own", "piqa", "own"])],
     ids=["own", "own and theirs", "a group of both"],
 )
-def test_the_harness_s_tasks_are_read_where_own_ones_do_not_do(
-    tmp_path: Path, folders_read: list[str], names: tuple[str, ...], folders: list[str]
-) -> None:
+def test_the_harness_s_tasks_are_read_where_own_ones_do_not_do(tmp_path, folders_read, names, folders):
     (tmp_path / "own").mkdir()
     definitions = [{"task": "mine", "dataset_path": "json"}, {"group": "ours", "task": ["mine", "piqa"]}]
     for number, definition in enumerate(definitions):
@@ -108,7 +106,7 @@ def test_the_harness_s_tasks_are_read_where_own_ones_do_not_do(
     assert folders_read == folders
 
 
-def test_programs_that_a_model_writes_run_where_that_is_allowed(tmp_path: Path, folders_read: list[str]) -> None:
+def test_programs_that_a_model_writes_run_where_that_is_allowed(tmp_path, folders_read):
     (tmp_path / "code.yaml").write_text(json.dumps({"task": "code", "dataset_path": "json", "unsafe_code": True}))
     asked = TaskRun(tasks=("code",), include_path=tmp_path)
     with pytest.raises(SettingsError, match="--confirm-run-unsafe-code"):

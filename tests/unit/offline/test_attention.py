@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.codebooks import random_codebook
 from tests.unit.evaluate.conftest import HEAD_SIZE, LAYERS, VOCAB, tiny_model
-from vllm_antkv.codebook import Codebook, ModelIdentity, SinkRule
+from vllm_antkv.codebook import Codebook, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.families import FAMILIES
@@ -50,7 +50,7 @@ def logits_of(model: PreTrainedModel, windows: torch.Tensor, method: Method | No
 
 
 @pytest.fixture(scope="module")
-def codebook(identity: ModelIdentity) -> Codebook:
+def codebook(identity) -> Codebook:
     return random_codebook(identity)
 
 
@@ -155,21 +155,19 @@ def run(naive: Naive, method: Method, is_sink: torch.Tensor | None = None, every
     return attend_window(LayerWindow(0, *rows, naive.rules, naive.rotary), method, is_sink, every=every)[0]
 
 
-def test_cq_is_attention_over_nearest_centroids(codebook: Codebook) -> None:
+def test_cq_is_attention_over_nearest_centroids(codebook):
     naive = Naive(40, codebook)
     torch.testing.assert_close(run(naive, vq_method(codebook)), naive.attend(lambda i, j: i == j))
 
 
-def test_recency_and_the_open_block_are_seen_exactly(codebook: Codebook) -> None:
+def test_recency_and_the_open_block_are_seen_exactly(codebook):
     naive = Naive(150, codebook)
     expected = naive.attend(lambda i, j: i - j < 32 or j // VQ_BLOCK_SIZE == i // VQ_BLOCK_SIZE)
     torch.testing.assert_close(run(naive, vq_method(codebook, recency="sliding:32")), expected)
 
 
 @pytest.mark.parametrize("anchor_dtype", ["fp8", "model"])
-def test_anchors_of_closed_blocks_are_corrected_or_exact_as_sinks_and_the_prefix_are(
-    codebook: Codebook, anchor_dtype: str
-) -> None:
+def test_anchors_of_closed_blocks_are_corrected_or_exact_as_sinks_and_the_prefix_are(codebook, anchor_dtype):
     naive = Naive(140, codebook)
     settings = {"anchor_share": 0.03, "anchor_dtype": anchor_dtype, "prefix": 3}
     method = vq_method(codebook, SinkRule(layer=0, channels=(0,), threshold=1.0), **settings)
@@ -180,7 +178,7 @@ def test_anchors_of_closed_blocks_are_corrected_or_exact_as_sinks_and_the_prefix
     torch.testing.assert_close(run(naive, method, is_sink), expected)
 
 
-def test_a_few_queries_attend_as_they_do_among_all(codebook: Codebook) -> None:
+def test_a_few_queries_attend_as_they_do_among_all(codebook):
     """Anchors are still the choice of all."""
     naive = Naive(270, codebook)
     method = vq_method(codebook, anchor_share=0.03, recency="sliding:32")
@@ -197,7 +195,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-def test_windows_soft_caps_and_learned_sinks_count_in_attention_and_in_votes(codebook: Codebook, rules: dict) -> None:
+def test_windows_soft_caps_and_learned_sinks_count_in_attention_and_in_votes(codebook, rules):
     naive = Naive(150, codebook, **rules)
     method = vq_method(codebook, anchor_share=0.03, prefix=3, recency="sliding:8")
     same_block = lambda i, j: j // VQ_BLOCK_SIZE == i // VQ_BLOCK_SIZE  # noqa: E731
@@ -208,7 +206,7 @@ def test_windows_soft_caps_and_learned_sinks_count_in_attention_and_in_votes(cod
     assert not torch.allclose(run(Naive(150, codebook), method), expected), "the rule makes a difference"
 
 
-def test_a_window_that_is_exact_loses_nothing(codebook: Codebook) -> None:
+def test_a_window_that_is_exact_loses_nothing(codebook):
     naive = Naive(150, codebook, window=70)
     expected = naive.attend(lambda i, j: True)
     torch.testing.assert_close(run(naive, vq_method(codebook, windows="exact")), expected)
@@ -228,16 +226,14 @@ def test_a_window_that_is_exact_loses_nothing(codebook: Codebook) -> None:
     ],
     ids=str,
 )
-def test_where_recency_prefix_or_anchors_cover_everything_nothing_is_lost(
-    model: PreTrainedModel, codebook: Codebook, changes: dict
-) -> None:
+def test_where_recency_prefix_or_anchors_cover_everything_nothing_is_lost(model, codebook, changes):
     windows = random_windows(1, 300)
     torch.testing.assert_close(
         logits_of(model, windows, vq_method(codebook, **changes)), logits_of(model, windows), rtol=1e-3, atol=1e-3
     )
 
 
-def test_scales_of_keys_leave_exact_rows_as_they_are(model: PreTrainedModel, codebook: Codebook) -> None:
+def test_scales_of_keys_leave_exact_rows_as_they_are(model, codebook):
     windows, method = random_windows(1, 200), vq_method(codebook, prefix=150)
     exponents = torch.randint(-3, 4, (LAYERS, 2, HEAD_SIZE // 2), generator=torch.Generator().manual_seed(0))
     scaled = replace(method, k_scale=exponents.float().exp2().repeat(1, 1, 2))
@@ -246,14 +242,14 @@ def test_scales_of_keys_leave_exact_rows_as_they_are(model: PreTrainedModel, cod
     assert not torch.equal(found[150:], expected[150:])
 
 
-def test_scaled_keys_find_centroids_that_are_scaled_alike(model: PreTrainedModel, codebook: Codebook) -> None:
+def test_scaled_keys_find_centroids_that_are_scaled_alike(model, codebook):
     windows = random_windows(1, 300)
     twice = replace(codebook, k=tuple(2 * layer for layer in codebook.k))
     scaled = replace(vq_method(twice), k_scale=torch.full((LAYERS, 2, HEAD_SIZE), 2.0))
     assert torch.equal(logits_of(model, windows, scaled), logits_of(model, windows, vq_method(codebook)))
 
 
-def test_anchors_bring_the_output_closer(codebook: Codebook) -> None:
+def test_anchors_bring_the_output_closer(codebook):
     """Keys that draw much attention are found, and correcting them pays."""
     naive = Naive(400, codebook)
     heavy = torch.randperm(256, generator=torch.Generator().manual_seed(3))[:6]
@@ -274,7 +270,7 @@ def test_anchors_bring_the_output_closer(codebook: Codebook) -> None:
 SINK_RULE = SinkRule(layer=0, channels=(3, 5), threshold=2.0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     num_tokens=st.integers(2, 300),
     where=st.floats(0, 1, exclude_max=True),
@@ -288,9 +284,7 @@ SINK_RULE = SinkRule(layer=0, channels=(3, 5), threshold=2.0)
     ),
     seed=st.integers(0, 1000),
 )
-def test_a_later_token_never_changes_an_earlier_position(
-    model: PreTrainedModel, codebook: Codebook, num_tokens: int, where: float, kept: dict[str, Any], seed: int
-) -> None:
+def test_a_later_token_never_changes_an_earlier_position(model, codebook, num_tokens, where, kept, seed):
     method = vq_method(codebook, SINK_RULE if kept["sinks"] else None, **kept)
     windows = random_windows(1, num_tokens, seed)
     changed = windows.clone()
@@ -300,7 +294,7 @@ def test_a_later_token_never_changes_an_earlier_position(
     torch.testing.assert_close(before[:, :position], after[:, :position], rtol=1e-4, atol=1e-4)
 
 
-def test_windows_do_not_touch_each_other(model: PreTrainedModel, codebook: Codebook) -> None:
+def test_windows_do_not_touch_each_other(model, codebook):
     method = vq_method(codebook, SINK_RULE, anchor_share=0.05, recency="sliding:8", prefix=2, sinks=True)
     windows = random_windows(3, 260)
     together = logits_of(model, windows, method)
@@ -336,7 +330,7 @@ MODELS = {
 }
 
 
-def test_these_are_families_that_are_evaluated() -> None:
+def test_these_are_families_that_are_evaluated():
     """The others of the table are in `tests/serving/test_families.py`."""
     evaluated = {family.model_type for family in FAMILIES.values() if family.evaluated}
     assert {model_type for model_type, _ in {**MODELS, **OTHERS}.values()} <= evaluated
@@ -373,7 +367,7 @@ OTHERS: dict[str, tuple[str, dict]] = {
 
 
 @pytest.mark.parametrize("name", [*MODELS, *OTHERS])
-def test_a_method_that_loses_nothing_gives_the_models_own_logits(name: str) -> None:
+def test_a_method_that_loses_nothing_gives_the_models_own_logits(name):
     family, changes = (MODELS | OTHERS)[name]
     model = tiny_model(family, **changes)
     if family == "gemma2":
@@ -385,7 +379,7 @@ def test_a_method_that_loses_nothing_gives_the_models_own_logits(name: str) -> N
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_keys_are_unrotated_with_the_models_own_table(name: str) -> None:
+def test_keys_are_unrotated_with_the_models_own_table(name):
     family, changes = MODELS[name]
     model = tiny_model(family, **changes)
     attention_module = model.get_decoder().layers[1].self_attn
@@ -405,16 +399,14 @@ def test_keys_are_unrotated_with_the_models_own_table(name: str) -> None:
     torch.testing.assert_close(recording.keys[1], keys.reshape(1, 200, 2, HEAD_SIZE), rtol=1e-3, atol=1e-4)
 
 
-def test_the_rotary_table_is_float32_even_for_a_bfloat16_model() -> None:
+def test_the_rotary_table_is_float32_even_for_a_bfloat16_model():
     model = tiny_model().to(torch.bfloat16)
     table = rotary_tables(model, 100)[0]
     assert table.cos.dtype == torch.float32
     torch.testing.assert_close(table.cos.square() + table.sin.square(), torch.ones(100, HEAD_SIZE // 2))
 
 
-def test_sinks_are_pinned_in_the_layers_after_the_one_that_reveals_them(
-    model: PreTrainedModel, codebook: Codebook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sinks_are_pinned_in_the_layers_after_the_one_that_reveals_them(model, codebook, monkeypatch):
     seen: dict[int, torch.Tensor | None] = {}
 
     def spy(window, method, is_sink):
@@ -436,7 +428,7 @@ def test_sinks_are_pinned_in_the_layers_after_the_one_that_reveals_them(
     assert torch.equal(seen[2], expected)
 
 
-def test_the_models_own_attention_comes_back(model: PreTrainedModel, codebook: Codebook) -> None:
+def test_the_models_own_attention_comes_back(model, codebook):
     windows = random_windows(1, 20)
     before, implementation = logits_of(model, windows), model.config._attn_implementation
     # What another test left open is closed when it is collected, which must not happen in between.
@@ -450,6 +442,6 @@ def test_the_models_own_attention_comes_back(model: PreTrainedModel, codebook: C
     assert torch.equal(logits_of(model, windows), before)
 
 
-def test_a_model_that_hands_over_nothing_is_refused(codebook: Codebook, refused) -> None:
+def test_a_model_that_hands_over_nothing_is_refused(codebook, refused):
     with refused(UnsupportedModelError, "attention interface"):
         logits_of(tiny_model("bloom"), random_windows(1, 100), vq_method(codebook))

@@ -15,9 +15,7 @@ from vllm_antkv.offline.float32_products import faster_products
         (["avx512_bf16", "amx_bf16"], True, True),
     ],
 )
-def test_asked_for_only_where_nothing_is_rounded_that_may_not_be(
-    found: list[str], rounded: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asked_for_only_where_nothing_is_rounded_that_may_not_be(found, rounded, asked, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(found, True))
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
@@ -26,7 +24,7 @@ def test_asked_for_only_where_nothing_is_rounded_that_may_not_be(
     assert matmul.fp32_precision == before
 
 
-def test_products_are_exact_to_float32_on_this_processor() -> None:
+def test_products_are_exact_to_float32_on_this_processor():
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(size, 576, generator=generator) for size in (512, 1536))
     exact = rows.double() @ weight.double().T

@@ -35,14 +35,14 @@ def objective(points: np.ndarray, weights: np.ndarray, centroids: np.ndarray) ->
     return float((weights * distances_of(points, centroids).min(1)).sum())
 
 
-def test_a_heavy_token_gets_a_centroid_of_its_own() -> None:
+def test_a_heavy_token_gets_a_centroid_of_its_own():
     points = gaussian(2000)
     weights = np.ones(len(points))
     weights[17] = 1e6
     assert distances_of(points[17:18], learned(points, 16, weights)).min() < 1e-4
 
 
-def test_equals_one_replicated_point_per_weight() -> None:
+def test_equals_one_replicated_point_per_weight():
     """Integer weights mean the same as repeating points, at the optimum of well-parted clusters."""
     centres = gaussian(4, 2) * 100
     points = np.repeat(centres, 50, axis=0) + gaussian(200, 2)
@@ -54,7 +54,7 @@ def test_equals_one_replicated_point_per_weight() -> None:
 
 
 @pytest.mark.parametrize(("num_centroids", "cost"), [(256, 1.04), (1024, 1.08)])
-def test_the_error_is_nearly_that_of_lloyds_iterations_to_the_end(num_centroids: int, cost: float) -> None:
+def test_the_error_is_nearly_that_of_lloyds_iterations_to_the_end(num_centroids, cost):
     points = gaussian(16_384)
     weights = np.random.default_rng(1).lognormal(0, 1, len(points))
     found = learned(points, num_centroids, weights)
@@ -67,7 +67,7 @@ def test_the_error_is_nearly_that_of_lloyds_iterations_to_the_end(num_centroids:
     assert objective(points, weights, found) < cost * objective(points, weights, best)
 
 
-def test_same_seed_same_bytes_whatever_the_number_of_threads() -> None:
+def test_same_seed_same_bytes_whatever_the_number_of_threads():
     points = torch.from_numpy(gaussian(20_000, 8)).float().reshape(20_000, 2, 4).transpose(0, 1)
     weights = torch.ones(2, 20_000)
     before = torch.get_num_threads()
@@ -83,14 +83,14 @@ def test_same_seed_same_bytes_whatever_the_number_of_threads() -> None:
     assert not torch.equal(runs[0], learn_centroids(points, weights, 64, 1))
 
 
-def test_problems_of_a_batch_know_nothing_of_each_other() -> None:
+def test_problems_of_a_batch_know_nothing_of_each_other():
     points = torch.from_numpy(gaussian(2000, 8)).float().reshape(2000, 2, 4).transpose(0, 1)
     weights = torch.ones(2, 2000)
     other = torch.stack((points[0], 100 * points[1]))
     assert torch.equal(learn_centroids(points, weights, 16, 0)[0], learn_centroids(other, weights, 16, 0)[0])
 
 
-def test_an_empty_cluster_moves_to_the_point_that_is_served_worst() -> None:
+def test_an_empty_cluster_moves_to_the_point_that_is_served_worst():
     rows = torch.tensor([[[0.0, 1.0], [1.0, 1.0], [10.0, 1.0]]])
     far_off = torch.tensor([[[5.25], [1000.0]]])
     moved = improved(rows, torch.tensor([[1.0, 1.0, 2.0]]), far_off)
@@ -99,7 +99,7 @@ def test_an_empty_cluster_moves_to_the_point_that_is_served_worst() -> None:
 
 @pytest.mark.parametrize("device", ["the kernels", "any device"])
 @pytest.mark.parametrize(("num_points", "num_centroids", "size"), [(1003, 40, 4), (64, 256, 8), (9, 4, 32)])
-def test_points_are_added_to_the_nearest_centroid(device: str, num_points: int, num_centroids: int, size: int) -> None:
+def test_points_are_added_to_the_nearest_centroid(device, num_points, num_centroids, size):
     generator = torch.Generator().manual_seed(0)
     all_rows = torch.randn(2, num_points + 5, size + 1, generator=generator)
     all_rows[..., -1] = 1
@@ -119,12 +119,12 @@ def test_points_are_added_to_the_nearest_centroid(device: str, num_points: int, 
         np.testing.assert_allclose(2 * distances[problem] + np.square(points).sum(1), squares.min(1), atol=1e-4)
 
 
-def test_weights_of_any_range_give_finite_centroids() -> None:
+def test_weights_of_any_range_give_finite_centroids():
     weights = 10.0 ** np.random.default_rng(0).uniform(-37, 3, 600)
     assert np.isfinite(learned(gaussian(600), 256, weights)).all()
 
 
-def test_fewer_distinct_points_than_centroids_are_all_met() -> None:
+def test_fewer_distinct_points_than_centroids_are_all_met():
     """The keys of the first layer are functions of the token alone: a small vocabulary gives few distinct ones."""
     points = np.repeat(gaussian(10), 100, axis=0)
     centroids = learned(points, 64)
@@ -133,7 +133,7 @@ def test_fewer_distinct_points_than_centroids_are_all_met() -> None:
     assert distances_of(points, centroids).min(1).max() < 1e-6
 
 
-def test_cuml_learns_large_tables_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuml_learns_large_tables_on_a_gpu(monkeypatch):
     gpu, cpu_device = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setitem(sys.modules, "cuml", None)
     assert cuml_kmeans(gpu, 4096) is None, "it is not installed"
@@ -148,7 +148,7 @@ def test_cuml_learns_large_tables_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert cuml_kmeans(cpu_device, 4096) is None
 
 
-def test_what_cuml_is_asked_scikit_learn_answers_as_well_as_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cuml_is_asked_scikit_learn_answers_as_well_as_we_do(monkeypatch):
     """The same call: class, arguments, attributes. No GPU is needed for it."""
     points = gaussian(4000, 8) + 5
     weights = np.random.default_rng(1).lognormal(0, 2, len(points))

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
 
+from tests.recency_spec import made_spec
 from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.presets import LAYER_PRESETS
@@ -23,19 +24,7 @@ def specs_of(layers: list[tuple]) -> dict[str, KVCacheSpec]:
     specs: dict[str, KVCacheSpec] = {}
     for index, (layout, (_, window)) in enumerate(zip(layouts, layers, strict=True)):
         specs[str(index)] = vq_spec(layout, 1, window)
-        specs[f"{index}.recent"] = RecencySpec(
-            block_size=layout.recency_block_size,
-            num_kv_heads=1,
-            head_size=64,
-            dtype=torch.uint8,
-            state_content_bytes=layout.recency_page_bytes,
-            tokens_per_state=layout.recency_block_size,
-            settings=AntKVConfig(),
-            max_len=8192,
-            interval=128,
-            max_steps=1,
-            window=window,
-        )
+        specs[f"{index}.recent"] = made_spec(layout.recency_block_size, layout.recency_page_bytes, window=window)
     return specs
 
 
@@ -44,8 +33,8 @@ def kind(spec: KVCacheSpec) -> tuple:
 
 
 @given(layers=st.lists(st.tuples(presets, windows), min_size=1, max_size=12))
-@settings(max_examples=60, deadline=None)
-def test_every_layer_has_one_group_of_its_kind_and_no_two_groups_fit_into_one_block(layers: list[tuple]) -> None:
+@settings(max_examples=60)
+def test_every_layer_has_one_group_of_its_kind_and_no_two_groups_fit_into_one_block(layers):
     specs = specs_of(layers)
     whole = [name for name, spec in specs.items() if not isinstance(spec, SlidingWindowSpec)]
     others = [KVCacheGroupSpec([name], spec) for name, spec in specs.items() if name not in whole]

@@ -38,9 +38,9 @@ def bytes_in(root: Path) -> int:
     return sum(found.values())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60))
-def test_what_was_used_last_stays(tmp_path_factory: pytest.TempPathFactory, uses: list[tuple[bool, int]]) -> None:
+def test_what_was_used_last_stays(tmp_path_factory, uses):
     """Blocks of equal size, of which seven fit: written, or read if they are there."""
     root = tmp_path_factory.mktemp("store")
     size, limit = 100 - DIGEST, 777
@@ -67,9 +67,7 @@ def test_what_was_used_last_stays(tmp_path_factory: pytest.TempPathFactory, uses
         assert files.ledger.read().num_bytes == bytes_in(root)
 
 
-def test_nothing_else_is_removed_and_no_block_larger_than_the_limit_costs_others(
-    tmp_path: Path, said: list[str]
-) -> None:
+def test_nothing_else_is_removed_and_no_block_larger_than_the_limit_costs_others(tmp_path, said):
     foreign = [tmp_path / "mine.txt", tmp_path / IDENTITY / "notes", tmp_path / "0-of-1" / "ab" / name_of(1)]
     for path in foreign:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +89,7 @@ def test_nothing_else_is_removed_and_no_block_larger_than_the_limit_costs_others
     assert f"Pages cannot be kept in {tmp_path} (max_bytes leaves no room)." in said
 
 
-def test_the_numbers_are_put_right(tmp_path: Path) -> None:
+def test_the_numbers_are_put_right(tmp_path):
     """A ledger that is lost or cut, and files that somebody removed."""
     files = files_of(tmp_path, 1000)
     ledger = tmp_path / "ledger"
@@ -123,7 +121,7 @@ def write_and_read(root: Path, max_bytes: int, seed: int) -> None:
 
 
 @pytest.mark.long
-def test_two_writers_that_are_killed_stay_below_the_limit(tmp_path: Path) -> None:
+def test_two_writers_that_are_killed_stay_below_the_limit(tmp_path):
     root, limit = tmp_path / "store", 1_000_000
     rng = random.Random(0)
     # What they need is imported here.

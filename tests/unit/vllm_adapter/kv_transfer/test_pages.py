@@ -49,7 +49,7 @@ def fill(pages: torch.Tensor, seed: int) -> None:
 
 
 @given(LAYERS, BLOCK_IDS, BLOCK_IDS, st.integers(1, 200))
-def test_blocks_come_back_as_they_left(layers: list[Layer], few: list[int], many: list[int], at_once: int) -> None:
+def test_blocks_come_back_as_they_left(layers, few, many, at_once):
     raw, views = pool_of(layers)
     groups = {0: {"0": views["0"]}, 1: views}
     blocks = [Block(group, f"{group}-{index}", index) for group, ids in ((1, many), (0, few)) for index in ids]
@@ -78,13 +78,13 @@ def test_blocks_come_back_as_they_left(layers: list[Layer], few: list[int], many
     assert bool((raw == 0xFF).all())
 
 
-def test_nothing_is_kept_of_a_step_that_went_wrong() -> None:
+def test_nothing_is_kept_of_a_step_that_went_wrong():
     _, views = pool_of([(0, torch.float32, 2, 4)])
     (gathered,) = PoolPages({0: views}).gather([Block(0, "one", 3)], torch.tensor([0, 1]).any())
     assert gathered.contents(Lane(CPU, gathered.pages.nbytes)) == []
 
 
-def test_layers_that_lie_side_by_side_are_read_as_one() -> None:
+def test_layers_that_lie_side_by_side_are_read_as_one():
     """One kernel for a group, where vLLM packs blocks as it does for an antkv cache."""
     _, views = pool_of([(0, torch.uint8, 2, 8), (0, torch.bfloat16, 2, 4), (4, torch.uint8, 1, 4)])
     assert [list(pages.shape) for pages in pool_pages._pieces(list(views.values()))] == [

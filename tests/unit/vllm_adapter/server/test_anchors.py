@@ -36,7 +36,7 @@ def map_of(*workers: list[Any], num_kv_heads: int) -> AnchorMap:
     return Anchors.of({0: answer(*workers)}, None, num_kv_heads, no_text).map
 
 
-def test_offsets_become_positions_in_order() -> None:
+def test_offsets_become_positions_in_order():
     found = map_of(worker(0, 2), num_kv_heads=2)
     assert (found.first_token, found.tokens) == (512, 256)
     assert found.k[1][0] == [512, 540, 641, 668]
@@ -44,23 +44,23 @@ def test_offsets_become_positions_in_order() -> None:
     assert found.text is None
 
 
-def test_heads_of_tensor_parallel_workers_stand_side_by_side() -> None:
+def test_heads_of_tensor_parallel_workers_stand_side_by_side():
     assert map_of(worker(0, 1), worker(1, 1), num_kv_heads=2) == map_of(worker(0, 2), num_kv_heads=2)
 
 
-def test_a_head_that_workers_share_is_shown_once() -> None:
+def test_a_head_that_workers_share_is_shown_once():
     shared = map_of(worker(0, 1), worker(0, 1), worker(1, 1), worker(1, 1), num_kv_heads=2)
     assert shared == map_of(worker(0, 2), num_kv_heads=2)
 
 
-def test_text_is_what_the_token_ids_stand_for() -> None:
+def test_text_is_what_the_token_ids_stand_for():
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
     token_ids = tokenizer("Once upon a time", add_special_tokens=False)["input_ids"]
     anchors = Anchors.of({0: answer(worker(0, 1), token_ids=token_ids)}, None, 1, tokenizer.decode)
     assert "".join(anchors.map.text) == "Once upon a time"
 
 
-def test_prompts_of_all_engines_are_listed_and_one_is_shown() -> None:
+def test_prompts_of_all_engines_are_listed_and_one_is_shown():
     engines = {0: {"prompts": [], "map": None}, 3: answer(worker(0, 1), prompt=5), 4: answer(worker(0, 1), prompt=2)}
     first, chosen, gone = (Anchors.of(engines, engine, 1, no_text) for engine in (None, 4, 0))
     assert [(each.engine, each.prompt, each.tokens) for each in first.prompts] == [(3, 5, 1152), (4, 2, 1152)]

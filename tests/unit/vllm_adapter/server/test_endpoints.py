@@ -81,7 +81,7 @@ FILES = [f"{PREFIX}/{name}" for name in ("", "dashboard.css", "dashboard.js")]
 
 
 @pytest.fixture(autouse=True)
-def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_key_in_the_environment(monkeypatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
 
 
@@ -96,9 +96,7 @@ def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", ("generate",), []),
     ],
 )
-def test_without_the_opt_in_vllm_loads_the_metrics_and_no_route(
-    monkeypatch: pytest.MonkeyPatch, named: str | None, tasks: Any, loaded: list[type]
-) -> None:
+def test_without_the_opt_in_vllm_loads_the_metrics_and_no_route(monkeypatch, named, tasks, loaded):
     register()
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if named is not None:
@@ -112,7 +110,7 @@ def test_without_the_opt_in_vllm_loads_the_metrics_and_no_route(
 
 
 @pytest.mark.parametrize("path", DATA)
-def test_another_cache_dtype_is_inactive(path: str) -> None:
+def test_another_cache_dtype_is_inactive(path):
     response = client(None, "fp8").get(path)
     assert response.status_code == 200
     assert response.json() == {"active": False, "kv_cache_dtype": "fp8"}
@@ -120,16 +118,16 @@ def test_another_cache_dtype_is_inactive(path: str) -> None:
 
 @pytest.mark.parametrize("path", DATA)
 @pytest.mark.parametrize("authorisation", [None, "Bearer wrong", "Bearer", "Basic one", "one", "Bearer ONE"])
-def test_with_api_keys_others_may_not_ask(authorisation: str | None, path: str) -> None:
+def test_with_api_keys_others_may_not_ask(authorisation, path):
     assert get(client(["one", "two"]), authorisation, path) == 401
 
 
-def test_a_request_without_a_key_learns_nothing_of_its_mistakes() -> None:
+def test_a_request_without_a_key_learns_nothing_of_its_mistakes():
     assert get(client(["one"]), None, f"{PREFIX}/anchors?prompt=x") == 401
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_the_page_itself_needs_no_key_and_may_load_nothing_from_elsewhere(path: str) -> None:
+def test_the_page_itself_needs_no_key_and_may_load_nothing_from_elsewhere(path):
     response = client(["one"]).get(path)
     assert response.status_code == 200
     policy = response.headers["Content-Security-Policy"]
@@ -139,16 +137,16 @@ def test_the_page_itself_needs_no_key_and_may_load_nothing_from_elsewhere(path: 
 
 
 @pytest.mark.parametrize("name", ["..%2froutes.py", "../routes.py", "index.html", "dashboard.js/"])
-def test_nothing_else_of_the_folder_is_served(name: str) -> None:
+def test_nothing_else_of_the_folder_is_served(name):
     assert client(None).get(f"{PREFIX}/{name}", follow_redirects=False).status_code in (307, 404)
 
 
 @pytest.mark.parametrize("query", ["prompt=0", "prompt=x", "engine=-1", "block=-1", "block=9999999999"])
-def test_anchors_of_nothing_that_can_be_are_refused(query: str) -> None:
+def test_anchors_of_nothing_that_can_be_are_refused(query):
     assert get(client(None), path=f"{PREFIX}/anchors?{query}") == 422
 
 
-def test_the_api_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_may_be_in_the_environment(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     server = client(None)
     assert get(server) == 401
@@ -156,7 +154,7 @@ def test_the_api_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fast(monkeypatch) -> Iterator[None]:
     """Metrics without waiting, of a setup that needs no model."""
     monkeypatch.setattr(publisher, "_REFRESH_SECONDS", 0)
     monkeypatch.setattr(Setup, "of", lambda vllm_config: SETUP)
@@ -182,7 +180,7 @@ def publish(engine: EngineClient, disable_log_stats: bool = False, plugin: Any =
 
 
 @pytest.fixture
-def served(fast: None) -> tuple[TestClient, Any]:
+def served(fast) -> tuple[TestClient, Any]:
     """A server of an antkv cache, and its engines."""
     app = FastAPI()
     app.state.args = Namespace(api_key=None)
@@ -192,7 +190,7 @@ def served(fast: None) -> tuple[TestClient, Any]:
     return TestClient(app), engine
 
 
-def test_status_of_an_antkv_cache_names_every_engine(served: tuple[TestClient, Any]) -> None:
+def test_status_of_an_antkv_cache_names_every_engine(served):
     server, engine = served
     status = server.get(STATUS_PATH).json()
     assert status["active"] is True
@@ -203,7 +201,7 @@ def test_status_of_an_antkv_cache_names_every_engine(served: tuple[TestClient, A
     assert engine.anchors_asked == (7, 3)
 
 
-def test_text_of_anchors_does_not_keep_requests_waiting(served: tuple[TestClient, Any]) -> None:
+def test_text_of_anchors_does_not_keep_requests_waiting(served):
     server, engine = served
     engine.map = {"prompt": 1, "first_block": 0, "blocks": 1, "token_ids": [5, 6], "workers": [[[[[[0], [1]]]]]]}
     anchors = server.get(f"{PREFIX}/anchors").json()
@@ -211,7 +209,7 @@ def test_text_of_anchors_does_not_keep_requests_waiting(served: tuple[TestClient
     assert engine.threads["tokenizer"] != engine.threads["requests"]
 
 
-def test_metrics_go_on_after_a_failure_which_is_said_once(fast: None, said: list[str]) -> None:
+def test_metrics_go_on_after_a_failure_which_is_said_once(fast, said):
     assert publish(EngineClient("antkv-1bit", lives=4, failures=(1, 3)))
     assert sum("metrics were not updated" in line for line in said) == 1
     labels = {"model_name": "model", "engine": "0"}
@@ -219,7 +217,7 @@ def test_metrics_go_on_after_a_failure_which_is_said_once(fast: None, said: list
 
 
 @pytest.mark.parametrize("plugin", [AntKVEndpoints, AntKVMetrics])
-def test_metrics_are_published_until_the_engines_die(fast: None, plugin: Any, said: list[str]) -> None:
+def test_metrics_are_published_until_the_engines_die(fast, plugin, said):
     engine = EngineClient("antkv-1bit", lives=3)
     assert publish(engine, plugin=plugin)
     assert engine.asked == 3
@@ -240,7 +238,7 @@ def test_metrics_are_published_until_the_engines_die(fast: None, plugin: Any, sa
     ],
     ids=["another cache dtype", "--disable-log-stats", "second API server"],
 )
-def test_metrics_are_not_published_for(fast: None, engine: EngineClient, disable_log_stats: bool) -> None:
+def test_metrics_are_not_published_for(fast, engine, disable_log_stats):
     assert not publish(engine, disable_log_stats)
     assert engine.asked == 0
     assert REGISTRY.get_sample_value("vllm:antkv_nominal_bits", {"model_name": "model", "engine": "0"}) is None

@@ -73,7 +73,7 @@ def value(name: str, engine: int = 0, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"vllm:antkv_{name}", {"model_name": "model", "engine": str(engine), **labels})
 
 
-def test_pages_follow_the_last_answer(metrics: Metrics) -> None:
+def test_pages_follow_the_last_answer(metrics):
     metrics.update([engine_status(report(0), vq=7)])
     metrics.update([engine_status(report(0), vq=2)])
     by_page = [[value(name, page=page) for page in ("vq", "recency")] for name in ("pages_in_use", "kv_bytes")]
@@ -81,7 +81,7 @@ def test_pages_follow_the_last_answer(metrics: Metrics) -> None:
     assert (value("tokens_in_use"), value("bf16_kv_bytes")) == (200, 10000)
 
 
-def test_counters_equal_the_engines_totals(metrics: Metrics) -> None:
+def test_counters_equal_the_engines_totals(metrics):
     for tokens in (10, 10, 25):
         metrics.update([engine_status(report(tokens), engine=0), engine_status(report(2 * tokens), engine=1)])
     assert value("tokens_stored_total") == 25
@@ -90,20 +90,20 @@ def test_counters_equal_the_engines_totals(metrics: Metrics) -> None:
     assert value("operation_seconds_total", operation="attend") == 0.5
 
 
-def test_counters_go_on_when_an_engine_counts_from_zero_again(metrics: Metrics) -> None:
+def test_counters_go_on_when_an_engine_counts_from_zero_again(metrics):
     for tokens in (10, 4, 5):
         metrics.update([engine_status(report(tokens))])
     assert value("tokens_stored_total") == 15
 
 
-def test_calls_that_are_missing_are_fallbacks(metrics: Metrics) -> None:
+def test_calls_that_are_missing_are_fallbacks(metrics):
     metrics.update([engine_status(report(10))])
     assert value("fallbacks_total") == 0
     metrics.update([engine_status(report(20, missing_calls=3))])
     assert value("fallbacks_total") == 3
 
 
-def test_nothing_is_shown_of_operations_that_are_not_counted(metrics: Metrics) -> None:
+def test_nothing_is_shown_of_operations_that_are_not_counted(metrics):
     metrics.update([engine_status(report(1) | {"operations": {}})])
     assert value("tokens_stored_total") == 1
     for name in ("operation_calls_total", "operation_seconds_total"):
@@ -111,7 +111,7 @@ def test_nothing_is_shown_of_operations_that_are_not_counted(metrics: Metrics) -
     assert value("fallbacks_total") is None
 
 
-def test_a_store_is_shown_where_there_is_one(metrics: Metrics) -> None:
+def test_a_store_is_shown_where_there_is_one(metrics):
     metrics.update([engine_status(report(1))])
     assert value("store_hits_total") is None
     assert value("store_bytes") is None
@@ -123,14 +123,14 @@ def test_a_store_is_shown_where_there_is_one(metrics: Metrics) -> None:
     assert [value(f"store_{name}") for name in names] == [3, 12, 4000, 1.5]
 
 
-def test_gauges_of_several_processes_show_the_last_value(metrics: Metrics) -> None:
+def test_gauges_of_several_processes_show_the_last_value(metrics):
     """As vLLM's own; prometheus_client's default adds a pid label."""
     gauges: list[Any] = [each for each in vars(metrics).values() if isinstance(each, Gauge)]
     assert gauges
     assert {gauge._multiprocess_mode for gauge in gauges} == {"mostrecent"}
 
 
-def test_tensor_parallel_workers_count_as_one_engine() -> None:
+def test_tensor_parallel_workers_count_as_one_engine():
     status = engine_status(report(10, seconds=1.0, anchors=2.0), report(10, seconds=3.0, anchors=3.0))
     assert (status.tokens_stored, status.sinks_found, status.anchors_chosen) == (10, 3, 2.5)
     assert status.sampled_attention == {"recent": 1, "anchors": 0.625, "codes": 2}

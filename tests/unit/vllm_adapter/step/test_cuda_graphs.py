@@ -8,7 +8,7 @@ from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_antkv.ops.dispatch import KERNELS, Kernels
+from vllm_antkv.ops.dispatch import KERNELS
 from vllm_antkv.vllm_adapter.step.backend import AntKVBackend, RecencyBackend
 
 SPEC = FullAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.uint8)
@@ -17,7 +17,7 @@ SPEC = FullAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=tor
 @pytest.mark.parametrize("backend", [AntKVBackend, RecencyBackend])
 @pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("drafts", [False, True])
-def test_decodes_are_captured_where_calls_only_launch_kernels(kernels: Kernels, backend: type, drafts: bool) -> None:
+def test_decodes_are_captured_where_calls_only_launch_kernels(kernels, backend, drafts):
     config = VllmConfig()
     if drafts:
         config.speculative_config = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)

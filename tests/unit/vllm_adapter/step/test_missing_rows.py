@@ -20,7 +20,7 @@ class Later(AsyncModelRunnerOutput):
         return None
 
 
-def test_requests_that_lack_nothing_get_what_was_sampled() -> None:
+def test_requests_that_lack_nothing_get_what_was_sampled():
     output = of_two()
     marks = torch.tensor([0, 0, 1], dtype=torch.int32)
     assert Marks(marks).added_to(output) is output
@@ -28,7 +28,7 @@ def test_requests_that_lack_nothing_get_what_was_sampled() -> None:
     assert not hasattr(output, FIELD)
 
 
-def test_a_request_that_lacks_rows_is_named_and_gets_no_token() -> None:
+def test_a_request_that_lacks_rows_is_named_and_gets_no_token():
     marks = torch.tensor([0, 1, 0], dtype=torch.int32)
     for output in (of_two(), Later()):
         added = Marks(marks).added_to(output)
@@ -37,7 +37,7 @@ def test_a_request_that_lacks_rows_is_named_and_gets_no_token() -> None:
         assert found.sampled_token_ids == [[5], []]
 
 
-def test_a_step_of_a_prompt_has_no_tokens() -> None:
+def test_a_step_of_a_prompt_has_no_tokens():
     output = ModelRunnerOutput(["a"], {"a": 0})
     assert getattr(Marks(torch.ones(2, dtype=torch.int32)).added_to(output), FIELD) == ["a"]
 

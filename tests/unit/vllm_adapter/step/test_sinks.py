@@ -27,7 +27,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_flags_are_those_of_the_whole_sum_and_only_its_channels_are_read(has_residual: bool) -> None:
+def test_flags_are_those_of_the_whole_sum_and_only_its_channels_are_read(has_residual):
     generator = torch.Generator().manual_seed(0)
     hidden, residual = torch.randn(2, NUM_TOKENS, HIDDEN_SIZE, generator=generator).bfloat16()
     whole = hidden.float() + (residual.float() if has_residual else 0)

@@ -1,3 +1,0 @@
-"""The tiny model, its codebooks and text."""
-
-from tests.unit.evaluate.conftest import *  # noqa: F403
