@@ -128,6 +128,8 @@ ANTKV_DEVICE void merge_splits(const Inputs& in, Shared& shared, const SplitDesc
     sync_attending();
     if (num_before + 1 < desc.num_splits) return;
     const float* first = partial_at(layer, in.results, item, in.head);
+    // Side by side they would take registers that an attending warp has for something else.
+#pragma unroll 1
     for (int at = (int)threadIdx.x; at < kGroup * kHeadSize; at += kThreads) {
         const int q = at / kHeadSize;
         const float *maxima = first + kGroup * kHeadSize + q, *totals = maxima + kGroup;
