@@ -1,7 +1,6 @@
 """FlashAttention 3 as vLLM ships and calls it, on paged caches in bfloat16 or FP8, full of random rows."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -41,25 +40,27 @@ def decode(batch: int, context: int, fp8: bool) -> tuple[Callable[[], torch.Tens
         page_size=BLOCK_SIZE,
         causal=True,
     )
-    run = partial(
-        flash_attn_varlen_func,
-        q=query,
-        k=key,
-        v=value,
-        out=output,
-        cu_seqlens_q=starts,
-        max_seqlen_q=1,
-        seqused_k=lengths,
-        max_seqlen_k=context,
-        softmax_scale=SCALE,
-        causal=True,
-        block_table=table,
-        scheduler_metadata=schedule,
-        q_descale=scale,
-        k_descale=scale,
-        v_descale=scale,
-        fa_version=3,
-    )
+
+    def run() -> torch.Tensor:
+        return flash_attn_varlen_func(
+            q=query,
+            k=key,
+            v=value,
+            out=output,
+            cu_seqlens_q=starts,
+            max_seqlen_q=1,
+            seqused_k=lengths,
+            max_seqlen_k=context,
+            softmax_scale=SCALE,
+            causal=True,
+            block_table=table,
+            scheduler_metadata=schedule,
+            q_descale=scale,
+            k_descale=scale,
+            v_descale=scale,
+            fa_version=3,
+        )
+
     return run, batch * context * BFLOAT16_BYTES // (2 if fp8 else 1)
 
 
@@ -68,17 +69,21 @@ def prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Call
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     starts, key_starts = (torch.tensor([0, len(rows)], dtype=torch.int32, device="cuda") for rows in (query, key))
-    return partial(
-        flash_attn_varlen_func,
-        q=query,
-        k=key,
-        v=value,
-        out=torch.full_like(query, torch.nan),
-        cu_seqlens_q=starts,
-        max_seqlen_q=len(query),
-        cu_seqlens_k=key_starts,
-        max_seqlen_k=len(key),
-        softmax_scale=SCALE,
-        causal=True,
-        fa_version=3,
-    )
+    output = torch.full_like(query, torch.nan)
+
+    def run() -> torch.Tensor:
+        return flash_attn_varlen_func(
+            q=query,
+            k=key,
+            v=value,
+            out=output,
+            cu_seqlens_q=starts,
+            max_seqlen_q=len(query),
+            cu_seqlens_k=key_starts,
+            max_seqlen_k=len(key),
+            softmax_scale=SCALE,
+            causal=True,
+            fa_version=3,
+        )
+
+    return run

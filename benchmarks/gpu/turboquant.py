@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from scipy.linalg import hadamard
@@ -26,11 +25,6 @@ def decode(batch: int, context: int, cache_dtype: str) -> tuple[Callable[[], tor
     from vllm.v1.attention.ops.triton_turboquant_store import triton_turboquant_store
 
     form = TurboQuantConfig.from_cache_dtype(cache_dtype, HEAD_SIZE)
-    sizes = {
-        "mse_bits": form.key_mse_bits,
-        "key_packed_size": form.key_packed_size,
-        "value_quant_bits": form.effective_value_quant_bits,
-    }
     # The orthonormal, symmetric one that vLLM turns keys and queries by.
     rotation = torch.from_numpy(hadamard(HEAD_SIZE, float) / math.sqrt(HEAD_SIZE)).float().cuda()
     centroids = get_centroids(HEAD_SIZE, form.centroid_bits).float().cuda()
@@ -41,15 +35,34 @@ def decode(batch: int, context: int, cache_dtype: str) -> tuple[Callable[[], tor
     cache = torch.empty(shape, dtype=torch.uint8, device="cuda")
     for slots in torch.arange(batch * blocks * BLOCK_SIZE, device="cuda").split(_STORED_TOGETHER):
         rows = torch.randn(2, len(slots), NUM_KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
-        triton_turboquant_store(*rows, cache, slots, rotation, midpoints, **sizes)
+        triton_turboquant_store(
+            *rows,
+            cache,
+            slots,
+            rotation,
+            midpoints,
+            mse_bits=form.key_mse_bits,
+            key_packed_size=form.key_packed_size,
+            value_quant_bits=form.effective_value_quant_bits,
+        )
     query = torch.randn(batch, NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")
     table = torch.randperm(batch * blocks, device="cuda").int().view(batch, blocks)
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    run = partial(
-        triton_turboquant_decode_attention,
-        *(query, cache, table, lengths, rotation, centroids, SCALE),
-        **sizes,
-        norm_correction=form.norm_correction,
-        PiT=rotation,
-    )
+
+    def run() -> torch.Tensor:
+        return triton_turboquant_decode_attention(
+            query,
+            cache,
+            table,
+            lengths,
+            rotation,
+            centroids,
+            SCALE,
+            mse_bits=form.key_mse_bits,
+            key_packed_size=form.key_packed_size,
+            value_quant_bits=form.effective_value_quant_bits,
+            norm_correction=form.norm_correction,
+            PiT=rotation,
+        )
+
     return run, batch * context * NUM_KV_HEADS * form.slot_size_aligned
