@@ -120,17 +120,17 @@ ANTKV_DEVICE void leave_logits(const Tile& tile, Span& span) {
 // Join the splits of a query, in their order, where this one is the last to be written.
 ANTKV_DEVICE void merge_splits(const Inputs& in, Shared& shared, const SplitDesc& desc) {
     const Layer& layer = in.layer;
-    const i64 item = desc.item - desc.token / layer.split, stride = (i64)layer.num_kv_heads * kPartial;
+    // Opaque: nothing that is computed from them ahead is worth a register of an attending warp.
+    const int num_heads = opaque(layer.num_kv_heads), thread = opaque((int)threadIdx.x);
+    const i64 item = desc.item - desc.token / layer.split, stride = (i64)num_heads * kPartial;
     // Nobody writes statistics before the attending warps have met again.
     u32& num_before = *(u32*)&shared.statistics[0][0];
-    if (threadIdx.x == 0)
-        num_before = count_round(in.results.written + item * layer.num_kv_heads + in.head, desc.num_splits - 1);
+    if (thread == 0) num_before = count_round(in.results.written + item * num_heads + in.head, desc.num_splits - 1);
     sync_attending();
     if (num_before + 1 < desc.num_splits) return;
     const float* first = partial_at(layer, in.results, item, in.head);
-    // Side by side they would take registers that an attending warp has for something else.
 #pragma unroll 1
-    for (int at = (int)threadIdx.x; at < kGroup * kHeadSize; at += kThreads) {
+    for (int at = thread; at < kGroup * kHeadSize; at += kThreads) {
         const int q = at / kHeadSize;
         const float *maxima = first + kGroup * kHeadSize + q, *totals = maxima + kGroup;
         float maximum = -ANTKV_INFINITY, total = 0, result = 0;
