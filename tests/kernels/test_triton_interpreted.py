@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from tests.kernels.anchor_bytes import assert_reads_every_byte, assert_stores_what_the_reference_stores
 from tests.kernels.as_reference import assert_as_reference
 from tests.kernels.engine import Engine, Shape, draw_sequence
-from tests.kernels.guarded import guarding
+from tests.kernels.guarded import guarded
 from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from tests.kernels.quick_interpreter import quicken
 from tests.kernels.test_drafts import AT_THE_EDGE, DRAFT_CONFIGS, EDGE, draw_request
@@ -47,6 +47,7 @@ from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.triton import TritonOperations
 from vllm_antkv.ops.varlen import Attended
 from vllm_antkv.triton_kernels import encode_store
+from vllm_antkv.triton_kernels.arguments import Layer
 
 quicken(encode_store.store_codes.fn)
 
@@ -60,8 +61,15 @@ def large_tiles(monkeypatch) -> None:
 
 @pytest.fixture(autouse=True)
 def guarded_tables(monkeypatch) -> None:
-    """The operations make tables of their own."""
-    monkeypatch.setattr(triton_operations, "_tables", guarding(triton_operations._tables))
+    """The operations make tables of their own; pages are guarded where they are made."""
+    make = triton_operations._handed
+    fields = Layer._fields[Layer._fields.index("k_centroids") :]
+
+    def handed(layer):
+        made = make(layer)
+        return made._replace(**{name: guarded(getattr(made, name)) for name in fields})
+
+    monkeypatch.setattr(triton_operations, "_handed", handed)
 
 
 @pytest.fixture(autouse=True)
