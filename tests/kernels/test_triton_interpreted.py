@@ -179,7 +179,7 @@ def test_warming_up_has_block_tables_as_wide_as_in_serving(monkeypatch):
     """Triton specialises on whether a stride is a multiple of 16: another one would compile in somebody's request."""
     widths = set()
 
-    def recorded(rows, pages, tables, batch, shape):
+    def recorded(rows, layer, batch, shape):
         widths.add((batch.argument.vq_table_stride, batch.argument.recency_table_stride))
 
     for name in ("encode_store", "anchor_score", "prefill", "decode"):
@@ -194,9 +194,9 @@ def test_warming_up_takes_no_more_tokens_than_a_step_may_have(monkeypatch, max_l
     """Prompts of the longest request, or several where it is short."""
     taken = []
 
-    def recorded(rows, pages, tables, batch, shape):
+    def recorded(rows, layer, batch, shape):
         taken.append(int(batch.argument.query_start_loc[-1]))
-        encode_store.encode_store(rows, pages, tables, batch, shape)
+        encode_store.encode_store(rows, layer, batch, shape)
 
     monkeypatch.setattr(warm_up, "_BATCH", 3)
     monkeypatch.setattr(triton_operations, "encode_store", recorded)
