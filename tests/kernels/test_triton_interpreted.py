@@ -215,7 +215,7 @@ def test_centroids_on_a_gpu_are_there_once(monkeypatch):
     # Without the copies of the other tests.
     monkeypatch.undo()
     engine = Engine(AntKVConfig(), ONE_HEAD, TritonOperations, compute_dtype=torch.float16)
-    tables = engine.operations._tables.argument
+    tables = engine.operations._handed.argument
     for name in ("k_centroids", "v_centroids"):
         assert getattr(tables, name).data_ptr() == getattr(engine.state, name).data_ptr()
     assert tables.k_half_norms is engine.state.half_norms[0]
