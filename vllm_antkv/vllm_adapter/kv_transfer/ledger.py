@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 _NAME = "ledger"
@@ -75,12 +76,17 @@ class Ledger:
             account = Account(*_NUMBERS.unpack(content)) if known else self._counted(0, 0)
             if not self._fits(account.num_bytes + num_bytes):
                 account = self._counted(num_bytes, account.num_removed)
-            if has_room := self._fits(account.num_bytes + num_bytes):
-                account = Account(max(account.num_bytes + num_bytes, 0), account.num_removed)
-            yield has_room
             if not known:
                 file.truncate(0)
-            os.pwrite(file.fileno(), _NUMBERS.pack(account.num_bytes, account.num_removed), 0)
+            has_room = self._fits(account.num_bytes + num_bytes)
+            entered = Account(max(account.num_bytes + num_bytes, 0), account.num_removed) if has_room else account
+            # Before a file takes them: who is killed here leaves too high a number.
+            _put(file, entered)
+            try:
+                yield has_room
+            except BaseException:
+                _put(file, account)
+                raise
 
     def _fits(self, num_bytes: int, share: float = 1.0) -> bool:
         return self.max_bytes is None or num_bytes <= self.max_bytes * share
@@ -98,6 +104,10 @@ class Ledger:
                     num_removed += 1
                 total -= size
         return Account(total, num_removed)
+
+
+def _put(file: FileIO, account: Account) -> None:
+    os.pwrite(file.fileno(), _NUMBERS.pack(account.num_bytes, account.num_removed), 0)
 
 
 def _files(folder: str | Path, level: int = 0) -> Iterator[tuple[float, int, str]]:
