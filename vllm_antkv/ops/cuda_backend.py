@@ -65,16 +65,11 @@ class CudaBackend:
         if (build, "antkv_decode") in self._kernels:
             return
         cupy = importlib.import_module("cupy")
-        shared = {"encode_store": {"antkv_encode_store": 0}}
-        shared["decode"] = {"antkv_decode": build.decode_shared_bytes}
         with torch.cuda.device(self._device):
-            for source, kernels in shared.items():
+            for source in ("encode_store", "decode"):
                 module = cupy.RawModule(path=str(cubin(source, build, self._architecture)))
-                for name, num_bytes in kernels.items():
-                    kernel = module.get_function(name)
-                    if num_bytes:
-                        kernel.max_dynamic_shared_size_bytes = num_bytes
-                    self._kernels[build, name] = kernel
+                self._kernels[build, f"antkv_{source}"] = module.get_function(f"antkv_{source}")
+            self._kernels[build, "antkv_decode"].max_dynamic_shared_size_bytes = build.decode_shared_bytes
 
     def launch(
         self, build: Build, kernel: str, grid: tuple[int, ...], threads: int, shared: int, arguments: Sequence[Argument]
