@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from benchmarks.host.antkv import AntKV
     from benchmarks.host.flash_attention import FlashAttention
-    from vllm_antkv.ops.layer import StepRows
+    from vllm_antkv.ops.rows import StepRows
 
     Side = AntKV | FlashAttention
 

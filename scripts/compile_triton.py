@@ -25,8 +25,9 @@ from benchmarks.gpu.llama import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS
 from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block_bytes
 from vllm_antkv.cache.positions import NUM_POSITIONS
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.triton import TritonOperations
 from vllm_antkv.ops.varlen import plan_rounds, prefill_limits
@@ -50,7 +51,6 @@ KERNELS = (
     (decode, "_merge_kernel"),
     (prefill, "_prefill_kernel"),
     (dequantised_pages, "_dequantised_pages_kernel"),
-    (dequantised_pages, "_extend_queries_kernel"),
     (merge_calls, "_merge_calls_kernel"),
 )
 MAX_LEN = 256

@@ -12,10 +12,11 @@ from vllm_antkv.cache.pages import PageLayout, RecencyPages, VQPages, pool_block
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.fp8_tables import served
-from vllm_antkv.ops.layer import LayerSetup, LayerState, StepRows
+from vllm_antkv.ops.layer import LayerSetup, LayerState
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import correction
 from vllm_antkv.ops.rope import RotaryTable, interleaved, reordered
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.presets import get_preset
 from vllm_antkv.select.recency import last_query_table

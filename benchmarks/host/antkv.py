@@ -15,7 +15,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.worker.workspace import init_workspace_manager
+from vllm.v1.worker.workspace import init_workspace_manager, lock_workspace
 
 from benchmarks.gpu.antkv_layer import layer_setup
 from benchmarks.gpu.llama import HEAD_SIZE, SCALE
@@ -27,7 +27,8 @@ from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.cuda import CudaOperations
 from vllm_antkv.ops.dispatch import KERNELS
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.triton import TritonOperations
 from vllm_antkv.presets import get_preset
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
@@ -36,7 +37,7 @@ from vllm_antkv.vllm_adapter.step.impl import AntKVImpl, Attachment
 from vllm_antkv.vllm_adapter.step.layer import RecencyLayer
 from vllm_antkv.vllm_adapter.step.metadata import RecencyMetadataBuilder, VQMetadataBuilder
 from vllm_antkv.vllm_adapter.step.sinks import SinkFlags
-from vllm_antkv.vllm_adapter.step.workspace import workspace
+from vllm_antkv.vllm_adapter.step.workspace import Workspace
 
 PRESET = "antkv-1bit"
 
@@ -63,7 +64,7 @@ class AntKV:
             varlen = flash_attention(HEAD_SIZE, DTYPE, MAX_NUM_TOKENS)
         assert varlen is not None
         self._impl.attachment = Attachment(
-            setup=replace(setup, scratch=workspace, varlen=varlen),
+            setup=replace(setup, scratch=Workspace(), varlen=varlen),
             layout=layout,
             source=None,
             sinks=SinkFlags(SinkRule(layer=0, channels=(0,), threshold=1.0), MAX_NUM_TOKENS, DEVICE),
@@ -101,7 +102,8 @@ def _reserve_workspace() -> None:
     """More than any layer takes: it is nobody's memory."""
     init_workspace_manager(DEVICE)
     with patch.object(torch.accelerator, "empty_cache", lambda: None):
-        workspace(((1 << 40,), torch.uint8))
+        Workspace()(((1 << 40,), torch.uint8))
+    lock_workspace()
 
 
 def _operations(layer: LayerState) -> CudaOperations:

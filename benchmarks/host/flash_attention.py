@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from benchmarks.gpu.llama import HEAD_SIZE, SCALE
 from benchmarks.host.hopper import on_hopper
 from benchmarks.host.step import DEVICE, DTYPE, GROUP, NUM_BLOCKS
-from vllm_antkv.ops.layer import StepRows
+from vllm_antkv.ops.rows import StepRows
 
 
 class FlashAttention:

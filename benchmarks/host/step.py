@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from benchmarks.gpu.llama import HEAD_SIZE, make_model
-from vllm_antkv.ops.layer import StepRows
+from vllm_antkv.ops.rows import StepRows
 
 DEVICE = torch.device("meta")
 DTYPE = torch.bfloat16

@@ -7,7 +7,8 @@ import torch
 
 from tests.kernels.varlen_reference import planned
 from vllm_antkv.ops.counters import Counters
-from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
+from vllm_antkv.ops.layer import LayerOperations, LayerState
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 
 DEVICE = torch.device("cuda", 0)
@@ -58,7 +59,11 @@ class OnDevice:
         self.upload()
         self.layer.counters.missing_rows.zero_()
         moved = torch.empty_like(output, device=DEVICE)
-        self.operations.run(StepRows(*map(_to_device, rows)), moved, planned(_to_device(step), self.layer))
+        self.operations.run(
+            StepRows(*map(_to_device, (rows.query, rows.key, rows.value, rows.is_sink))),
+            moved,
+            planned(_to_device(step), self.layer),
+        )
         self._host.copy_(self._pages)
         output.copy_(moved)
         self._missing_rows.copy_(self.layer.counters.missing_rows)

@@ -7,7 +7,7 @@ from tests.gpu.on_device import DEVICE, OnDevice
 from tests.kernels.engine import Engine, Shape, draw_sequence
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.dispatch import KERNELS
-from vllm_antkv.ops.layer import StepRows
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 
 SHAPE = Shape("antkv-1bit", 128, 8, 2, torch.bfloat16)

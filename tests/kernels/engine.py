@@ -23,10 +23,11 @@ from vllm_antkv.offline.method import LayerWindow, Method
 from vllm_antkv.offline.vector_quantiser import VectorQuantiser
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.fp8_tables import served
-from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
+from vllm_antkv.ops.layer import LayerOperations, LayerState
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.reference import jensen_weights
 from vllm_antkv.ops.rope import RotaryTable, pair_sums, reordered
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.presets import LAYER_PRESETS
 from vllm_antkv.select.recency import last_query_table

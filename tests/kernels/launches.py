@@ -14,6 +14,10 @@ from benchmarks.host.driver import driver
 from vllm_antkv.triton_kernels.launch import Fixed, launch
 
 
+#: The turn in which somebody has hung hooks into launches, and where the launcher is handed them and what they are told.
+WATCHED, HOOKS = 2, slice(7, 10)
+
+
 class Parts(NamedTuple):
     first: torch.Tensor
     stride: int
@@ -64,14 +68,20 @@ def main() -> None:
         for size, width in ((64, 1), (128, 1), (128, 2))
     ]
     launchers = set()
-    for turn in range(2):
+    for turn in range(WATCHED + 1):
+        if turn == WATCHED:
+            triton.knobs.runtime.launch_enter_hook.add(lambda metadata: None)
         for rows, count, scale, other, shape, width in variants:
             made = kernel[(3, 2)](rows, fixed.argument, count, scale, other, shape, WIDTH=width, num_warps=4)
             launch(kernel, (3, 2), rows, fixed, count, scale, other, shape=shape, WIDTH=width, num_warps=4)
             triton_s, ours = calls[-2:]
-            # The same compilation, the same sizes, and the same arguments.
+            # The same compilation, the same sizes, and the same arguments; hooks where there are some.
             assert ours[0] is triton_s[0] is made.run, "another compilation"
-            assert flat(ours[1:]) == flat(triton_s[1:])
+            if turn == WATCHED:
+                assert flat(ours[1:]) == flat(triton_s[1:])
+            else:
+                assert not turn or ours[HOOKS] == (None, None, None), "hooks of nobody"
+                assert flat(ours[1:7] + ours[10:]) == flat(triton_s[1:7] + triton_s[10:])
             launchers.add(ours[0])
             if turn:
                 assert not any(isinstance(each, torch.Tensor) for each in ours[-7:-2]), "Triton's way again"

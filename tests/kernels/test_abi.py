@@ -8,9 +8,9 @@ from itertools import chain
 import pytest
 
 from tests.kernels.cuda_emulation.build import HERE, SOURCES
-from vllm_antkv.ops.arguments import RowsArgument
 from vllm_antkv.ops.cuda_arguments import LayerArgument, ResultsArgument
 from vllm_antkv.ops.cuda_build import Build
+from vllm_antkv.ops.rows import RowsArgument
 from vllm_antkv.ops.step import StepArgument
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

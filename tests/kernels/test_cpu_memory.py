@@ -15,7 +15,7 @@ from tests.kernels.forked import forked
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import cpu
 from vllm_antkv.ops.cpu import CpuOperations
-from vllm_antkv.ops.layer import StepRows
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))

@@ -32,9 +32,9 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import cuda
 from vllm_antkv.ops.cuda_build import Build
-from vllm_antkv.ops.layer import StepRows
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import unpack_codes
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.presets import LAYER_PRESETS
 

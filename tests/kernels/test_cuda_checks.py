@@ -13,9 +13,10 @@ from tests.kernels.cuda_emulation.backend import needs_emulation, operations
 from tests.kernels.engine import Engine, Shape, Workspace, draw_sequence
 from tests.kernels.forked import forked
 from vllm_antkv.config import AntKVConfig
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 
 pytestmark = needs_emulation

@@ -31,7 +31,7 @@ KERNELS = (
         # Whatever reads positions: what the interpreter runs the compiler may refuse.
         (NEWEST, "antkv-1bit", (*KERNELS[:2], "decode", "dequantised_pages"), [90], ("--three-part",)),
         (NEWEST, "antkv-1bit", ("anchor_score", "decode", "merge"), [90], ("--drafts", "3")),
-        (OLDEST, "antkv-1bit", (*KERNELS, "extend_queries"), [90], ("--jensen",)),
+        (OLDEST, "antkv-1bit", KERNELS, [90], ("--jensen",)),
     ],
     ids=["newest, 8-bit codes", "12-bit codes", "three positions", "drafts", "oldest, 8-bit codes"],
 )

@@ -41,8 +41,9 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import triton as triton_operations
 from vllm_antkv.ops import varlen as varlen_operations
 from vllm_antkv.ops import warm_up
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.paged import ReferenceOperations
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.triton import TritonOperations
 from vllm_antkv.ops.varlen import Attended
@@ -402,7 +403,8 @@ class Padded(TritonOperations):
 
     def run(self, rows, output, step):
         padded = _longer(output)
-        super().run(StepRows(*(None if part is None else _longer(part) for part in rows)), padded, _padded(step))
+        parts = rows.query, rows.key, rows.value, rows.is_sink
+        super().run(StepRows(*(None if part is None else _longer(part) for part in parts)), padded, _padded(step))
         output.copy_(padded[: len(output)])
         assert padded[len(output) :].isnan().all()
 

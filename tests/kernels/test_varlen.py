@@ -35,7 +35,7 @@ class Planned(ReferenceOperations):
     def __init__(self, layer):
         layer = replace(layer, varlen=varlen(MAX_TOKENS, self.nothing, self.narrow_values))
         super().__init__(layer)
-        self._prefill = VarlenPrefill(layer, self._write, self._extend, self._merge)
+        self._prefill = VarlenPrefill(layer, self._write, self._merge)
 
     def attend(self, rows, output, step):
         plan = planned(step, self._layer)
@@ -66,6 +66,8 @@ class Planned(ReferenceOperations):
                 to[page, kept % VQ_BLOCK_SIZE, :, :head_size] = self._exact_rows(in_hand, paged, kept, request)
             is_anchor[0, kept % VQ_BLOCK_SIZE] = True
             pages.key[page, ..., head_size : head_size + 2] = (~is_anchor[0])[..., None].to(pages.key)
+        if pages.queries is not None:
+            self._extend(rows.query, pages.queries)
 
     def _extend(self, query, extended):
         bias = torch.einsum("nhd,hd->nh", query.square(), self._layer.jensen_weights.to(query.dtype))

@@ -11,9 +11,10 @@ from vllm_antkv.cache.pages import VQPages
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops import attention_shares as module
 from vllm_antkv.ops.attention_shares import attention_shares
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.paged import ReferenceOperations
 from vllm_antkv.ops.reference import correction
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.select.anchors import EXACT_ANCHOR
 

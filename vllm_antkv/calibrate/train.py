@@ -23,8 +23,8 @@ from vllm_antkv.offline.hidden import logits_of
 
 #: Tokens of a step's window: two say more than one of twice the length, and take less time.
 STEP_TOKENS = 1024
-#: Of a step, in standard deviations of a table; of the logarithm of a head's correction.
-_LEARNING_RATE = 0.008
+#: Of a step, in spreads of a channel; of the logarithm of a head's correction.
+_LEARNING_RATE = 0.02
 _LEARNING_RATE_OF_SIZES = 0.012
 #: A centroid is met in few of the steps.
 _BETAS = (0.9, 0.98)
@@ -35,33 +35,42 @@ _WARM_UP_STEPS = 10
 class _Trained:
     """What is trained of a codebook, in float32.
 
-    k, v: as in `Codebook`.
+    tables: those of `Codebook`, K's and V's, in units of `spreads`.
+    spreads: standard deviations over a table's centroids, (num_kv_heads, num_sub_vectors, 1, sub_vector_size) each. A
+        channel of K can have a bias of a hundred times its spread: steps that suit another would throw it about.
     sizes: (num_layers, num_kv_heads, 1), logarithms of what `k_errors` are multiplied by.
     """
 
     book: Codebook
-    k: tuple[torch.Tensor, ...]
-    v: tuple[torch.Tensor, ...]
+    tables: tuple[torch.Tensor, ...]
+    spreads: tuple[torch.Tensor, ...]
     sizes: torch.Tensor
 
     @classmethod
     def of(cls, book: Codebook, device: torch.device) -> Self:
         """Where training begins."""
-        k, v = (tuple(_leaf(table.to(device)) for table in tables) for tables in (book.k, book.v))
+        tables = [table.to(device).float() for table in (*book.k, *book.v)]
+        # A channel that never varies keeps its value.
+        spreads = tuple(table.std(-2, keepdim=True).clamp_min(1e-6) for table in tables)
         identity = book.header.model
-        return cls(book, k, v, _leaf(torch.zeros(identity.num_layers, identity.num_kv_heads, 1, device=device)))
+        sizes = torch.zeros(identity.num_layers, identity.num_kv_heads, 1, device=device)
+        return cls(book, tuple(map(_leaf, map(torch.div, tables, spreads))), spreads, _leaf(sizes))
 
     @property
     def groups(self) -> list[dict[str, object]]:
-        """For an optimizer: tables learn in their own units."""
-        tables = [{"params": [table], "lr": _LEARNING_RATE * table.std().item()} for table in (*self.k, *self.v)]
-        return [*tables, {"params": [self.sizes], "lr": _LEARNING_RATE_OF_SIZES}]
+        """For an optimizer."""
+        return [
+            {"params": self.tables, "lr": _LEARNING_RATE},
+            {"params": [self.sizes], "lr": _LEARNING_RATE_OF_SIZES},
+        ]
 
     def codebook(self) -> Codebook:
         """As trained so far; gradients reach what is trained."""
         errors = self.book.k_errors
         sized = None if errors is None else errors.to(self.sizes.device) * self.sizes.exp()
-        return replace(self.book, k=self.k, v=self.v, k_errors=sized)
+        tables = tuple(map(torch.mul, self.tables, self.spreads))
+        num_layers = len(self.book.k)
+        return replace(self.book, k=tables[:num_layers], v=tables[num_layers:], k_errors=sized)
 
 
 def train(
@@ -89,7 +98,7 @@ def train(
 
 
 def _leaf(table: torch.Tensor) -> torch.Tensor:
-    return table.float().clone().requires_grad_()
+    return table.clone().requires_grad_()
 
 
 def _share(step: int, num_steps: int) -> float:

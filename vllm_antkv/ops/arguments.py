@@ -1,18 +1,8 @@
-"""What the C++ and the CUDA kernels are handed alike: addresses of a layer's pages, of a step and of its rows."""
-
-import ctypes
-from typing import ClassVar
+"""What the C++ and the CUDA kernels are handed alike of a layer: addresses of its pages and tables."""
 
 import torch
 
-from vllm_antkv.ops.c_structs import HEADER, fields
 from vllm_antkv.ops.layer import LayerState
-
-
-class RowsArgument(ctypes.Structure):
-    """antkv_rows of csrc/cpu/antkv.h, Rows of csrc/cuda/layer.cuh."""
-
-    _fields_: ClassVar = fields(HEADER, "antkv_rows")
 
 
 def layer_fields(layer: LayerState, tables: dict[str, torch.Tensor]) -> dict[str, int | float]:
@@ -57,24 +47,6 @@ def section_offset(first: torch.Tensor, section: torch.Tensor) -> int:
     # Of the place in their storage: a section without bytes has no address.
     first_byte, byte = (int(tensor.storage_offset()) * tensor.itemsize for tensor in (first, section))
     return byte - first_byte
-
-
-def rows_argument(rows: torch.Tensor) -> RowsArgument:
-    """(num_tokens, heads, head_size) whose heads lie side by side, as they come from one projection.
-
-    Raises:
-        ValueError: they do not; the kernels would read other rows.
-    """
-    check_heads(rows)
-    return RowsArgument(rows.data_ptr(), rows.stride(0))
-
-
-def check_heads(rows: torch.Tensor) -> None:
-    """(num_tokens, heads, head_size): kernels take the heads of a token to lie side by side; ValueError where not."""
-    _, num_heads, head_size = rows.shape
-    strides = rows.stride()
-    if strides[2] != 1 or (num_heads > 1 and strides[1] != head_size):
-        raise ValueError(f"The heads of a token must be contiguous, not of strides {strides}.")
 
 
 def _stride(pages: torch.Tensor, dim: int) -> int:

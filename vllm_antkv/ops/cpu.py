@@ -15,13 +15,14 @@ from typing import ClassVar
 import torch
 
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.arguments import RowsArgument, layer_fields, plain_tables, rows_argument, section_offset
+from vllm_antkv.ops.arguments import layer_fields, plain_tables, section_offset
 from vllm_antkv.ops.byte_tables import byte_tables
 from vllm_antkv.ops.c_structs import HEADER, fields
 from vllm_antkv.ops.cpu_sources import digest
 from vllm_antkv.ops.fixed_point import fixed_tables
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
+from vllm_antkv.ops.rows import RowsArgument, StepRows, rows_argument
 from vllm_antkv.ops.step import StepArgument, StepPlan
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -173,7 +174,7 @@ class CpuOperations:
         self._library.antkv_attend(self._layer, step.argument, self._argument(rows, output, step))
 
     def _argument(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> WorkArgument:
-        query, key, value, is_sink = rows
+        query, key, value, is_sink = rows.query, rows.key, rows.value, rows.is_sink
         work = self._work
         strides = query.stride(), key.stride(), value.stride(), output.stride()
         if strides != self._strides:

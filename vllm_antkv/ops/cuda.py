@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.ops.arguments import rows_argument
 from vllm_antkv.ops.cuda_arguments import ResultsArgument, anchor_bytes, layer_argument, tables_of
 from vllm_antkv.ops.cuda_backend import Backend, CudaBackend
 from vllm_antkv.ops.cuda_build import ENCODE_RUN, Build
-from vllm_antkv.ops.layer import LayerKind, LayerState, StepRows
+from vllm_antkv.ops.layer import LayerKind, LayerState
 from vllm_antkv.ops.rope import angles_are_linear
+from vllm_antkv.ops.rows import StepRows, rows_argument
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.select.recency import sees_own_block
 
@@ -141,9 +141,10 @@ class CudaOperations:
         self._layer = layer_argument(layer, self._tensors, self._build, self._split)
         self._workers = max(self._backend.multiprocessors // len(layer.k_centroids), 1)
         self._pool_splits = self._score_slots * (len(layer.vq.k_codes) * VQ_BLOCK_SIZE // self._split)
-        # As much as any step will take.
-        capacity = len(self._partials(layer.max_num_reqs, len(layer.last_query)))
-        shape = (capacity, len(layer.k_centroids))
+        # As much as any step will take: what the splits leave to be merged, and how many are written.
+        shape = self._capacity(layer.max_num_reqs, len(layer.last_query)), len(layer.k_centroids)
+        self._partials = (*shape, self._build.partial_floats), torch.float32
+        layer.scratch(self._partials)
         self._written = torch.zeros(shape, dtype=torch.int32, device=layer.recency.k.device)
 
     def run(self, rows: StepRows, output: torch.Tensor, step: StepPlan) -> None:
@@ -176,7 +177,7 @@ class CudaOperations:
             (num_runs, num_kv_heads, 2),
             build.encode_threads,
             build.encode_shared_bytes,
-            (self._layer, step.argument, rows_argument(rows.key), rows_argument(rows.value)),
+            (self._layer, step.argument, *rows.arguments[1:]),
         )
 
     def _attend(self, rows: StepRows, output: torch.Tensor, step: StepPlan, votes: bool) -> None:
@@ -192,8 +193,8 @@ class CudaOperations:
 
     def _decode(self, rows: StepRows, output: torch.Tensor, step: StepPlan, votes: bool) -> None:
         num_kv_heads, is_sink = rows.key.shape[1], rows.is_sink
-        partials = self._partials(step.num_reqs, step.max_seq_len)
-        capacity = len(partials)
+        (partials,) = self._scratch(self._partials)
+        capacity = self._capacity(step.num_reqs, step.max_seq_len)
         results = ResultsArgument(
             rows_argument(output),
             partials.data_ptr(),
@@ -209,26 +210,17 @@ class CudaOperations:
             (min(self._workers, capacity), num_kv_heads),
             build.decode_threads,
             build.decode_shared_bytes,
-            (
-                self._layer,
-                step.argument,
-                rows_argument(rows.query),
-                rows_argument(rows.key),
-                rows_argument(rows.value),
-                results,
-            ),
+            (self._layer, step.argument, *rows.arguments, results),
         )
 
-    def _partials(self, num_reqs: int, max_seq_len: int) -> torch.Tensor:
-        """Scratch for what the splits leave to be merged.
+    def _capacity(self, num_reqs: int, max_seq_len: int) -> int:
+        """Splits of a step's queries at most.
 
         All sequences together are rarely longer than the pool, even where they share blocks. Where they are, the
         kernels make do with it (csrc/cuda/split_scheduler.cuh).
         """
         num_queries = num_reqs * self._score_slots
-        capacity = min(num_queries * -(-max_seq_len // self._split), num_queries + self._pool_splits)
-        shape = (capacity, self._layer.num_kv_heads, self._build.partial_floats)
-        return self._scratch((shape, torch.float32))[0]
+        return min(num_queries * -(-max_seq_len // self._split), num_queries + self._pool_splits)
 
 
 def _triton(layer: LayerState) -> "TritonOperations":

@@ -8,11 +8,12 @@ import torch
 
 from vllm_antkv.cache.pages import ALIGNMENT
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.arguments import RowsArgument, layer_fields, plain_tables, section_offset
+from vllm_antkv.ops.arguments import layer_fields, plain_tables, section_offset
 from vllm_antkv.ops.c_structs import fields
 from vllm_antkv.ops.cuda_build import Build
 from vllm_antkv.ops.fp8_tables import head_scales, in_e4m3
 from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.rows import RowsArgument
 
 #: The structures, and what they mean.
 _HEADER = (importlib.resources.files("vllm_antkv.csrc") / "cuda" / "layer.cuh").read_text()

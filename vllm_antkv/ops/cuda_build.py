@@ -1,6 +1,7 @@
 """What the CUDA kernels are compiled for: a kind of layer, and how much shared memory it takes."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -105,7 +106,7 @@ class Build:
         """Of a split of one KV head: output, maxima and sums."""
         return self.group * (self.head_size + 2)
 
-    @property
+    @cached_property
     def decode_shared_bytes(self) -> int:
         """Of a CTA of antkv_decode; csrc/cuda/decode.cu asserts that it is the same."""
         row = self.group * self.head_size * 2
@@ -133,7 +134,7 @@ class Build:
         """Room for a page in a span."""
         return 2 * VQ_BLOCK_SIZE * self.code_bytes + self.staged_anchor_bytes
 
-    @property
+    @cached_property
     def encode_shared_bytes(self) -> int:
         """Of a CTA of antkv_encode_store, likewise."""
         num_sub_vectors = self.head_size // self.sub_vector_size

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -12,6 +12,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.ops.counters import Counters
 from vllm_antkv.ops.logits import LogitRules
 from vllm_antkv.ops.rope import RotaryTable
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.varlen_call import Varlen
 from vllm_antkv.presets import Preset
@@ -143,20 +144,6 @@ class LayerState(LayerSetup):
             assert self.positions is not None
             positions = self.positions[block_ids, positions % VQ_BLOCK_SIZE]
         return positions.clamp(0, len(self.rotary.cos) - 1)
-
-
-class StepRows(NamedTuple):
-    """A step's rows of one layer.
-
-    query: (num_tokens, num_heads, head_size) model dtype.
-    key, value: (num_tokens, num_kv_heads, head_size) model dtype, K after RoPE.
-    is_sink: (num_tokens,) bool, tokens to pin (KVSink), or None.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    is_sink: torch.Tensor | None
 
 
 class LayerOperations(Protocol):

@@ -7,7 +7,7 @@ import torch
 
 from vllm_antkv.cache.pages import NO_ANCHOR, VQPages
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.reference import (
     SeenRows,
     anchor_score,
@@ -22,6 +22,7 @@ from vllm_antkv.ops.reference import (
     unpack_codes,
 )
 from vllm_antkv.ops.rope import rotate, unrotate
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan, StepRequest, step_requests
 from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, block_anchors, code_errors
 

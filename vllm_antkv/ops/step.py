@@ -56,7 +56,7 @@ class StepPlan:
     @property
     def num_reqs(self) -> int:
         """R."""
-        return len(self.seq_lens)
+        return self.seq_lens.shape[0]
 
     @cached_property
     def min_query_len(self) -> int:

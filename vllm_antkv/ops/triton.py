@@ -5,19 +5,19 @@ import triton
 
 from vllm_antkv.cache.pages import ALIGNMENT
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.arguments import check_heads
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
+from vllm_antkv.ops.rows import StepRows, check_heads
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.varlen import Attended, DequantisedPages, VarlenPrefill, dequantised_sizes, prefill_limits
 from vllm_antkv.select.anchors import EXACT_ANCHOR, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
 from vllm_antkv.triton_kernels import arguments
 from vllm_antkv.triton_kernels.anchor_score import anchor_score
-from vllm_antkv.triton_kernels.arguments import Layer, Policy, Rows, Shape
+from vllm_antkv.triton_kernels.arguments import Layer, Policy, Shape
 from vllm_antkv.triton_kernels.close_blocks import close_blocks
 from vllm_antkv.triton_kernels.decode import decode
-from vllm_antkv.triton_kernels.dequantised_pages import extend_queries, write_dequantised_pages
+from vllm_antkv.triton_kernels.dequantised_pages import write_dequantised_pages
 from vllm_antkv.triton_kernels.encode_store import encode_store
 from vllm_antkv.triton_kernels.launch import Fixed
 from vllm_antkv.triton_kernels.merge_calls import merge_calls
@@ -39,14 +39,13 @@ class TritonOperations:
     def __init__(self, layer: LayerState, decodes: bool = True) -> None:
         self._layer = layer
         self._shape = _shape(layer)
-        self._handed, self._weights = Fixed(_handed(layer)), Fixed(layer.jensen_weights)
+        self._handed = Fixed(_handed(layer))
         self._policy = Policy(
             anchors=layer.config.anchor_share > 0, exact=layer.config.anchor_dtype == "model", vote_prior=VOTE_PRIOR
         )
-        self._strides: tuple[tuple[int, ...], ...] = ()
         self._varlen = None
         if prefill_limits(layer, layer.recency.score_slots) is not None:
-            self._varlen = VarlenPrefill(layer, self._write_dequantised_pages, self._extend_queries, self._merge)
+            self._varlen = VarlenPrefill(layer, self._write_dequantised_pages, self._merge)
         if decodes:
             self._reserve()
 
@@ -59,12 +58,12 @@ class TritonOperations:
 
     def encode_store(self, rows: StepRows, step: StepPlan) -> None:
         """See `ReferenceOperations`."""
-        encode_store(self._rows(rows), self._handed, step.batch, self._shape)
+        encode_store(rows.handed, self._handed, step.batch, self._shape)
 
     def anchor_score(self, rows: StepRows, step: StepPlan, singles: bool = True) -> None:
         """See `ReferenceOperations`."""
         anchor_score(
-            self._rows(rows),
+            rows.handed,
             rows.is_sink,
             self._layer.config.prefix,
             self._count(),
@@ -79,7 +78,7 @@ class TritonOperations:
     def close_blocks(self, rows: StepRows, step: StepPlan) -> None:
         """See `ReferenceOperations`."""
         close_blocks(
-            self._rows(rows),
+            rows.handed,
             self._layer.config.prefix,
             self._count(),
             self._handed,
@@ -101,7 +100,7 @@ class TritonOperations:
             return
         partial_output, partial_lse = self._partials(step.num_reqs, step.max_seq_len)
         decode(
-            self._rows(rows),
+            rows.handed,
             output,
             partial_output,
             partial_lse,
@@ -117,30 +116,17 @@ class TritonOperations:
             self._varlen.attend(rows, output, step)
         else:
             scale = self._layer.rules.scale
-            prefill(self._rows(rows), output, self._handed, step.batch, self._shape, scale)
+            prefill(rows.handed, output, self._handed, step.batch, self._shape, scale)
 
     def _write_dequantised_pages(self, rows: StepRows, pages: DequantisedPages, step: StepPlan) -> None:
         """See `ops.varlen.DequantisedPageWriter`."""
         requested = arguments.DequantisedPages(pages.page_requests, pages.key, pages.value)
-        write_dequantised_pages(self._rows(rows), requested, self._handed, step.batch, self._shape)
-
-    def _extend_queries(self, query: torch.Tensor, extended: torch.Tensor) -> None:
-        """See `ops.varlen.Extend`."""
-        extend_queries(query, extended, self._weights, self._shape, self._layer.rules.scale)
+        scale = self._layer.rules.scale
+        write_dequantised_pages(rows.handed, requested, pages.queries, self._handed, step.batch, self._shape, scale)
 
     def _merge(self, so_far: Attended, added: Attended, is_first: bool) -> None:
         """See `ops.varlen.Merge`."""
         merge_calls(*so_far, *added, is_first)
-
-    def _rows(self, rows: StepRows) -> Rows:
-        query, key, value = rows.query, rows.key, rows.value
-        strides = query.stride(), key.stride(), value.stride()
-        if strides != self._strides:
-            # Strides rarely change, and checking them takes longer than all else here.
-            for each in (query, key, value):
-                check_heads(each)
-            self._strides = strides
-        return Rows(query, strides[0][0], key, strides[1][0], value, strides[2][0])
 
     def _reserve(self) -> None:
         """Take as much scratch as any step will."""

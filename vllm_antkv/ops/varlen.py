@@ -5,7 +5,6 @@ device.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 
 from vllm_antkv.config import VQ_BLOCK_SIZE
-from vllm_antkv.ops.layer import LayerSetup, LayerState, StepRows
+from vllm_antkv.ops.layer import LayerSetup, LayerState
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.varlen_call import PrefillRound, RowsInPages, VarlenCall
 from vllm_antkv.ops.varlen_plan import Limits, plan
@@ -37,11 +37,14 @@ class DequantisedPages:
 
     page_requests: (num_pages, 2) int32: request and VQ block.
     key, value: (capacity, VQ_BLOCK_SIZE, num_kv_heads, `dequantised_sizes`) model dtype; `num_pages` are written.
+    queries: (num_tokens, num_heads, size of K) model dtype, contiguous: those of the step with their `BIAS_CHANNELS`
+        are written here, too; None: they are not.
     """
 
     page_requests: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    queries: torch.Tensor | None
 
 
 class DequantisedPageWriter(Protocol):
@@ -52,15 +55,11 @@ class DequantisedPageWriter(Protocol):
         as their codes stand for, anchors corrected. Rows behind the end of a sequence must be finite.
 
         Args:
-            rows: of the step; no query is read.
+            rows: of the step.
             pages: what to write where.
             step: what is computed.
         """
         ...
-
-
-#: Gives queries (n, num_heads, head_size) their `BIAS_CHANNELS`: writes (n, num_heads, size of K), contiguous.
-Extend = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Attended(NamedTuple):
@@ -140,10 +139,10 @@ def plan_rounds(
 class VarlenPrefill:
     """Attention of the requests that do not decode; rows of the others are overwritten with anything."""
 
-    def __init__(self, layer: LayerState, write: DequantisedPageWriter, extend: Extend, merge: Merge) -> None:
+    def __init__(self, layer: LayerState, write: DequantisedPageWriter, merge: Merge) -> None:
         assert layer.varlen is not None
         self._layer, self._varlen, self._scale = layer, layer.varlen, layer.rules.scale
-        self._write, self._extend, self._merge = write, extend, merge
+        self._write, self._merge = write, merge
         self._sizes = dequantised_sizes(layer)
         # What a kernel gives has more channels than a head.
         self._is_wide = self._sizes[1] > layer.head_size
@@ -162,14 +161,13 @@ class VarlenPrefill:
             self._varlen.attend(rows.query, rows.key, rows.value, output, step.in_hand, self._scale)
             return
         key_pages, value_pages, other, *extended = self._scratch()
-        query = rows.query
-        if extended:
-            query = extended[0][: len(rows.query)]
-            self._extend(rows.query, query)
+        unwritten = extended[0][: rows.query.shape[0]] if extended else None
+        query = rows.query if unwritten is None else unwritten
         lse = None
         for current in step.rounds:
             new, is_first = slice(current.first_row, current.first_row + current.num_rows), current.is_first
-            self._write(rows, DequantisedPages(current.pages, key_pages, value_pages), step)
+            self._write(rows, DequantisedPages(current.pages, key_pages, value_pages, unwritten), step)
+            unwritten = None
             result = output[new] if is_first and not self._is_wide else other[: current.num_rows]
             added = self._varlen.attend(query[new], key_pages, value_pages, result, current.call, self._scale)
             # Rounds of a request follow each other, with the same rows.

@@ -8,7 +8,8 @@ import torch
 from vllm_antkv.cache.pages import NO_ANCHOR
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.counters import Counters
-from vllm_antkv.ops.layer import LayerOperations, LayerState, StepRows
+from vllm_antkv.ops.layer import LayerOperations, LayerState
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.varlen import plan_rounds, prefill_limits
 

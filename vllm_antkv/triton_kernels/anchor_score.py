@@ -28,7 +28,7 @@ from .launch import Fixed, launch
 
 
 def anchor_score(
-    rows: Rows,
+    rows: Fixed,
     is_sink: torch.Tensor | None,
     prefix: int,
     count: torch.Tensor | None,
@@ -45,14 +45,14 @@ def anchor_score(
         is_sink: (num_tokens,) bool, tokens that take an anchor row before all others; or None.
         prefix: tokens at the start of a sequence that need no anchor.
         count: () int64, to which the number of anchor rows chosen now, K and V, is added; or None.
-        layer, batch: `Layer` and `Batch`.
+        rows, layer, batch: `Rows`, `Layer` and `Batch`.
         scale: multiplies the logits.
         singles: also of requests with one new token, whose votes else come from where they attend.
     """
     num_reqs = batch.argument.seq_lens.shape[0]
     launch(
         _anchor_score_kernel,
-        (rows.key.shape[0] // shape.block_size + 2 * num_reqs, shape.num_kv_heads),
+        (rows.argument.key.shape[0] // shape.block_size + 2 * num_reqs, shape.num_kv_heads),
         rows,
         batch.argument.seq_lens if is_sink is None else is_sink.view(torch.uint8),
         prefix,

@@ -14,7 +14,7 @@ from .launch import Fixed, launch
 
 
 def close_blocks(
-    rows: Rows, prefix: int, count: torch.Tensor | None, layer: Fixed, batch: Fixed, shape: Shape, policy: Policy
+    rows: Fixed, prefix: int, count: torch.Tensor | None, layer: Fixed, batch: Fixed, shape: Shape, policy: Policy
 ) -> None:
     """Choose and store the anchors of blocks whose last token is the only one that its request computes.
 

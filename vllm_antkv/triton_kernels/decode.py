@@ -27,7 +27,7 @@ _CONFIGS = [
 
 
 def decode(
-    rows: Rows,
+    rows: Fixed,
     output: torch.Tensor,
     partial_output: torch.Tensor,
     partial_lse: torch.Tensor,
@@ -43,13 +43,13 @@ def decode(
         partial_output: (num_reqs, score_slots, num_heads, num_splits, head_size) float32 scratch; its shape sets the
             splits.
         partial_lse: (num_reqs, score_slots, num_heads, num_splits) float32 scratch.
-        layer, batch: `Layer` and `Batch`.
+        rows, layer, batch: `Rows`, `Layer` and `Batch`.
         scale: multiplies the logits.
     """
     num_reqs, score_slots, num_heads, num_splits = partial_lse.shape
     num_blocks = (score_slots - 2) // shape.block_size + 2
     _decode_kernel[(num_reqs * num_blocks, shape.num_kv_heads, num_splits)](
-        rows, partial_output, partial_lse, layer.argument, batch.argument, num_splits, scale, shape, num_blocks
+        rows.argument, partial_output, partial_lse, layer.argument, batch.argument, num_splits, scale, shape, num_blocks
     )
     _merge_kernel[(num_reqs * score_slots, num_heads)](
         output,

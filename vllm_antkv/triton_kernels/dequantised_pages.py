@@ -1,7 +1,7 @@
 """Plain rows for a kernel that knows nothing else: what codes stand for, or full precision.
 
-Grid of the writer (num_pages, block_size // N, 2 num_kv_heads): N rows of K or of V of a page. What is on which page is
-planned on the host. Grid of queries (rows, num_heads).
+Grid (num_pages + some, block_size // N, 2 num_kv_heads): N rows of K or of V of a page; the last programs extend the
+queries, a tile of a head each. What is on which page is planned on the host.
 """
 
 import torch
@@ -28,21 +28,70 @@ _BLOCK_N = 32
 _ROWS = 16
 
 
-def write_dequantised_pages(rows: Rows, plain: DequantisedPages, layer: Fixed, batch: Fixed, shape: Shape) -> None:
-    """Write all rows of the wanted pages: see `ops.varlen.DequantisedPageWriter`.
-
-    layer, batch: `Layer` and `Batch`.
-    """
-    grid = (len(plain.page_requests), shape.block_size // _BLOCK_N, 2 * shape.num_kv_heads)
-    launch(_dequantised_pages_kernel, grid, rows, plain, layer, batch, shape=shape, BLOCK_N=_BLOCK_N, num_warps=4)
-
-
-@triton.jit
-def _dequantised_pages_kernel(
-    rows: Rows, plain: DequantisedPages, layer: Layer, batch: Batch, shape: tl.constexpr, BLOCK_N: tl.constexpr
+def write_dequantised_pages(
+    rows: Fixed,
+    plain: DequantisedPages,
+    queries: torch.Tensor | None,
+    layer: Fixed,
+    batch: Fixed,
+    shape: Shape,
+    scale: float,
 ) -> None:
-    """BLOCK_N rows of K or V of one KV head."""
+    """Write all rows of the wanted pages, and the wanted queries: see `ops.varlen.DequantisedPageWriter`.
+
+    rows, layer, batch: `Rows`, `Layer` and `Batch`. scale: multiplies the logits.
+    """
+    num_pages, num_tokens = plain.page_requests.shape[0], 0
+    together = shape.block_size // _BLOCK_N, 2 * shape.num_kv_heads
+    num_rows = num_pages
+    if queries is not None:
+        num_tokens = queries.shape[0]
+        tiles = -(-num_tokens // _ROWS) * shape.num_kv_heads * shape.group
+        num_rows += -(-tiles // (together[0] * together[1]))
+    launch(
+        _dequantised_pages_kernel,
+        (num_rows, *together),
+        rows,
+        plain,
+        rows.argument.query if queries is None else queries,
+        num_pages,
+        num_tokens,
+        layer,
+        batch,
+        scale,
+        shape=shape,
+        EXTENDS=queries is not None,
+        BLOCK_N=_BLOCK_N,
+        ROWS=_ROWS,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_pages", "num_tokens"])
+def _dequantised_pages_kernel(
+    rows: Rows,
+    plain: DequantisedPages,
+    queries: tl.tensor,
+    num_pages: tl.tensor,
+    num_tokens: tl.tensor,
+    layer: Layer,
+    batch: Batch,
+    scale: tl.tensor,
+    shape: tl.constexpr,
+    EXTENDS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """BLOCK_N rows of K or V of one KV head, or ROWS queries of one head."""
     page = tl.program_id(0)
+    if EXTENDS:
+        index = (page - num_pages) * tl.num_programs(1) + tl.program_id(1)
+        index = index * tl.num_programs(2) + tl.program_id(2)
+        if index >= 0:
+            num_heads: tl.constexpr = shape.num_kv_heads * shape.group
+            tile, head = index // num_heads, index % num_heads
+            _extend_queries(tile, head, rows, queries, num_tokens, layer, scale, shape, ROWS)
+            return
     head = tl.program_id(2) // 2
     index = tl.load(plain.page_requests + page * 2)
     number = tl.load(plain.page_requests + page * 2 + 1)
@@ -146,53 +195,28 @@ def _store(pointers: tl.tensor, channels: tl.tensor, known: tl.tensor, numbers: 
     tl.store(at, numbers.to(pointers.dtype.element_ty), mask=mask[:, None] & known[None, :])
 
 
-def extend_queries(query: torch.Tensor, extended: torch.Tensor, weights: Fixed, shape: Shape, scale: float) -> None:
-    """Give queries the channels that plain rows have beyond those of a head.
-
-    Args:
-        query: (n, num_heads, head_size) model dtype, heads contiguous.
-        extended: (n, num_heads, dequantised_key_size) model dtype, contiguous; written.
-        weights: `Layer.jensen_weights`.
-        scale: multiplies the logits.
-    """
-    num_rows, num_heads, _ = query.shape
-    launch(
-        _extend_queries_kernel,
-        (triton.cdiv(num_rows, _ROWS), num_heads),
-        query,
-        query.stride(0),
-        extended,
-        num_rows,
-        weights,
-        scale,
-        shape=shape,
-        ROWS=_ROWS,
-        num_warps=4,
-    )
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _extend_queries_kernel(
-    query: tl.tensor,
-    query_stride: tl.tensor,
-    extended: tl.tensor,
-    num_rows: tl.tensor,
-    weights: tl.tensor,
+@triton.jit
+def _extend_queries(
+    tile: tl.tensor,
+    head: tl.tensor,
+    rows: Rows,
+    queries: tl.tensor,
+    num_tokens: tl.tensor,
+    layer: Layer,
     scale: tl.tensor,
     shape: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """ROWS rows of one query head."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    head = tl.program_id(1)
-    real = row < num_rows
-    at = query + row * query_stride + head * shape.head_size
-    to = extended + (row * shape.num_kv_heads * shape.group + head) * shape.dequantised_key_size
+    """Queries of one head with the channels that plain rows have beyond a head's, ROWS of them."""
+    row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    real = row < num_tokens
+    at = rows.query + row * rows.query_stride + head * shape.head_size
+    to = queries + (row * shape.num_kv_heads * shape.group + head) * shape.dequantised_key_size
     channels = tl.arange(0, shape.head_pad)
     in_head = channels < shape.head_size
     _store(to, channels, in_head, load_rows(at, real, channels, in_head), real)
-    bias = coded_bias(at, head + tl.zeros_like(row), real, weights, shape) / scale
-    rounded = bias.to(extended.dtype.element_ty).to(tl.float32)
+    bias = coded_bias(at, head + tl.zeros_like(row), real, layer.jensen_weights, shape) / scale
+    rounded = bias.to(queries.dtype.element_ty).to(tl.float32)
     channels = tl.arange(0, shape.dequantised_key_size - shape.head_size)
     rest = tl.where(channels[None, :] == 1, (bias - rounded)[:, None], 0.0)
     parts = tl.where(channels[None, :] == 0, rounded[:, None], rest)

@@ -17,18 +17,18 @@ _MANY_TOKENS = 512
 _BLOCK_C = 128
 
 
-def encode_store(rows: Rows, layer: Fixed, batch: Fixed, shape: Shape) -> None:
+def encode_store(rows: Fixed, layer: Fixed, batch: Fixed, shape: Shape) -> None:
     """Store the codes of the step's tokens, and the rows of those that own a recency page.
 
     Only `key` and `value` of `rows` are read. Token 0 of a block resets the block's anchors: blocks fill from there.
-    layer, batch: `Layer` and `Batch`.
+    rows, layer, batch: `Rows`, `Layer` and `Batch`.
     """
-    num_tokens = rows.key.shape[0]
+    num_tokens = rows.argument.key.shape[0]
     block_t = 64 if num_tokens >= _MANY_TOKENS else 16
     num_pairs = (shape.num_sub_vectors + 1) // 2
     launch(
         _encode_store_kernel,
-        (triton.cdiv(num_tokens, block_t), shape.num_kv_heads, 2 * num_pairs + 1),
+        (-(-num_tokens // block_t), shape.num_kv_heads, 2 * num_pairs + 1),
         rows,
         layer,
         batch,

@@ -6,7 +6,6 @@ once, the others in short, and where all are alike the compiled kernel is called
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,17 +16,24 @@ class Fixed:
     """An argument that stays as it is from launch to launch: tensors that do not move, sizes.
 
     argument: as kernels declare it.
+    key: what Triton may compile by, no coarser than it does; the same object wherever that is the same.
+    values: what it hands over, addresses in place of tensors.
     """
 
     __slots__ = ("argument", "key", "values")
 
     def __init__(self, argument: Any) -> None:
         self.argument = argument
-        self.key, self.values = _looked_at(argument)
+        keys: list[Any] = []
+        self.values = _flattened(argument, keys)
+        self.key = _keys.setdefault(tuple(keys), object())
 
 
-#: What Triton made, by the kernel and by all that decides which of its compilations is meant.
-_compiled: dict[tuple[Any, ...], Any] = {}
+#: To compare them takes longer than all else here.
+_keys: dict[tuple[Any, ...], object] = {}
+#: By address, as Triton's own hash of a kernel takes long: the kernel, arguments whose type alone Triton looks at, and
+#: what it made, by all that decides which of its compilations is meant.
+_kernels: dict[int, tuple[Any, frozenset[int], dict[tuple[Any, ...], Any]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -38,8 +44,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         arguments: all that are no constants, in order; `Fixed` ones stand for what is in them.
         constants: compiled in, and options of the compiler.
     """
-    unspecialised = _unspecialised(kernel)
-    keys: list[Any] = [kernel, *constants.values()]
+    _, unspecialised, compiled = _kernels.get(id(kernel)) or _first_seen(kernel)
+    keys: list[Any] = [*constants.values()]
     values: list[Any] = []
     for index, argument in enumerate(arguments):
         if type(argument) is Fixed:
@@ -51,22 +57,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         else:
             value = _flattened(argument, keys)
         values.append(value)
-    known = _compiled.get(tuple(keys))
+    known = compiled.get(tuple(keys))
     if known is None:
         plain = [argument.argument if type(argument) is Fixed else argument for argument in arguments]
         made = kernel[grid](*plain, **constants)
         if hasattr(made, "packed_metadata"):
             # Not under the interpreter.
             rest = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-            _compiled[tuple(keys)] = made, made.run, made.function, made.packed_metadata, rest
+            compiled[tuple(keys)] = made, made.run, made.function, made.packed_metadata, rest
         return
     made, run, function, metadata, rest = known
     driver = triton.runtime.driver.active
     stream = driver.get_current_stream(driver.get_current_device())
-    hooks = triton.knobs.runtime
-    launched = made.launch_metadata(grid, stream, *values, *rest)
-    sizes = (*grid, 1, 1)[:3]
-    run(*sizes, stream, function, metadata, launched, hooks.launch_enter_hook, hooks.launch_exit_hook, *values, *rest)
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    launched = None
+    if enter.calls or leave.calls:
+        launched = made.launch_metadata(grid, stream, *values, *rest)
+    else:
+        # Nobody watches.
+        enter = leave = None
+    run(*(*grid, 1, 1)[:3], stream, function, metadata, launched, enter, leave, *values, *rest)
 
 
 def autotuned(configs: list[triton.Config], key: list[str]) -> Callable[[Any], Any]:
@@ -80,23 +90,14 @@ def autotuned(configs: list[triton.Config], key: list[str]) -> Callable[[Any], A
     return triton.autotune(configs=configs, key=key, cache_results=True)
 
 
-@cache
-def _unspecialised(kernel: Any) -> frozenset[int]:
-    """Arguments whose values Triton does not look at, only their types."""
-    return frozenset(
-        index for index, parameter in enumerate(getattr(kernel, "params", ())) if parameter.do_not_specialize
-    )
-
-
-def _looked_at(argument: Any) -> tuple[Any, Any]:
-    """What Triton may compile by, no coarser than it does, and what it hands over: addresses in place of tensors."""
-    keys: list[Any] = []
-    value = _flattened(argument, keys)
-    return tuple(keys), value
+def _first_seen(kernel: Any) -> tuple[Any, frozenset[int], dict[tuple[Any, ...], Any]]:
+    parameters = enumerate(getattr(kernel, "params", ()))
+    unspecialised = frozenset(index for index, parameter in parameters if parameter.do_not_specialize)
+    return _kernels.setdefault(id(kernel), (kernel, unspecialised, {}))
 
 
 def _flattened(argument: Any, keys: list[Any]) -> Any:
-    """What is handed over; adds to the keys."""
+    """What `Fixed` has as values; adds to what it has as a key."""
     kind = type(argument)
     if kind is torch.Tensor or isinstance(argument, torch.Tensor):
         address = argument.data_ptr()

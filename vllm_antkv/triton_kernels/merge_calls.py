@@ -28,7 +28,7 @@ def merge_calls(
     num_rows, num_heads, head_size = output.shape
     launch(
         _merge_calls_kernel,
-        (triton.cdiv(num_rows, _ROWS), num_heads),
+        (-(-num_rows // _ROWS), num_heads),
         output,
         output.stride(0),
         output.stride(1),

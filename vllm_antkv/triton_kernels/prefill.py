@@ -21,12 +21,12 @@ _CONFIGS = [
 ]
 
 
-def prefill(rows: Rows, output: torch.Tensor, layer: Fixed, batch: Fixed, shape: Shape, scale: float) -> None:
+def prefill(rows: Fixed, output: torch.Tensor, layer: Fixed, batch: Fixed, shape: Shape, scale: float) -> None:
     """Attend from the requests that have more than `score_slots` new tokens.
 
     Args:
         output: (num_tokens, num_heads, head_size) model dtype, heads contiguous; written.
-        layer, batch: `Layer` and `Batch`.
+        rows, layer, batch: `Rows`, `Layer` and `Batch`.
         scale: multiplies the logits.
     """
     num_tokens, num_reqs = output.shape[0], batch.argument.seq_lens.shape[0]
@@ -34,7 +34,8 @@ def prefill(rows: Rows, output: torch.Tensor, layer: Fixed, batch: Fixed, shape:
     def grid(meta: dict[str, int]) -> tuple[int, int]:
         return num_tokens // _queries(meta["BLOCK_M"], shape) + 2 * num_reqs, shape.num_kv_heads
 
-    _prefill_kernel[grid](rows, output, output.stride(0), layer.argument, batch.argument, num_reqs, scale, shape)
+    given = rows.argument, output, output.stride(0), layer.argument, batch.argument
+    _prefill_kernel[grid](*given, num_reqs, scale, shape)
 
 
 def _queries(block_m: int, shape: Shape) -> int:

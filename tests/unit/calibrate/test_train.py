@@ -77,6 +77,15 @@ def test_predictions_come_closer_on_other_text_too(model, book, windows):
     torch.testing.assert_close(ratios, ratios[:, :1].expand_as(ratios))
 
 
+def test_a_step_moves_no_centroid_far_for_its_channel(model, book, windows):
+    """Whatever the other channels are like: one of K may have a bias of a hundred times its spread."""
+    biased = replace(book, k=tuple(table + 100.0 * (torch.arange(table.shape[-1]) == 0) for table in book.k))
+    found = train(model, biased, windows[:2], 2, lambda: None)
+    for trained, before in zip((*found.k, *found.v), (*biased.k, *biased.v), strict=True):
+        moved = (trained - before).abs().amax(-2) / before.float().std(-2).clamp_min(1e-6)
+        assert moved.max() < 2 * train_module._LEARNING_RATE
+
+
 def test_each_step_has_a_window_of_its_own_while_there_are_some(model, book, windows, monkeypatch):
     seen: list[int] = []
     pass_back = train_module._pass_back

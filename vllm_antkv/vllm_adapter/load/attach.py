@@ -40,7 +40,7 @@ from vllm_antkv.vllm_adapter.step.impl import AntKVImpl, Attachment
 from vllm_antkv.vllm_adapter.step.key_scales import scale_rows
 from vllm_antkv.vllm_adapter.step.layer import PositionLayer, RecencyLayer, position_layer_name, recency_layer_name
 from vllm_antkv.vllm_adapter.step.sinks import SinkFlags, hand_on, watch
-from vllm_antkv.vllm_adapter.step.workspace import workspace
+from vllm_antkv.vllm_adapter.step.workspace import Workspace
 
 logger = logging.getLogger("vllm.antkv")
 
@@ -201,7 +201,7 @@ def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:
         # It counts tokens, sinks and anchors for all: it is behind the layer that reveals the sinks.
         counts_rows=index == max(shared.found.coded),
         max_num_reqs=scheduler_config.max_num_seqs,
-        scratch=workspace,
+        scratch=Workspace(),
         varlen=flash_attention(layer.head_size, dtype, scheduler_config.max_num_batched_tokens) if on_gpu else None,
     )
     rule, indices = codebook.header.sinks, codebook.header.model.decoder_indices

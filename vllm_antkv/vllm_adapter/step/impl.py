@@ -1,7 +1,7 @@
 """What an attention layer runs in each step: store the new tokens, then attend. It plans and binds nothing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionTy
 from vllm_antkv.cache.pages import PageLayout, VQPages
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops.dispatch import Kernels
-from vllm_antkv.ops.layer import LayerOperations, LayerSetup, LayerState, StepRows
+from vllm_antkv.ops.layer import LayerOperations, LayerSetup, LayerState
 from vllm_antkv.ops.logits import LogitRules
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.warm_up import warm_up
 from vllm_antkv.vllm_adapter.step.metadata import VQMetadata
@@ -132,7 +133,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         if is_sink is not None and self._layer.counts_rows:
             self._layer.counters.count_sinks(is_sink, step.query_start_loc[-1])
         rows, written = StepRows(query, key, value, is_sink), output
-        if len(query) != num_tokens:
+        if query.shape[0] != num_tokens:
             # Graphs are padded.
             rows = StepRows(query[:num_tokens], key[:num_tokens], value[:num_tokens], is_sink)
             written = output[:num_tokens]
@@ -150,7 +151,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         rows = source._rows
         assert rows is not None, "a layer reads the cache of one before it"
         with self._layer.counters.timed("attend"):
-            self._operations.attend(rows._replace(query=query), output, step)
+            self._operations.attend(replace(rows, query=query), output, step)
 
     def take_pages(self, kv_cache: torch.Tensor) -> None:
         """Take the layer's pages from vLLM; see `pages.take_pages`."""

@@ -12,7 +12,8 @@ from vllm.config import VllmConfig
 from vllm_antkv.cache.pages import NO_ANCHOR, VQPages
 from vllm_antkv.ops.attention_shares import attention_shares
 from vllm_antkv.ops.counters import Counters, Report
-from vllm_antkv.ops.layer import LayerState, StepRows
+from vllm_antkv.ops.layer import LayerState
+from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.select.anchors import EXACT_ANCHOR
 from vllm_antkv.vllm_adapter.step.impl import AntKVImpl

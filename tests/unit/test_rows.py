@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_antkv.ops.arguments import rows_argument
+from vllm_antkv.ops.rows import rows_argument
 
 FUSED = torch.zeros(5, 6, 16)
 

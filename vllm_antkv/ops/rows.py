@@ -1,0 +1,67 @@
+"""A step's rows of one layer, and how kernels are handed them."""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from vllm_antkv.ops.c_structs import HEADER, fields
+
+if TYPE_CHECKING:
+    from vllm_antkv.triton_kernels.launch import Fixed
+
+
+class RowsArgument(ctypes.Structure):
+    """antkv_rows of csrc/cpu/antkv.h, Rows of csrc/cuda/layer.cuh."""
+
+    _fields_: ClassVar = fields(HEADER, "antkv_rows")
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """A step's rows of one layer.
+
+    query: (num_tokens, num_heads, head_size) model dtype.
+    key, value: (num_tokens, num_kv_heads, head_size) model dtype, K after RoPE.
+    is_sink: (num_tokens,) bool, tokens to pin (KVSink), or None.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    is_sink: torch.Tensor | None
+
+    @cached_property
+    def arguments(self) -> tuple[RowsArgument, RowsArgument, RowsArgument]:
+        """What C++ and CUDA are handed of query, key and value; ValueError as `rows_argument` raises it."""
+        return rows_argument(self.query), rows_argument(self.key), rows_argument(self.value)
+
+    @cached_property
+    def handed(self) -> "Fixed":
+        """What Triton's kernels are handed: `triton_kernels.arguments.Rows`; ValueError likewise."""
+        # Triton is imported only where it runs.
+        from vllm_antkv.triton_kernels.arguments import Rows
+        from vllm_antkv.triton_kernels.launch import Fixed
+
+        query, key, value = self.arguments
+        return Fixed(Rows(self.query, query.stride, self.key, key.stride, self.value, value.stride))
+
+
+def rows_argument(rows: torch.Tensor) -> RowsArgument:
+    """(num_tokens, heads, head_size) whose heads lie side by side, as they come from one projection.
+
+    Raises:
+        ValueError: they do not; the kernels would read other rows.
+    """
+    check_heads(rows)
+    return RowsArgument(rows.data_ptr(), rows.stride(0))
+
+
+def check_heads(rows: torch.Tensor) -> None:
+    """(num_tokens, heads, head_size): kernels take the heads of a token to lie side by side; ValueError where not."""
+    _, num_heads, head_size = rows.shape
+    strides = rows.stride()
+    if strides[2] != 1 or (num_heads > 1 and strides[1] != head_size):
+        raise ValueError(f"The heads of a token must be contiguous, not of strides {strides}.")
