@@ -64,11 +64,12 @@ def row(num_tokens: int, past: int) -> dict[str, Any]:
     operations, limits = TritonOperations(layer), prefill_limits(layer, layer.recency.score_slots)
     assert limits is not None
     rows, output, step = tokens.rows, tokens.output, requests.step
+    whole = Tokens.random(past + num_tokens).rows
     assert step.query_start_loc_cpu is not None
     rounds = plan_rounds(step.query_start_loc_cpu, step.seq_lens.cpu(), limits, output.device)
     step = replace(step, rounds=rounds)
     sides = {
-        BASELINE: rows_of_bfloat16.prefill(rows.query, *Tokens.random(past + num_tokens).rows[1:3]),
+        BASELINE: rows_of_bfloat16.prefill(rows.query, whole.key, whole.value),
         "encode_store, CUDA": lambda: cuda.encode_store(rows, step),
         "encode_store": lambda: operations.encode_store(rows, step),
         "anchor_score": lambda: operations.anchor_score(rows, step),
