@@ -13,8 +13,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 from benchmarks.host.driver import driver
 from vllm_antkv.triton_kernels.launch import Fixed, launch
 
-
-#: The turn in which somebody has hung hooks into launches, and where the launcher is handed them and what they are told.
+#: The turn in which somebody has hung hooks into launches; where the launcher is handed them, and what they are told.
 WATCHED, HOOKS = 2, slice(7, 10)
 
 

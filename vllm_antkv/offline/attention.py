@@ -151,22 +151,22 @@ def attend_window(
     decoded = decoded_rows(window, method.quantiser)
     closed = closed_rows(decoded, chosen_by(owner, config), is_sink)
     weights = _jensen_weights(window, method)
+    # Split once: a gradient of a slice has the size of the whole.
+    past, own = ([of.split(VQ_BLOCK_SIZE, 1) for of in kinds] for kinds in (closed, decoded))
     outputs = []
-    for start in range(0, num_tokens, VQ_BLOCK_SIZE):
-        block = slice(start, min(start + VQ_BLOCK_SIZE, num_tokens))
-        attending = slice(start, block.stop, every)
-        visible = rules.visible(positions[attending, None], positions[: block.stop])
-        exact = visible & (positions[attending, None] <= last_query[: block.stop])
+    for block, attending in enumerate(query[:, ::every].split(VQ_BLOCK_SIZE // every, 1)):
+        places = positions[block * VQ_BLOCK_SIZE :: every][: attending.shape[1], None]
+        stop = min((block + 1) * VQ_BLOCK_SIZE, num_tokens)
+        visible = rules.visible(places, positions[:stop])
+        exact = visible & (places <= last_query[:stop])
         columns = exact.any(0).nonzero().flatten()
-        coded = CodedRows(
-            *(torch.cat((of[:, :start], own[:, block]), 1) for of, own in zip(closed, decoded, strict=True))
-        )
+        coded = CodedRows(*(torch.cat((*of[:block], its[block]), 1) for of, its in zip(past, own, strict=True)))
         output = mixed_attention(
-            query[:, attending],
+            attending,
             SeenRows(coded.key, coded.value, (visible & ~exact)[None]),
             SeenRows(key[:, columns], value[:, columns], exact[None, :, columns]),
             rules,
-            jensen_bias(query[:, attending], weights, coded.is_code),
+            jensen_bias(attending, weights, coded.is_code),
         )
         outputs.append(output)
     return torch.cat(outputs, dim=1)
