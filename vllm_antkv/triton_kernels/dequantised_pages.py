@@ -53,14 +53,14 @@ def write_dequantised_pages(
         (num_rows, *together),
         rows,
         plain,
-        rows.argument.query if queries is None else queries,
+        # One compilation, whether there are queries or not: no program comes to them.
+        plain.key if queries is None else queries,
         num_pages,
         num_tokens,
         layer,
         batch,
         scale,
         shape=shape,
-        EXTENDS=queries is not None,
         BLOCK_N=_BLOCK_N,
         ROWS=_ROWS,
         num_warps=4,
@@ -78,13 +78,12 @@ def _dequantised_pages_kernel(
     batch: Batch,
     scale: tl.tensor,
     shape: tl.constexpr,
-    EXTENDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """BLOCK_N rows of K or V of one KV head, or ROWS queries of one head."""
     page = tl.program_id(0)
-    if EXTENDS:
+    if shape.dequantised_key_size > shape.head_size:
         index = (page - num_pages) * tl.num_programs(1) + tl.program_id(1)
         index = index * tl.num_programs(2) + tl.program_id(2)
         if index >= 0:
