@@ -1,8 +1,8 @@
 """A GPU that is not there: Triton and the CUDA kernels launch through NVIDIA's driver, whose place `driver.c` takes.
 
 Triton binds, specialises and packs arguments as on a GPU, with its own launcher in C; kernels are not compiled, which
-happens once and before anybody waits. CuPy's part of a launch of the CUDA kernels is not there: their arguments go
-straight to the driver.
+happens once and before anybody waits. The CUDA kernels, which CuPy would hand to the driver, go straight to it: about a
+microsecond less.
 """
 
 import ctypes

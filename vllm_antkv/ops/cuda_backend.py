@@ -10,7 +10,6 @@ import importlib
 import importlib.resources
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,7 +57,9 @@ class CudaBackend:
         self.capability: tuple[int, int] = (properties.major, properties.minor)
         self._device = device
         self._architecture = f"sm_{properties.major}{properties.minor}"
-        self._kernels: dict[tuple[Build, str], Any] = {}
+        self._launch = cupy.cuda.driver.launchKernel
+        #: With their addresses.
+        self._kernels: dict[tuple[Build, str], tuple[Any, int]] = {}
 
     def load(self, build: Build) -> None:
         """See `Backend`."""
@@ -68,29 +69,20 @@ class CudaBackend:
         with torch.cuda.device(self._device):
             for source in ("encode_store", "decode"):
                 module = cupy.RawModule(path=str(cubin(source, build, self._architecture)))
-                self._kernels[build, f"antkv_{source}"] = module.get_function(f"antkv_{source}")
-            self._kernels[build, "antkv_decode"].max_dynamic_shared_size_bytes = build.decode_shared_bytes
+                kernel = module.get_function(f"antkv_{source}")
+                self._kernels[build, f"antkv_{source}"] = kernel, kernel.kernel.ptr
+            decode, _ = self._kernels[build, "antkv_decode"]
+            decode.max_dynamic_shared_size_bytes = build.decode_shared_bytes
 
     def launch(
         self, build: Build, kernel: str, grid: tuple[int, ...], threads: int, shared: int, arguments: Sequence[Argument]
     ) -> None:
         """See `Backend`."""
-        pointer = importlib.import_module("cupy.cuda.function").CPointer
-        stream = importlib.import_module("cupy.cuda").Stream.from_external
-        # CuPy reads an argument from where the pointer says, whatever its type.
-        pointers = tuple(pointer(ctypes.addressof(argument)) for argument in arguments)
-        with stream(_Stream(torch.cuda.current_stream(self._device).cuda_stream)):
-            self._kernels[build, kernel](grid, (threads,), pointers, shared_mem=shared)
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """A stream of PyTorch's, in the protocol that CuPy takes streams in."""
-
-    address: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.address
+        _, function = self._kernels[build, kernel]
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        # As the driver takes them: CuPy's own way looks at every argument.
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        self._launch(function, *(*grid, 1, 1)[:3], threads, 1, 1, shared, stream, ctypes.addressof(addresses), 0)
 
 
 def cubin(source: str, build: Build, architecture: str) -> Path:

@@ -2,7 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from vllm_antkv.ops.c_structs import HEADER, fields
 
 if TYPE_CHECKING:
+    from vllm_antkv.triton_kernels.arguments import Rows
     from vllm_antkv.triton_kernels.launch import Fixed
 
 
@@ -41,12 +42,9 @@ class StepRows:
     @cached_property
     def handed(self) -> "Fixed":
         """What Triton's kernels are handed: `triton_kernels.arguments.Rows`; ValueError likewise."""
-        # Triton is imported only where it runs.
-        from vllm_antkv.triton_kernels.arguments import Rows
-        from vllm_antkv.triton_kernels.launch import Fixed
-
+        rows, fixed = _triton()
         query, key, value = self.arguments
-        return Fixed(Rows(self.query, query.stride, self.key, key.stride, self.value, value.stride))
+        return fixed(rows(self.query, query.stride, self.key, key.stride, self.value, value.stride))
 
 
 def rows_argument(rows: torch.Tensor) -> RowsArgument:
@@ -55,13 +53,22 @@ def rows_argument(rows: torch.Tensor) -> RowsArgument:
     Raises:
         ValueError: they do not; the kernels would read other rows.
     """
-    check_heads(rows)
-    return RowsArgument(rows.data_ptr(), rows.stride(0))
+    return RowsArgument(rows.data_ptr(), token_stride(rows))
 
 
-def check_heads(rows: torch.Tensor) -> None:
-    """(num_tokens, heads, head_size): kernels take the heads of a token to lie side by side; ValueError where not."""
+def token_stride(rows: torch.Tensor) -> int:
+    """In entries; see `rows_argument`."""
     _, num_heads, head_size = rows.shape
-    strides = rows.stride()
-    if strides[2] != 1 or (num_heads > 1 and strides[1] != head_size):
-        raise ValueError(f"The heads of a token must be contiguous, not of strides {strides}.")
+    of_token, of_head, of_channel = rows.stride()
+    if of_channel != 1 or (of_head != head_size and num_heads > 1):
+        raise ValueError(f"The heads of a token must be contiguous, not of strides {rows.stride()}.")
+    return of_token
+
+
+@cache
+def _triton() -> "tuple[type[Rows], type[Fixed]]":
+    """Triton is imported only where it runs."""
+    from vllm_antkv.triton_kernels.arguments import Rows
+    from vllm_antkv.triton_kernels.launch import Fixed
+
+    return Rows, Fixed

@@ -7,7 +7,7 @@ from vllm_antkv.cache.pages import ALIGNMENT
 from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
-from vllm_antkv.ops.rows import StepRows, check_heads
+from vllm_antkv.ops.rows import StepRows, token_stride
 from vllm_antkv.ops.step import StepPlan
 from vllm_antkv.ops.varlen import Attended, DequantisedPages, VarlenPrefill, dequantised_sizes, prefill_limits
 from vllm_antkv.select.anchors import EXACT_ANCHOR, VOTE_PRIOR
@@ -93,7 +93,7 @@ class TritonOperations:
 
     def attend(self, rows: StepRows, output: torch.Tensor, step: StepPlan, fewest: int = 1) -> None:
         """See `ReferenceOperations`."""
-        check_heads(output)
+        token_stride(output)
         if step.max_query_len > self._shape.score_slots:
             self._prefill(rows, output, step)
         if max(fewest, step.min_query_len) > self._shape.score_slots:
