@@ -4,8 +4,8 @@ Real steps of a layer as vLLM calls it on an H200, whose query heads are four ti
 replaced, so that everything above it is what a server runs: our Python, Triton's launcher, vLLM's. PyTorch's operators
 work on tensors that have no memory, products on numbers; FlashAttention's end where vLLM's Python does. Both, and CuPy,
 cost more on a GPU. Planning is what vLLM's metadata builders take, and what the first layer of a step takes longer
-than the others. Times are of this thread on a processor, medians. Needs gcc, Python's headers and vLLM's build for
-CPUs.
+than the others. Times are of this thread on a processor, medians, both sides in turn. Needs gcc, Python's headers and
+vLLM's build for CPUs.
 
     python -m benchmarks.host_cost                      # about a minute
     python -m benchmarks.host_cost --steps prompt-1024 --kv-heads 8 --json host.json
@@ -55,9 +55,9 @@ def main() -> None:
     arguments = parser.parse_args()
     report: dict[str, list[dict[str, Any]]] = {"rows": [], "flash_attention": []}
     for num_kv_heads in arguments.kv_heads:
-        for name, side in _sides(num_kv_heads).items():
-            for step in arguments.steps:
-                measured = measure(side, step, num_kv_heads, arguments.rounds)
+        sides = _sides(num_kv_heads)
+        for step in arguments.steps:
+            for name, measured in measure(sides, step, num_kv_heads, arguments.rounds).items():
                 report[name].append({"step": step, "kv_heads": num_kv_heads} | measured)
     print(report_table(report))
     if arguments.json:
@@ -76,8 +76,11 @@ def _sides(num_kv_heads: int) -> "dict[str, Side]":
         return {"rows": AntKV(vllm_config, num_kv_heads), "flash_attention": FlashAttention(vllm_config, num_kv_heads)}
 
 
-def measure(side: "Side", step: str, num_kv_heads: int, rounds: int) -> dict[str, float]:
-    """Launches and microseconds of a layer behind the first one, and milliseconds of planning."""
+def measure(sides: "dict[str, Side]", step: str, num_kv_heads: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Of each side, launches and microseconds of a layer behind the first one, and milliseconds of planning.
+
+    They take turns, as processors are faster and slower by the second.
+    """
     import torch
 
     from benchmarks.host.step import Batch
@@ -85,30 +88,42 @@ def measure(side: "Side", step: str, num_kv_heads: int, rounds: int) -> dict[str
     batch = Batch(*STEPS[step])
     rows = batch.rows(num_kv_heads)
     output = torch.empty_like(rows.query, memory_format=torch.contiguous_format)
-    batches = [batch.metadata(block_size) for block_size in side.block_sizes]
-    layer_times, plan_times = [], []
+    batches = {name: [batch.metadata(size) for size in side.block_sizes] for name, side in sides.items()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with torch.inference_mode():
-        launches = _launches(side, rows, output, batches)
+        launches = {name: _launches(side, rows, output, batches[name]) for name, side in sides.items()}
         gc.disable()
         for _ in range(rounds):
-            start = time.thread_time_ns()
-            metadata = side.plan(batches)
-            planned = time.thread_time_ns()
-            with side.context(metadata):
-                entered = time.thread_time_ns()
-                side.run(rows, output, metadata)
-                first = time.thread_time_ns()
-                for _ in range(LAYERS):
-                    side.run(rows, output, metadata)
-                end = time.thread_time_ns()
-            layer_times.append((end - first) / LAYERS)
-            plan_times.append(planned - start + first - entered - layer_times[-1])
+            for name, side in sides.items():
+                times[name].append(_times(side, rows, output, batches[name]))
         gc.enable()
-    return {
-        "launches_per_layer": launches,
-        "host_us_per_layer": statistics.median(layer_times) / 1e3,
-        "plan_ms": statistics.median(plan_times) / 1e6,
-    }
+    measured = {}
+    for name, of_side in times.items():
+        layer, plan = map(statistics.median, zip(*of_side, strict=True))
+        measured[name] = {
+            "launches_per_layer": launches[name],
+            "host_us_per_layer": layer / 1e3,
+            "plan_ms": plan / 1e6,
+        }
+    return measured
+
+
+def _times(
+    side: "Side", rows: "StepRows", output: "torch.Tensor", batches: "Sequence[CommonAttentionMetadata]"
+) -> tuple[float, float]:
+    """Nanoseconds of a layer that is not the first, and of planning."""
+    start = time.thread_time_ns()
+    metadata = side.plan(batches)
+    planned = time.thread_time_ns()
+    with side.context(metadata):
+        entered = time.thread_time_ns()
+        side.run(rows, output, metadata)
+        first = time.thread_time_ns()
+        for _ in range(LAYERS):
+            side.run(rows, output, metadata)
+        end = time.thread_time_ns()
+    layer = (end - first) / LAYERS
+    return layer, planned - start + first - entered - layer
 
 
 def _launches(

@@ -47,10 +47,10 @@ class Planned(ReferenceOperations):
         alone = single.repeat_interleave(step.query_start_loc.diff())
         output[alone] = expected[alone]
 
-    def _write(self, rows, pages, step):
+    def _write(self, rows, plain, pages, extends, step):
         requests = {request.row: request for request in step_requests(step)}
-        assert len(pages.page_requests) <= len(pages.key)
-        for page, (row, block) in enumerate(pages.page_requests.tolist()):
+        assert len(pages.requests) <= len(plain.key)
+        for page, (row, block) in enumerate(pages.requests.tolist()):
             request, head_size = requests[row], rows.key.shape[-1]
             ids = step.vq_block_table[row, block : block + 1].long()
             positions = torch.arange(block * VQ_BLOCK_SIZE, min((block + 1) * VQ_BLOCK_SIZE, request.end))
@@ -60,14 +60,14 @@ class Planned(ReferenceOperations):
             # A block that closes in this step is seen exactly.
             self._correct_anchors(*decoded, ids, range(len(kept) < len(positions)), is_anchor)
             sections = ((rows.key, self._layer.recency.k), (rows.value, self._layer.recency.v))
-            for to, coded, (in_hand, paged) in zip((pages.key, pages.value), decoded, sections, strict=True):
+            for to, coded, (in_hand, paged) in zip((plain.key, plain.value), decoded, sections, strict=True):
                 to[page] = 0
                 to[page, ..., :head_size] = coded
                 to[page, kept % VQ_BLOCK_SIZE, :, :head_size] = self._exact_rows(in_hand, paged, kept, request)
             is_anchor[0, kept % VQ_BLOCK_SIZE] = True
-            pages.key[page, ..., head_size : head_size + 2] = (~is_anchor[0])[..., None].to(pages.key)
-        if pages.queries is not None:
-            self._extend(rows.query, pages.queries)
+            plain.key[page, ..., head_size : head_size + 2] = (~is_anchor[0])[..., None].to(plain.key)
+        if extends:
+            self._extend(rows.query, plain.queries[: len(rows.query)])
 
     def _extend(self, query, extended):
         bias = torch.einsum("nhd,hd->nh", query.square(), self._layer.jensen_weights.to(query.dtype))

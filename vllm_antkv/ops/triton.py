@@ -9,10 +9,10 @@ from vllm_antkv.ops.layer import LayerState
 from vllm_antkv.ops.rope import angles_are_linear
 from vllm_antkv.ops.rows import StepRows, token_stride
 from vllm_antkv.ops.step import StepPlan
-from vllm_antkv.ops.varlen import Attended, DequantisedPages, VarlenPrefill, dequantised_sizes, prefill_limits
+from vllm_antkv.ops.varlen import Attended, PlainRows, VarlenPrefill, dequantised_sizes, prefill_limits
+from vllm_antkv.ops.varlen_call import StepPages
 from vllm_antkv.select.anchors import EXACT_ANCHOR, VOTE_PRIOR
 from vllm_antkv.select.recency import exact_bounds
-from vllm_antkv.triton_kernels import arguments
 from vllm_antkv.triton_kernels.anchor_score import anchor_score
 from vllm_antkv.triton_kernels.arguments import Layer, Policy, Shape
 from vllm_antkv.triton_kernels.close_blocks import close_blocks
@@ -118,11 +118,20 @@ class TritonOperations:
             scale = self._layer.rules.scale
             prefill(rows.handed, output, self._handed, step.batch, self._shape, scale)
 
-    def _write_dequantised_pages(self, rows: StepRows, pages: DequantisedPages, step: StepPlan) -> None:
+    def _write_dequantised_pages(
+        self, rows: StepRows, plain: PlainRows, pages: StepPages, extends: bool, step: StepPlan
+    ) -> None:
         """See `ops.varlen.DequantisedPageWriter`."""
-        requested = arguments.DequantisedPages(pages.page_requests, pages.key, pages.value)
-        scale = self._layer.rules.scale
-        write_dequantised_pages(rows.handed, requested, pages.queries, self._handed, step.batch, self._shape, scale)
+        write_dequantised_pages(
+            rows.handed,
+            plain.handed,
+            pages.handed,
+            extends,
+            self._handed,
+            step.batch,
+            self._shape,
+            self._layer.rules.scale,
+        )
 
     def _merge(self, so_far: Attended, added: Attended, is_first: bool) -> None:
         """See `ops.varlen.Merge`."""

@@ -6,7 +6,8 @@ device.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,8 +16,11 @@ from vllm_antkv.config import VQ_BLOCK_SIZE
 from vllm_antkv.ops.layer import LayerSetup, LayerState
 from vllm_antkv.ops.rows import StepRows
 from vllm_antkv.ops.step import StepPlan
-from vllm_antkv.ops.varlen_call import PrefillRound, RowsInPages, VarlenCall
+from vllm_antkv.ops.varlen_call import PrefillRound, RowsInPages, StepPages, VarlenCall
 from vllm_antkv.ops.varlen_plan import Limits, plan
+
+if TYPE_CHECKING:
+    from vllm_antkv.triton_kernels.launch import Fixed
 
 #: Blocks of a past that are written as plain rows at a time: 16,384 tokens, 64 MiB for 8 KV heads of 128 channels.
 PREFILL_CHUNK_BLOCKS = 128
@@ -32,31 +36,39 @@ _Part = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, eq=False)
-class DequantisedPages:
-    """What pages are to hold, and the memory for them.
+class PlainRows:
+    """Memory for what the kernel reads; contiguous, model dtype.
 
-    page_requests: (num_pages, 2) int32: request and VQ block.
-    key, value: (capacity, VQ_BLOCK_SIZE, num_kv_heads, `dequantised_sizes`) model dtype; `num_pages` are written.
-    queries: (num_tokens, num_heads, size of K) model dtype, contiguous: those of the step with their `BIAS_CHANNELS`
-        are written here, too; None: they are not.
+    key, value: (capacity, VQ_BLOCK_SIZE, num_kv_heads, `dequantised_sizes`): pages.
+    queries: (max_num_tokens, num_heads, size of K), where that is more than a head's; else None.
     """
 
-    page_requests: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     queries: torch.Tensor | None
 
+    @cached_property
+    def handed(self) -> "Fixed":
+        """What Triton's kernels are handed: `triton_kernels.arguments.PlainRows`."""
+        # Triton is imported only where it runs.
+        from vllm_antkv.triton_kernels import arguments
+        from vllm_antkv.triton_kernels.launch import Fixed
+
+        return Fixed(arguments.PlainRows(self.key, self.value, self.key if self.queries is None else self.queries))
+
 
 class DequantisedPageWriter(Protocol):
-    """Writes pages from the step's rows and the cache."""
+    """Writes plain rows from the step's rows and the cache."""
 
-    def __call__(self, rows: StepRows, pages: DequantisedPages, step: StepPlan) -> None:
+    def __call__(self, rows: StepRows, plain: PlainRows, pages: StepPages, extends: bool, step: StepPlan) -> None:
         """Write all rows of the pages: in full precision those that the first new token of the request sees so, others
         as their codes stand for, anchors corrected. Rows behind the end of a sequence must be finite.
 
         Args:
             rows: of the step.
-            pages: what to write where.
+            plain: where to.
+            pages: which ones; the first of `plain`.
+            extends: also write all queries of the step with their `BIAS_CHANNELS`.
             step: what is computed.
         """
         ...
@@ -132,7 +144,7 @@ def plan_rounds(
     for each in rounds:
         pages, starts, keys = next(tensors), next(tensors), RowsInPages(next(tensors), next(tensors))
         call = VarlenCall(starts, keys, int(np.diff(each.starts).max()), int(each.num_keys.max()), each.causal)
-        planned.append(PrefillRound(each.first_row, each.num_rows, each.is_first, pages, call))
+        planned.append(PrefillRound(each.first_row, each.num_rows, each.is_first, StepPages(pages), call))
     return tuple(planned)
 
 
@@ -151,7 +163,8 @@ class VarlenPrefill:
         self._num_pages = limits.num_pages
         self._parts = self._parts_of_scratch()
         self._num_bytes = sum(map(_num_bytes, self._parts))
-        self._address, self._views = -1, list[torch.Tensor]()
+        self._address = -1
+        self._views: tuple[PlainRows, torch.Tensor] | None = None
         # It is taken here, and never more than that.
         layer.scratch(((self._num_bytes,), torch.uint8))
 
@@ -160,27 +173,30 @@ class VarlenPrefill:
         if not step.rounds:
             self._varlen.attend(rows.query, rows.key, rows.value, output, step.in_hand, self._scale)
             return
-        key_pages, value_pages, other, *extended = self._scratch()
-        unwritten = extended[0][: rows.query.shape[0]] if extended else None
-        query = rows.query if unwritten is None else unwritten
+        plain, other = self._scratch()
+        query = rows.query if plain.queries is None else plain.queries
+        extends = plain.queries is not None
         lse = None
         for current in step.rounds:
             new, is_first = slice(current.first_row, current.first_row + current.num_rows), current.is_first
-            self._write(rows, DequantisedPages(current.pages, key_pages, value_pages, unwritten), step)
-            unwritten = None
+            self._write(rows, plain, current.pages, extends, step)
+            extends = False
             result = output[new] if is_first and not self._is_wide else other[: current.num_rows]
-            added = self._varlen.attend(query[new], key_pages, value_pages, result, current.call, self._scale)
+            added = self._varlen.attend(query[new], plain.key, plain.value, result, current.call, self._scale)
             # Rounds of a request follow each other, with the same rows.
             lse = added if is_first or lse is None else lse
             if not is_first or self._is_wide:
                 self._merge(Attended(output[new], lse), Attended(result, added), is_first)
 
-    def _scratch(self) -> list[torch.Tensor]:
-        """K and V pages, an output beside the step's; extended queries."""
+    def _scratch(self) -> tuple[PlainRows, torch.Tensor]:
+        """Rows for the kernel, and an output beside the step's."""
         (memory,) = self._layer.scratch(((self._num_bytes,), torch.uint8))
         if memory.data_ptr() != self._address:
             # Once before the server is ready, and never again: views take longer than a launch.
-            self._address, self._views = memory.data_ptr(), _views(memory, self._parts)
+            key, value, other, *queries = _views(memory, self._parts)
+            self._views = PlainRows(key, value, queries[0] if queries else None), other
+            self._address = memory.data_ptr()
+        assert self._views is not None
         return self._views
 
     def _parts_of_scratch(self) -> list[_Part]:

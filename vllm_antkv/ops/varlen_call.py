@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm_antkv.triton_kernels.launch import Fixed
 
 
 class RowsInPages(NamedTuple):
@@ -36,13 +40,31 @@ class VarlenCall:
 
 
 @dataclass(frozen=True, eq=False)
+class StepPages:
+    """Pages of plain rows that a step needs.
+
+    requests: (num_pages, 2) int32 on the device: request and VQ block.
+    """
+
+    requests: torch.Tensor
+
+    @cached_property
+    def handed(self) -> "Fixed":
+        """What Triton's kernels are handed."""
+        # Triton is imported only where it runs.
+        from vllm_antkv.triton_kernels.launch import Fixed
+
+        return Fixed(self.requests)
+
+
+@dataclass(frozen=True, eq=False)
 class PrefillRound:
     """`varlen_plan.Round`, with what the device reads there."""
 
     first_row: int
     num_rows: int
     is_first: bool
-    pages: torch.Tensor
+    pages: StepPages
     call: VarlenCall
 
 

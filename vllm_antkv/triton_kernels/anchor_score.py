@@ -71,7 +71,7 @@ def anchor_score(
     )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "prefix"])
+@triton.jit(do_not_specialize=["num_reqs", "prefix", "scale"])
 def _anchor_score_kernel(
     rows: Rows,
     is_sink: tl.tensor,

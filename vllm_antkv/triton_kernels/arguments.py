@@ -96,17 +96,17 @@ class Rows(NamedTuple):
     value_stride: int
 
 
-class DequantisedPages(NamedTuple):
-    """Pages of rows for a kernel that knows nothing else; contiguous.
+class PlainRows(NamedTuple):
+    """Rows for a kernel that knows nothing else; contiguous, model dtype.
 
-    page_requests: (num_pages, 2) int32: request and VQ block.
-    key, value: (at least num_pages, block_size, num_kv_heads, channels) model dtype, K after RoPE, channels
-        as the model has them; see `ops.varlen.BIAS_CHANNELS` for those beyond a head's.
+    key, value: (at least num_pages, block_size, num_kv_heads, channels), K after RoPE, channels as the model has them;
+        see `ops.varlen.BIAS_CHANNELS` for those beyond a head's.
+    queries: (at least num_tokens, num_heads, channels of K); not written where those are a head's.
     """
 
-    page_requests: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    queries: torch.Tensor
 
 
 class Request(NamedTuple):

@@ -4,11 +4,10 @@ Grid (num_pages + some, block_size // N, 2 num_kv_heads): N rows of K or of V of
 queries, a tile of a head each. What is on which page is planned on the host.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from .arguments import Batch, Block, DequantisedPages, ExactRows, Layer, Request, Rows, Shape
+from .arguments import Batch, Block, ExactRows, Layer, PlainRows, Request, Rows, Shape
 from .attention import coded_bias, correct_keys, correct_values
 from .codes import head_centroids, load_key_codes, load_value_codes, look_up_key_halves, look_up_values
 from .common import (
@@ -30,22 +29,24 @@ _ROWS = 16
 
 def write_dequantised_pages(
     rows: Fixed,
-    plain: DequantisedPages,
-    queries: torch.Tensor | None,
+    plain: Fixed,
+    pages: Fixed,
+    extends: bool,
     layer: Fixed,
     batch: Fixed,
     shape: Shape,
     scale: float,
 ) -> None:
-    """Write all rows of the wanted pages, and the wanted queries: see `ops.varlen.DequantisedPageWriter`.
+    """Write all rows of the wanted pages, and queries where `extends`: see `ops.varlen.DequantisedPageWriter`.
 
-    rows, layer, batch: `Rows`, `Layer` and `Batch`. scale: multiplies the logits.
+    rows, plain, layer, batch: `Rows`, `PlainRows`, `Layer` and `Batch`. pages: (num_pages, 2) int32, request and VQ
+    block. scale: multiplies the logits.
     """
-    num_pages, num_tokens = plain.page_requests.shape[0], 0
+    num_pages, num_tokens = pages.argument.shape[0], 0
     together = shape.block_size // _BLOCK_N, 2 * shape.num_kv_heads
     num_rows = num_pages
-    if queries is not None:
-        num_tokens = queries.shape[0]
+    if extends:
+        num_tokens = rows.argument.query.shape[0]
         tiles = -(-num_tokens // _ROWS) * shape.num_kv_heads * shape.group
         num_rows += -(-tiles // (together[0] * together[1]))
     launch(
@@ -53,8 +54,7 @@ def write_dequantised_pages(
         (num_rows, *together),
         rows,
         plain,
-        # One compilation, whether there are queries or not: no program comes to them.
-        plain.key if queries is None else queries,
+        pages,
         num_pages,
         num_tokens,
         layer,
@@ -67,11 +67,11 @@ def write_dequantised_pages(
     )
 
 
-@triton.jit(do_not_specialize=["num_pages", "num_tokens"])
+@triton.jit(do_not_specialize=["pages", "num_pages", "num_tokens", "scale"])
 def _dequantised_pages_kernel(
     rows: Rows,
-    plain: DequantisedPages,
-    queries: tl.tensor,
+    plain: PlainRows,
+    pages: tl.tensor,
     num_pages: tl.tensor,
     num_tokens: tl.tensor,
     layer: Layer,
@@ -89,11 +89,11 @@ def _dequantised_pages_kernel(
         if index >= 0:
             num_heads: tl.constexpr = shape.num_kv_heads * shape.group
             tile, head = index // num_heads, index % num_heads
-            _extend_queries(tile, head, rows, queries, num_tokens, layer, scale, shape, ROWS)
+            _extend_queries(tile, head, rows, plain.queries, num_tokens, layer, scale, shape, ROWS)
             return
     head = tl.program_id(2) // 2
-    index = tl.load(plain.page_requests + page * 2)
-    number = tl.load(plain.page_requests + page * 2 + 1)
+    index = tl.load(pages + page * 2)
+    number = tl.load(pages + page * 2 + 1)
     first_row = tl.load(batch.query_start_loc + index)
     end = tl.load(batch.seq_lens + index)
     start = end - (tl.load(batch.query_start_loc + index + 1) - first_row)

@@ -48,15 +48,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     keys: list[Any] = [*constants.values()]
     values: list[Any] = []
     for index, argument in enumerate(arguments):
-        if type(argument) is Fixed:
-            key, value = argument.key, argument.values
-            keys.append(key)
+        kind = type(argument)
+        if kind is Fixed:
+            keys.append(argument.key)
+            values.append(argument.values)
         elif index in unspecialised:
-            value = argument
-            keys.append(type(argument))
+            keys.append(kind)
+            values.append(argument)
         else:
-            value = _flattened(argument, keys)
-        values.append(value)
+            values.append(_flattened(argument, keys))
     known = compiled.get(tuple(keys))
     if known is None:
         plain = [argument.argument if type(argument) is Fixed else argument for argument in arguments]
