@@ -106,6 +106,12 @@ class Engine:
             self.llm.collective_rpc(flush)
         return answers
 
+    def complete_anew(self, prompt: list[int], max_tokens: int = 8) -> Completion:
+        """A greedy completion of which the pool knows nothing."""
+        assert self.llm.reset_prefix_cache()
+        (answer,) = self.complete([prompt], max_tokens)
+        return answer
+
 
 def transfer(folder: Path | str, role: str = "kv_both", **more: Any) -> dict[str, Any]:
     """The value of --kv-transfer-config for a folder that keeps pages; `more` of its own settings."""

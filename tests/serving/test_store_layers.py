@@ -39,10 +39,7 @@ def made(folder: Path, name: str, **changes: Any) -> tuple[Path, dict[str, Any]]
 
 def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[Completion]:
     """Of an empty pool each time."""
-    answers = []
-    for prompt in prompts:
-        assert engine.llm.reset_prefix_cache()
-        answers += engine.complete([prompt], max_tokens)
+    answers = [engine.complete_anew(prompt, max_tokens) for prompt in prompts]
     engine.assert_all_blocks_free()
     return answers
 
@@ -54,8 +51,7 @@ def test_pages_of_layers_with_windows(start, prompts, tmp_path, exact):
         engine.complete(prompts[-1:])
         local = engine.complete(prompts[-1:])
         engine.fill_with_nan()
-        assert engine.llm.reset_prefix_cache()
-        assert engine.complete(prompts[-1:]) == local
+        assert engine.complete_anew(prompts[-1]) == local[0]
         assert local[0].num_cached_tokens == HIT
 
 
