@@ -17,7 +17,7 @@ from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE, wait_for
 from tests.prefill_proxy import proxy
 from tests.serving.conftest import EMBEDDED, transfer
-from tests.serving.server import MODEL_NAME, PRESET, answer, process_serving
+from tests.serving.server import MODEL_NAME, PRESET, answer, serving
 from tests.serving.tiny import GEMMA, make_codebook, make_model
 
 pytestmark = pytest.mark.long
@@ -83,7 +83,7 @@ def one(name: str, role: str, folder: Path, model: Path = EMBEDDED, **options: s
     transfer = json.dumps({**connector(name, folder / "pages"), "kv_role": role})
     also = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     options = {"--kv-transfer-config": transfer, "--additional-config": antkv(), **options}
-    with process_serving(model, folder / f"{role}.log", also, **options) as server:
+    with serving(model, folder / f"{role}.log", also, **options) as server:
         yield server
 
 
