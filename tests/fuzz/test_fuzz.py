@@ -63,11 +63,6 @@ def _whole_codebook() -> Codebook:
 # A file: the bytes of a good one with a few of them changed.
 
 
-def _good_bytes(path: Path) -> bytes:
-    _whole_codebook().save(path)
-    return path.read_bytes()
-
-
 #: (operation, place as a share of the file or of its header, in the header?, bytes).
 _EDITS = st.lists(
     st.tuples(
@@ -82,7 +77,8 @@ _EDITS = st.lists(
 
 
 def _check_bytes(edits: list[tuple[str, float, bool, bytes]], path: Path) -> None:
-    good = _good_bytes(path)
+    _whole_codebook().save(path)
+    good = path.read_bytes()
     content = bytearray(good)
     for operation, share, in_header, new in edits:
         end = min(len(content), 2000) if in_header else len(content)

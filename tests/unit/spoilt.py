@@ -45,10 +45,6 @@ def a_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def a_link_to(target: str) -> Spoil:
-    return lambda path: path.symlink_to(target)
-
-
 def replaced_bytes(content: bytes) -> Spoil:
     return lambda path: path.write_bytes(content)
 
