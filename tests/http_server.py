@@ -31,7 +31,6 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def send(self, status: int, content: bytes, headers: Mapping[str, str] = {}) -> None:
-        """Answer."""
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)

@@ -38,8 +38,6 @@ Start = Callable[..., Any]
 
 
 class Engine:
-    """A running in-process vLLM engine."""
-
     def __init__(self, llm: Any) -> None:
         self.llm = llm
 
@@ -88,7 +86,6 @@ class Engine:
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> list[Any]:
-        """What a step gives."""
         outputs: list[Any] = self.llm.llm_engine.step()
         return outputs
 

@@ -72,8 +72,6 @@ def model(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def start(start_engine, model) -> Start:
-    """An engine on the model."""
-
     def started(settings: dict[str, Any] | None = None, **options: Any) -> Any:
         return start_engine(model, PRESET, settings, max_model_len=MAX_LEN, **options)
 

@@ -180,7 +180,6 @@ KIND: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 def config_of(model_type: str, changes: dict[str, Any]) -> Any:
-    """The config of a tiny model."""
     return AutoConfig.for_model(model_type, **{**SIZES, **changes})
 
 

@@ -55,7 +55,6 @@ def head(length: int) -> bytes:
 
 
 def raw_header(header: bytes, tensors: bytes = b"") -> Spoil:
-    """A safetensors file with this header."""
     return replaced_bytes(head(len(header)) + header + tensors)
 
 
@@ -103,12 +102,10 @@ def header_text(text: str | None) -> Spoil:
 
 
 def header_field(**changes: Any) -> Spoil:
-    """Other values in our header."""
     return lambda path: _rewrite(path, {"antkv": json.dumps({**_header(good_codebook()), **changes})})
 
 
 def model_field(**changes: Any) -> Spoil:
-    """Other values in our header's model."""
     return header_field(model={**MODEL.model_dump(), **changes})
 
 
