@@ -28,7 +28,7 @@ from tests.serving.served_family import (
 )
 from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, make_for_text
 from tests.serving.turning import Turning
-from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, TOLERANCE, Completion
+from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, TOLERANCE, Completion, completion_of
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.models import ModelCard
 
@@ -68,10 +68,7 @@ def ask(engine: Engine, requests: list[dict[str, Any]], together: bool = True) -
     answers = []
     for batch in [requests] if together else [[request] for request in requests]:
         for output in engine.llm.generate(batch, params, use_tqdm=False):
-            (best,) = output.outputs
-            logprobs = tuple({token: each.logprob for token, each in step.items()} for step in best.logprobs)
-            completion = Completion(tuple(best.token_ids), logprobs, output.num_cached_tokens)
-            answers.append(Answer(output.prompt_token_ids, completion))
+            answers.append(Answer(output.prompt_token_ids, completion_of(output)))
     return answers
 
 
