@@ -18,7 +18,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from tests.serving.conftest import EMBEDDED
-from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN, make_codebook, make_model
+from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN, make_coded
 from vllm_antkv.codebook import NoCodebookError
 from vllm_antkv.errors import AntKVError, UnsupportedModelError
 from vllm_antkv.ops.rope import rotate
@@ -212,8 +212,7 @@ def test_nor_does_a_tier_that_vllm_offloads_to(llama, refused, name):
 
 
 def test_connectors_of_ours_take_the_place_of_vllm_s_under_their_names(llama, tmp_path):
-    make_model(tmp_path / "whole", "llama", {"head_dim": 64})
-    make_codebook(tmp_path / "whole" / "antkv", tmp_path / "whole", "antkv-1bit")
+    make_coded(tmp_path / "whole", "llama", {"head_dim": 64})
     for name, module in kv_transfer.MODULES.items():
         config = {**STORE, "kv_connector": name, "kv_connector_extra_config": {"folder": str(tmp_path / "pages")}}
         made = EngineArgs(

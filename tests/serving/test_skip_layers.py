@@ -10,7 +10,7 @@ import torch
 from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_config, engine_config
 from tests.serving.conftest import PRESET, assert_all_same
 from tests.serving.served_family import SINKS, assert_as_expected, evaluated, method_of
-from tests.serving.tiny import GEMMA, GEMMA_3N, WINDOWS, make_codebook, make_model
+from tests.serving.tiny import GEMMA, GEMMA_3N, WINDOWS, make_coded
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
 from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.config import AntKVConfig
@@ -47,8 +47,7 @@ class ExceptIn:
 
 @pytest.mark.parametrize(("model_type", "changes", "named", "exact"), CASES.values(), ids=CASES.keys())
 def test_layers_that_are_named_are_exact_and_others_coded(start_engine, tmp_path, model_type, changes, named, exact):
-    model = make_model(tmp_path / "model", model_type, changes)
-    make_codebook(tmp_path / "model" / "antkv", model, PRESET, SINKS)
+    model = make_coded(tmp_path / "model", model_type, changes, sinks=SINKS)
     options = {"max_model_len": 512, "max_num_batched_tokens": 200, "kv_cache_memory_bytes": 64 << 20}
     with start_engine(model, PRESET, kv_cache_dtype_skip_layers=named, **options) as engine:
         batched = engine.complete(PROMPTS, max_tokens=3)
@@ -67,8 +66,7 @@ def test_layers_that_are_named_are_exact_and_others_coded(start_engine, tmp_path
 
 
 def test_a_layer_is_not_skipped_without_the_one_that_reads_it(start_engine, tmp_path, refused):
-    make_model(tmp_path, "gemma3n_text", GEMMA_3N)
-    make_codebook(tmp_path / "antkv", tmp_path, PRESET)
+    make_coded(tmp_path, "gemma3n_text", GEMMA_3N)
     options = {"max_model_len": 512, "kv_cache_dtype_skip_layers": ["1"]}
     words = "Layer 3 of this model reads the KV cache of layer 1: name both"
     with refused(UnsupportedModelError, words), start_engine(tmp_path, PRESET, **options):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.serving.conftest import EMBEDDED, Engine, assert_all_same, assert_same, transfer
 from tests.serving.test_page_store import PRESET
-from tests.serving.tiny import make_codebook, make_model
+from tests.serving.tiny import make_coded
 from vllm_antkv.vllm_adapter.block_pool.managers import pages_in_use
 
 NUM_TOKENS = 8192
@@ -33,15 +33,14 @@ def bytes_in_pool(engine: Engine) -> int:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prompt_takes_little_more_than_in_the_pool(start_engine, tmp_path, shape):
     sizes = SHAPES[shape]
-    model = make_model(tmp_path / "model", "llama", {**sizes, "max_position_embeddings": NUM_TOKENS + 8})
-    make_codebook(tmp_path / "codebooks", model, PRESET)
+    model = make_coded(tmp_path / "model", "llama", {**sizes, "max_position_embeddings": NUM_TOKENS + 8})
     options = {
         "dtype": "bfloat16",
         "max_model_len": NUM_TOKENS + 8,
         "max_num_batched_tokens": 1024,
         "kv_transfer_config": transfer(tmp_path / "store"),
     }
-    with start_engine(model, PRESET, {"codebooks": str(tmp_path / "codebooks")}, **options) as engine:
+    with start_engine(model, PRESET, **options) as engine:
         engine.add("one", [(7 * position) % 4000 + 3 for position in range(NUM_TOKENS)], max_tokens=2)
         held = 0
         for _ in engine.steps():

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from tests.serving.conftest import PRESET, Completion, Engine, Start, assert_all_same, assert_scheduling_is_not_seen
 from tests.serving.served_family import SINKS, assert_as_expected, expected_logprobs
-from tests.serving.tiny import EXPERTS, make_codebook, make_model
+from tests.serving.tiny import EXPERTS, make_coded
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, pool_block_bytes
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
@@ -65,9 +65,7 @@ def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     case: Case = request.param
     sizes = case.changes | {"max_position_embeddings": MAX_LEN, "sliding_window": WINDOW}
-    make_model(folder, case.model_type, sizes)
-    make_codebook(folder / "antkv", folder, PRESET, SINKS, layers=case.layers)
-    return folder
+    return make_coded(folder, case.model_type, sizes, sinks=SINKS, layers=case.layers)
 
 
 @pytest.fixture
@@ -137,8 +135,7 @@ def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(start_engine
 
     case, window = CASES[name], 128
     length = 7 * window + 100
-    make_model(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
-    make_codebook(tmp_path / "antkv", tmp_path, PRESET)
+    make_coded(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
     with start_engine(tmp_path, PRESET, max_model_len=length) as engine:
         engine.add("0", [0, *range(3, 3 + window)], max_tokens=6 * window)
         held, tokens = [], []
