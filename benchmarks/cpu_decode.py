@@ -24,8 +24,10 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.checkout import built_at
-from benchmarks.cpu_engine import EngineProcess, Setting
+from benchmarks.cpu_engine import ENVIRONMENT, Setting, start
 from benchmarks.gpu.llama import random_codebook
+from benchmarks.gpu.tables import table
+from benchmarks.remote import Remote
 
 HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS = 128, 2, 4
 #: Query heads per KV head.
@@ -40,20 +42,21 @@ def main() -> None:
     from transformers import AutoConfig
 
     arguments = _arguments()
+    os.environ |= ENVIRONMENT
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or _make_model(Path(folder), arguments.kv_cache_dtype)
         longest = AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings
         options = {"max_model_len": min(MAX_LEN, longest), "dtype": arguments.dtype}
         options["additional_config"] = {"antkv": {"kernels": arguments.kernels}}
         sides = {
-            side: EngineProcess(model, dtype, options, checkout)
+            side: Remote(start, model, dtype, options, checkout)
             for side, (dtype, checkout) in _sides(arguments).items()
         }
         for engine in sides.values():
             # Nobody is to pay for what happens once in a process.
-            engine.prefill(Setting(256, 1), STEPS)
-            engine.decode(STEPS)
-            engine.finish()
+            engine.call("prefill", Setting(256, 1), STEPS)
+            engine.call("decode", STEPS)
+            engine.call("finish")
         settings = [Setting(context, batch) for context in arguments.contexts for batch in arguments.batches]
         rows = [_row(setting, _measure(sides, setting, arguments.rounds)) for setting in tqdm(settings)]
     name = arguments.model.name if arguments.model else f"random weights, {GROUP} query heads per KV head"
@@ -121,18 +124,18 @@ def _make_model(folder: Path, preset: str) -> Path:
     return folder
 
 
-def _measure(sides: dict[str, EngineProcess], setting: Setting, rounds: int) -> dict[str, dict[str, list[Any]]]:
+def _measure(sides: dict[str, Remote], setting: Setting, rounds: int) -> dict[str, dict[str, list[Any]]]:
     """Of each side, seconds of each prefill and of the steps of each turn; who is first changes from turn to turn."""
     measured: dict[str, dict[str, list[Any]]] = {side: {"prefills": [], "turns": []} for side in sides}
     orders = cycle((list(sides), list(reversed(sides))))
     for _ in range(rounds):
         for side in next(orders):
-            measured[side]["prefills"].append(sides[side].prefill(setting, TURNS * (STEPS + WARM_UP)))
+            measured[side]["prefills"].append(sides[side].call("prefill", setting, TURNS * (STEPS + WARM_UP)))
         for _ in range(TURNS):
             for side in next(orders):
-                measured[side]["turns"].append(sides[side].decode(STEPS + WARM_UP)[WARM_UP:])
+                measured[side]["turns"].append(sides[side].call("decode", STEPS + WARM_UP)[WARM_UP:])
         for engine in sides.values():
-            engine.finish()
+            engine.call("finish")
     return measured
 
 
@@ -174,29 +177,27 @@ def _table(report: dict[str, Any]) -> str:
     machine, rows = report["machine"], report["rows"]
     sides = [name for name, side in rows[0].items() if isinstance(side, dict)]
     base, *others = sides
-    columns = [
+    header = [
         *("context", "batch"),
         *(f"{side}: ms per step" for side in sides),
         *(f"{side}: tokens/s against {base}" for side in others),
         *(f"{side}: prefill time against {base}" for side in others),
     ]
-    lines = [
-        f"{report['kv_cache_dtype']} (kernels: {report['kernels']}) against {base}; "
-        f"{report['model']}; dtype {report['dtype']}.",
-        f"{machine['processor']} ({', '.join(machine['instructions'])}), {machine['cpus']} CPUs.",
-        "",
-        f"| {' | '.join(columns)} |",
-        "|---:" * len(columns) + "|",
-    ]
+    lines = []
     for row in rows:
         cells = [
-            *(row["context"], row["batch"]),
+            *(str(row["context"]), str(row["batch"])),
             *(f"{row[side]['step_seconds'] * 1e3:.2f} ± {row[side]['step_spread'] * 5e2:.2f}" for side in sides),
             *(_with_quartiles(row[side]) for side in others),
             *(f"{row[side]['prefill_ratio']:.2f}" for side in others),
         ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return (
+        f"{report['kv_cache_dtype']} (kernels: {report['kernels']}) against {base}; "
+        f"{report['model']}; dtype {report['dtype']}.\n"
+        f"{machine['processor']} ({', '.join(machine['instructions'])}), {machine['cpus']} CPUs.\n\n"
+        f"{table(header, lines)}"
+    )
 
 
 def _with_quartiles(side: dict[str, Any]) -> str:

@@ -1,15 +1,21 @@
-"""An engine of real vLLM in a process of its own, told what to do step by step, so that several can take turns."""
+"""An engine of real vLLM that is told what to do step by step."""
 
-import multiprocessing
 import os
 import sys
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 _CHUNK = 4096
+#: Of the processes that engines run in.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": str(os.cpu_count()),
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "3",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
 @dataclass(frozen=True)
@@ -20,77 +26,26 @@ class Setting:
     batch: int
 
 
-class EngineProcess:
-    """The process, from outside.
+def start(model: Path, dtype: str, options: dict[str, Any], checkout: Path | None) -> "Engine":
+    """An engine in this process, which is its own.
 
     Args:
         model: its folder.
         dtype: of the KV cache.
         options: more arguments of vLLM's `LLM`.
         checkout: a folder with the package, instead of the installed one.
-
-    Raises:
-        SystemExit: it ended; what it said stands above.
     """
-
-    def __init__(self, model: Path, dtype: str, options: dict[str, Any], checkout: Path | None = None) -> None:
-        self.dtype = dtype
-        os.environ |= {
-            "OMP_NUM_THREADS": str(os.cpu_count()),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "3",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        }
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, there = spawn.Pipe()
-        spawn.Process(target=_serve, args=(there, str(model), dtype, options, checkout), daemon=True).start()
-        there.close()
-        self._answer()
-
-    def prefill(self, setting: Setting, steps: int) -> float:
-        """Begin the requests of a setting, which are good for so many decode steps: seconds until all are decoding."""
-        return self._call("prefill", setting, steps)
-
-    def decode(self, steps: int) -> list[float]:
-        """Seconds of each of the next steps."""
-        return self._call("decode", steps)
-
-    def finish(self) -> None:
-        """End the requests."""
-        self._call("finish")
-
-    def _call(self, *message: Any) -> Any:
-        self._connection.send(message)
-        return self._answer()
-
-    def _answer(self) -> Any:
-        try:
-            return self._connection.recv()
-        except EOFError:
-            raise SystemExit(f"The engine with --kv-cache-dtype {self.dtype} ended.") from None
-
-
-def _serve(connection: Connection, model: str, dtype: str, options: dict[str, Any], checkout: Path | None) -> None:
-    """Do what is asked until nobody asks any more."""
     if checkout:
         # Of this process, and of those that it starts.
         sys.path.insert(0, str(checkout))
         os.environ["PYTHONPATH"] = str(checkout)
     # vLLM's messages are not to come between the lines of a table.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    engine = _Engine(model, dtype, options)
-    connection.send(None)
-    while True:
-        try:
-            name, *arguments = connection.recv()
-        except EOFError:
-            return
-        connection.send(getattr(engine, name)(*arguments))
+    return Engine(str(model), dtype, options)
 
 
-class _Engine:
-    """The engine, inside its process; operations as in `EngineProcess`."""
+class Engine:
+    """See `start`."""
 
     def __init__(self, model: str, dtype: str, options: dict[str, Any]) -> None:
         from vllm import LLM
@@ -108,6 +63,7 @@ class _Engine:
         self._requests: list[str] = []
 
     def prefill(self, setting: Setting, steps: int) -> float:
+        """Begin the requests of a setting, which are good for so many decode steps: seconds until all are decoding."""
         from vllm import SamplingParams
 
         # The batch must be complete before anybody finishes: with chunked prefill, the first ones decode meanwhile.
@@ -124,9 +80,11 @@ class _Engine:
         return seconds
 
     def decode(self, steps: int) -> list[float]:
+        """Seconds of each of the next steps."""
         return [self._step() for _ in range(steps)]
 
     def finish(self) -> None:
+        """End the requests."""
         self._engine.abort_request(self._requests)
         while self._engine.has_unfinished_requests():
             self._engine.step()

@@ -9,19 +9,18 @@ it. Then they are measured in turn while the others wait. The JSON is written af
 """
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from multiprocessing.connection import Connection
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.tables import engines_table
+from benchmarks.remote import Remote
 
 #: Values of --kv-cache-dtype; after a slash, of our setting `kernels`.
 SIDES = ("auto", "fp8", "antkv-1bit")
@@ -51,7 +50,9 @@ def main() -> int:
             presets = sorted({side.partition("/")[0] for side in arguments.sides if side.startswith("antkv-")})
             folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
             arguments.model = make_model(folder, presets, max(arguments.contexts))
-        engines = {side: held.enter_context(_Engine(arguments, side)) for side in arguments.sides}
+        engines = {
+            side: held.enter_context(closing(Remote(_Measurements, arguments, side))) for side in arguments.sides
+        }
         for side, name, value in measured(engines, arguments.contexts):
             print(f"{side}: {name} {value}", file=sys.stderr, flush=True)
             rows[side][name] = value
@@ -70,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(engines: "dict[str, _Engine]", contexts: list[int]) -> Iterator[tuple[str, str, Any]]:
+def measured(engines: dict[str, Remote], contexts: list[int]) -> Iterator[tuple[str, str, Any]]:
     """(side, name, figure), what matters most first; a side that fails says why and is left alone."""
     orders: list[tuple[str, str, tuple[int, ...]]] = [("start_seconds", "start_seconds", ())]
     orders += [(f"first_token_{context}", "first_token", (context,)) for context in contexts]
@@ -79,55 +80,20 @@ def measured(engines: "dict[str, _Engine]", contexts: list[int]) -> Iterator[tup
     orders += [("largest", "largest", (min(contexts),)), ("profile", "profile", (min(contexts),))]
     for name, order, values in orders:
         for side, engine in list(engines.items()):
-            answer = engine.ask(order, *values)
-            if isinstance(answer, Exception):
+            try:
+                answer = engine.call(order, *values, seconds=_START_SECONDS)
+            except (RuntimeError, TimeoutError) as error:
                 del engines[side]
-                yield side, "error", f"{name}: {type(answer).__name__}: {answer}"
+                yield side, "error", f"{name}: {type(error).__name__}: {error}"
             else:
                 yield side, name, answer
-
-
-class _Engine:
-    """An engine in a process of its own."""
-
-    def __init__(self, arguments: argparse.Namespace, side: str) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, arguments, side), daemon=True)
-
-    def __enter__(self) -> "_Engine":
-        self._process.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def ask(self, order: str, *values: int) -> Any:
-        """What `_Measurements` returns, or the exception that it raised."""
-        try:
-            self._pipe.send((order, values))
-            return self._pipe.recv() if self._pipe.poll(_START_SECONDS) else TimeoutError(f"{_START_SECONDS} s")
-        except (EOFError, OSError):
-            return RuntimeError(f"its process ended, exit code {self._process.exitcode}")
-
-
-def _serve(pipe: Connection, arguments: argparse.Namespace, side: str) -> None:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    engine: _Measurements | None = None
-    while True:
-        order, values = pipe.recv()
-        try:
-            engine = engine or _Measurements(arguments, side)
-            pipe.send(getattr(engine, order)(*values))
-        except Exception as error:
-            pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 class _Measurements:
     """Of an engine in this process."""
 
     def __init__(self, arguments: argparse.Namespace, side: str) -> None:
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
         begin = time.perf_counter()
         from vllm import LLM
 

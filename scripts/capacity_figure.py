@@ -91,12 +91,12 @@ def cache_config(config: "VllmConfig", presets: "Sequence[Preset | None] | None"
     from vllm.v1.attention.backends.utils import record_kv_cache_layout
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
-    from scripts.moved import kv_cache_planning
     from vllm_antkv.cache.pages import page_layouts
     from vllm_antkv.cache.pool_blocks import BlockPlan
     from vllm_antkv.config import AntKVConfig
     from vllm_antkv.layer_windows import layer_windows
     from vllm_antkv.vllm_adapter.block_pool.specs import exact_spec, recency_spec, vq_spec
+    from vllm_antkv.vllm_adapter.hooks.groups import kv_cache_planning
 
     model_config, settings = config.model_config, AntKVConfig()
     num_kv_heads, head_size = model_config.get_num_kv_heads(config.parallel_config), model_config.get_head_size()

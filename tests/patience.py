@@ -10,7 +10,6 @@ PATIENCE = 900
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until this holds."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -25,5 +25,4 @@ class FileScheduling(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
-    """The scheduler of xdist."""
     return FileScheduling(config, log)

@@ -22,11 +22,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from scripts.moved import kv_cache_planning
 from tests.places import EMBEDDED
 from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.cache.pool_blocks import BlockPlan
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
+from vllm_antkv.vllm_adapter.hooks.groups import kv_cache_planning
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
 _MAX_STEPS = 6000

@@ -63,11 +63,6 @@ def _whole_codebook() -> Codebook:
 # A file: the bytes of a good one with a few of them changed.
 
 
-def _good_bytes(path: Path) -> bytes:
-    _whole_codebook().save(path)
-    return path.read_bytes()
-
-
 #: (operation, place as a share of the file or of its header, in the header?, bytes).
 _EDITS = st.lists(
     st.tuples(
@@ -82,7 +77,8 @@ _EDITS = st.lists(
 
 
 def _check_bytes(edits: list[tuple[str, float, bool, bytes]], path: Path) -> None:
-    good = _good_bytes(path)
+    _whole_codebook().save(path)
+    good = path.read_bytes()
     content = bytearray(good)
     for operation, share, in_header, new in edits:
         end = min(len(content), 2000) if in_header else len(content)
@@ -215,18 +211,20 @@ def _check_tensors(example: tuple[dict[str, Any], bytes, int], path: Path) -> No
 
 _WINDOWS = st.sampled_from(["sliding:", "log:", "none", "sliding:8", "log:42", " "])
 _RECENCIES = st.builds(str.__add__, _WINDOWS, st.integers(-5, 10**12).map(str) | st.text(max_size=3)) | _TEXTS
-_SETTINGS = st.fixed_dictionaries(
-    {},
-    optional={
-        "codebooks": _TEXTS | _JSON,
-        "anchor_share": st.floats() | st.integers(-1, 2) | _JSON,
-        "sinks": st.booleans() | _JSON,
-        "prefix": st.integers(-1, 5000) | _JSON,
-        "recency": _RECENCIES | _JSON,
-        "prefill_reads_cache": st.booleans() | _JSON,
-        "kernels": st.sampled_from(["auto", "cpu", "triton", "cuda", "reference"]) | _JSON,
-        "dashboard_text": st.booleans() | _JSON,
-    },
+_EVEN = st.integers(1, 2048).map(lambda half: 2 * half)
+_VALID = {
+    "codebooks": st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1, max_size=20),
+    "anchor_share": st.floats(0, 1),
+    "sinks": st.booleans(),
+    "prefix": st.integers(0, 4096),
+    "recency": st.just("none") | st.builds("{}:{}".format, st.sampled_from(["sliding", "log"]), _EVEN),
+    "prefill_reads_cache": st.booleans(),
+    "kernels": st.sampled_from(["auto", "cpu", "triton", "cuda", "reference"]),
+    "dashboard_text": st.booleans(),
+}
+_OTHERS = {"codebooks": _TEXTS, "anchor_share": st.floats(), "prefix": st.integers(-1, 5000), "recency": _RECENCIES}
+_SETTINGS = st.fixed_dictionaries({}, optional=_VALID) | st.fixed_dictionaries(
+    {}, optional={name: valid | _OTHERS.get(name, _JSON) | _JSON for name, valid in _VALID.items()}
 )
 
 

@@ -31,6 +31,20 @@ def test_every_setting_says_what_it_does():
     assert '"additionalProperties": false' in schema
 
 
+DOCS = ROOT / "docs"
+
+
+def cells(row):
+    return [cell.strip(" `") for cell in row.strip("|").split("|")]
+
+
+def table(page, before):
+    """The rows of the first table behind some words: texts of its cells, the header first."""
+    text = (DOCS / page).read_text().split(before, 1)[1]
+    header, _, *rows = re.search(r"(?:^\|.*\n)+", text, re.M)[0].splitlines()
+    return [cells(header), *map(cells, rows)]
+
+
 NUMBERS = json.loads(capacity_figure.NUMBERS.read_text())
 
 
@@ -45,15 +59,13 @@ def test_the_numbers_are_those_of_vllm(monkeypatch, key, shape):
 
 
 def test_the_table_has_the_numbers():
-    page = (ROOT / "docs" / "presets.md").read_text()
-    header, *rows = re.search(r"^\| longest request .*?\n\n", page, re.M | re.S)[0].strip().splitlines()
-    places = [NUMBERS["lengths"].index(int(length)) for length in header.strip("| ").split(" | ")[1:]]
+    (_, *lengths), *rows = table("presets.md", "as vLLM reports them:")
+    places = [NUMBERS["lengths"].index(int(length)) for length in lengths]
     assert len(places) >= 4
-    table = dict(re.fullmatch(r"\| `(.+?)` \| (.*) \|", row).groups() for row in rows[1:])
     expected = {"fp8": [2.0] * len(places)} | {
         name: [ratios[place] for place in places] for name, ratios in NUMBERS["relative to auto"].items()
     }
-    assert {name: [float(cell) for cell in cells.split(" | ")] for name, cells in table.items()} == expected
+    assert {name: list(map(float, ratios)) for name, *ratios in rows} == expected
 
 
 def test_presets_hold_what_was_promised():
@@ -71,35 +83,21 @@ def test_what_hybrids_gain():
     """Of one model the numbers are computed anew. Run `python -m scripts.hybrid_figure` when they are not the same."""
     numbers = json.loads(hybrid_figure.NUMBERS.read_text())
     assert numbers["LFM2-350M"] == hybrid_figure.measure(hybrid_figure.MODELS["LFM2-350M"])
-    page = (ROOT / "docs" / "compatibility.md").read_text()
-    header, _, *rows = re.search(r"^\|model\|1 bit.*?\n\n", page, re.M | re.S)[0].strip().splitlines()
-    columns = header.strip("|").split("|")[1:]
-    table = {name: list(map(float, gains)) for name, *gains in (row.strip("|").split("|") for row in rows)}
-    assert table == {name: [gains[column] for column in columns] for name, gains in numbers.items()}
+    (_, *columns), *rows = table("compatibility.md", "as `antkv plan` does;")
+    expected = {name: [gains[column] for column in columns] for name, gains in numbers.items()}
+    assert {name: list(map(float, gains)) for name, *gains in rows} == expected
 
 
-DOCS = ROOT / "docs"
 QUALITY, SPEED = (json.loads((DOCS / "figures" / name).read_text()) for name in ("quality.json", "speed.json"))
 #: What stands ahead of each model's table at 8,192 tokens.
 TITLES = {"SmolLM2-135M-Instruct": "SmolLM2, perplexity in 16 bits 22.56", "Gemma-3-270M": "Gemma, 8,192 tokens"}
-
-
-def cells(row):
-    return [cell.strip() for cell in row.strip("|").split("|")]
-
-
-def table(page, before):
-    """The rows of the first table behind some words: texts of its cells, the header first."""
-    text = (DOCS / page).read_text().split(before, 1)[1]
-    header, _, *rows = re.search(r"(?:^\|.*\n)+", text, re.M)[0].splitlines()
-    return [cells(header), *map(cells, rows)]
 
 
 @pytest.mark.parametrize(("model", "title"), TITLES.items())
 def test_quality(model, title):
     of_page = {}
     for cache, bits, _, kl, _ in table("results.md", title)[1:]:
-        if name := re.fullmatch(r"(?:\*\*)?`([a-z]+)-([\d.]+)bit`(?:\*\*)?", cache):
+        if name := re.fullmatch(r"([a-z]+)-([\d.]+)bit", cache.strip("*`")):
             of_page[name[1], f"{name[2]} bit"] = [float(bits), float(kl)]
     of_figure = {
         (method.lower(), name): point for method, points in QUALITY[model].items() for name, point in points.items()
@@ -132,10 +130,10 @@ def test_the_comparison_has_the_figures_of_the_other_pages():
     for title in TITLES.values():
         for cache, bits, lost, *_ in table("results.md", title)[1:]:
             results.setdefault(cache.strip("*`"), []).append((bits, lost))
-    sizes = {cache.strip("`"): at_8k for cache, _, _, at_8k, _ in table("presets.md", "as vLLM reports them:")[1:]}
+    sizes = {cache: at_8k for cache, _, _, at_8k, _ in table("presets.md", "as vLLM reports them:")[1:]}
     compared = set()
     for cache, tokens, bits, *lost in table("is-it-for-me.md", "## Bytes and quality")[1:]:
-        name = re.sub(r", (\d) bits", r"-\1bit", cache.strip("`")).lower()
+        name = re.sub(r", (\d) bits", r"-\1bit", cache).lower()
         assert sizes.get(name, tokens) == tokens
         if name in results:
             (first_bits, first), (_, second) = results[name]

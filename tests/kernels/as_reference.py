@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from tests.kernels.engine import Engine, Shape, draw_sequence
+from tests.kernels.engine import Engine, Shape
+from tests.kernels.triton_cases import serve
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.ops.layer import LayerOperations, LayerState
 from vllm_antkv.ops.paged import ReferenceOperations
@@ -22,11 +23,7 @@ def assert_as_reference(
         Engine(config, shape, operations, compute_dtype),
         Engine(config, shape, ReferenceOperations, torch.float64),
     ]
-    lengths = [sum(counts) for counts in zip(*schedule, strict=True)]
-    ours, theirs = ([draw_sequence(seed, n, shape) for seed, n in enumerate(lengths)] for _ in engines)
-    for engine, sequences in zip(engines, (ours, theirs), strict=True):
-        for counts in schedule:
-            engine.step([(sequence, count) for sequence, count in zip(sequences, counts, strict=True) if count])
+    ours, theirs = (serve(engine, schedule) for engine in engines)
     tolerance = _TOLERANCES[shape.dtype]
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(

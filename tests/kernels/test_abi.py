@@ -26,7 +26,6 @@ def assertions(name: str, structure: type[ctypes.Structure]) -> list[str]:
 
 
 def errors(text: str, *options: str) -> str:
-    """What the compiler says."""
     command = ["g++", "-std=c++17", "-fsyntax-only", "-w", *options, "-x", "c++", "-"]
     return subprocess.run(command, input=text, text=True, capture_output=True).stderr
 

@@ -49,12 +49,6 @@ LOW_BITS = [LAYERS[4][0], LAYERS[6][0]]
 FOUR_BITS = LAYERS[11][0]
 
 
-def build_of(shape: Shape, shared_bytes: int = 232448) -> Build:
-    """What the kernels are compiled for where CTAs have so much shared memory."""
-    backend = EmulatedBackend(shared_bytes)
-    return Build.of(Engine(AntKVConfig(), shape, operations(backend)).state.kind, shared_bytes, backend.capability)
-
-
 @pytest.fixture(autouse=True)
 def guarded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations make tables of their own."""
@@ -239,7 +233,9 @@ def test_equal_distances_take_the_lower_code(monkeypatch, shape):
 )
 def test_lanes_that_are_served_together_read_other_banks(shape, reads):
     """`reads`: quads that a lane reads at a time, and how many of the lanes that fill the banks read other columns."""
-    build = build_of(shape)
+    backend = EmulatedBackend()
+    kind = Engine(AntKVConfig(), shape, operations(backend)).state.kind
+    build = Build.of(kind, backend.shared_bytes, backend.capability)
     for name, (width, together) in reads.items():
         pairs, at_once = build.head_size // 32, 128 // (8 * width)
         steps = [2 * j + second for j in range(0, pairs, width) for second in (0, 1)]

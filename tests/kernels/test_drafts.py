@@ -34,10 +34,17 @@ def draw_request(shape: Shape, lengths: tuple[int, int]) -> Sequence:
     return replace(draw_sequence(0, sum(lengths), shape), num_prompt_tokens=lengths[0])
 
 
+def answer_in(engine: Engine, sequence: Sequence, steps: list[tuple[int, int]]) -> None:
+    """Compute the prompt, and the whole answer in steps of so many tokens, of which so many are rejected."""
+    engine.step([(sequence, sequence.num_prompt_tokens)])
+    for num_new, sequence.num_rejected in steps:
+        engine.step([(sequence, num_new)])
+    assert sequence.computed == len(sequence.key)
+
+
 def token_by_token(engine: Engine, shape: Shape, lengths: tuple[int, int]) -> Sequence:
     sequence = draw_request(shape, lengths)
-    for count in (lengths[0], *[1] * lengths[1]):
-        engine.step([(sequence, count)])
+    answer_in(engine, sequence, [(1, 0)] * lengths[1])
     return sequence
 
 
@@ -59,10 +66,7 @@ DRAFT_CONFIGS = [
 def test_a_block_that_rejected_tokens_filled_closes_again(config):
     expected = token_by_token(Engine(config, SMALL, ReferenceOperations, torch.float64), SMALL, EDGE)
     engine, sequence = Engine(config, SMALL, ReferenceOperations, torch.float64, 3), draw_request(SMALL, EDGE)
-    engine.step([(sequence, EDGE[0])])
-    for num_new, sequence.num_rejected in AT_THE_EDGE:
-        engine.step([(sequence, num_new)])
-    assert sequence.computed == sum(EDGE)
+    answer_in(engine, sequence, AT_THE_EDGE)
     torch.testing.assert_close(sequence.output, expected.output)
 
 

@@ -48,13 +48,10 @@ def to_bits(x: np.ndarray) -> np.ndarray:
     return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
-def from_bits(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
 def draw(generator: np.random.Generator, shape) -> np.ndarray:
     """Random numbers that bfloat16 holds."""
-    return from_bits(to_bits(generator.standard_normal(shape).astype(np.float32)))
+    bits = to_bits(generator.standard_normal(shape).astype(np.float32))
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def pack(matrix: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from tests.kernels.engine import Engine, Shape, draw_sequence
 from tests.kernels.guarded import guarded
 from tests.kernels.missing_rows import assert_missing_rows_are_zeros
 from tests.kernels.quick_interpreter import quicken
-from tests.kernels.test_drafts import AT_THE_EDGE, DRAFT_CONFIGS, EDGE, draw_request
+from tests.kernels.test_drafts import AT_THE_EDGE, DRAFT_CONFIGS, EDGE, answer_in, draw_request
 from tests.kernels.triton_cases import (
     CONFIGS,
     DRAWN_CONFIGS,
@@ -125,10 +125,7 @@ def test_any_schedule(config, shape, lengths, data):
 def test_a_block_that_rejected_tokens_filled_closes_again(config, rules):
     shape = Shape(num_heads=3, num_kv_heads=1, **rules)
     engine, sequence = Engine(config, shape, TritonOperations, num_drafts=3), draw_request(shape, EDGE)
-    engine.step([(sequence, EDGE[0])])
-    for num_new, sequence.num_rejected in AT_THE_EDGE:
-        engine.step([(sequence, num_new)])
-    assert sequence.computed == sum(EDGE)
+    answer_in(engine, sequence, AT_THE_EDGE)
     assert_offline(engine, [sequence])
 
 
@@ -137,9 +134,7 @@ def test_drafts_over_splits(window):
     """Queries of two blocks see anchors of several chunks of blocks; windows of some of them begin with a tile."""
     shape = Shape(num_heads=2, num_kv_heads=1, max_len=1300, error=1.0, window=window)
     engine, sequence = Engine(AntKVConfig(), shape, Decoding, num_drafts=3), draw_request(shape, (1150, 6))
-    engine.step([(sequence, 1150)])
-    for num_new, sequence.num_rejected in ((4, 3), (4, 1), (2, 0)):
-        engine.step([(sequence, num_new)])
+    answer_in(engine, sequence, [(4, 3), (4, 1), (2, 0)])
     assert_offline(engine, [sequence])
 
 
@@ -149,8 +144,7 @@ def test_drafts_see_the_tokens_of_their_step_as_later_ones_do():
     outputs = []
     for build in (TritonOperations, ReferenceOperations):
         engine, sequence = Engine(config, ONE_HEAD, build, num_drafts=3), draw_request(ONE_HEAD, (126, 6))
-        for num_new in (126, 4, 2):
-            engine.step([(sequence, num_new)])
+        answer_in(engine, sequence, [(4, 0), (2, 0)])
         outputs.append(sequence.output)
     torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
 
@@ -260,9 +254,7 @@ def test_blocks_that_single_tokens_fill_are_closed_by_the_scores_in_their_pages(
     for kind in (TritonOperations, ReferenceOperations):
         shape = replace(ONE_HEAD, dtype=torch.float32)
         engine = Engine(AntKVConfig(anchor_share=0.05, prefix=1), shape, lambda layer: Voting(layer, kind(layer)))  # noqa: B023
-        sequences = [draw_sequence(seed, 200, shape) for seed in range(3)]
-        for counts in ((127, 50, 100), (1, 1, 40)):
-            engine.step(list(zip(sequences, counts, strict=True)))
+        serve(engine, [(127, 50, 100), (1, 1, 40)])
         states.append(engine.state)
     ours, reference = states
     assert torch.equal(ours.vq.anchor_offsets, reference.vq.anchor_offsets)

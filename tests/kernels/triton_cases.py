@@ -1,6 +1,6 @@
 """Layers, settings and schedules that the Triton kernels are tested on, in the interpreter and on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from hypothesis import strategies as st
@@ -58,8 +58,8 @@ DRAWN_CONFIGS = st.builds(
 )
 
 
-def serve(engine: Engine, schedule: list[tuple[int, int]] = SCHEDULE) -> list[Sequence]:
-    """Two sequences, stepped side by side."""
+def serve(engine: Engine, schedule: Collection[Collection[int]] = SCHEDULE) -> list[Sequence]:
+    """Sequences, stepped side by side; schedule: new tokens of each, step by step."""
     sequences = [
         draw_sequence(seed, sum(counts), engine.shape) for seed, counts in enumerate(zip(*schedule, strict=True))
     ]
@@ -108,11 +108,7 @@ def assert_pages_are_those_of_the_reference(
     for name in ("k", "v", "scores"):
         pages = [getattr(state.recency, name) for state in (ours, theirs)]
         torch.testing.assert_close(*pages, rtol=1e-4, atol=1e-5, equal_nan=True)
-    counts = [_anchors_chosen(engine) for engine in engines]
+    # As counted where the operations run, which may be a GPU.
+    layers = [getattr(engine.operations, "layer", engine.state) for engine in engines]
+    counts = [layer.counters.report()["anchors_chosen"] for layer in layers]
     assert counts[0] == counts[1] > 0
-
-
-def _anchors_chosen(engine: Engine) -> float:
-    """As counted where the operations run, which may be a GPU."""
-    layer = getattr(engine.operations, "layer", engine.state)
-    return layer.counters.report()["anchors_chosen"]

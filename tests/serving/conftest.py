@@ -38,8 +38,6 @@ Start = Callable[..., Any]
 
 
 class Engine:
-    """A running in-process vLLM engine."""
-
     def __init__(self, llm: Any) -> None:
         self.llm = llm
 
@@ -88,7 +86,6 @@ class Engine:
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> list[Any]:
-        """What a step gives."""
         outputs: list[Any] = self.llm.llm_engine.step()
         return outputs
 
@@ -105,6 +102,12 @@ class Engine:
         if self.core.scheduler.connector is not None:
             self.llm.collective_rpc(flush)
         return answers
+
+    def complete_anew(self, prompt: list[int], max_tokens: int = 8) -> Completion:
+        """A greedy completion of which the pool knows nothing."""
+        assert self.llm.reset_prefix_cache()
+        (answer,) = self.complete([prompt], max_tokens)
+        return answer
 
 
 def transfer(folder: Path | str, role: str = "kv_both", **more: Any) -> dict[str, Any]:

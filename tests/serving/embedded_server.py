@@ -65,7 +65,6 @@ class Server(LoadedServer):
     pages: Path
 
     def get(self, path: str, key: str | None = API_KEY) -> httpx.Response:
-        """GET with this API key, or with none."""
         return httpx.get(self.url + path, headers=_authorisation(key), timeout=PATIENCE)
 
     def complete(self, prompt: list[int], max_tokens: int) -> None:

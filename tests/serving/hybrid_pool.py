@@ -11,12 +11,12 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
-from scripts.moved import kv_cache_planning
 from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.layer_windows import has_mamba2, layer_windows, num_state_layers
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
+from vllm_antkv.vllm_adapter.hooks.groups import kv_cache_planning
 from vllm_antkv.vllm_adapter.plan.blocks import make_blocks, set_block_size, states_of
 
 _POOL = 1 << 42

@@ -24,13 +24,11 @@ from tests.serving.served_family import (
     assert_served,
     fills_a_block,
     learn,
+    method_of,
 )
 from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, make_for_text
 from tests.serving.turning import Turning
-from vllm_antkv.config import AntKVConfig
-from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, TOLERANCE, Completion
-from vllm_antkv.evaluate.methods import build_method
-from vllm_antkv.evaluate.methods.request import MethodRequest
+from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, TOLERANCE, Completion, completion_of
 from vllm_antkv.offline.attention import quantised_past
 from vllm_antkv.offline.models import ModelCard
 
@@ -70,10 +68,7 @@ def ask(engine: Engine, requests: list[dict[str, Any]], together: bool = True) -
     answers = []
     for batch in [requests] if together else [[request] for request in requests]:
         for output in engine.llm.generate(batch, params, use_tqdm=False):
-            (best,) = output.outputs
-            logprobs = tuple({token: each.logprob for token, each in step.items()} for step in best.logprobs)
-            completion = Completion(tuple(best.token_ids), logprobs, output.num_cached_tokens)
-            answers.append(Answer(output.prompt_token_ids, completion))
+            answers.append(Answer(output.prompt_token_ids, completion_of(output)))
     return answers
 
 
@@ -85,8 +80,7 @@ def evaluated(
     folder: Path, codebooks: Path, requests: list[dict[str, Any]], answers: list[Answer]
 ) -> list[torch.Tensor]:
     """Log-probabilities after each prompt, from the offline evaluator on what the text model is given."""
-    card = ModelCard.read(str(folder))
-    method = build_method(PRESET, MethodRequest(card.name, card.identity, codebooks, AntKVConfig()))
+    method = method_of(ModelCard.read(str(folder)), PRESET, codebooks)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     text_model, given = model.get_decoder(), []
     processor = AutoProcessor.from_pretrained(folder)

@@ -112,8 +112,12 @@ def expected_logprobs(
 ) -> list[torch.Tensor]:
     """Log-probabilities after each prompt, from the offline evaluator on the Hugging Face model in float32."""
     card = ModelCard.read(str(model))
-    request = MethodRequest(card.name, card.identity, codebooks, AntKVConfig(**settings))
-    return evaluated(card, build_method(preset, request), prompts)
+    return evaluated(card, method_of(card, preset, codebooks, **settings), prompts)
+
+
+def method_of(card: ModelCard, preset: str, codebooks: Path | None = None, **settings: Any) -> Method:
+    """How a model is evaluated with the codebooks of a folder, or with its own."""
+    return build_method(preset, MethodRequest(card.name, card.identity, codebooks, AntKVConfig(**settings)))
 
 
 @torch.inference_mode()

@@ -70,15 +70,8 @@ def run_vllm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def serving(model: Path, log: Path, **options: str) -> Iterator[str]:
-    """A server of a model with these options; yields its URL."""
-    with process_serving(model, log, **options) as running:
-        yield running.url
-
-
-@contextmanager
-def process_serving(model: Path, log: Path, also: Mapping[str, str] = {}, **options: str) -> Iterator[Server]:
-    """As `serving`, with the process that it is; also: more of its environment."""
+def serving(model: Path, log: Path, also: Mapping[str, str] = {}, **options: str) -> Iterator[Server]:
+    """A server of a model with these options; also: more of its environment."""
     options = {"--served-model-name": MODEL_NAME, "--dtype": "float32", "--max-model-len": "1024", **options}
     arguments = ["--enforce-eager", *(part for pair in options.items() for part in pair)]
     environment = vllm_environment() | also

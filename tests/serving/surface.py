@@ -46,10 +46,8 @@ def _seen(choice: Any) -> Any:
 
 def structured_outputs(client: OpenAI) -> Any:
     schema = {"type": "json_schema", "json_schema": {"name": "wall", "schema": SCHEMA}}
-    return [
-        chat(client, response_format=schema).content,
-        *(chat(client, extra_body={"structured_outputs": kind}).content for kind in ({"regex": "[a-f]{8}"},)),
-    ]
+    letters = {"structured_outputs": {"regex": "[a-f]{8}"}}
+    return chat(client, response_format=schema).content, chat(client, extra_body=letters).content
 
 
 def tool_calls(client: OpenAI) -> Any:

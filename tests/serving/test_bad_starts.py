@@ -59,7 +59,7 @@ OURS: list[tuple[list[str], str]] = [
 CODEBOOKS: dict[str, tuple[spoilt.Spoil, str]] = {
     "another model's": (lambda path: spoilt.good_codebook().save(path), "learned from another model"),
     "another preset's": (spoilt.header_field(preset="antkv-4bit"), "holds centroids for antkv-4bit"),
-    "a link to nothing": (spoilt.a_link_to("nothing"), "cannot be read"),
+    "a link to nothing": (lambda path: path.symlink_to("nothing"), "cannot be read"),
     "8 TB": (spoilt.sparse(8 << 40), "more than the codebooks of any model"),
 }
 

@@ -13,7 +13,7 @@ from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_confi
 from scripts.hybrid_figure import MODELS
 from tests.serving.conftest import EMBEDDED
 from tests.serving.hybrid_pool import measure
-from tests.serving.tiny import LFM2, make_codebook, make_model
+from tests.serving.tiny import LFM2, make_coded
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, page_layouts, pool_block_bytes
 from vllm_antkv.capacity.memory import DecodeShape, sequence_bytes, state_bytes
@@ -128,8 +128,7 @@ def test_one_bit_costs_at_most_one_and_a_half_effective_bits_at_8192_tokens():
 
 
 def test_the_log_says_what_states_take_and_where_codes_gain_little(tmp_path, said):
-    large = make_model(tmp_path, "lfm2", LFM2 | {"conv_L_cache": 513})
-    make_codebook(tmp_path / "antkv", large, "antkv-1bit")
+    large = make_coded(tmp_path, "lfm2", LFM2 | {"conv_L_cache": 513})
     EngineArgs(model=str(large), kv_cache_dtype="antkv-1bit", max_model_len=512).create_engine_config()
     said_of_states = [line for line in said if line.startswith("Layers with a state take ")]
     assert len(said_of_states) == 1

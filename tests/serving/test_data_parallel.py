@@ -56,19 +56,19 @@ def test_two_engines_behind_two_api_servers(start_engine, default, prompts, tmp_
         # So that all that the dashboard shows is there.
         "--kv-transfer-config": json.dumps(transfer(tmp_path / "pages", max_bytes=MAX_BYTES)),
     }
-    with serving(EMBEDDED, tmp_path / "server.log", **options) as url, ThreadPoolExecutor(4) as clients:
-        answers = clients.map(lambda prompt: answer(url, prompt), 2 * prompts)
+    with serving(EMBEDDED, tmp_path / "server.log", **options) as server, ThreadPoolExecutor(4) as clients:
+        answers = clients.map(lambda prompt: answer(server.url, prompt), 2 * prompts)
         assert list(answers) == 2 * alone
         # Whichever API server is asked.
         for _ in range(4):
-            engines = httpx.get(f"{url}/antkv/status", timeout=PATIENCE).json()["engines"]
+            engines = httpx.get(f"{server.url}/antkv/status", timeout=PATIENCE).json()["engines"]
             assert [engine["engine"] for engine in engines] == [0, 1]
         assert all(engine["tokens_stored"] for engine in engines)
         if PROMETHEUS is None:
             pytest.skip("no prometheus on the PATH: apt-get install prometheus")
-        with scraping(url, tmp_path) as prometheus:
-            list(clients.map(lambda prompt: answer(url, prompt), 2 * prompts))
-            right = expected(httpx.get(f"{url}/antkv/status", timeout=PATIENCE).json()["engines"])
+        with scraping(server.url, tmp_path) as prometheus:
+            list(clients.map(lambda prompt: answer(server.url, prompt), 2 * prompts))
+            right = expected(httpx.get(f"{server.url}/antkv/status", timeout=PATIENCE).json()["engines"])
             wait_for(lambda: (found := shown(prometheus)) == pytest.approx(found | right, nan_ok=True))
             # A rate takes two scrapes.
             wait_for(lambda: all(ask(prometheus, filled_in(query, MODEL_NAME)) for query in queries()))

@@ -20,7 +20,7 @@ from tests.serving.served_family import (
     assert_served,
     expected_logprobs,
 )
-from tests.serving.tiny import FAMILY, KIND, config_of, make_codebook, make_model
+from tests.serving.tiny import FAMILY, KIND, config_of, make_coded, make_model
 from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES
 from vllm_antkv.codebook import RopeLayout
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
@@ -100,8 +100,7 @@ def test_layers_of_jamba_that_attend(start_engine, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("model_type", "changes", "dtype", "preset"), KIND.values(), ids=KIND.keys())
 def test_kind(start_engine, tmp_path, model_type, changes, dtype, preset):
-    model = make_model(tmp_path / "model", model_type, changes)
-    make_codebook(tmp_path / "model" / "antkv", model, preset, SINKS)
+    model = make_coded(tmp_path / "model", model_type, changes, preset, sinks=SINKS)
     # In 16 bits some rows lie nearer to another centroid than in 32.
     tolerance = 1e-3 if dtype == "float32" else 0.1
     expected = expected_logprobs(model, preset)
@@ -111,17 +110,14 @@ def test_kind(start_engine, tmp_path, model_type, changes, dtype, preset):
 
 
 def test_a_layer_that_takes_no_cache_dtype_is_refused(start_engine, tmp_path, refused):
-    model = make_model(tmp_path / "model", "falcon", {"alibi": False, "multi_query": False, "num_kv_heads": 4})
-    make_codebook(tmp_path / "model" / "antkv", model, "antkv-1bit")
+    model = make_coded(tmp_path / "model", "falcon", {"alibi": False, "multi_query": False, "num_kv_heads": 4})
     words = ("transformer.h.0", "takes no --kv-cache-dtype")
     with refused(UnsupportedModelError, *words), start_engine(model, "antkv-1bit", **OPTIONS):
         pass
 
 
 def test_a_codebook_that_was_learned_from_keys_turned_otherwise_is_refused(start_engine, tmp_path, refused):
-    model = make_model(tmp_path / "model", "llama", {})
-    turns = (RopeLayout(rotary_dim=32), RopeLayout())
-    make_codebook(tmp_path / "model" / "antkv", model, "antkv-1bit", turns=turns)
+    model = make_coded(tmp_path / "model", "llama", {}, turns=(RopeLayout(rotary_dim=32), RopeLayout()))
     words = "layer 1 does not rotate K, but that of the served model rotates 32 channels"
     with refused(CodebookError, words), start_engine(model, "antkv-1bit", **OPTIONS):
         pass

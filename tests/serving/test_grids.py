@@ -6,23 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from tests.serving.conftest import assert_all_same, assert_preemption_is_not_seen
 from tests.serving.grids import GRIDS, PATCH, make_grid, positions_of, register
-from tests.serving.served_family import OPTIONS, PRESET, SINKS, assert_as_expected
+from tests.serving.served_family import OPTIONS, PRESET, SINKS, assert_as_expected, method_of
 from tests.serving.tiny import make_codebook
 from tests.serving.turning import Turning
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
 from vllm_antkv.cache.positions import POSITION_PAGE_BYTES
-from vllm_antkv.codebook import ModelIdentity
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN
-from vllm_antkv.evaluate.methods import build_method
-from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.offline.attention import quantised_past
+from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.ops.rope import rotate
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.load.rope import three_part_tables
@@ -61,8 +59,7 @@ def model(name, tmp_path_factory) -> Path:
 
 def expected_logprobs(model: Path, name: str) -> Iterator[torch.Tensor]:
     """Log-probabilities after each prompt, from the offline evaluator on a Hugging Face model that turns so."""
-    identity = ModelIdentity.from_hf_config(AutoConfig.from_pretrained(model))
-    method = build_method(PRESET, MethodRequest(str(model), identity, None, AntKVConfig()))
+    method = method_of(ModelCard.read(str(model)), PRESET)
     for prompt in PROMPTS:
         hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         three, _ = positions_of(prompt)

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -189,18 +190,7 @@ def test_cpus_keep_our_block_size_when_vllm_asks_the_backends():
 
 def test_backend_is_chosen_for_the_presets_alone():
     assert AttentionBackendEnum["ANTKV"].get_class().get_name() == "ANTKV"
-    choose = current_platform.get_attn_backend_cls
-    selector = _selector("antkv-1bit")
-    assert choose(None, attn_selector_config=selector).endswith("AntKVBackend")
-    assert not choose(None, attn_selector_config=_selector("auto")).endswith("AntKVBackend")
-
-
-def _selector(kv_cache_dtype: str):
-    from vllm.v1.attention.selector import AttentionSelectorConfig
-
-    return AttentionSelectorConfig(
-        head_size=64,
-        dtype=torch.bfloat16,
-        kv_cache_dtype=kv_cache_dtype,
-        block_size=None,
-    )
+    for kv_cache_dtype, is_ours in (("antkv-1bit", True), ("auto", False)):
+        selector = AttentionSelectorConfig(64, torch.bfloat16, kv_cache_dtype, block_size=None)
+        chosen = current_platform.get_attn_backend_cls(None, attn_selector_config=selector)
+        assert chosen.endswith("AntKVBackend") == is_ours

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.serving.conftest import EMBEDDED, Engine, assert_same
-from tests.serving.tiny import GEMMA, make_codebook, make_model
+from tests.serving.tiny import GEMMA, make_coded
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
 
@@ -188,8 +188,7 @@ def test_a_layer_with_a_window_shows_the_anchors_that_it_still_has(start_engine,
     """While a request runs, those of the blocks that its window reaches; other layers show them all."""
     window, prompt = 200, prompts[-1]
     sizes = GEMMA | {"layer_types": kinds, "sliding_window": window, "max_position_embeddings": 1024}
-    model = make_model(tmp_path / "model", "gemma3_text", sizes)
-    make_codebook(tmp_path / "model" / "antkv", model, "antkv-1bit")
+    model = make_coded(tmp_path / "model", "gemma3_text", sizes)
     with start_engine(model, "antkv-1bit", SETTINGS) as engine:
         add(engine, "0", prompt)
         # The step after that of the prompt frees what it no longer sees.

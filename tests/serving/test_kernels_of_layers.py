@@ -7,7 +7,7 @@ import torch
 
 from tests.serving.conftest import PRESET, assert_all_same
 from tests.serving.served_family import OPTIONS, PROMPTS, SINKS
-from tests.serving.tiny import FAMILY, make_codebook, make_model
+from tests.serving.tiny import FAMILY, make_coded
 from vllm_antkv.ops import cpu, dispatch
 from vllm_antkv.ops.layer import LayerKind
 
@@ -22,8 +22,7 @@ def only_plain_layers(device: torch.device, layer: LayerKind) -> str | None:
 @pytest.mark.parametrize("name", ["gemma3", "gemma3n"])
 def test_layers_on_different_kernels_answer_as_on_one(start_engine, tmp_path, monkeypatch, name):
     """With sinks, anchors, chunks, and layers that read the cache of others."""
-    model = make_model(tmp_path / "model", *FAMILY[name])
-    make_codebook(tmp_path / "model" / "antkv", model, PRESET, SINKS)
+    model = make_coded(tmp_path / "model", *FAMILY[name], sinks=SINKS)
     best = cpu.best()
     assert best is not None
     answers, implementations = [], []

@@ -15,10 +15,8 @@ from vllm.v1.core.kv_cache_utils import get_group_id
 
 from tests.adapters import EVERY_PROJECTION, K_AND_V, make_adapter, merged
 from tests.serving.conftest import EMBEDDED, PRESET, TEXT, Completion, Engine, assert_all_same
+from tests.serving.served_family import method_of
 from vllm_antkv import cli
-from vllm_antkv.config import AntKVConfig
-from vllm_antkv.evaluate.methods import build_method
-from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.perplexity import evaluate_perplexity
 from vllm_antkv.evaluate.windows import TextWindows, load_windows
 from vllm_antkv.offline.models import ModelCard
@@ -105,8 +103,7 @@ def test_served_is_what_is_evaluated_of_the_merged_model(adapters, codebooks, tm
     found = json.loads(out.read_text())
     card = ModelCard.read(str(EMBEDDED))
     windows = TextWindows(TEXT, load_windows(TEXT, card.tokenizer, context, 2))
-    request = MethodRequest(card.name, card.identity, Path(codebooks), AntKVConfig(codebooks=codebooks))
-    coded, exact = (build_method(name, request) for name in (PRESET, "fp16"))
+    coded, exact = (method_of(card, name, Path(codebooks)) for name in (PRESET, "fp16"))
     model = merged(EMBEDDED, adapters[0])
     assert found["lora"] == "mine"
     assert found["perplexity"] == pytest.approx(evaluate_perplexity(card, model, coded, windows).perplexity, rel=0.005)

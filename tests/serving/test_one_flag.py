@@ -17,11 +17,11 @@ CONTEXT = 32
 def test_a_server_learns_its_codebook(tmp_path, users_cache):
     """That servers that start together learn one is tested in tests/unit/calibrate/test_calibrate_on_start.py."""
     odd_model, log = make_odd_model(tmp_path / "model", CONTEXT), tmp_path / "server.log"
-    with serving(odd_model, log, **{"--max-model-len": str(CONTEXT)}) as url:
+    with serving(odd_model, log, **{"--max-model-len": str(CONTEXT)}) as server:
         body = {"model": MODEL_NAME, "prompt": "The river", "max_tokens": 8, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).raise_for_status().json()
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE).raise_for_status().json()
         assert answer["choices"][0]["finish_reason"] == "length"
-        status = httpx.get(f"{url}/antkv/status", timeout=PATIENCE).json()
+        status = httpx.get(f"{server.url}/antkv/status", timeout=PATIENCE).json()
     (path,) = users_cache.rglob("*.safetensors")
     codebook = Codebook.load(path, PRESET, ModelIdentity.from_hf_config(LlamaConfig.from_pretrained(odd_model)))
     assert codebook.identity in str(status)

@@ -64,8 +64,7 @@ def kept(start, prompts, tmp_path_factory) -> tuple[Path, list[Completion]]:
 
 def _is_hit(engine: Engine, prompt: list[int]) -> Completion:
     """What a hit in the store answers."""
-    assert engine.llm.reset_prefix_cache()
-    (answer,) = engine.complete([prompt])
+    answer = engine.complete_anew(prompt)
     assert answer.num_cached_tokens == HIT
     return answer
 
@@ -83,8 +82,7 @@ def test_a_restart_finds_what_a_local_hit_finds(start, kept, prompts):
         assert_all_same(engine.complete(2 * prompts[::-1]), 2 * local[::-1])
         engine.assert_all_blocks_free()
         # More tokens than were there: some come from the local cache, some from the folder, some from neither.
-        assert engine.llm.reset_prefix_cache()
-        engine.complete([prompts[-1][:300]])
+        engine.complete_anew(prompts[-1][:300])
         assert engine.complete([prompts[-1]]) == local[-1:]
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         assert engine.complete([prompts[-1]])[0].num_cached_tokens == 0
@@ -133,8 +131,7 @@ def test_a_damaged_page_is_a_miss_and_is_written_again(start, prompts, tmp_path,
                 whole = file.read_bytes()
                 damage(file, other)
                 assert not file.exists() or file.read_bytes() != whole, name
-                assert engine.llm.reset_prefix_cache()
-                (answer,) = engine.complete([prompt])
+                answer = engine.complete_anew(prompt)
                 assert answer.num_cached_tokens < HIT, (name, group)
                 assert_same(answer, local)
                 engine.assert_all_blocks_free()
@@ -143,13 +140,11 @@ def test_a_damaged_page_is_a_miss_and_is_written_again(start, prompts, tmp_path,
         # A folder whose files cannot be read, written or removed.
         files[0].unlink()
         files[0].mkdir()
-        assert engine.llm.reset_prefix_cache()
-        assert_same(engine.complete([prompt])[0], local)
+        assert_same(engine.complete_anew(prompt), local)
         assert f"{files[0]} cannot be read (Is a directory): its tokens are computed again." in said
         shutil.rmtree(folder)
         folder.touch()
-        assert engine.llm.reset_prefix_cache()
-        assert_same(engine.complete([prompt])[0], local)
+        assert_same(engine.complete_anew(prompt), local)
         assert f"Pages cannot be kept in {folder} (File exists)." in said
 
 
@@ -168,8 +163,7 @@ def test_a_full_disk_and_a_removed_folder_cost_hits_alone(start, prompts, tmp_pa
     prompt, folder = prompts[-1], tmp_path / "store"
 
     def computed() -> Completion:
-        assert engine.llm.reset_prefix_cache()
-        (answer,) = engine.complete([prompt])
+        answer = engine.complete_anew(prompt)
         assert answer.num_cached_tokens == 0
         engine.assert_all_blocks_free()
         return answer
@@ -344,8 +338,7 @@ def test_all_ranks_compute_again_what_one_cannot_load(start, kept, prompts, tmp_
         assert_same(_is_hit(engine, prompts[-1]), kept[1][-1])
         for file in tmp_path.rglob("1-of-2/*/*"):
             _flip_a_bit(file, file)
-        assert engine.llm.reset_prefix_cache()
-        (answer,) = engine.complete(prompts[-1:])
+        answer = engine.complete_anew(prompts[-1])
         assert answer.num_cached_tokens == 0
         assert_same(answer, kept[1][-1])
         assert_same(_is_hit(engine, prompts[-1]), kept[1][-1])

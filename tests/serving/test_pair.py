@@ -17,8 +17,8 @@ from loadtest.watch import metrics, wait_until_idle
 from tests.patience import PATIENCE, wait_for
 from tests.prefill_proxy import proxy
 from tests.serving.conftest import EMBEDDED, transfer
-from tests.serving.server import MODEL_NAME, PRESET, answer, process_serving
-from tests.serving.tiny import GEMMA, make_codebook, make_model
+from tests.serving.server import MODEL_NAME, answer, serving
+from tests.serving.tiny import GEMMA, make_coded
 
 pytestmark = pytest.mark.long
 
@@ -83,7 +83,7 @@ def one(name: str, role: str, folder: Path, model: Path = EMBEDDED, **options: s
     transfer = json.dumps({**connector(name, folder / "pages"), "kv_role": role})
     also = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     options = {"--kv-transfer-config": transfer, "--additional-config": antkv(), **options}
-    with process_serving(model, folder / f"{role}.log", also, **options) as server:
+    with serving(model, folder / f"{role}.log", also, **options) as server:
         yield server
 
 
@@ -147,9 +147,7 @@ def test_what_is_pulled_is_a_local_hit(num_ranks, prompts, tmp_path):
     model, options = EMBEDDED, {"--tensor-parallel-size": str(num_ranks)}
     if num_ranks == 1:
         changes = {**GEMMA, "num_hidden_layers": 4, "max_position_embeddings": 1024}
-        model = make_model(tmp_path / "model", "gemma2", changes)
-        make_codebook(tmp_path / "codebooks", model, PRESET)
-        options["--additional-config"] = antkv(codebooks=str(tmp_path / "codebooks"))
+        model = make_coded(tmp_path / "model", "gemma2", changes)
         options["--kv-cache-dtype-skip-layers"] = "0"
     with pair("NixlConnector", tmp_path, model, **options) as (prefill, decode):
         # Of the last one, some pages are those of a local hit.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.serving.conftest import EMBEDDED, PRESET, assert_all_same, transfer
-from tests.serving.tiny import make_codebook, make_model
+from tests.serving.tiny import make_coded
 from vllm_antkv.vllm_adapter.server.anchors import Anchors
 from vllm_antkv.vllm_adapter.server.status import EngineStatus
 
@@ -45,13 +45,13 @@ def test_stages_answer_as_one_process(start_engine, default, prompts, tmp_path, 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.release), 150])
 def test_stages_of_other_layers(start_engine, prompts, tmp_path, window):
     """Each stage has pages of another preset, of layers without and with windows."""
-    model = make_model(tmp_path / "model", "mistral", {"num_hidden_layers": 4, "sliding_window": window})
-    make_codebook(tmp_path, model, PRESET, layers=("antkv-0.5bit", "antkv-0.5bit", "antkv-1bit", "antkv-1bit"))
+    changes = {"num_hidden_layers": 4, "sliding_window": window}
+    model = make_coded(tmp_path, "mistral", changes, layers=(*2 * ["antkv-0.5bit"], *2 * ["antkv-1bit"]))
     options = {"max_model_len": 512, "max_num_batched_tokens": 300}
     in_stages = {**options, "pipeline_parallel_size": 2, "enforce_eager": False}
-    settings, some = {"codebooks": str(tmp_path)}, prompts[:-1]
-    with start_engine(model, PRESET, settings, **options) as engine:
+    some = prompts[:-1]
+    with start_engine(model, PRESET, **options) as engine:
         alone = engine.complete(some, together=False)
-    with start_engine(model, PRESET, settings, **in_stages) as engine:
+    with start_engine(model, PRESET, **in_stages) as engine:
         assert_all_same(engine.complete(some), alone)
         engine.assert_all_blocks_free()

@@ -8,7 +8,7 @@ import torch
 from tests.serving.conftest import PRESET, assert_all_same
 from tests.serving.quantised import SCHEMES, quantise
 from tests.serving.test_families import OPTIONS, PROMPTS, SINKS
-from tests.serving.tiny import make_codebook, make_model
+from tests.serving.tiny import make_coded
 from vllm_antkv.doctor.verify import EXACT, TOLERANCE, largest_difference
 
 #: vLLM's kernels for such weights compute in 16 bits.
@@ -19,9 +19,7 @@ WITHOUT_AVX512 = not torch.cuda.is_available() and not torch.cpu.get_capabilitie
 @pytest.fixture
 def original(tmp_path) -> Path:
     """An unquantised model with a codebook."""
-    model = make_model(tmp_path / "original", "llama", {})
-    make_codebook(model / "antkv", model, PRESET, SINKS)
-    return model
+    return make_coded(tmp_path / "original", "llama", {}, sinks=SINKS)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

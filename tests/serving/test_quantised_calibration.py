@@ -13,8 +13,8 @@ from tests.serving.conftest import EMBEDDED, made_quickly
 from tests.serving.quantised import quantise
 from tests.serving.served_family import TEXT
 from tests.serving.server import PRESET, make_odd_model
+from tests.unit.calibrate.test_memory import captured
 from vllm_antkv.calibrate import calibrate_on_start
-from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.job import HIDDEN, Job, prepare
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.calibrate.source import Source, TransformersModel
@@ -83,21 +83,10 @@ def engine(job, engine_environment) -> Iterator[Source]:
         yield source
 
 
-def captured(source: Source, job: Job, folder: Path) -> CaptureFiles:
-    identity, sinks = job.identity, SinkChannels(2, (7, 3))
-    shape = CaptureShape(identity.num_layers, WINDOWS, SEQ_LEN, identity.num_kv_heads, identity.head_size, 2)
-    folder.mkdir()
-    files = CaptureFiles(folder, shape)
-    with source.capturing(Capture(source.rotary_tables(SEQ_LEN), files, True, sinks)) as capture_window:
-        for index, window in enumerate(job.windows):
-            capture_window(window, index)
-    return files
-
-
 def test_vllm_hands_over_what_transformers_does(engine, job, tmp_path):
     """Rows of K before RoPE, of V, and the channels of sinks; the served dtype, bfloat16, has 3 digits."""
-    other = TransformersModel(job, tmp_path)
-    found, expected = captured(engine, job, tmp_path / "vllm"), captured(other, job, tmp_path / "transformers")
+    other, sinks = TransformersModel(job, tmp_path), SinkChannels(2, (7, 3))
+    found, expected = (captured(each, job, tmp_path / type(each).__name__, sinks) for each in (engine, other))
 
     def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
         return float((ours.float() - theirs.float()).norm() / theirs.float().norm())

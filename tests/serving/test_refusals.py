@@ -18,7 +18,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from tests.serving.conftest import EMBEDDED
-from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN, make_codebook, make_model
+from tests.serving.tiny import EXPERTS, LINEAR, LLAMA3, LONGROPE, SIZES, WINDOWS, YARN, make_coded
 from vllm_antkv.codebook import NoCodebookError
 from vllm_antkv.errors import AntKVError, UnsupportedModelError
 from vllm_antkv.ops.rope import rotate
@@ -111,8 +111,6 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative_config": {"model": str(EMBEDDED), "num_speculative_tokens": 1, "kv_cache_dtype": "fp8"}},
         "a kv_cache_dtype of what drafts",
     ),
-    "KV connector": ({"kv_transfer_config": CONNECTOR}, "KV connectors other than AntKVStore and NixlConnector"),
-    "several KV connectors": ({"kv_transfer_config": SEVERAL}, "KV connectors other than AntKVStore and NixlConnector"),
     "KV offloading": (
         {"kv_offloading_size": 1.0},
         "--kv-offloading-size, to which, unlike AntKVStore, recency pages",
@@ -214,8 +212,7 @@ def test_nor_does_a_tier_that_vllm_offloads_to(llama, refused, name):
 
 
 def test_connectors_of_ours_take_the_place_of_vllm_s_under_their_names(llama, tmp_path):
-    make_model(tmp_path / "whole", "llama", {"head_dim": 64})
-    make_codebook(tmp_path / "whole" / "antkv", tmp_path / "whole", "antkv-1bit")
+    make_coded(tmp_path / "whole", "llama", {"head_dim": 64})
     for name, module in kv_transfer.MODULES.items():
         config = {**STORE, "kv_connector": name, "kv_connector_extra_config": {"folder": str(tmp_path / "pages")}}
         made = EngineArgs(
@@ -252,19 +249,11 @@ def test_a_setting_is_refused(tmp_path, refused, options, words):
         configure(wide, **options)
 
 
-def test_a_starting_engine_is_refused_with_the_same_sentence(llama, start_engine):
-    options = {"max_model_len": 512, "speculative_config": DRAFT}
-    with (
-        pytest.raises(UnsupportedModelError, match="speculative decoding"),
-        start_engine(llama, "antkv-1bit", **options),
-    ):
-        pass
-
-
-def test_what_a_refusal_advises_is_not_refused(llama):
-    """What is then missing is a codebook, which is not to be learned here."""
+def test_what_a_refusal_advises_is_not_refused(llama, said):
+    """What is then missing is a codebook, which is not to be learned here. Nobody warns of a tested architecture."""
     with pytest.raises(NoCodebookError):
         configure(llama, attention_backend="ANTKV", additional_config=NEVER)
+    assert not [line for line in said if "not among the models" in line]
 
 
 def test_auto_is_not_refused(llama):
@@ -278,12 +267,6 @@ def test_an_architecture_that_is_not_tested_is_served_with_one_warning(tmp_path,
     (warning,) = [line for line in said if "not among the models" in line]
     assert "ArceeForCausalLM" in warning
     assert f"`antkv doctor {arcee} --verify`" in warning
-
-
-def test_a_tested_architecture_is_served_without_a_warning(llama, said):
-    with pytest.raises(NoCodebookError):
-        configure(llama, additional_config=NEVER)
-    assert not [line for line in said if "not among the models" in line]
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "ntk", "llama3", "yarn"])

@@ -14,7 +14,7 @@ from loadtest.server import Server
 from loadtest.watch import metrics
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED, transfer
-from tests.serving.server import answer, process_serving
+from tests.serving.server import answer, serving
 from tests.serving.test_page_store import PRESET
 from tests.serving.test_store_bytes import bytes_in
 from vllm_antkv.vllm_adapter.kv_transfer.ledger import Ledger
@@ -31,7 +31,7 @@ def test_a_server_that_is_killed_under_load_leaves_nothing_wrong(start_engine, d
     folder, limit = tmp_path / "store", 1_800_000
 
     def started(name: str) -> Server:
-        return held.enter_context(process_serving(EMBEDDED, tmp_path / f"{name}.log", **options))
+        return held.enter_context(serving(EMBEDDED, tmp_path / f"{name}.log", **options))
 
     def asked(url: str, order: list[int]) -> dict[int, list[int]]:
         """As far as it answers."""

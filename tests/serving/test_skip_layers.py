@@ -9,40 +9,27 @@ import torch
 
 from scripts.capacity_figure import GEMMA_3_27B, LLAMA_3_8B, MEMORY, cache_config, engine_config
 from tests.serving.conftest import PRESET, assert_all_same
-from tests.serving.served_family import assert_as_expected, evaluated
-from tests.serving.tiny import GEMMA, GEMMA_3N, make_codebook, make_model
+from tests.serving.served_family import SINKS, assert_as_expected, evaluated, method_of
+from tests.serving.tiny import GEMMA, GEMMA_3N, WINDOWS, make_coded
 from vllm_antkv.cache.pages import page_layouts, pool_block_bytes
 from vllm_antkv.cache.pool_blocks import BlockPlan
-from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
-from vllm_antkv.evaluate.methods import build_method
-from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
 from vllm_antkv.vllm_adapter.server.status import EngineStatus, Setup
 
-WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 LENGTHS = (5, 127, 128, 300, 431)
 PROMPTS = [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate(LENGTHS)]
-
+#: Every second layer with a window.
+WITH_WINDOWS = GEMMA | {"num_hidden_layers": 4, "layer_types": 2 * WINDOWS, "attn_logit_softcapping": 1.0}
 #: Model type and config, layers that are named, layers that are then exact.
 CASES: dict[str, tuple[str, dict[str, Any], list[str], set[int]]] = {
     "first and last": ("llama", {"num_hidden_layers": 4}, ["0", "3"], {0, 3}),
-    "with and without a window": (
-        "gemma2",
-        GEMMA | {"num_hidden_layers": 4, "layer_types": WINDOWS, "attn_logit_softcapping": 1.0},
-        ["1", "2"],
-        {1, 2},
-    ),
+    "with and without a window": ("gemma2", WITH_WINDOWS, ["1", "2"], {1, 2}),
     "one that is read, and its reader": ("gemma3n_text", GEMMA_3N, ["1", "3"], {1, 3}),
-    "all with a window": (
-        "gemma2",
-        GEMMA | {"num_hidden_layers": 4, "layer_types": WINDOWS, "attn_logit_softcapping": 1.0},
-        ["sliding_window"],
-        {0, 2},
-    ),
+    "all with a window": ("gemma2", WITH_WINDOWS, ["sliding_window"], {0, 2}),
 }
 
 
@@ -60,8 +47,7 @@ class ExceptIn:
 
 @pytest.mark.parametrize(("model_type", "changes", "named", "exact"), CASES.values(), ids=CASES.keys())
 def test_layers_that_are_named_are_exact_and_others_coded(start_engine, tmp_path, model_type, changes, named, exact):
-    model = make_model(tmp_path / "model", model_type, changes)
-    make_codebook(tmp_path / "model" / "antkv", model, PRESET, SinkRule(layer=0, channels=(3,), threshold=0.05))
+    model = make_coded(tmp_path / "model", model_type, changes, sinks=SINKS)
     options = {"max_model_len": 512, "max_num_batched_tokens": 200, "kv_cache_memory_bytes": 64 << 20}
     with start_engine(model, PRESET, kv_cache_dtype_skip_layers=named, **options) as engine:
         batched = engine.complete(PROMPTS, max_tokens=3)
@@ -74,14 +60,13 @@ def test_layers_that_are_named_are_exact_and_others_coded(start_engine, tmp_path
         assert sum(setup.bits.parts.values()) == pytest.approx(setup.bits.effective)
         assert ("exact" in setup.bits.parts) == (named != ["sliding_window"])
     card = ModelCard.read(str(model))
-    method = build_method(PRESET, MethodRequest(card.name, card.identity, None, AntKVConfig()))
+    method = method_of(card, PRESET)
     method = replace(method, quantiser=ExceptIn(method.quantiser, exact))
     assert_as_expected(batched, evaluated(card, method, PROMPTS))
 
 
 def test_a_layer_is_not_skipped_without_the_one_that_reads_it(start_engine, tmp_path, refused):
-    make_model(tmp_path, "gemma3n_text", GEMMA_3N)
-    make_codebook(tmp_path / "antkv", tmp_path, PRESET)
+    make_coded(tmp_path, "gemma3n_text", GEMMA_3N)
     options = {"max_model_len": 512, "kv_cache_dtype_skip_layers": ["1"]}
     words = "Layer 3 of this model reads the KV cache of layer 1: name both"
     with refused(UnsupportedModelError, words), start_engine(tmp_path, PRESET, **options):

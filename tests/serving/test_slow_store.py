@@ -140,7 +140,6 @@ def test_answers_do_not_wait_for_what_is_saved(engine, disk, prompts, tmp_path, 
     assert sum("more slowly than they are computed" in message for message in said) == 1
     monkeypatch.undo()
     for num_cached in (range(512), [512]):
-        assert engine.llm.reset_prefix_cache()
-        (answer,) = engine.complete([prompt])
+        answer = engine.complete_anew(prompt)
         assert answer.tokens == tokens
         assert answer.num_cached_tokens in num_cached

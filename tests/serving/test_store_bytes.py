@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.conftest import EMBEDDED, Completion, Engine, assert_same, transfer
+from tests.serving.conftest import EMBEDDED, Engine, assert_all_same, assert_same, transfer
 from tests.serving.test_page_store import PRESET
-from tests.serving.tiny import make_codebook, make_model
+from tests.serving.tiny import make_coded
 from vllm_antkv.vllm_adapter.block_pool.managers import pages_in_use
 
 NUM_TOKENS = 8192
@@ -33,15 +33,14 @@ def bytes_in_pool(engine: Engine) -> int:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prompt_takes_little_more_than_in_the_pool(start_engine, tmp_path, shape):
     sizes = SHAPES[shape]
-    model = make_model(tmp_path / "model", "llama", {**sizes, "max_position_embeddings": NUM_TOKENS + 8})
-    make_codebook(tmp_path / "codebooks", model, PRESET)
+    model = make_coded(tmp_path / "model", "llama", {**sizes, "max_position_embeddings": NUM_TOKENS + 8})
     options = {
         "dtype": "bfloat16",
         "max_model_len": NUM_TOKENS + 8,
         "max_num_batched_tokens": 1024,
         "kv_transfer_config": transfer(tmp_path / "store"),
     }
-    with start_engine(model, PRESET, {"codebooks": str(tmp_path / "codebooks")}, **options) as engine:
+    with start_engine(model, PRESET, **options) as engine:
         engine.add("one", [(7 * position) % 4000 + 3 for position in range(NUM_TOKENS)], max_tokens=2)
         held = 0
         for _ in engine.steps():
@@ -58,20 +57,14 @@ def test_hits_end_where_prompts_part(start_engine, default, prompts, tmp_path):
     """The first prompt is found where it ends, or as far as another one goes along with it, once one has done so."""
     whole = prompts[-1]
     parting = [[*whole[:300], *whole[end:]] for end in (350, 351, 352)]
-
-    def answers(engine: Engine, prompt: list[int]) -> Completion:
-        assert engine.llm.reset_prefix_cache()
-        (answer,) = engine.complete([prompt])
-        return answer
-
+    some = [whole, *parting, [*whole, *whole[:50]]]
     with start_engine(EMBEDDED, PRESET, default, enable_prefix_caching=False) as engine:
-        alone = [answers(engine, prompt) for prompt in (whole, *parting, [*whole, *whole[:50]])]
+        alone = [engine.complete_anew(prompt) for prompt in some]
     options = {"kv_transfer_config": transfer(tmp_path / "store"), "max_num_batched_tokens": 400}
     with start_engine(EMBEDDED, PRESET, default, **options) as engine:
-        found = [answers(engine, prompt) for prompt in (whole, *parting, [*whole, *whole[:50]])]
+        found = [engine.complete_anew(prompt) for prompt in some]
     assert [answer.num_cached_tokens for answer in found] == [0, 0, 256, 256, 512]
-    for mine, theirs in zip(found, alone, strict=True):
-        assert_same(mine, theirs)
+    assert_all_same(found, alone)
 
 
 @pytest.mark.long
@@ -86,8 +79,7 @@ def test_the_limit_costs_hits_alone(start_engine, default, prompts, tmp_path):
     store = transfer(folder, max_bytes=limit)
     with start_engine(EMBEDDED, PRESET, default, kv_transfer_config=store) as engine:
         for index, num_found in [(0, 0), (1, 0), (0, 512), (2, 0), (0, 512), (1, 0), (1, 512)]:
-            assert engine.llm.reset_prefix_cache()
-            (answer,) = engine.complete([some[index]])
+            answer = engine.complete_anew(some[index])
             assert answer.num_cached_tokens == num_found
             assert_same(answer, alone[index])
             assert bytes_in(folder) <= limit

@@ -10,7 +10,7 @@ from tests.serving.conftest import Completion, Engine, Start, assert_all_same, a
 from tests.serving.drafts import speculation
 from tests.serving.test_page_store import HIT, PRESET
 from tests.serving.test_speculation import served
-from tests.serving.tiny import FAMILY, GEMMA, make_codebook, make_model
+from tests.serving.tiny import FAMILY, GEMMA, make_coded
 
 pytestmark = pytest.mark.long
 
@@ -22,27 +22,22 @@ HYBRIDS = ("lfm2", "lfm2 with large states", "qwen3 next")
 def start(start_engine, tmp_path) -> Start:
     """An engine that keeps pages in a folder; the same one each time."""
 
-    def started(model: Path, settings: dict[str, Any], **options: Any) -> Any:
+    def started(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> Any:
         options = {"kv_transfer_config": transfer(tmp_path / "store"), "max_num_batched_tokens": 300, **options}
         return start_engine(model, PRESET, settings, disable_log_stats=False, **options)
 
     return started
 
 
-def made(folder: Path, name: str, **changes: Any) -> tuple[Path, dict[str, Any]]:
-    """A model of a family, and settings with random codebooks."""
+def made(folder: Path, name: str, **changes: Any) -> Path:
+    """A model of a family."""
     model_type, own = FAMILY[name]
-    model = make_model(folder / "model", model_type, {**own, "max_position_embeddings": 1024, **changes})
-    make_codebook(folder / "codebooks", model, PRESET)
-    return model, {"codebooks": str(folder / "codebooks")}
+    return make_coded(folder / "model", model_type, {**own, "max_position_embeddings": 1024, **changes})
 
 
 def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[Completion]:
     """Of an empty pool each time."""
-    answers = []
-    for prompt in prompts:
-        assert engine.llm.reset_prefix_cache()
-        answers += engine.complete([prompt], max_tokens)
+    answers = [engine.complete_anew(prompt, max_tokens) for prompt in prompts]
     engine.assert_all_blocks_free()
     return answers
 
@@ -50,31 +45,30 @@ def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) ->
 @pytest.mark.parametrize("exact", [[], ["0"], ["1"]], ids=["coded", "a window exact", "no window exact"])
 def test_pages_of_layers_with_windows(start, prompts, tmp_path, exact):
     """And of those that `--kv-cache-dtype-skip-layers` names."""
-    with start(*made(tmp_path, "gemma2", **GEMMA), kv_cache_dtype_skip_layers=exact) as engine:
+    with start(made(tmp_path, "gemma2", **GEMMA), kv_cache_dtype_skip_layers=exact) as engine:
         engine.complete(prompts[-1:])
         local = engine.complete(prompts[-1:])
         engine.fill_with_nan()
-        assert engine.llm.reset_prefix_cache()
-        assert engine.complete(prompts[-1:]) == local
+        assert engine.complete_anew(prompts[-1]) == local[0]
         assert local[0].num_cached_tokens == HIT
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_states_are_found_where_prompts_end_and_part(start_engine, start, prompts, tmp_path, name):
-    model, settings = made(tmp_path, name)
+    model = made(tmp_path, name)
     dtype = "bfloat16" if name == "qwen3 next" else "float32"
     whole = prompts[-1]
     some = [whole, *([*whole[:300], *whole[end:]] for end in (350, 351, 352))]
     # Where prompts are cut, states round in 16 bits.
-    with start_engine(model, PRESET, settings, dtype=dtype, max_num_batched_tokens=300) as engine:
+    with start_engine(model, PRESET, dtype=dtype, max_num_batched_tokens=300) as engine:
         alone = one_by_one(engine, some)
-    with start(model, settings, dtype=dtype) as engine:
+    with start(model, dtype=dtype) as engine:
         size = engine.core.scheduler.block_size
         found = one_by_one(engine, some)
         parting, at_end = 300 // size * size, 600 // size * size
         assert [answer.num_cached_tokens for answer in found] == [0, 0, parting, parting]
         assert_all_same(found, alone)
-    with start(model, settings, dtype=dtype) as engine:
+    with start(model, dtype=dtype) as engine:
         engine.fill_with_nan()
         for found in (engine.complete(some), one_by_one(engine, some)):
             assert [answer.num_cached_tokens for answer in found] == [at_end] * len(some)
@@ -83,9 +77,8 @@ def test_states_are_found_where_prompts_end_and_part(start_engine, start, prompt
 
 
 def test_states_beside_preemption(start, prompts, tmp_path):
-    model, settings = made(tmp_path, "lfm2")
     some = [prompts[-1][:300], prompts[4], prompts[6]]
-    with start(model, settings, max_model_len=512, num_gpu_blocks_override=150) as engine:
+    with start(made(tmp_path, "lfm2"), max_model_len=512, num_gpu_blocks_override=150) as engine:
         assert_preemption_is_not_seen(engine, some, times=2, max_tokens=100, anew=True)
         assert engine.count("external_prefix_cache_hits") > 0
 

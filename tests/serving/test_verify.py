@@ -10,8 +10,7 @@ import pytest
 
 from tests.patience import PATIENCE
 from tests.serving.conftest import EMBEDDED
-from tests.serving.server import PRESET
-from tests.serving.tiny import FAMILY, make_codebook, make_model
+from tests.serving.tiny import FAMILY, make_coded, make_model
 from vllm_antkv import cli
 from vllm_antkv.doctor import verify
 
@@ -48,8 +47,7 @@ def doctor(model: Path, *options: str) -> list[dict[str, Any]]:
 
 def test_layers_that_ask_for_a_dtype_get_it_and_an_engine_s_own_sentence_is_shown(tmp_path):
     """vLLM's gated delta nets have code for bfloat16 alone on CPUs."""
-    model = make_model(tmp_path, *FAMILY["qwen3 next"])
-    make_codebook(tmp_path / "antkv", model, PRESET)
+    model = make_coded(tmp_path, *FAMILY["qwen3 next"])
     assert all("the same answers" in finding["detail"] for finding in doctor(model))
     (finding,) = doctor(model, "--dtype", "float32")
     assert "CPU GDN attention requires BF16" in finding["detail"]

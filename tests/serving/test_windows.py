@@ -12,11 +12,10 @@ import torch
 from transformers import AutoConfig
 
 from tests.serving.conftest import PRESET, Completion, Engine, Start, assert_all_same, assert_scheduling_is_not_seen
-from tests.serving.served_family import assert_as_expected, expected_logprobs
-from tests.serving.tiny import EXPERTS, make_codebook, make_model
+from tests.serving.served_family import SINKS, assert_as_expected, expected_logprobs
+from tests.serving.tiny import EXPERTS, make_coded
 from vllm_antkv.cache.footprint import footprint
 from vllm_antkv.cache.pages import PageLayout, pool_block_bytes
-from vllm_antkv.codebook import SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.presets import PRESETS
 
@@ -40,19 +39,17 @@ class Case:
 
 #: With weights that are large enough for logits to reach a soft cap.
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "initializer_range": 0.2, "tie_word_embeddings": True}
+FIVE_OF_SIX = GEMMA | {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}
 CASES = {
     "windows alone": Case("mistral", {"head_dim": 32}),
     "windows in every second layer, soft caps": Case("gemma2", GEMMA | {"attn_logit_softcapping": 1.0}),
     "windows in every second layer, learned sinks": Case(
         "gpt_oss", EXPERTS | {"head_dim": 64, "initializer_range": 0.1}
     ),
-    "windows in five of six layers, two bases": Case(
-        "gemma3_text",
-        GEMMA | {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
-    ),
+    "windows in five of six layers, two bases": Case("gemma3_text", FIVE_OF_SIX),
     "windows in five of six layers, mixed": Case(
         "gemma3_text",
-        GEMMA | {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]},
+        FIVE_OF_SIX,
         ("antkv-2bit", "antkv-0.25bit", "antkv-0.5bit", "antkv-1bit", "antkv-0.5bit", "antkv-1bit"),
     ),
 }
@@ -68,16 +65,11 @@ def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     case: Case = request.param
     sizes = case.changes | {"max_position_embeddings": MAX_LEN, "sliding_window": WINDOW}
-    make_model(folder, case.model_type, sizes)
-    sinks = SinkRule(layer=0, channels=(3,), threshold=0.05)
-    make_codebook(folder / "antkv", folder, PRESET, sinks, layers=case.layers)
-    return folder
+    return make_coded(folder, case.model_type, sizes, sinks=SINKS, layers=case.layers)
 
 
 @pytest.fixture
 def start(start_engine, model) -> Start:
-    """An engine on the model."""
-
     def started(settings: dict[str, Any] | None = None, **options: Any) -> Any:
         return start_engine(model, PRESET, settings, max_model_len=MAX_LEN, **options)
 
@@ -143,8 +135,7 @@ def test_blocks_in_use_stay_bounded_while_six_windows_are_generated(start_engine
 
     case, window = CASES[name], 128
     length = 7 * window + 100
-    make_model(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
-    make_codebook(tmp_path / "antkv", tmp_path, PRESET)
+    make_coded(tmp_path, case.model_type, case.changes | {"max_position_embeddings": length, "sliding_window": window})
     with start_engine(tmp_path, PRESET, max_model_len=length) as engine:
         engine.add("0", [0, *range(3, 3 + window)], max_tokens=6 * window)
         held, tokens = [], []

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.codebooks import random_codebook
-from tests.serving.conftest import EMBEDDED
+from tests.serving.conftest import EMBEDDED, PRESET
 from vllm_antkv.codebook import ModelIdentity, SinkRule, codebook_path
 
 SIZES: dict[str, Any] = {
@@ -180,7 +180,6 @@ KIND: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 def config_of(model_type: str, changes: dict[str, Any]) -> Any:
-    """The config of a tiny model."""
     return AutoConfig.for_model(model_type, **{**SIZES, **changes})
 
 
@@ -189,6 +188,13 @@ def make_model(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config_of(model_type, changes)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
+    return folder
+
+
+def make_coded(folder: Path, model_type: str, changes: dict[str, Any], preset: str = PRESET, **more: Any) -> Path:
+    """Such a model with a codebook, `more` as of `make_codebook`, where the server finds it."""
+    make_model(folder, model_type, changes)
+    make_codebook(folder / "antkv", folder, preset, **more)
     return folder
 
 

@@ -14,23 +14,18 @@ JUNK = bytes(range(256))
 
 
 def replaced(name: str, content: bytes) -> Callable[[Path], object]:
-    """A file with other bytes."""
     return lambda model: (model / name).write_bytes(content)
 
 
 def without(*names: str) -> Callable[[Path], object]:
-    """Files that are missing."""
     return lambda model: [(model / name).unlink() for name in names]
 
 
 def cut(name: str) -> Callable[[Path], object]:
-    """A file that ends too early."""
     return lambda model: replaced(name, (model / name).read_bytes()[:-100])(model)
 
 
 def config_with(**changes: Any) -> Callable[[Path], object]:
-    """A config with other values."""
-
     def change(model: Path) -> None:
         config = json.loads((model / CONFIG).read_text())
         (model / CONFIG).write_text(json.dumps({**config, **changes}))
@@ -39,8 +34,6 @@ def config_with(**changes: Any) -> Callable[[Path], object]:
 
 
 def weights_with(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
-    """Weights with other tensors."""
-
     def rewrite(model: Path) -> None:
         tensors = load_file(model / WEIGHTS)
         change(tensors)

@@ -45,10 +45,6 @@ def a_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def a_link_to(target: str) -> Spoil:
-    return lambda path: path.symlink_to(target)
-
-
 def replaced_bytes(content: bytes) -> Spoil:
     return lambda path: path.write_bytes(content)
 
@@ -59,7 +55,6 @@ def head(length: int) -> bytes:
 
 
 def raw_header(header: bytes, tensors: bytes = b"") -> Spoil:
-    """A safetensors file with this header."""
     return replaced_bytes(head(len(header)) + header + tensors)
 
 
@@ -107,12 +102,10 @@ def header_text(text: str | None) -> Spoil:
 
 
 def header_field(**changes: Any) -> Spoil:
-    """Other values in our header."""
     return lambda path: _rewrite(path, {"antkv": json.dumps({**_header(good_codebook()), **changes})})
 
 
 def model_field(**changes: Any) -> Spoil:
-    """Other values in our header's model."""
     return header_field(model={**MODEL.model_dump(), **changes})
 
 

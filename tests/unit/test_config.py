@@ -4,27 +4,6 @@ from hypothesis import strategies as st
 
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 
-windows = st.integers(1, 4096)
-recencies = st.one_of(st.just("none"), windows.map(lambda w: f"sliding:{w}"), windows.map(lambda w: f"log:{2 * w}"))
-settings_dicts = st.fixed_dictionaries(
-    {},
-    optional={
-        "codebooks": st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1, max_size=20),
-        "anchor_share": st.floats(0, 1),
-        "sinks": st.booleans(),
-        "prefix": st.integers(0, 4096),
-        "recency": recencies,
-        "prefill_reads_cache": st.booleans(),
-    },
-)
-
-
-@given(settings_dicts)
-def test_every_valid_setting_is_kept_through_json_and_back(values):
-    config = AntKVConfig.from_additional_config({"antkv": values})
-    assert {name: getattr(config, name) for name in values} == values
-    assert AntKVConfig.model_validate_json(config.model_dump_json()) == config
-
 
 @pytest.mark.parametrize("additional_config", [None, {}, {"antkv": {}}, {"someone_else": {"a": 1}}])
 def test_no_settings_means_the_defaults(additional_config):

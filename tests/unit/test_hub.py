@@ -6,18 +6,15 @@ The hub is the part of its protocol that reads files of models.
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
+from tests.http_server import Handler, Server
 from tests.unit.test_codebook import MODEL, make
 from vllm_antkv import cli
 from vllm_antkv.codebook import Codebook, NoCodebookError, find_codebook
@@ -27,21 +24,16 @@ from vllm_antkv.errors import CodebookError
 Files = dict[str, bytes]
 
 
-class Hub(ThreadingHTTPServer):
-    """Repositories, each a list of commits of which the last is `main`.
+class Hub(Server):
+    """Repositories, each a list of commits of which the last is `main`; its URL is an HF_ENDPOINT.
 
     fetched: paths of files whose content was sent.
     """
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.repositories: dict[str, list[tuple[str, Files]]] = {}
         self.fetched: list[str] = []
-
-    @property
-    def url(self) -> str:
-        """Its HF_ENDPOINT."""
-        return f"http://127.0.0.1:{self.server_port}"
 
     def commit(self, name: str, changes: Files) -> str:
         """Add a commit to a repository; its id."""
@@ -59,17 +51,11 @@ class Hub(ThreadingHTTPServer):
         return next((commit for commit in commits if commit[0] == revision), None)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: Hub
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
-        self._resolve(with_content=False)
-
     def do_GET(self) -> None:
-        self._resolve(with_content=True)
-
-    def _resolve(self, with_content: bool) -> None:
         match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", unquote(self.path))
         if match is None or match[1] not in self.server.repositories:
             return self._refuse("RepoNotFound")
@@ -80,36 +66,14 @@ class _Handler(BaseHTTPRequestHandler):
         if match[3] not in files:
             return self._refuse("EntryNotFound", oid)
         content = files[match[3]]
-        if with_content:
+        if self.command == "GET":
             self.server.fetched.append(match[3])
-        self._send(200, content, {"X-Repo-Commit": oid, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}, with_content)
+        self.send(200, content, {"X-Repo-Commit": oid, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'})
+
+    do_HEAD = do_GET
 
     def _refuse(self, code: str, oid: str = "") -> None:
-        self._send(404, b"", {"X-Error-Code": code, **({"X-Repo-Commit": oid} if oid else {})})
-
-    def _send(self, status: int, content: bytes, headers: dict[str, str], with_content: bool = True) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if with_content:
-            self.wfile.write(content)
-
-    def log_message(self, *args: Any) -> None:
-        """Say nothing."""
-
-
-@contextmanager
-def running_hub() -> Iterator[Hub]:
-    """A hub that answers while the context lasts."""
-    with Hub() as hub:
-        thread = threading.Thread(target=hub.serve_forever)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            hub.shutdown()
-            thread.join()
+        self.send(404, b"", {"X-Error-Code": code, **({"X-Repo-Commit": oid} if oid else {})})
 
 
 PRESET = "antkv-4bit"
@@ -122,7 +86,7 @@ def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with running_hub() as hub:
+    with Hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "".join(template[1:]))

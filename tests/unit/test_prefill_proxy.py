@@ -7,13 +7,12 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from tests.http_server import Handler, Server
 from tests.patience import PATIENCE
 from tests.prefill_proxy import proxy
 
@@ -24,22 +23,20 @@ ASKED = {"model": "m", "prompt": "Once", "max_tokens": 9, "vllm_xargs": {"beams"
 JSON = {"Content-Type": "application/json"}
 
 
-class Noted(ThreadingHTTPServer):
+class Noted(Server):
     """A server that notes its requests, and answers each with `answer`; None: not before `silent` is over."""
 
-    daemon_threads = True
-
     def __init__(self, answer: bytes | None) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.answer, self.silent = answer, threading.Event()
         self.requests: list[tuple[str, bytes]] = []
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+    def __exit__(self, *_: object) -> None:
+        self.silent.set()
+        super().__exit__()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: Noted
 
     def do_POST(self) -> None:
@@ -47,29 +44,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append((self.path, body))
         if self.server.answer is None:
             self.server.silent.wait(PATIENCE)
-        answer = self.server.answer or b""
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
+        self.send(200, self.server.answer or b"")
 
     do_GET = do_POST
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@contextmanager
-def listening(answer: bytes | None) -> Iterator[Noted]:
-    with Noted(answer) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.silent.set()
-            server.shutdown()
-            thread.join()
 
 
 #: Answers of the prefill server.
@@ -86,7 +63,7 @@ ANSWERS = {
 def pair(answer: bytes | None, log: Path) -> Iterator[tuple[str, Noted, Noted]]:
     """The URL of a proxy, and its servers."""
     with ExitStack() as stack:
-        prefill, decode = stack.enter_context(listening(answer)), stack.enter_context(listening(b'{"of": "decode"}'))
+        prefill, decode = stack.enter_context(Noted(answer)), stack.enter_context(Noted(b'{"of": "decode"}'))
         options = ["--timeout=5"] if answer is None else []
         url = stack.enter_context(proxy(log, prefill.url, decode.url, *options))
         decode.requests.clear()

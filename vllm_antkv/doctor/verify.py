@@ -81,7 +81,7 @@ def complete(
     adapters = list(loras or [None] * len(requests))
     size = len(requests) if together else 1
     return [
-        _completion(output)
+        completion_of(output)
         for at in range(0, len(requests), size)
         for output in llm.generate(
             requests[at : at + size], params, use_tqdm=False, lora_request=adapters[at : at + size]
@@ -89,7 +89,8 @@ def complete(
     ]
 
 
-def _completion(output: "RequestOutput") -> Completion:
+def completion_of(output: "RequestOutput") -> Completion:
+    """What vLLM gave a request."""
     best = output.outputs[0]
     logprobs = tuple({token: entry.logprob for token, entry in step.items()} for step in best.logprobs)
     return Completion(tuple(best.token_ids), logprobs, output.num_cached_tokens)

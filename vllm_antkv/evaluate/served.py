@@ -12,7 +12,7 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.evaluate.effective_bits import effective_bits
 from vllm_antkv.evaluate.engine import SEQUENCES_PER_CALL, running_engine
 from vllm_antkv.evaluate.fidelity import TOP_TOKENS, Fidelity, TopTokens, divergence, top1_agreement
-from vllm_antkv.evaluate.methods import antkv
+from vllm_antkv.evaluate.methods import build_method
 from vllm_antkv.evaluate.methods.request import MethodRequest
 from vllm_antkv.evaluate.report import PerplexityReport, perplexity_of, versions
 from vllm_antkv.evaluate.windows import TextWindows
@@ -24,9 +24,6 @@ from vllm_antkv.presets import PRESETS
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
-
-#: Bits per element without antkv; as for the offline method `fp16`.
-_AUTO_BITS = 16.0
 
 
 class ServedReport(PerplexityReport):
@@ -146,8 +143,7 @@ def _score(engine: "LLM", adapter: Adapter | None, windows: torch.Tensor, num_lo
 
 
 def as_method(card: ModelCard, kv_cache_dtype: str, config: AntKVConfig) -> Method:
-    """What is served, for counting bits."""
-    if kv_cache_dtype not in PRESETS:
-        return Method(name=kv_cache_dtype, nominal_bits=_AUTO_BITS, config=config)
+    """What is served, for counting bits; vLLM's own caches count as `fp16`."""
     folder = None if config.codebooks is None else Path(config.codebooks)
-    return antkv.build(kv_cache_dtype, MethodRequest(card.name, card.identity, folder, config))
+    name = kv_cache_dtype if kv_cache_dtype in PRESETS else "fp16"
+    return build_method(name, MethodRequest(card.name, card.identity, folder, config))

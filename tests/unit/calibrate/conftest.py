@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.serving.tiny import EXPERTS
+
 COMMON = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -22,8 +24,6 @@ COMMON = {
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
-#: A few small experts, as models name them.
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 #: What each family needs beside COMMON: those whose layers differ in what capturing depends on.
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -49,18 +49,14 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _words() -> str:
-    generator = torch.Generator().manual_seed(0)
-    words = ["stone", "river", "walks", "under", "seven", "bridges", "and", "never", "asks", "why", "or", "where"]
-    picks = torch.randint(len(words), (12_000,), generator=generator)
-    return " ".join(words[pick] + ("." if pick == 3 else "") for pick in picks)
-
-
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
     """About 12,000 words."""
     path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(_words())
+    generator = torch.Generator().manual_seed(0)
+    words = ["stone", "river", "walks", "under", "seven", "bridges", "and", "never", "asks", "why", "or", "where"]
+    picks = torch.randint(len(words), (12_000,), generator=generator)
+    path.write_text(" ".join(words[pick] + ("." if pick == 3 else "") for pick in picks))
     return path
 
 

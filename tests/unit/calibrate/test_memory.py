@@ -13,11 +13,12 @@ from vllm_antkv.calibrate.capture import Capture, CaptureFiles, CaptureShape
 from vllm_antkv.calibrate.job import Job, prepare
 from vllm_antkv.calibrate.models import load_model
 from vllm_antkv.calibrate.settings import CalibrationSettings
-from vllm_antkv.calibrate.source import TransformersModel
+from vllm_antkv.calibrate.source import Source, TransformersModel
 from vllm_antkv.errors import CalibrationError
 from vllm_antkv.offline.hidden import loss_of
 from vllm_antkv.offline.models import decoder_layers
 from vllm_antkv.offline.pretrained import num_parameters, read_config
+from vllm_antkv.offline.sinks import SinkChannels
 
 CPU = torch.device("cpu")
 SEQ_LEN = 64
@@ -102,20 +103,26 @@ def test_rows_and_gradients_are_those_of_the_whole_model(model, text_file, tmp_p
     whole = a_job(model, text_file, tmp_path)
     assert streamed.places
     assert whole.places is None
-    found, expected = (captured(job, tmp_path / str(job.recomputes)) for job in (streamed, whole))
+    found, expected = (
+        captured(TransformersModel(job, tmp_path / "weights"), job, tmp_path / str(job.recomputes))
+        for job in (streamed, whole)
+    )
     for layer in range(found.shape.num_layers):
         for ours, theirs in ((found.rows, expected.rows), (found.norms, expected.norms)):
             assert float(theirs(layer)[:].max()) > 0
             np.testing.assert_allclose(ours(layer), theirs(layer), rtol=1e-3, atol=1e-4)
 
 
-def captured(job: Job, folder: Path) -> CaptureFiles:
-    folder.mkdir()
-    identity = job.identity
-    shape = CaptureShape(identity.num_layers, len(job.windows), SEQ_LEN, identity.num_kv_heads, identity.head_size, 0)
-    source, files = TransformersModel(job, folder), CaptureFiles(folder, shape)
-    with source.capturing(Capture(source.rotary_tables(SEQ_LEN), files)) as capture_window:
-        capture_window(job.windows[0], 0)
+def captured(source: Source, job: Job, folder: Path, sinks: SinkChannels | None = None) -> CaptureFiles:
+    """Of all windows."""
+    folder.mkdir(exist_ok=True)
+    identity, num_channels = job.identity, len(sinks.channels) if sinks else 0
+    sizes = identity.num_layers, *job.windows.shape, identity.num_kv_heads, identity.head_size
+    files = CaptureFiles(folder, CaptureShape(*sizes, num_channels))
+    tables = source.rotary_tables(job.windows.shape[1])
+    with source.capturing(Capture(tables, files, True, sinks)) as capture_window:
+        for index, window in enumerate(job.windows):
+            capture_window(window, index)
     return files
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.places import EMBEDDED
+from tests.unit.calibrate.test_run import calibrate_small
 from vllm_antkv.calibrate import mix, write_codebook
 from vllm_antkv.calibrate.capture import checkpointed
 from vllm_antkv.calibrate.job import prepare
-from vllm_antkv.calibrate.run import calibrate
 from vllm_antkv.calibrate.settings import CalibrationSettings
 from vllm_antkv.codebook import Codebook, codebook_path
 from vllm_antkv.config import AntKVConfig
@@ -29,7 +29,7 @@ from vllm_antkv.presets import LAYER_PRESETS, get_preset, nominal_bits
 
 PRESET = "antkv-2bit"
 PARTS = ["antkv-4bit", "antkv-2bit", "antkv-1bit", "antkv-0.5bit"]
-SMALL = {"samples": 6, "seq_len": 256, "device": "cpu"}
+SMALL = {"samples": 6, "seq_len": 256}
 COSTS = [16, 8, 4, 3, 2]
 
 divergences = st.integers(1, 5).flatmap(
@@ -90,9 +90,8 @@ def _hard() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def learned(long_llama, text_file, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("learned")
-    both = [PRESET, "antkv-4bit"]
-    calibrate(CalibrationSettings(str(long_llama), both, [str(text_file)], out / "mixed", **SMALL))
-    calibrate(CalibrationSettings(str(long_llama), PARTS, [str(text_file)], out / "uniform", bits="uniform", **SMALL))
+    calibrate_small(long_llama, text_file, out / "mixed", PRESET, "antkv-4bit", **SMALL)
+    calibrate_small(long_llama, text_file, out / "uniform", *PARTS, bits="uniform", **SMALL)
     return out
 
 
@@ -135,9 +134,7 @@ def test_bits_go_where_they_are_needed(learned):
 
 
 def test_layers_that_count_for_little_get_a_quarter_of_a_bit(text_file, tmp_path):
-    preset = "antkv-0.5bit"
-    calibrate(CalibrationSettings(str(EMBEDDED), [preset], [str(text_file)], tmp_path, **SMALL))
-    book = load(tmp_path, preset)
+    (book,) = calibrate_small(EMBEDDED, text_file, tmp_path, "antkv-0.5bit", **SMALL)
     assert {"antkv-1bit", "antkv-0.25bit"} <= set(book.header.layers)
     assert nominal_bits([LAYER_PRESETS[name] for name in book.header.layers]) <= 0.5
     quarter = book.header.layers.index("antkv-0.25bit")
@@ -232,8 +229,7 @@ def test_a_codebook_has_corrections_of_the_sizes_that_were_measured(long_llama, 
         return measured[0][1]
 
     monkeypatch.setattr(write_codebook, "layer_divergences", watched)
-    (path,) = calibrate(CalibrationSettings(str(long_llama), [PRESET], [str(text_file)], tmp_path, **SMALL))
-    mixed, ((books, found),) = Codebook.load(path), measured
+    (mixed,), ((books, found),) = calibrate_small(long_llama, text_file, tmp_path, PRESET, **SMALL), measured
     for layer, preset in enumerate(mixed.header.layer_presets):
         number = [book.preset for book in books].index(preset)
         wanted = books[number].k_errors[layer] * found.sizes[layer, number]
@@ -241,9 +237,8 @@ def test_a_codebook_has_corrections_of_the_sizes_that_were_measured(long_llama, 
 
 
 def test_too_little_text_gives_all_layers_the_preset(long_llama, text_file, tmp_path, capsys):
-    few = {"samples": 1, "seq_len": 512, "device": "cpu"}
-    (path,) = calibrate(CalibrationSettings(str(long_llama), [PRESET], [str(text_file)], tmp_path, **few))
-    assert Codebook.load(path).header.layers is None
+    (book,) = calibrate_small(long_llama, text_file, tmp_path, PRESET, samples=1, seq_len=512)
+    assert book.header.layers is None
     assert "need two windows of 256 tokens" in capsys.readouterr().err
 
 

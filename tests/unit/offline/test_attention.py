@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.codebooks import random_codebook
+from tests.serving.tiny import EXPERTS, LLAMA3, YARN
 from tests.unit.evaluate.conftest import HEAD_SIZE, LAYERS, VOCAB, tiny_model
 from vllm_antkv.codebook import Codebook, SinkRule
 from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
@@ -304,15 +305,6 @@ def test_windows_do_not_touch_each_other(model, codebook):
 
 # --- on a Hugging Face model -----------------------------------------------------------------------------------------
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 70}
 MODELS = {
@@ -349,7 +341,6 @@ class Recording:
         return key.clone(), value.clone()
 
 
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 #: Other ways to turn K, or not to, norms elsewhere, experts.
 OTHERS: dict[str, tuple[str, dict]] = {
     "mixtral": ("mixtral", EXPERTS),

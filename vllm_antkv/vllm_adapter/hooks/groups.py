@@ -17,14 +17,14 @@ from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches
 _SPLIT = "zip(*page_size_layers.values())"
 
 
-def _planning() -> ModuleType:
-    """Where vLLM groups layers: a module of its own from 0.33 on."""
+def kv_cache_planning() -> ModuleType:
+    """Where vLLM divides memory among layers: `kv_cache_utils` in 0.32, `kv_cache_planning` from 0.33 on."""
     names = ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils")
     return importlib.import_module(next(name for name in names if importlib.util.find_spec(name)))
 
 
 def _install(patches: Patches) -> None:
-    planning = _planning()
+    planning = kv_cache_planning()
     group = planning._get_packed_kv_cache_groups
 
     @wraps(group)
@@ -43,5 +43,5 @@ HOOK = Hook(
     why="vLLM gives layers whose pages differ in size groups of their own, which leave most of their blocks empty",
     upstream="https://github.com/vllm-project/vllm/issues/42449",
     install=_install,
-    superseded=lambda: _SPLIT not in inspect.getsource(_planning()._get_packed_kv_cache_groups),
+    superseded=lambda: _SPLIT not in inspect.getsource(kv_cache_planning()._get_packed_kv_cache_groups),
 )

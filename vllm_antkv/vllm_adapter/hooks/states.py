@@ -80,14 +80,10 @@ def _block_size_of_states(kv_cache_config: KVCacheConfig, scheduler_block_size: 
     return scheduler_block_size
 
 
-def _cuts_by_smallest_block() -> bool:
-    return _GRID in inspect.getsource(Scheduler._mamba_block_aligned_split)
-
-
 HOOK = Hook(
     name="states",
     why="vLLM cuts prompts on the grid of the smallest blocks, and wrong states enter the prefix cache",
     upstream="https://github.com/vllm-project/vllm/pull/54076",
     install=_install,
-    superseded=lambda: not _cuts_by_smallest_block(),
+    superseded=lambda: _GRID not in inspect.getsource(Scheduler._mamba_block_aligned_split),
 )

@@ -170,18 +170,22 @@ class _Shared:
             self._last_queries[window] = last_query_table(self.settings, max_len, window).to(self.device)
         return self._last_queries[window]
 
+    def heads(self, layer: Attention) -> slice:
+        """KV heads of this tensor-parallel rank; with more ranks than heads, ranks share a head, as in vLLM."""
+        num_kv_heads, heads_here = self.codebook.header.model.num_kv_heads, layer.num_kv_heads
+        rank, world_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        first = rank * heads_here if num_kv_heads >= world_size else rank * num_kv_heads // world_size
+        return slice(first, first + heads_here)
+
 
 def _attach_layer(index: int, layout: PageLayout, shared: _Shared) -> None:
     layer, rules, codebook = shared.found.every[index], shared.rules[index], shared.codebook
-    device, dtype, scheduler_config = (
-        shared.device,
-        shared.vllm_config.model_config.dtype,
-        shared.vllm_config.scheduler_config,
-    )
+    device, dtype = shared.device, shared.vllm_config.model_config.dtype
+    scheduler_config = shared.vllm_config.scheduler_config
     companion = RecencyLayer(layout, layer.num_kv_heads, dtype, shared.settings, rules.window)
     name = recency_layer_name(layer.layer_name)
     shared.vllm_config.compilation_config.static_forward_context[name] = companion
-    heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
+    heads = shared.heads(layer)
     # As the file has them where kernels can read that: a second copy at 4,096 centroids is over a gigabyte.
     on_gpu = shared.kernels[index].on_gpu
     held_in = torch.float16 if on_gpu else torch.float32
@@ -257,8 +261,7 @@ def _scale_rows(index: int, shared: _Shared) -> None:
     """The queries of a layer and the K that they read, where the codebook says so."""
     layer, k_scale = shared.found.every[index], shared.codebook.k_scale
     if k_scale is not None:
-        heads = _heads_of_rank(shared.codebook.header.model.num_kv_heads, layer.num_kv_heads)
-        scale = k_scale[shared.found.source(index), heads]
+        scale = k_scale[shared.found.source(index), shared.heads(layer)]
         scale_rows(layer, scale, shared.device, shared.vllm_config.model_config.dtype)
 
 
@@ -267,13 +270,5 @@ def _jensen_weights(index: int, shared: _Shared) -> torch.Tensor:
     layer, source, codebook = shared.found.every[index], shared.found.source(index), shared.codebook
     if codebook.k_errors is None:
         return torch.zeros(layer.num_heads, layer.head_size, device=shared.device)
-    heads = _heads_of_rank(codebook.header.model.num_kv_heads, layer.num_kv_heads)
-    errors, scale = codebook.k_errors[source, heads], shared.rules[index].scale
+    errors, scale = codebook.k_errors[source, shared.heads(layer)], shared.rules[index].scale
     return jensen_weights(errors, layer.num_heads, scale, shared.rotaries[source]).to(shared.device)
-
-
-def _heads_of_rank(num_kv_heads: int, heads_here: int) -> slice:
-    """KV heads of this tensor-parallel rank; with more ranks than heads, ranks share a head, as in vLLM."""
-    rank, world_size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    first = rank * heads_here if num_kv_heads >= world_size else rank * num_kv_heads // world_size
-    return slice(first, first + heads_here)
