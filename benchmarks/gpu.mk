@@ -36,7 +36,7 @@ benchmark = -m benchmarks.$(1) --json $(OUT)/$*.json
 # is decoding with and without anchors.
 $(OUT)/doctor.txt: RUN = -c 'from vllm_antkv.cli import main; main()' doctor
 $(OUT)/kernels-cuda.txt: RUN = $(PYTEST) 120 -n 4 tests/gpu/test_cuda_gpu.py
-$(OUT)/first-decode-default.txt: RUN = $(call benchmark,gpu_decode) --contexts 32768 --batches 8
+$(OUT)/first-decode-default.txt: RUN = $(call benchmark,gpu_decode) --contexts 32768 --batches 8 --splits 4096
 $(OUT)/first-decode-no-anchors.txt: RUN = $(call benchmark,gpu_decode) --contexts 32768 --batches 8 --anchor-share 0
 # The same tests where an access outside of what a kernel was given names its line.
 $(OUT)/checked-kernels-cuda.txt: export ANTKV_CHECK = 1
@@ -55,7 +55,7 @@ $(OUT)/pages.txt: RUN = $(PYTEST) 240 tests/gpu/test_page_store_gpu.py
 $(OUT)/llama.txt: RUN = $(PYTEST) 240 tests/gpu/test_llama_gpu.py
 $(OUT)/serve.txt: RUN = -m scripts.demo --once
 # A context in each: where a kernel breaks one process, the other contexts are still measured.
-$(DECODE:%=$(OUT)/%.txt): RUN = $(call benchmark,gpu_decode) --contexts $(*:decode-%=%)
+$(DECODE:%=$(OUT)/%.txt): RUN = $(call benchmark,gpu_decode) --contexts $(*:decode-%=%) --splits 4096
 $(OUT)/prefill.txt: RUN = $(call benchmark,gpu_prefill)
 $(OUT)/engines.txt: RUN = $(call benchmark,gpu_engines) --kv-gib 20
 $(OUT)/engines-others.txt: RUN = $(call benchmark,gpu_engines) --sides antkv-1bit/triton turboquant_4bit_nc turboquant_3bit_nc

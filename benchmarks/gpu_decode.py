@@ -11,7 +11,7 @@ closes the blocks that fill.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--anchor-share", type=float, help="of antkv's cache; 0: no sinks either (default: ours)")
+    parser.add_argument("--splits", type=int, nargs="+", default=[], help="also time splits of so many tokens, in CUDA")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     arguments = parser.parse_args()
     from benchmarks.gpu.device import described, require_gpu, write_report
@@ -45,7 +46,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     report = {"baseline": BASELINE, "preset": PRESET, "bandwidth": bandwidth, "rows": rows}
     for context, batch in settings(arguments.contexts, arguments.batches):
-        rows.append(row(context, batch, bandwidth, config_of(arguments.anchor_share)))
+        rows.append(row(context, batch, bandwidth, config_of(arguments.anchor_share), arguments.splits))
         write_report(arguments.json, report)
     print(described(), decode_table(report), sep="\n\n")
     # A side that could not run is in the table; the exit status says so too.
@@ -62,7 +63,7 @@ def config_of(anchor_share: float | None) -> AntKVConfig:
     return AntKVConfig() if anchor_share is None else AntKVConfig(anchor_share=anchor_share, sinks=anchor_share > 0)
 
 
-def row(context: int, batch: int, bandwidth: float, config: AntKVConfig) -> dict[str, Any]:
+def row(context: int, batch: int, bandwidth: float, config: AntKVConfig, splits: Sequence[int] = ()) -> dict[str, Any]:
     """All sides on one setting."""
     from benchmarks.gpu import flash_attention, turboquant
     from benchmarks.gpu.timing import attempt
@@ -77,6 +78,9 @@ def row(context: int, batch: int, bandwidth: float, config: AntKVConfig) -> dict
         f"antkv, CUDA{others}": partial(_antkv, batch, context, "cuda", config),
         f"antkv, CUDA{others}, whole step": partial(_antkv, batch, context, "cuda", config, whole=True),
     }
+    for split in splits:
+        name = f"antkv, CUDA{others}, splits of {split}"
+        sides[name] = partial(_antkv, batch, context, "cuda", config, split=split)
     measured: dict[str, Any] = {}
     for name, prepare in sides.items():
         print(f"{context} tokens, batch {batch}: {name}", file=sys.stderr, flush=True)
@@ -95,17 +99,19 @@ def _measured(prepare: Prepare, bandwidth: float) -> dict[str, Any]:
 
 
 def _antkv(
-    batch: int, context: int, kernels: str, config: AntKVConfig, whole: bool = False
+    batch: int, context: int, kernels: str, config: AntKVConfig, whole: bool = False, split: int | None = None
 ) -> tuple[Callable[[], Any], int]:
     import torch
 
     from benchmarks.gpu.antkv_layer import Requests, Tokens, in_any_phase
+    from vllm_antkv.ops.cuda import CudaOperations
     from vllm_antkv.ops.dispatch import choose
 
     requests = Requests(PRESET, in_any_phase(batch, context), 1, config)
     tokens = Tokens.random(batch)
     (chosen,) = choose(kernels, torch.device("cuda", 0), [requests.state.kind])
-    operations = chosen.kernels.build(requests.state)
+    build = chosen.kernels.build if split is None else partial(CudaOperations, split=split)
+    operations = build(requests.state)
     timed = operations.run if whole else operations.attend
 
     def run() -> torch.Tensor:
