@@ -143,7 +143,7 @@ def plan_rounds(
     planned = []
     for each in rounds:
         pages, starts, keys = next(tensors), next(tensors), RowsInPages(next(tensors), next(tensors))
-        call = VarlenCall(starts, keys, int(np.diff(each.starts).max()), int(each.num_keys.max()), each.causal)
+        call = VarlenCall(starts, keys, each.max_rows, each.max_keys, each.causal)
         planned.append(PrefillRound(each.first_row, each.num_rows, each.is_first, StepPages(pages), call))
     return tuple(planned)
 

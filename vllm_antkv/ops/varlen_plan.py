@@ -14,6 +14,7 @@ all queries of a request see exactly what its first one does, so that a row of t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class Round:
     starts: (num_runs + 1,) int32 rows of the round, where runs of consecutive queries begin and the last one ends.
     num_keys: (num_runs,) int32 rows from a run's first page on; 0 where its queries see nothing.
     page_table: (num_runs, most) int32 indices into `pages`; 0 behind those with keys.
+    max_rows, max_keys: the most of a run.
     causal: the last query of a run sees all its keys, the one before it one less.
     """
 
@@ -40,6 +42,8 @@ class Round:
     starts: np.ndarray
     num_keys: np.ndarray
     page_table: np.ndarray
+    max_rows: int
+    max_keys: int
     causal: bool
 
 
@@ -116,21 +120,34 @@ def _fits(pieces: list[_Piece], piece: _Piece, num_pages: int) -> bool:
 def _round(pieces: list[_Piece]) -> Round:
     """Of requests in the order of their rows."""
     first_row = pieces[0].row
-    num_rows = pieces[-1].row + pieces[-1].num_rows - first_row
-    begins = np.array([piece.row - first_row for piece in pieces])
-    ends = begins + [piece.num_rows for piece in pieces]
-    # Rows between two requests are runs, too.
-    starts = np.unique(np.concatenate([begins, ends]))
-    at = np.searchsorted(starts, begins)
-    num_keys = np.zeros(len(starts) - 1, np.int32)
-    num_keys[at] = [piece.num_keys for piece in pieces]
-    counts = np.array([piece.num_pages for piece in pieces])
-    columns = np.arange(counts.max())
-    first_pages = np.cumsum(counts) - counts
-    page_table = np.zeros((len(num_keys), len(columns)), np.int32)
-    page_table[at] = np.where(columns < counts[:, None], first_pages[:, None] + columns, 0)
-    pages = np.empty((int(counts.sum()), 2), np.int32)
-    pages[:, 0] = np.repeat([piece.request for piece in pieces], counts)
-    pages[:, 1] = np.concatenate([np.arange(piece.first, piece.stop) for piece in pieces])
-    is_first, causal = pieces[0].first == 0, pieces[0].is_last
-    return Round(first_row, num_rows, is_first, pages, starts.astype(np.int32), num_keys, page_table, causal)
+    starts, num_keys, runs = [0], list[int](), list[int]()
+    for piece in pieces:
+        begin = piece.row - first_row
+        if begin > starts[-1]:
+            # Rows between two requests are a run, too.
+            starts.append(begin)
+            num_keys.append(0)
+        runs.append(len(num_keys))
+        starts.append(begin + piece.num_rows)
+        num_keys.append(piece.num_keys)
+    pages = np.empty((sum(piece.num_pages for piece in pieces), 2), np.int32)
+    page_table = np.zeros((len(num_keys), max(piece.num_pages for piece in pieces)), np.int32)
+    written = 0
+    for run, piece in zip(runs, pieces, strict=True):
+        end = written + piece.num_pages
+        pages[written:end, 0] = piece.request
+        pages[written:end, 1] = np.arange(piece.first, piece.stop)
+        page_table[run, : piece.num_pages] = np.arange(written, end)
+        written = end
+    return Round(
+        first_row=first_row,
+        num_rows=starts[-1],
+        is_first=pieces[0].first == 0,
+        pages=pages,
+        starts=np.array(starts, np.int32),
+        num_keys=np.array(num_keys, np.int32),
+        page_table=page_table,
+        max_rows=max(stop - start for start, stop in pairwise(starts)),
+        max_keys=max(num_keys),
+        causal=pieces[0].is_last,
+    )
