@@ -67,14 +67,17 @@ def plan(query_lens: Sequence[int], seq_lens: Sequence[int], limits: Limits) -> 
     if all(num_new == end for num_new, end in lens if num_new > limits.longest_decode):
         return []
     rounds: list[list[_Piece]] = []
-    row = 0
+    # Requests share a round where one is enough for each of them: pages that the last one has room for.
+    row = room = 0
     for request, (num_new, end) in enumerate(lens):
         if num_new > limits.longest_decode:
             for piece in _pieces(request, row, (end - num_new, end), limits.piece):
-                if rounds and _fits(rounds[-1], piece, limits.num_pages):
+                if piece.is_whole and piece.num_pages <= room:
                     rounds[-1].append(piece)
                 else:
                     rounds.append([piece])
+                    room = limits.num_pages if piece.is_whole else 0
+                room -= piece.num_pages
         row += num_new
     return [_round(pieces) for pieces in rounds]
 
@@ -98,6 +101,10 @@ class _Piece:
     def num_pages(self) -> int:
         return self.stop - self.first
 
+    @property
+    def is_whole(self) -> bool:
+        return self.is_last and self.first == 0
+
 
 def _pieces(request: int, row: int, tokens: tuple[int, int], size: int) -> Iterator[_Piece]:
     """Of a request with new tokens from `tokens[0]` to `tokens[1]`."""
@@ -109,12 +116,6 @@ def _pieces(request: int, row: int, tokens: tuple[int, int], size: int) -> Itera
         stop = num_blocks if is_last else first + size
         num_keys = min(end, stop * VQ_BLOCK_SIZE) - first * VQ_BLOCK_SIZE
         yield _Piece(request, row, end - start, first, stop, num_keys, is_last)
-
-
-def _fits(pieces: list[_Piece], piece: _Piece, num_pages: int) -> bool:
-    """Requests share a round where one is enough for each of them."""
-    alone = not all(each.is_last and each.first == 0 for each in (*pieces, piece))
-    return not alone and sum(each.num_pages for each in (*pieces, piece)) <= num_pages
 
 
 def _round(pieces: list[_Piece]) -> Round:
