@@ -14,7 +14,9 @@ from datasets import Dataset
 
 #: Characters before a problem, at least: some 2,000 tokens.
 _BEFORE = 6800
-_SECONDS, _BYTES = 10, 4 << 30
+#: Seconds of a processor, and until one that only waits is ended: a busy machine is not to fail a right program.
+_SECONDS, _WAITED = 10, 300
+_BYTES = 4 << 30
 
 
 def alone(docs: Dataset) -> Dataset:
@@ -46,11 +48,12 @@ def passes(references: list[str], predictions: list[list[str]], **_: Any) -> dic
     ((program,),), (tests,) = predictions, references
     command = [sys.executable, "-I", "-c", f"{program}\n{tests}"]
     try:
-        ended = subprocess.run(command, capture_output=True, timeout=_SECONDS, preexec_fn=_limit_memory, check=False)
+        ended = subprocess.run(command, capture_output=True, timeout=_WAITED, preexec_fn=_limit, check=False)
     except subprocess.TimeoutExpired:
         return {"passes": 0.0}
     return {"passes": float(ended.returncode == 0)}
 
 
-def _limit_memory() -> None:
+def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))

@@ -25,8 +25,9 @@ def humaneval():
         ("def twice(n):\n    return n", 0.0),
         ("def twice(n):", 0.0),
         ("twice = bytearray(1 << 40)", 0.0),
+        ("while True: pass", 0.0),
     ],
-    ids=["right", "wrong", "no program", "too much memory"],
+    ids=["right", "wrong", "no program", "too much memory", "no end"],
 )
 def test_a_program_passes_its_tests_or_not(humaneval, program: str, right: float) -> None:
     assert humaneval.passes([TESTS], [[program]]) == {"passes": right}

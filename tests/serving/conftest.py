@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ ENGINE_ENVIRONMENT = {
 #: Enough for every request of these tests, and soon filled with zeros.
 KV_CACHE_BYTES = 64 << 20
 
-#: The real one: `made_quickly` puts another in its place.
+#: The real one: `made_quickly` puts another in its place. Engines hold each other in circles.
 _collect_garbage = gc.collect
+#: Engines so far, and how many of them may wait to be collected.
+_started, _KEPT_ENGINES = count(1), 8
 
 #: Starts an engine, as `running_engine` does.
 Start = Callable[..., Any]
@@ -197,8 +200,9 @@ def running_engine(
     options = {**defaults, **options}
     is_ours = kv_cache_dtype.startswith("antkv-")
     additional = {"antkv": {"prefill_reads_cache": True} | (settings or {})} if is_ours or settings else {}
-    if not options["enforce_eager"]:
-        # Weights of an earlier engine that are thrown away while this one is traced fail in the midst of it.
+    if next(_started) % _KEPT_ENGINES == 0 or not options["enforce_eager"]:
+        # Weights of an earlier engine that are thrown away while this one is traced fail in the midst of it; and each
+        # takes a hundred megabytes for as long as it waits.
         _collect_garbage()
     with made_quickly(eager=options["enforce_eager"]):
         llm = LLM(str(model), kv_cache_dtype=kv_cache_dtype, additional_config=additional, **options)
