@@ -57,7 +57,7 @@ def rows_argument(rows: torch.Tensor) -> RowsArgument:
 
 
 def token_stride(rows: torch.Tensor) -> int:
-    """In entries; see `rows_argument`."""
+    """Entries from token to token of (num_tokens, heads, head_size); ValueError as `rows_argument` raises it."""
     _, num_heads, head_size = rows.shape
     of_token, of_head, of_channel = rows.stride()
     if of_channel != 1 or (of_head != head_size and num_heads > 1):

@@ -93,6 +93,7 @@ class TritonOperations:
 
     def attend(self, rows: StepRows, output: torch.Tensor, step: StepPlan, fewest: int = 1) -> None:
         """See `ReferenceOperations`."""
+        # Raises where kernels would write between heads.
         token_stride(output)
         if step.max_query_len > self._shape.score_slots:
             self._prefill(rows, output, step)
