@@ -139,6 +139,15 @@ def test_a_short_past_is_one_call():
     assert only.is_first
 
 
+def test_a_round_that_needs_no_other_is_all_of_a_step():
+    (only,) = plan([1, 1, 256], [70, 9, 1000], Limits(piece=128, num_pages=140))
+    assert (only.first_row, runs(only)) == (0, [(2, 0), (256, 1000)])
+    # Others leave the rows of those before them alone.
+    limits = Limits(piece=4, num_pages=8)
+    assert [each.first_row for each in plan([1, 600, 300], [7, 1000, 900], limits)] == [0, 601, 601]
+    assert {each.first_row for each in plan([1, 600], [7, 2000], limits)} == {1}
+
+
 def test_a_long_past_comes_in_pieces():
     rounds = plan([8192], [131_072], Limits(piece=128, num_pages=195))
     assert len(rounds) == 8

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_antkv.ops.rows import rows_argument
+from vllm_antkv.ops.rows import StepRows, rows_argument
 
 FUSED = torch.zeros(5, 6, 16)
 
@@ -17,3 +17,20 @@ def test_rows_of_one_projection_are_taken(rows):
 def test_heads_that_do_not_lie_side_by_side_are_refused(rows):
     with pytest.raises(ValueError, match="must be contiguous"):
         rows_argument(rows)
+
+
+def test_short_cuts_hand_triton_what_it_would_find():
+    """Rows that Triton may compile for anew have another key."""
+    launch = pytest.importorskip("vllm_antkv.triton_kernels.launch")
+    keys: dict[object, object] = {}
+    memory = torch.zeros(1 << 14, dtype=torch.uint8)
+    for dtype in (torch.float16, torch.bfloat16):
+        for first in range(3):
+            for padding in (0, 8, 9):
+                fused = memory[2 * first :].view(dtype)[: 10 * (48 + padding)].view(10, 48 + padding)[:, :48]
+                query, key, value = fused.unflatten(1, (6, 8)).split([4, 1, 1], dim=1)
+                handed = StepRows(query, key, value, None).handed
+                found = launch.Fixed(handed.argument)
+                assert handed.values == found.values
+                assert keys.setdefault(handed.key, found.key) is found.key
+    assert len(set(keys.values())) > 6

@@ -44,7 +44,14 @@ class StepRows:
         """What Triton's kernels are handed: `triton_kernels.arguments.Rows`; ValueError likewise."""
         rows, fixed = _triton()
         query, key, value = self.arguments
-        return fixed(rows(self.query, query.stride, self.key, key.stride, self.value, value.stride))
+        at, key_at, value_at = self.query.data_ptr(), self.key.data_ptr(), self.value.data_ptr()
+        stride, key_stride, value_stride = query.stride, key.stride, value.stride
+        return fixed(
+            rows(self.query, stride, self.key, key_stride, self.value, value_stride),
+            (at, stride, key_at, key_stride, value_at, value_stride),
+            # Triton compiles by these, or what is divisible in them.
+            (self.query.dtype, at & 15, key_at & 15, value_at & 15, stride, key_stride, value_stride),
+        )
 
 
 def rows_argument(rows: torch.Tensor) -> RowsArgument:

@@ -53,7 +53,7 @@ class StepPlan:
     query_start_loc_cpu: torch.Tensor | None = None
     rounds: tuple[PrefillRound, ...] | None = None
 
-    @property
+    @cached_property
     def num_reqs(self) -> int:
         """R."""
         return self.seq_lens.shape[0]

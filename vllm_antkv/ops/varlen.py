@@ -178,15 +178,17 @@ class VarlenPrefill:
         extends = plain.queries is not None
         lse = None
         for current in step.rounds:
-            new, is_first = slice(current.first_row, current.first_row + current.num_rows), current.is_first
+            is_first = current.is_first
             self._write(rows, plain, current.pages, extends, step)
             extends = False
-            result = output[new] if is_first and not self._is_wide else other[: current.num_rows]
-            added = self._varlen.attend(query[new], plain.key, plain.value, result, current.call, self._scale)
+            so_far = _rows_of(current, output)
+            result = so_far if is_first and not self._is_wide else other[: current.num_rows]
+            queries = _rows_of(current, query)
+            added = self._varlen.attend(queries, plain.key, plain.value, result, current.call, self._scale)
             # Rounds of a request follow each other, with the same rows.
             lse = added if is_first or lse is None else lse
             if not is_first or self._is_wide:
-                self._merge(Attended(output[new], lse), Attended(result, added), is_first)
+                self._merge(Attended(so_far, lse), Attended(result, added), is_first)
 
     def _scratch(self) -> tuple[PlainRows, torch.Tensor]:
         """Rows for the kernel, and an output beside the step's."""
@@ -205,6 +207,13 @@ class VarlenPrefill:
         pages = [((self._num_pages, VQ_BLOCK_SIZE, layer.k_centroids.shape[0], size), dtype) for size in self._sizes]
         extended, other = (((num_tokens, layer.num_heads, size), dtype) for size in self._sizes)
         return [*pages, other, *([extended] if self._sizes[0] > layer.head_size else [])]
+
+
+def _rows_of(current: PrefillRound, rows: torch.Tensor) -> torch.Tensor:
+    """Its own among a step's: often all of them, and a slice takes longer than much else here."""
+    if rows.shape[0] == current.num_rows:
+        return rows
+    return rows[current.first_row : current.first_row + current.num_rows]
 
 
 def _views(memory: torch.Tensor, parts: list[_Part]) -> list[torch.Tensor]:

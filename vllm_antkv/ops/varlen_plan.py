@@ -25,7 +25,8 @@ from vllm_antkv.config import VQ_BLOCK_SIZE
 class Round:
     """Pages that are there at once, and the call on them.
 
-    first_row, num_rows: of the step's tensors. Rows of requests that decode lie between others, and see nothing.
+    first_row, num_rows: of the step's tensors. Rows of requests that decode lie before and between others, and see
+        nothing.
     is_first: nothing was computed for these rows before. Others go on where the round before them left off.
     pages: (num_pages, 2) int32: request and VQ block.
     starts: (num_runs + 1,) int32 rows of the round, where runs of consecutive queries begin and the last one ends.
@@ -79,7 +80,9 @@ def plan(query_lens: Sequence[int], seq_lens: Sequence[int], limits: Limits) -> 
                     room = limits.num_pages if piece.is_whole else 0
                 room -= piece.num_pages
         row += num_new
-    return [_round(pieces) for pieces in rounds]
+    # The first one has all rows of a step that needs no other: nobody takes them apart.
+    rows = [0 if pieces is rounds[0] and pieces[0].is_whole else pieces[0].row for pieces in rounds]
+    return [_round(pieces, row) for pieces, row in zip(rounds, rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,8 @@ def _pieces(request: int, row: int, tokens: tuple[int, int], size: int) -> Itera
         yield _Piece(request, row, end - start, first, stop, num_keys, is_last)
 
 
-def _round(pieces: list[_Piece]) -> Round:
+def _round(pieces: list[_Piece], first_row: int) -> Round:
     """Of requests in the order of their rows."""
-    first_row = pieces[0].row
     starts, num_keys, runs = [0], list[int](), list[int]()
     for piece in pieces:
         begin = piece.row - first_row

@@ -54,7 +54,7 @@ def anchor_score(
         _anchor_score_kernel,
         (rows.argument.key.shape[0] // shape.block_size + 2 * num_reqs, shape.num_kv_heads),
         rows,
-        batch.argument.seq_lens if is_sink is None else is_sink.view(torch.uint8),
+        batch.argument.seq_lens if is_sink is None else is_sink,
         prefix,
         batch.argument.seq_lens if count is None else count,
         layer,
@@ -116,7 +116,7 @@ def _anchor_score_kernel(
         v_scores += v_votes
         if HAS_SINKS:
             new = (keys >= first) & (keys < upto)
-            sink = tl.load(is_sink + first_row + keys - start, mask=new, other=0) != 0
+            sink = tl.load(is_sink + first_row + keys - start, mask=new, other=False)
             k_scores = tl.where(sink, float("inf"), k_scores)
             v_scores = tl.where(sink, float("inf"), v_scores)
         if upto % shape.block_size > 0:

@@ -18,15 +18,19 @@ class Fixed:
     argument: as kernels declare it.
     key: what Triton may compile by, no coarser than it does; the same object wherever that is the same.
     values: what it hands over, addresses in place of tensors.
+
+    Both are found where nobody gives them.
     """
 
     __slots__ = ("argument", "key", "values")
 
-    def __init__(self, argument: Any) -> None:
-        self.argument = argument
-        keys: list[Any] = []
-        self.values = _flattened(argument, keys)
-        self.key = _keys.setdefault(tuple(keys), object())
+    def __init__(self, argument: Any, values: Any = None, key: tuple[Any, ...] = ()) -> None:
+        if values is None:
+            keys: list[Any] = []
+            values = _flattened(argument, keys)
+            key = tuple(keys)
+        self.argument, self.values = argument, values
+        self.key = _keys.setdefault(key, object())
 
 
 #: To compare them takes longer than all else here.

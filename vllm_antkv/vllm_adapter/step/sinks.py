@@ -29,7 +29,7 @@ class SinkFlags:
         self._channels = torch.tensor(rule.channels, device=device)
         self._threshold = rule.threshold
         self.flags = torch.zeros(max_num_tokens, dtype=torch.bool, device=device)
-        self._of_step = self.flags
+        self._of_step, self._num_tokens = self.flags, max_num_tokens
 
     def update(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Set the flags from hidden states (num_tokens, hidden_size), what is added to them included.
@@ -45,8 +45,8 @@ class SinkFlags:
 
     def of_step(self, num_tokens: int) -> torch.Tensor:
         """Flags of the step's tokens, a view: the layers of a step ask for the same one."""
-        if len(self._of_step) != num_tokens:
-            self._of_step = self.flags[:num_tokens]
+        if self._num_tokens != num_tokens:
+            self._of_step, self._num_tokens = self.flags[:num_tokens], num_tokens
         return self._of_step
 
 
