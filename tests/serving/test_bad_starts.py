@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -65,12 +66,12 @@ CODEBOOKS: dict[str, tuple[spoilt.Spoil, str]] = {
 
 
 @pytest.fixture(scope="module")
-def configure(engine_environment) -> Callable[[list[str]], object]:
+def configure(engine_environment) -> Callable[[list[str]], VllmConfig]:
     """Everything that `vllm serve` does before it starts an engine."""
     register()
     parser = serve_arguments().make_arg_parser(FlexibleArgumentParser())
 
-    def configure(options: list[str]) -> object:
+    def configure(options: list[str]) -> VllmConfig:
         arguments = parser.parse_args(["--model", str(EMBEDDED), "--kv-cache-dtype", PRESET, *options])
         return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
 
@@ -125,4 +126,5 @@ def test_a_codebook_that_cannot_be_served(configure, refused, tmp_path, name):
 
 def test_nothing_else_is_refused(configure):
     configure([])
-    configure([CONFIG, '{"somebody else": [1]}', "--block-size", "128"])
+    config = configure([CONFIG, '{"somebody else": [1]}', "--block-size", "128"])
+    assert config.additional_config["somebody else"] == [1]
