@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from openai import Timeout
 
 from loadtest.prose import Prose, words
 
 LOOPBACK = "http://127.0.0.1:8000"
 _SAMPLE_WORDS = 1000
 _TIMEOUT = 60.0
+_CONNECT_SECONDS = 10
+#: Between two arrivals of data, not for a whole answer.
+_READ_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,12 @@ class Request:
 
 def completion(model: str, prompt: str, max_tokens: int) -> Request:
     """Continue a prompt."""
-    return _request("/v1/completions", model, max_tokens, prompt=prompt)
+    return _request("/completions", model, max_tokens, prompt=prompt)
 
 
 def chat(model: str, messages: list[dict[str, str]], max_tokens: int) -> Request:
     """Answer the last message."""
-    return _request("/v1/chat/completions", model, max_tokens, messages=messages)
+    return _request("/chat/completions", model, max_tokens, messages=messages)
 
 
 def _request(path: str, model: str, max_tokens: int, **content: Any) -> Request:
@@ -38,6 +42,13 @@ def _request(path: str, model: str, max_tokens: int, **content: Any) -> Request:
     fixed = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
     body = {"model": model, "max_tokens": max_tokens, "temperature": 0.7, **fixed, **content}
     return Request(path, body, max_tokens)
+
+
+def client_options(url: str) -> dict[str, Any]:
+    """Of OpenAI's clients: a request that fails counts, and is not repeated."""
+    key = os.environ.get("VLLM_API_KEY", "none")
+    timeout = Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
+    return {"base_url": f"{url}/v1", "api_key": key, "timeout": timeout, "max_retries": 0}
 
 
 def headers() -> dict[str, str]:

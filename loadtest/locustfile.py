@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import requests
 from locust import User, events, task
 from locust.env import Environment
+from openai import OpenAI, OpenAIError, Stream
 
-from loadtest.api import LOOPBACK, headers, prose_for, served_model
+from loadtest.api import LOOPBACK, client_options, prose_for, served_model
 from loadtest.api import Request as ApiRequest
 from loadtest.conversation import Speaker
 from loadtest.prose import Prose
@@ -25,9 +25,6 @@ from loadtest.scenario import KINDS, Kind, Scenario
 from loadtest.stream import Answer, StreamError, StreamReader
 from loadtest.summary import Record
 
-_CONNECT_SECONDS = 10
-#: Between two arrivals of data, not for a whole answer.
-_READ_SECONDS = 300
 _MILLISECONDS = 1000
 #: More than any process has.
 _USERS_PER_PROCESS = 1_000_000
@@ -42,6 +39,7 @@ class Load:
         self.url = environment.host or LOOPBACK
         self.model = served_model(self.url)
         self.prose: Prose = prose_for(self.url, self.model)
+        self.client = OpenAI(**client_options(self.url))
         # Unbuffered: each record is one write, so that several locust processes can share the file.
         self._record = record.open("ab", buffering=0) if record else None
         self._numbers: dict[Kind, Iterator[int]] = {kind: itertools.count() for kind in KINDS}
@@ -84,10 +82,8 @@ class StreamingUser(User):
     load: ClassVar[Load]
 
     def on_start(self) -> None:
-        """Give each user its own prompts and connections."""
+        """Give each user its own prompts."""
         self._speaker = self.load.new_speaker(self.kind)
-        self._session = requests.Session()
-        self._session.headers.update(headers())
 
     def wait_time(self) -> float:
         """Seconds between two requests."""
@@ -99,7 +95,7 @@ class StreamingUser(User):
         begin = time.perf_counter()
         try:
             answer = self._stream(self._speaker.request(), begin)
-        except (StreamError, requests.RequestException) as error:
+        except (StreamError, OpenAIError, ValueError) as error:
             self._speaker.forget()
             self.load.failed(self.kind, time.perf_counter() - begin, error)
         else:
@@ -108,14 +104,11 @@ class StreamingUser(User):
 
     def _stream(self, request: ApiRequest, begin: float) -> Answer:
         reader = StreamReader(begin)
-        timeout = (_CONNECT_SECONDS, _READ_SECONDS)
-        with self._session.post(
-            self.load.url + request.path, json=request.body, stream=True, timeout=timeout
-        ) as response:
-            if response.status_code != requests.codes.ok:
-                raise StreamError(f"HTTP {response.status_code}: {response.text[:300]}.")
-            for line in response.iter_lines():
-                reader.feed(line.decode(), time.perf_counter())
+        with self.load.client.post(
+            request.path, cast_to=object, body=request.body, stream=True, stream_cls=Stream[object]
+        ) as chunks:
+            for chunk in chunks:
+                reader.feed(chunk, time.perf_counter())
         return reader.finish(time.perf_counter(), request.max_tokens)
 
 

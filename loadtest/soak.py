@@ -17,10 +17,10 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
+from openai import AsyncOpenAI, AsyncStream, OpenAIError
 from pydantic import BaseModel
 
-from loadtest.api import chat, completion, headers, prose_for, served_model
+from loadtest.api import chat, client_options, completion, prose_for, served_model
 from loadtest.server import EMBEDDED, Server, ServerError, running_server
 from loadtest.stream import StreamError, StreamReader
 from loadtest.watch import memory, slope, wait_until_idle
@@ -38,7 +38,6 @@ _WARM_UP = 0.5
 #: fragmented heaps: steps of tens of MiB, up and down.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "MALLOC_MMAP_THRESHOLD_": "131072"}
 _IDLE_SECONDS = 60
-_TIMEOUT = 300.0
 
 
 class Report(BaseModel, frozen=True):
@@ -85,7 +84,7 @@ class _Load:
 
     async def run(self) -> None:
         """Until the end, and until running requests have finished."""
-        async with httpx.AsyncClient(base_url=self.server.url, headers=headers(), timeout=_TIMEOUT) as client:
+        async with AsyncOpenAI(**client_options(self.server.url)) as client:
             users = (self._user(client, random.Random(number)) for number in range(_USERS))
             await asyncio.gather(*users, self._probe(client), self._watch_memory())
 
@@ -93,16 +92,16 @@ class _Load:
         # Load a slow server until every action has been tried.
         return time.monotonic() < self.end or self.requests.keys() != _ACTIONS.keys()
 
-    async def _user(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+    async def _user(self, client: AsyncOpenAI, rng: random.Random) -> None:
         while self._running():
             (action,) = rng.choices(list(_ACTIONS), weights=list(_ACTIONS.values()))
             try:
                 await self._act(client, action, rng)
-            except (StreamError, httpx.HTTPError) as error:
+            except (StreamError, OpenAIError, ValueError) as error:
                 self.errors.append(f"{action}: {error!r}")
             self.requests[action] += 1
 
-    async def _act(self, client: httpx.AsyncClient, action: str, rng: random.Random) -> None:
+    async def _act(self, client: AsyncOpenAI, action: str, rng: random.Random) -> None:
         text = self.prose.write(rng.randint(*_PROMPT_TOKENS), rng)
         if rng.random() < 0.5:
             text = f"{rng.choice(self.beginnings)} {text}"
@@ -112,27 +111,33 @@ class _Load:
             request = chat(self.model, [{"role": "user", "content": text}], max_tokens)
         # A disconnect usually comes while the prompt waits or is being computed.
         patience = rng.uniform(0, 0.3) if action == "disconnect" else None
-        lines_wanted = rng.randint(1, max_tokens) if action == "abort" else None
+        chunks_wanted = rng.randint(1, max_tokens) if action == "abort" else None
         reader = StreamReader(time.perf_counter())
         with suppress(TimeoutError):
-            async with asyncio.timeout(patience), client.stream("POST", request.path, json=request.body) as response:
+            async with (
+                asyncio.timeout(patience),
+                await client.post(
+                    request.path, cast_to=object, body=request.body, stream=True, stream_cls=AsyncStream[object]
+                ) as chunks,
+            ):
                 number = 0
-                async for line in response.raise_for_status().aiter_lines():
-                    reader.feed(line, time.perf_counter())
-                    number += bool(line)
-                    if number == lines_wanted:
+                async for chunk in chunks:
+                    reader.feed(chunk, time.perf_counter())
+                    number += 1
+                    if number == chunks_wanted:
                         return
             reader.finish(time.perf_counter(), request.max_tokens)
 
-    async def _probe(self, client: httpx.AsyncClient) -> None:
+    async def _probe(self, client: AsyncOpenAI) -> None:
         """The same greedy request again and again, amid all others."""
         prompt = self.prose.write(_PROBE_TOKENS[0], random.Random("probe"))
-        body = {"model": self.model, "prompt": prompt, "max_tokens": _PROBE_TOKENS[1], "temperature": 0}
         while self._running():
             try:
-                response = await client.post("/v1/completions", json=body)
-                self.answers[response.raise_for_status().json()["choices"][0]["text"]] += 1
-            except httpx.HTTPError as error:
+                answer = await client.completions.create(
+                    model=self.model, prompt=prompt, max_tokens=_PROBE_TOKENS[1], temperature=0
+                )
+                self.answers[answer.choices[0].text] += 1
+            except OpenAIError as error:
                 self.errors.append(f"probe: {error!r}")
             await asyncio.sleep(_PROBE_SECONDS)
 

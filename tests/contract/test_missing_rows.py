@@ -10,10 +10,10 @@ from vllm_antkv.vllm_adapter.step.missing_rows import FIELD
 pytestmark = pytest.mark.serving
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_request_that_lacks_rows_ends_with_an_error(is_async, said, reads_well):
+def test_a_request_that_lacks_rows_ends_with_an_error_while_the_next_step_is_under_way(said, reads_well):
+    """One step after the other: `tests/serving/test_missing_rows.py`."""
     plugin.register()
-    scheduler, _ = scheduler_of(CASES[0], is_async)
+    scheduler, _ = scheduler_of(CASES[0], is_async=True)
     whole, broken = (request for _, request in new_requests(CASES[0], 0, scheduler)[:2])
     for request in (whole, broken):
         scheduler.add_request(request)
@@ -25,9 +25,8 @@ def test_a_request_that_lacks_rows_ends_with_an_error(is_async, said, reads_well
     result = sampled(scheduler, output)
     result.sampled_token_ids[result.req_id_to_index[broken.request_id]] = []
     setattr(result, FIELD, [broken.request_id])
-    # With asynchronous scheduling the next step is under way.
-    later = scheduler.schedule() if is_async else None
-    late_result = None if later is None else sampled(scheduler, later)
+    later = scheduler.schedule()
+    late_result = sampled(scheduler, later)
     pool = scheduler.kv_cache_manager.block_pool
     held = {id for ids in scheduler.kv_cache_manager.get_block_ids(broken.request_id) for id in ids if id}
     (outputs,) = scheduler.update_from_output(output, result).values()
@@ -39,9 +38,8 @@ def test_a_request_that_lacks_rows_ends_with_an_error(is_async, said, reads_well
     (sentence,) = [line for line in said if "ends with an error" in line]
     assert sentence.startswith(f"Request {broken.request_id} ends with an error")
     reads_well(RuntimeError(sentence))
-    if later is not None:
-        setattr(late_result, FIELD, [broken.request_id])
-        scheduler.update_from_output(later, late_result)
+    setattr(late_result, FIELD, [broken.request_id])
+    scheduler.update_from_output(later, late_result)
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
         assert list(output.num_scheduled_tokens) == [whole.request_id]

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from vllm_antkv.config import AntKVConfig
 from vllm_antkv.errors import UnsupportedModelError
 from vllm_antkv.ops import cpu
 from vllm_antkv.ops.cpu import CpuOperations
-from vllm_antkv.ops.paged import ReferenceOperations
 
 pytestmark = pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
 
@@ -216,34 +214,3 @@ def test_every_byte_of_an_anchor_is_read(kernels, shape):
 @pytest.mark.parametrize("shape", [Shape(window=40), *BFLOAT16_SHAPES[:4]], ids=str)
 def test_a_row_whose_page_is_null_is_zeros_and_marks_its_request(kernels, shape, recency):
     assert_missing_rows_are_zeros(kernels, shape, recency)
-
-
-def test_every_operation_of_a_step_is_timed_and_anchors_are_counted(float32_kernels):
-    engines = [
-        Engine(AntKVConfig(anchor_share=0.05), Shape(), build) for build in (float32_kernels, ReferenceOperations)
-    ]
-    for engine in engines:
-        sequence = draw_sequence(0, 300, Shape())
-        for count in (250, 1, 49):
-            engine.step([(sequence, count)])
-    reports = [engine.state.counters.report() for engine in engines]
-    assert reports[0]["anchors_chosen"] == reports[1]["anchors_chosen"] > 0
-    for report in reports:
-        assert [operation["calls"] for operation in report["operations"].values()] == [3, 3, 3]
-        assert all(operation["seconds"] > 0 for operation in report["operations"].values())
-
-
-def test_attending_to_the_cache_of_another_layer_changes_nothing_in_it(float32_kernels):
-    engine, sequence = Engine(AntKVConfig(), Shape(), float32_kernels), draw_sequence(0, 300, Shape())
-    engine.step([(sequence, 299)])
-    operations = engine.operations
-
-    def run_and_read(rows, output, step):
-        operations.run(rows, output, step)
-        before, read = engine.raw.clone(), torch.empty_like(output)
-        operations.attend(rows, read, step)
-        assert torch.equal(read, output)
-        assert torch.equal(engine.raw, before)
-
-    engine.operations = SimpleNamespace(run=run_and_read)
-    engine.step([(sequence, 1)])

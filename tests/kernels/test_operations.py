@@ -54,17 +54,6 @@ def test_any_schedule_gives_what_the_evaluator_computes(config, shape, lengths, 
     assert len(engine.free) == 1199
 
 
-def test_rows_that_nobody_sees_may_be_gone():
-    """Without recency, prefix and anchors a row is dead after its own step, though block tables still point to it."""
-    config = AntKVConfig(anchor_share=0.0, sinks=False, recency="none", prefix=0)
-    engine = Engine(config, SMALL, ReferenceOperations)
-    sequence = draw_sequence(0, 270, SMALL)
-    engine.step([(sequence, 200)])
-    while sequence.computed < 270:
-        engine.step([(sequence, 1)])
-    torch.testing.assert_close(sequence.output.double(), engine.offline(sequence), rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("recency", ["sliding:32", "none"])
 @pytest.mark.parametrize("shape", [SMALL, Shape(window=40), Shape(dtype=torch.bfloat16, error=0.5)], ids=str)
 def test_a_row_whose_page_is_null_is_zeros_and_marks_its_request(shape, recency):

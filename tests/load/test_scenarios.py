@@ -90,13 +90,9 @@ def test_a_conversation_starts_anew_where_the_next_turn_might_not_fit():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"seconds": 0},
-        {"traffic": {}},
         {"max_context": 300},
         {"unknown": 1},
-        {"think": {"median": 0}},
         {"think": {"median": 5, "high": 2}},
-        {"traffic": {"poetry": {"users": 1, "prompt": {"median": 5}, "output": {"median": 5}}}},
     ],
     ids=str,
 )

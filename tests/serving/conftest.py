@@ -179,6 +179,19 @@ def assert_preemption_is_not_seen(
     engine.assert_all_blocks_free()
 
 
+def assert_aborts_leave_every_block_free(engine: Engine, prompts: list[list[int]]) -> None:
+    """Every second request is aborted: while it waits, in the midst of its prompt or of its answer."""
+    for num_steps in (1, 2, 3, 12):
+        assert engine.llm.reset_prefix_cache()
+        for number, prompt in enumerate(prompts):
+            engine.add(f"{num_steps}-{number}", prompt, max_tokens=20)
+        for _ in range(num_steps):
+            engine.step()
+        engine.llm.llm_engine.abort_request([f"{num_steps}-{number}" for number in range(0, len(prompts), 2)])
+        list(engine.steps())
+        engine.assert_all_blocks_free()
+
+
 @contextmanager
 def running_engine(
     model: Path, kv_cache_dtype: str, settings: dict[str, Any] | None = None, **options: Any

@@ -26,7 +26,7 @@ from tests.serving.served_family import (
     learn,
     method_of,
 )
-from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES, make_for_text
+from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES
 from tests.serving.turning import Turning
 from vllm_antkv.doctor.verify import EXACT, MAX_MODEL_LEN, TOLERANCE, Completion, completion_of
 from vllm_antkv.offline.attention import quantised_past
@@ -144,5 +144,6 @@ def test_with_images(start_engine, tmp_path, model_type, kind):
 
 @pytest.mark.parametrize("model_type", TEXT_ALONE)
 def test_text_alone(start_engine, tmp_path, model_type):
-    model, dtype = make_for_text(tmp_path / "model", model_type), WITH_IMAGES[model_type].dtype
-    assert_served(start_engine, model, dtype=dtype, language_model_only=True)
+    model, kind = tmp_path / "model", WITH_IMAGES[model_type]
+    kind.make(model, model_type)
+    assert_served(start_engine, model, dtype=kind.dtype, language_model_only=True)

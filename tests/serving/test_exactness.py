@@ -3,7 +3,6 @@
 Float32, so that rounding in batched matrix products stays far below the tolerance.
 """
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 
 from tests.places import EMBEDDED, PRESET
 from tests.serving.conftest import (
-    Engine,
     Start,
+    assert_aborts_leave_every_block_free,
     assert_all_same,
     assert_preemption_is_not_seen,
     assert_scheduling_is_not_seen,
@@ -150,34 +149,7 @@ def test_warming_kernels_up_spoils_no_first_request(start, alone, prompts, monke
         assert_all_same(engine.complete(prompts), alone)
 
 
-def test_random_requests_and_aborts_leave_every_block_free(start, prompts):
-    """In a pool that holds only a few of them at a time."""
+def test_aborts_leave_every_block_free(start, prompts):
+    """In a pool that holds only a few requests at a time."""
     with start(num_gpu_blocks_override=200, max_num_batched_tokens=256, max_model_len=256) as engine:
-        abort_some(engine, prompts[3:])
-        engine.assert_all_blocks_free()
-
-
-def abort_some(engine: Engine, sources: list[list[int]]) -> None:
-    """Run beginnings of prompts beside each other until all are done or aborted."""
-    from vllm import SamplingParams
-
-    generator = random.Random(0)
-    llm_engine = engine.llm.llm_engine
-    running: set[str] = set()
-    submitted = 0
-    while submitted < 250 or running:
-        while submitted < 250 and len(running) < 32:
-            source = generator.choice(sources)
-            ids = source[: generator.randint(1, 20) if generator.random() < 0.9 else 200]
-            params = SamplingParams(max_tokens=generator.randint(1, 4), temperature=1.0)
-            llm_engine.add_request(str(submitted), {"prompt_token_ids": ids}, params)
-            running.add(str(submitted))
-            submitted += 1
-        if running and generator.random() < 0.3:
-            victim = generator.choice(sorted(running))
-            llm_engine.abort_request([victim])
-            running.discard(victim)
-        for output in engine.step():
-            if output.finished:
-                running.discard(output.request_id)
-    list(engine.steps())
+        assert_aborts_leave_every_block_free(engine, 5 * [prompt[:200] for prompt in prompts])

@@ -21,7 +21,7 @@ from tests.serving.served_family import (
     expected_logprobs,
 )
 from tests.serving.tiny import FAMILY, KIND, config_of, make_coded, make_model
-from tests.serving.tiny_images import TEXT_ALONE, WITH_IMAGES
+from tests.serving.tiny_images import WITH_IMAGES
 from vllm_antkv.codebook import RopeLayout
 from vllm_antkv.errors import CodebookError, UnsupportedModelError
 from vllm_antkv.families import FAMILIES
@@ -42,7 +42,7 @@ ONE_OF_EACH_POOL = (
 
 @pytest.mark.long
 def test_every_served_family_is_among_them():
-    tested = {model_type for model_type, _ in FAMILY.values()} | WITH_IMAGES.keys() | TEXT_ALONE.keys()
+    tested = {model_type for model_type, _ in FAMILY.values()} | WITH_IMAGES.keys()
     assert tested == {family.model_type for family in FAMILIES.values() if family.served}
 
 

@@ -23,6 +23,7 @@ from tests.serving.conftest import (
     Completion,
     Engine,
     Start,
+    assert_aborts_leave_every_block_free,
     assert_all_same,
     assert_preemption_is_not_seen,
     assert_same,
@@ -286,15 +287,7 @@ def test_hits_beside_preemption_and_aborts(start, prompts, tmp_path):
         assert_preemption_is_not_seen(engine, some, times=3, max_tokens=100, anew=True)
         hits = engine.count("external_prefix_cache_hits")
         assert hits > 0
-        for num_steps in range(1, 4):
-            assert engine.llm.reset_prefix_cache()
-            for number, prompt in enumerate(some):
-                engine.add(f"{num_steps}-{number}", prompt, max_tokens=9)
-            for _ in range(num_steps):
-                engine.step()
-            engine.llm.llm_engine.abort_request([f"{num_steps}-{number}" for number in range(0, len(some), 2)])
-            list(engine.steps())
-            engine.assert_all_blocks_free()
+        assert_aborts_leave_every_block_free(engine, some)
         assert engine.count("external_prefix_cache_hits") > hits
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from openai import OpenAI, Stream
 
-from loadtest.api import completion, headers
+from loadtest.api import client_options, completion, headers
 from loadtest.run import run
 from loadtest.scenario import Scenario
 from loadtest.server import Server
@@ -156,11 +157,11 @@ def test_a_server_that_is_asked_to_stop_ends_its_answers(shared_servers):
     server = shared_servers.to_be_ended()
     request = completion(MODEL_NAME, "Once upon a time", 400)
     reader = StreamReader(time.perf_counter())
-    url = server.url + request.path
-    with httpx.stream("POST", url, json=request.body, headers=headers(), timeout=PATIENCE) as response:
-        lines = response.iter_lines()
-        reader.feed(next(lines), time.perf_counter())
+    with OpenAI(**client_options(server.url)).post(
+        request.path, cast_to=object, body=request.body, stream=True, stream_cls=Stream[object]
+    ) as chunks:
+        reader.feed(next(chunks), time.perf_counter())
         os.kill(server.pid, signal.SIGTERM)
-        for line in lines:
-            reader.feed(line, time.perf_counter())
+        for chunk in chunks:
+            reader.feed(chunk, time.perf_counter())
     reader.finish(time.perf_counter(), request.max_tokens)

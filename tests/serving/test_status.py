@@ -1,8 +1,5 @@
 """A real server shows its antkv cache under /antkv/ and at /metrics, and refuses what it cannot serve."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -119,40 +116,6 @@ def test_status_counts_what_a_request_does(server):
     for name in after["operations"]:
         # The prompt is one step.
         assert after["operations"][name]["calls"] - before["operations"][name]["calls"] == NUM_LAYERS * OUTPUT
-
-
-@contextmanager
-def busy(server: Server, prompt: list[int], max_tokens: int) -> Iterator[None]:
-    """One request after the other, each generating `max_tokens` tokens."""
-    done = threading.Event()
-
-    def work() -> None:
-        while not done.is_set():
-            server.complete(prompt, max_tokens)
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    try:
-        yield
-    finally:
-        done.set()
-        worker.join()
-
-
-def test_status_shows_the_pages_that_a_request_holds(server):
-    held: dict[str, Any] = {}
-
-    def holds_three_blocks() -> bool:
-        # A request may have ended by the next question: everything is read from one answer.
-        held.update(status(server)["engines"][0])
-        return bool(held["pages_in_use"]["vq"] >= 3)
-
-    with busy(server, PROMPT, 200):
-        wait_for(holds_three_blocks)
-    # At most 500 tokens: every one in a VQ page, the open block and a few more in recency pages.
-    assert held["pages_in_use"]["vq"] <= 4
-    assert 2 * VQ_BLOCK_SIZE < held["tokens_in_use"] < len(PROMPT) + 200
-    assert 0 < held["pages_in_use"]["recency"] < 64
 
 
 def test_metrics_show_what_status_says(server):

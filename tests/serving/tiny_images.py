@@ -195,23 +195,5 @@ WITH_IMAGES: dict[str, SeesImages] = {
     ),
 }
 
-#: Served for text alone, `--language-model-only`: model type, and what its text config has beside SIZES.
-TEXT_ALONE: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {"rope_parameters": MROPE},
-    "qwen3_5": {**GDN, "rope_parameters": _MROPE_OF_HALF},
-}
-_CLOSED_EYES = {"depth": 1, "embed_dim": 64, "hidden_size": 128, "out_hidden_size": 128, "num_heads": 2}
-
-
-def make_for_text(folder: Path, model_type: str) -> Path:
-    """A random one of TEXT_ALONE with the embedded model's tokenizer."""
-    config = AutoConfig.for_model(
-        model_type,
-        text_config={**SIZES, **TEXT_ALONE[model_type]},
-        vision_config=_CLOSED_EYES,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
-    return folder
+#: Of them, those that are served for text alone, too: `--language-model-only`.
+TEXT_ALONE = ("qwen2_vl", "qwen3_5")

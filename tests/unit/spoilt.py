@@ -58,17 +58,6 @@ def raw_header(header: bytes, tensors: bytes = b"") -> Spoil:
     return replaced_bytes(head(len(header)) + header + tensors)
 
 
-def grown(size: int) -> Spoil:
-    """The first `size` bytes of a good file; below 0: without the last ones; 1: with one more."""
-
-    def grow(path: Path) -> None:
-        good_codebook().save(path)
-        content = path.read_bytes()
-        path.write_bytes(content + b"\0" if size == 1 else content[:size])
-
-    return grow
-
-
 def claiming(shape: list[Any], offsets: tuple[int, int] = (0, 4)) -> Spoil:
     """A file of 4 bytes whose header claims a tensor k of a shape."""
     claim = {"dtype": "F16", "shape": shape, "data_offsets": offsets}

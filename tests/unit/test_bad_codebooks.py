@@ -18,7 +18,6 @@ from tests.unit.spoilt import (
     a_folder,
     claiming,
     duplicated,
-    grown,
     head,
     header_field,
     header_text,
@@ -57,8 +56,6 @@ TABLE: dict[str, tuple[Spoil, str]] = {
     "empty": (replaced_bytes(b""), "not a readable codebook"),
     "text": (replaced_bytes(b"These are not centroids.\n" * 100), "header is too large"),
     "a pickle": (replaced_bytes(b"\x80\x04\x95" + bytes(500)), "not a readable codebook"),
-    "cut in a tensor": (grown(-100), "not a readable codebook"),
-    "with a byte too many": (grown(+1), "not a readable codebook"),
     "the header is no JSON": (raw_header(b"{" * 100), "not a readable codebook"),
     # Bombs.
     "a header of 9 exabytes": (replaced_bytes(head(2**63) + b"{}"), "header is too large"),

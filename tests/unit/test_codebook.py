@@ -48,37 +48,32 @@ sink_rules = st.none() | st.builds(
 
 
 layer_presets = st.tuples(*2 * [st.sampled_from(sorted(LAYER_PRESETS))])
+CHANNELS = (MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)
+#: What may be known of the channels of keys.
+KEYS = {"k_errors": torch.rand(CHANNELS), "k_scale": torch.randint(-7, 8, CHANNELS).float().exp2()}
 
 
-@given(preset=st.sampled_from(sorted(PRESETS)), layers=st.none() | layer_presets, sinks=sink_rules)
+@given(
+    preset=st.sampled_from(sorted(PRESETS)),
+    layers=st.none() | layer_presets,
+    sinks=sink_rules,
+    known=st.sets(st.sampled_from(sorted(KEYS))),
+)
 @settings(parent=same_file, max_examples=15)
-def test_what_is_saved_is_loaded(tmp_path, preset, layers, sinks):
+def test_what_is_saved_is_loaded(tmp_path, preset, layers, sinks, known):
     if layers is not None and sum(map(cost, layers)) > MODEL.num_layers * cost(preset):
         layers = (preset, preset)
-    saved = make(preset, sinks=sinks, layers=layers)
+    saved = replace(make(preset, sinks=sinks, layers=layers), **{name: KEYS[name] for name in known})
     path = tmp_path / "codebook.safetensors"
     saved.save(path)
     loaded = Codebook.load(path, preset, MODEL)
     assert all(map(torch.equal, (*loaded.k, *loaded.v), (*saved.k, *saved.v)))
+    for name, rows in KEYS.items():
+        assert torch.equal(getattr(loaded, name), rows) if name in known else getattr(loaded, name) is None
     assert loaded.header.model_copy(update={"checksum": ""}) == saved.header
     assert loaded.preset == get_preset(preset)
     assert loaded.num_bytes == saved.num_bytes
     assert len(loaded.identity) == 12
-
-
-CHANNELS = (MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_size)
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [("k_errors", torch.rand(CHANNELS)), ("k_scale", torch.randint(-7, 8, CHANNELS).float().exp2())],
-    ids=["k_errors", "k_scale"],
-)
-def test_what_is_known_of_the_channels_of_keys_is_loaded(tmp_path, name, rows):
-    replace(make(), **{name: rows}).save(tmp_path / "c")
-    assert torch.equal(getattr(Codebook.load(tmp_path / "c"), name), rows)
-    make().save(tmp_path / "without")
-    assert getattr(Codebook.load(tmp_path / "without"), name) is None
 
 
 def test_a_file_that_says_it_has_no_trained_prefix_is_loaded(tmp_path):

@@ -38,18 +38,6 @@ def names(setting, device, *layers):
     return [chosen.kernels.name for chosen in choose(setting, device, layers or [LLAMA])]
 
 
-@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
-def test_a_cpu_runs_the_kernels_for_cpus():
-    assert names("auto", CPU) == names("cpu", CPU) == [cpu.best().name]
-    assert names("reference", CPU) == ["reference"]
-
-
-def test_without_a_library_the_reference_runs(no_library):
-    (chosen,) = choose("auto", CPU, [LLAMA])
-    assert chosen.kernels.name == "reference"
-    assert any("no C++ compiler was found" in reason for _, reason in chosen.passed_over)
-
-
 def test_insisting_on_kernels_that_cannot_run_is_an_error(no_library):
     with pytest.raises(SettingsError, match=r"'kernels' is 'cpu', but the C\+\+ kernels \(avx2\) were not built"):
         choose("cpu", CPU, [LLAMA])

@@ -13,7 +13,6 @@ from vllm_antkv.ops.reference import (
     causal_lse,
     corrected,
     correction,
-    decode,
     encode,
     jensen_bias,
     jensen_weights,
@@ -23,7 +22,7 @@ from vllm_antkv.ops.reference import (
 )
 from vllm_antkv.ops.rope import RotaryTable
 from vllm_antkv.presets import PRESETS
-from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, anchor_slots, block_anchors, code_errors, top_rows
+from vllm_antkv.select.anchors import EXACT_ANCHOR, SINK_SCORE, anchor_slots, code_errors, top_rows
 
 presets = st.sampled_from(list(PRESETS.values()))
 seeds = st.integers(0, 2**31)
@@ -78,15 +77,6 @@ def test_a_row_is_encoded_the_same_alone_and_in_company(seed, num_tokens):
     together = encode(rows, centroids)
     for index in {0, num_tokens // 2, num_tokens - 1}:
         assert torch.equal(encode(rows[index : index + 1], centroids)[0], together[index])
-
-
-@given(seeds)
-def test_centroids_are_coded_as_themselves(seed):
-    centroids = draw(seed, 2, 3, 16, 4)
-    codes = torch.randint(0, 16, (7, 2, 3), generator=generator(seed))
-    rows = decode(codes, centroids)
-    assert rows.shape == (7, 2, 12)
-    assert torch.equal(encode(rows, centroids), codes)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -240,18 +230,13 @@ def test_corrections_of_corrections_are_the_same_bytes():
     assert torch.equal(correction(corrected(zero, every), zero), every)
 
 
-def choose(scores, num_rows, prefix, errors=None, choice=None, **kept):
-    """Slots of one head whose rows lose `errors` (1 without) through their codes, by gains as they are or `choice`.
-
-    num_rows: anchor rows, of 8 bits.
-    """
+def choose(scores, num_rows, prefix, errors=None, **kept):
+    """Slots of one head whose rows lose `errors` (1 without) through their codes; num_rows: anchor rows, of 8 bits."""
     exact = torch.zeros(len(scores), 1, 4)
     coded = exact.clone()
     coded[:, 0, 0] = torch.ones(len(scores)) if errors is None else torch.tensor(errors)
     config = AntKVConfig(**{"anchor_share": num_rows / VQ_BLOCK_SIZE, "sinks": False} | kept)
     lost, scores, prefix = code_errors(exact, coded), torch.tensor([scores]), torch.tensor([prefix])
-    if choice is not None:
-        return choice(scores, lost, prefix, config)[0].tolist()
     return anchor_slots(scores * lost, scores == SINK_SCORE, prefix, config)[0].tolist()
 
 
@@ -288,14 +273,3 @@ def test_rows_are_taken_in_order_and_none_twice(seed, num_sinks, share, anchor_d
         assert len(exact) == min(len(wanted), len(rows) // 2)
     else:
         assert len(exact) == max(min(num_sinks, len(rows) - num_sinks), 0)
-
-
-def test_a_row_counts_for_what_its_code_loses():
-    assert choose([1.0, 2.0, 3.0], 2, [False] * 3, [4.0, 1.0, 1.0], block_anchors) == [0, 2]
-
-
-def test_rows_with_fewer_votes_are_not_punished_for_it():
-    scores, prefix = [1.1, 1.0], [False, False]
-    # Token 0 has two votes and token 1 one, so beside 32 credited votes 1.1 / 34 still beats 1.0 / 33, 1.02 does not.
-    assert choose(scores, 1, prefix, choice=block_anchors) == [0]
-    assert choose([1.02, 1.0], 1, prefix, choice=block_anchors) == [1]

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rope
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rope
 
 from vllm_antkv.ops.rope import RotaryTable, angles_are_linear, interleaved, reordered, rotate, unrotate
 from vllm_antkv.ops.rope_detection import detect_rope, transformers_tables
@@ -48,14 +47,6 @@ def test_each_undoes_the_other_even_with_a_rounded_table(table, seed):
         torch.testing.assert_close(rotate(unrotate(rows, positions, angles), positions, angles), rows)
 
 
-def test_rotate_is_the_rope_of_llama():
-    rows, positions = draw_rows(0, 50)
-    table = make_table(dtype=torch.float64)
-    cos, sin = (torch.cat((half, half), -1)[positions][None] for half in (table.cos, table.sin))
-    expected, _ = llama_rope(rows.transpose(0, 1)[None], rows.transpose(0, 1)[None], cos, sin)
-    torch.testing.assert_close(rotate(rows, positions, table), expected[0].transpose(0, 1))
-
-
 def test_rotate_is_the_rope_of_gpt_j():
     rows, positions = draw_rows(0, 50)
     table = make_table(is_neox_style=False, dtype=torch.float64)
@@ -86,13 +77,6 @@ def test_sections_go_with_their_pairs(table, seed):
     order = interleaved(table, 64, 4)
     turned = rotate(rows, positions, three_part)[..., order]
     torch.testing.assert_close(rotate(rows[..., order], positions, reordered(three_part, order)), turned)
-
-
-def test_partial_rotation_leaves_the_other_channels_alone():
-    rows, positions = draw_rows(0, 50)
-    turned = rotate(rows, positions, make_table(rotary_dim=16))
-    assert torch.equal(turned[..., 16:], rows[..., 16:])
-    assert not torch.equal(turned[..., :16], rows[..., :16])
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 1.2])

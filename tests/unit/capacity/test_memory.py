@@ -3,9 +3,7 @@
 import math
 
 import pytest
-from transformers import LlamaConfig
 
-from scripts import capacity_figure
 from vllm_antkv.capacity.gpus import GPUS
 from vllm_antkv.capacity.memory import (
     GPU_SHARE,
@@ -29,10 +27,6 @@ def test_the_shape_is_that_of_the_model(model):
     assert 2 * shape.weights == sum(2 * p.numel() for p in model.parameters())
     assert shape.matrix_weights <= shape.weights + model.lm_head.weight.numel()
     assert (shape.num_layers, shape.num_kv_heads) == (model.config.num_hidden_layers, model.config.num_key_value_heads)
-
-
-def test_llama_3_8b_has_the_weights_that_it_is_known_for():
-    assert DecodeShape.of(LlamaConfig(**capacity_figure.LLAMA_3_8B)) == LLAMA_3_8B
 
 
 @pytest.mark.parametrize("cache", LLAMA_3_8B.caches)
@@ -60,11 +54,6 @@ def test_fewer_bits_hold_more_and_the_settings_count():
     more = AntKVConfig(recency="sliding:512")
     assert sequence_bytes(LLAMA_3_8B, "antkv-1bit", 8192, more) > sequence_bytes(LLAMA_3_8B, "antkv-1bit", 8192)
     assert sequence_bytes(LLAMA_3_8B, "fp8", 8192, more) == sequence_bytes(LLAMA_3_8B, "auto", 8192) / 2
-
-
-def test_a_model_that_is_too_large_has_no_pool():
-    large = DecodeShape(80, 8, 128, 69_000_000_000, 70_000_000_000)
-    assert pool_bytes(large, SMALL, "antkv-1bit") == largest_batch(large, SMALL, "antkv-1bit", 1) == 0
 
 
 def test_presets_that_do_not_divide_the_heads_are_left_out():

@@ -46,10 +46,6 @@ def test_antkv_takes_the_settings_and_cq_only_recency(request_for, codebook_fold
     assert cq.sinks is None
 
 
-def test_sinks_can_be_switched_off(request_for, codebook_folder):
-    assert build_method("antkv-1bit", request_for(codebook_folder, sinks=False)).sinks is None
-
-
 def test_cq_refuses_weighted_centroids(request_for, identity, tmp_path, refused):
     random_codebook(identity, weights="grad").save(codebook_path(tmp_path, "antkv-1bit"))
     with refused(CodebookError, "--weights none", str(tmp_path / "cq")):

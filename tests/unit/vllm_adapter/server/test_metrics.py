@@ -81,15 +81,6 @@ def test_pages_follow_the_last_answer(metrics):
     assert (value("tokens_in_use"), value("bf16_kv_bytes")) == (200, 10000)
 
 
-def test_counters_equal_the_engines_totals(metrics):
-    for tokens in (10, 10, 25):
-        metrics.update([engine_status(report(tokens), engine=0), engine_status(report(2 * tokens), engine=1)])
-    assert value("tokens_stored_total") == 25
-    assert value("tokens_stored_total", engine=1) == 50
-    assert value("operation_calls_total", operation="attend") == 50
-    assert value("operation_seconds_total", operation="attend") == 0.5
-
-
 def test_counters_go_on_when_an_engine_counts_from_zero_again(metrics):
     for tokens in (10, 4, 5):
         metrics.update([engine_status(report(tokens))])
