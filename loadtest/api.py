@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from openai import Timeout
+from openai import OpenAI, Timeout
 
 from loadtest.prose import Prose, words
 
 LOOPBACK = "http://127.0.0.1:8000"
 _SAMPLE_WORDS = 1000
 _TIMEOUT = 60.0
-_CONNECT_SECONDS = 10
-#: Between two arrivals of data, not for a whole answer.
-_READ_SECONDS = 300
+#: Of two arrivals of data, not of a whole answer.
+_STREAM_TIMEOUT = Timeout(300, connect=10)
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ def _request(path: str, model: str, max_tokens: int, **content: Any) -> Request:
 def client_options(url: str) -> dict[str, Any]:
     """Of OpenAI's clients: a request that fails counts, and is not repeated."""
     key = os.environ.get("VLLM_API_KEY", "none")
-    timeout = Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
-    return {"base_url": f"{url}/v1", "api_key": key, "timeout": timeout, "max_retries": 0}
+    return {"base_url": f"{url}/v1", "api_key": key, "timeout": _STREAM_TIMEOUT, "max_retries": 0}
 
 
 def headers() -> dict[str, str]:
@@ -59,8 +57,7 @@ def headers() -> dict[str, str]:
 
 def served_model(url: str) -> str:
     """Name of the model that the server serves."""
-    response = httpx.get(f"{url}/v1/models", headers=headers(), timeout=_TIMEOUT).raise_for_status()
-    return str(response.json()["data"][0]["id"])
+    return str(OpenAI(**client_options(url)).models.list().data[0].id)
 
 
 def prose_for(url: str, model: str) -> Prose:

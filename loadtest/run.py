@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
+from openai import OpenAIError
 from rich.console import Console
 from yaml import YAMLError
 
@@ -31,8 +31,8 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         summary = run(arguments.scenario, arguments.url, arguments.out)
-    except httpx.HTTPError as error:
-        sys.exit(f"The server at {arguments.url} does not answer as vLLM does: {error}.")
+    except OpenAIError as error:
+        sys.exit(f"The server at {arguments.url} does not answer as vLLM does: {str(error).rstrip('.')}.")
     except (OSError, ValueError, YAMLError) as error:
         sys.exit(f"{arguments.scenario} cannot be used: {error}")
     console = Console()
