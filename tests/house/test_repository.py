@@ -43,13 +43,10 @@ def test_the_cpu_lock_leaves_out_what_breaks_beside_a_cpu_torch():
     assert not [name for name in pins("cpu") if name.startswith("nvidia-")]
 
 
-def test_the_gpu_lock_holds_a_cuda_torch():
+def test_whoever_installs_for_a_gpu_gets_its_torch_and_the_cuda_kernels():
+    """CuPy compiles and launches them: in the lock, the image, and what users are told to type."""
     assert "+" not in pins("gpu")["torch"]
     assert "nvidia-cublas" in pins("gpu")
-
-
-def test_whoever_installs_for_a_gpu_gets_the_cuda_kernels():
-    """CuPy compiles and launches them: in the lock, the image, and what users are told to type."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(map(normal, extras["cuda"])) <= pins("gpu").keys()
     assert "nvidia-cublas-cu12" not in pins("gpu")

@@ -1,5 +1,7 @@
 """What kernels are handed is what they take it for."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -24,13 +26,10 @@ def test_short_cuts_hand_triton_what_it_would_find():
     launch = pytest.importorskip("vllm_antkv.triton_kernels.launch")
     keys: dict[object, object] = {}
     memory = torch.zeros(1 << 14, dtype=torch.uint8)
-    for dtype in (torch.float16, torch.bfloat16):
-        for first in range(3):
-            for padding in (0, 8, 9):
-                fused = memory[2 * first :].view(dtype)[: 10 * (48 + padding)].view(10, 48 + padding)[:, :48]
-                query, key, value = fused.unflatten(1, (6, 8)).split([4, 1, 1], dim=1)
-                handed = StepRows(query, key, value, None).handed
-                found = launch.Fixed(handed.argument)
-                assert handed.values == found.values
-                assert keys.setdefault(handed.key, found.key) is found.key
+    for dtype, first, stride in product((torch.float16, torch.bfloat16), range(3), (48, 56, 57)):
+        fused = memory[2 * first :].view(dtype)[: 10 * stride].view(10, stride)[:, :48]
+        handed = StepRows(*fused.unflatten(1, (6, 8)).split([4, 1, 1], dim=1), None).handed
+        found = launch.Fixed(handed.argument)
+        assert handed.values == found.values
+        assert keys.setdefault(handed.key, found.key) is found.key
     assert len(set(keys.values())) > 6

@@ -74,8 +74,7 @@ class StepPlan:
 
     @cached_property
     def batch(self) -> "Fixed":
-        """What Triton's kernels are handed of it: `triton_kernels.arguments.Batch`."""
-        # Triton is imported only where it runs.
+        """What Triton's kernels, which are imported only where they run, are handed: `arguments.Batch`."""
         from vllm_antkv.triton_kernels.arguments import Batch
         from vllm_antkv.triton_kernels.launch import Fixed
 
