@@ -62,9 +62,11 @@ def exact_within(prompt: int) -> Attention:
     def attend(window: LayerWindow, method: Method, is_sink: torch.Tensor | None) -> torch.Tensor:
         output = attend_window(window, method, is_sink)
         rules = window.rules
-        assert rules.are_plain, "windows, soft caps and learned sinks are not handled here"
+        assert (rules.soft_cap, rules.sinks) == (None, None), "soft caps and learned sinks are not handled here"
         rows = (each[:, :prompt].transpose(1, 2) for each in (window.query, window.key, window.value))
-        own = scaled_dot_product_attention(*rows, is_causal=True, scale=rules.scale, enable_gqa=True)
+        positions = torch.arange(prompt)
+        seen = rules.visible(positions[:, None], positions)
+        own = scaled_dot_product_attention(*rows, attn_mask=seen, scale=rules.scale, enable_gqa=True)
         return torch.cat([own.transpose(1, 2), output[:, prompt:]], dim=1)
 
     return attend

@@ -1,7 +1,8 @@
 """How often a served model calls the right function, by the Berkeley Function Calling Leaderboard's own checker.
 
-Questions, functions and answers are those that `bfcl-eval` brings; functions are offered through the chat API. In an
-environment of its own, as `bfcl-eval` wants other versions than vLLM:
+Questions, functions and answers are those that `bfcl-eval` brings; functions are offered through the chat API. A call
+is required, so that vLLM holds answers to the functions' schemas: small models know which function to call, but not how
+any of vLLM's parsers wants it written. In an environment of its own, as `bfcl-eval` wants other versions than vLLM:
 
     vllm serve MODEL --enable-auto-tool-choice --tool-call-parser hermes --kv-cache-dtype antkv-1bit
     pip install bfcl-eval soundfile
@@ -64,6 +65,7 @@ def is_right(url: str, model: str, category: str, question: dict[str, Any], answ
         "model": model,
         "messages": question["question"][0],
         "tools": convert_to_tool(question["function"], GORILLA_TO_OPENAPI, ModelStyle.OPENAI_COMPLETIONS),
+        "tool_choice": "required",
         "temperature": 0,
         "max_tokens": _MAX_TOKENS,
     }
