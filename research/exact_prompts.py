@@ -3,8 +3,8 @@
 python -m research.exact_prompts MODEL --codebooks DIR --text FILE --prompts 512 1024 4096
 
 Windows are twice as long as the prompt, and what is measured is their second half, whose tokens see the prompt through
-the cache as a decode step does. The prompt is one step, in which its queries see each other through the cache (the
-default), or in full precision.
+the cache as a decode step does. The prompt is one step, in which its queries see each other through the cache
+(`prefill_reads_cache: true`), or in full precision (`false`, the default).
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     model = card.load()
     request = MethodRequest(card.name, card.identity, given.codebooks, AntKVConfig())
     method = build_method(given.method, request)
-    print("| prompt | windows | nats, default | exact | same token, default | exact |\n|---:|---:|---:|---:|---:|---:|")
+    print("| prompt | windows | nats, true | false | same token, true | false |\n|---:|---:|---:|---:|---:|---:|")
     for prompt in given.prompts:
         windows = load_windows(given.text, card.tokenizer, 2 * prompt, max(given.tokens // prompt, 1))
         both = [answers(model, each, windows) for each in (method, replace(method, attention=exact_within(prompt)))]
