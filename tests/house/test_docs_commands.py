@@ -99,7 +99,7 @@ def check_antkv(arguments: list[str]) -> None:
         for name in (given.get("methods") or given.get("method") or "fp16").split(","):
             check_method(name)
         dtypes = [*(given.get("kv_cache_dtype") or "auto").split(","), *(given.get("preset") or [])]
-        for name in set(dtypes) - {"auto", "all"}:
+        for name in set(dtypes) - {"auto", "fp8", "all"}:
             get_preset(name)
     except cli.UsageError as error:
         raise WrongCommand(error.format_message()) from None
