@@ -13,7 +13,7 @@ from loadtest.prose import Prose, words
 LOOPBACK = "http://127.0.0.1:8000"
 _SAMPLE_WORDS = 1000
 _TIMEOUT = 60.0
-#: Of two arrivals of data, not of a whole answer.
+#: Between two arrivals of data, not for a whole answer.
 _STREAM_TIMEOUT = Timeout(300, connect=10)
 
 
