@@ -79,20 +79,20 @@ class LiteratureMethod(Method):
         """(num_windows, num_tokens) int64, the last query for which each token is a sink."""
         return strongest_so_far(magnitude.amax(-1), self.num_sinks)
 
-    def stored_bits(self, identity: ModelIdentity, num_tokens: int) -> float:
+    def stored_bits(self, identity: ModelIdentity, num_tokens: int, num_seen: int) -> float:
         """As its paper stores it: rows that the next query will see exactly at 16 bits, all others as codes."""
         if self.eviction is not None:
             return FULL_BITS * self.eviction.kept(num_tokens) / num_tokens
         assert self.retention is not None
-        coded = cast(CountedQuantiser, self.quantiser).element_bits(identity, num_tokens)
+        coded = cast(CountedQuantiser, self.quantiser).element_bits(identity, num_seen)
         total = 0.0
         for until, bits in zip(self.retention.tables(num_tokens), coded, strict=True):
-            exact = float((until >= num_tokens).sum())
+            exact = float((until[-num_seen:] >= num_tokens).sum())
             if self.sinks is not None:
                 layers = sum(index > self.sinks.layer for index in identity.decoder_indices)
-                exact += min(self.num_sinks, num_tokens - exact) * layers / identity.num_layers
-            total += exact * FULL_BITS + (num_tokens - exact) * bits
-        return total / (2 * num_tokens)
+                exact += min(self.num_sinks, num_seen - exact) * layers / identity.num_layers
+            total += exact * FULL_BITS + (num_seen - exact) * bits
+        return total / (2 * num_seen)
 
 
 def check_eviction(model: PreTrainedModel, method: Method, num_tokens: int) -> None:

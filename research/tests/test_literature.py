@@ -183,6 +183,18 @@ def test_effective_bits_count_everything_that_is_stored(name, recency, request_f
     assert bits == pytest.approx(sum(COUNTS[name, recency]) / (2 * CONTEXT))
 
 
+@pytest.mark.parametrize("name, exact", [("rtn-2bit+pfn-3", (3, 0)), ("skvq-2bit", (36, 31))])
+def test_a_layer_with_a_window_counts_what_its_next_query_sees(name, exact, request_for, identity) -> None:
+    method = build_method(name, request_for("own"))
+    coded = 2 + (32 if name.startswith("rtn") else 16) / 64
+    seen = (CONTEXT, 100)
+    expected = sum(16 * few + coded * (tokens - few) for few, tokens in zip(exact, seen, strict=True)) / sum(seen)
+    assert effective_bits(method, identity, torch.float32, CONTEXT, [None, 100]) == pytest.approx(expected)
+    assert effective_bits(method, identity, torch.float32, 100, [None, 4096]) == pytest.approx(
+        effective_bits(method, identity, torch.float32, 100)
+    )
+
+
 def test_logquant_counts_the_tokens_it_holds(request_for, identity) -> None:
     held = int((LogQuant(2, 42).last_query(CONTEXT) >= CONTEXT).sum())
     assert 84 <= held <= 126

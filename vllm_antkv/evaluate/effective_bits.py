@@ -16,18 +16,18 @@ def effective_bits(
     """Bits held for one sequence of `context` tokens once it is computed, over its K and V elements.
 
     Counts codes, anchor rows and their offsets, recency and prefix rows, Anchor Scores, unfilled pages and padding, as
-    the engine logs it at start-up. Codebooks are per model, not per token, and are quoted apart. A method that the
-    engine does not page is counted as it says itself (`Method.stored_bits`).
+    the engine logs it at start-up, without codebooks. A method that it does not page counts itself (`stored_bits`).
 
     Args:
         method: the method.
         identity: sizes of the model; every KV head of a layer costs the same.
         dtype: of full-precision rows.
         context: tokens in the sequence.
-        windows: of every layer, None for one without; empty: none has one. Elements are then those that a query sees.
+        windows: of every layer, None for one without; empty: none has one. Elements are those that a query sees.
     """
     if not method.layers:
-        return method.stored_bits(identity, context)
+        seen = [min(context, window or context) for window in windows or [None]]
+        return sum(tokens * method.stored_bits(identity, context, tokens) for tokens in seen) / sum(seen)
     layouts = page_layouts(method.config, method.layers, identity.head_size, dtype)
     cost = footprint(layouts, method.config, context, windows)
     return cost.bits(cost.total)

@@ -108,9 +108,9 @@ class Method:
         assert self.sinks is not None
         return (magnitude > self.sinks.threshold).any(-1)
 
-    def stored_bits(self, identity: ModelIdentity, num_tokens: int) -> float:
-        """Bits per K or V element of a sequence of `num_tokens`, where the engine pages none of its layers."""
-        del identity, num_tokens
+    def stored_bits(self, identity: ModelIdentity, num_tokens: int, num_seen: int) -> float:
+        """Per K or V element of the last `num_seen` of `num_tokens`, in a layer that the engine does not page."""
+        del identity, num_tokens, num_seen
         return self.nominal_bits
 
 
