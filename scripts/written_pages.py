@@ -17,7 +17,7 @@ _HEAD = """# Settings
 <!-- Written by scripts/written_pages.py from vllm_antkv/config.py; `make docs` renews it. -->
 
 ```console
-$ vllm serve MODEL --kv-cache-dtype antkv-1bit --additional-config '{"antkv": {"recency": "log:42"}}'
+$ vllm serve MODEL --kv-cache-dtype antkv-1bit --additional-config '{"antkv": {"recency": "sliding:128"}}'
 ```
 
 `--kv-cache-dtype` chooses the preset. Other settings have defaults and go into `--additional-config`, under `antkv`.
