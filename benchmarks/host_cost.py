@@ -100,11 +100,7 @@ def measure(sides: "dict[str, Side]", step: str, num_kv_heads: int, rounds: int)
     measured = {}
     for name, of_side in times.items():
         layer, plan = map(statistics.median, zip(*of_side, strict=True))
-        measured[name] = {
-            "launches_per_layer": launches[name],
-            "host_us_per_layer": layer / 1e3,
-            "plan_ms": plan / 1e6,
-        }
+        measured[name] = {"launches_per_layer": launches[name], "host_us_per_layer": layer / 1e3, "plan_ms": plan / 1e6}
     return measured
 
 

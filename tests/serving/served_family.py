@@ -23,10 +23,7 @@ from vllm_antkv.offline.models import ModelCard
 from vllm_antkv.offline.pretrained import load_weights
 
 PROMPTS = [[0, *range(3 + i, 2 + i + length)] for i, length in enumerate(LENGTHS)]
-OPTIONS: dict[str, Any] = {
-    "max_model_len": MAX_MODEL_LEN,
-    "max_num_batched_tokens": STEP_TOKENS,
-}
+OPTIONS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": STEP_TOKENS}
 #: Eight of each fit together when they are short, and preempt each other as they grow.
 SHORT = [prompt[:60] for prompt in PROMPTS[1:3]]
 #: Finds many sinks in random models.
@@ -104,11 +101,7 @@ def learn(model: Path) -> Path:
 
 
 def expected_logprobs(
-    model: Path,
-    preset: str,
-    codebooks: Path | None = None,
-    prompts: list[list[int]] = PROMPTS,
-    **settings: Any,
+    model: Path, preset: str, codebooks: Path | None = None, prompts: list[list[int]] = PROMPTS, **settings: Any
 ) -> list[torch.Tensor]:
     """Log-probabilities after each prompt, from the offline evaluator on the Hugging Face model in float32."""
     card = ModelCard.read(str(model))

@@ -92,10 +92,7 @@ def test_no_request_ends_with_the_prefill_server(name, prompts, tmp_path):
     """Those that it computes then, and later ones, are computed by the decode server; what is refused says why."""
     some = prompts[-3:]
     others = [prompt[::-1] for prompt in some]
-    with (
-        pair(name, tmp_path) as (prefill, decode),
-        proxy(tmp_path / "proxy.log", prefill.url, decode.url) as url,
-    ):
+    with pair(name, tmp_path) as (prefill, decode), proxy(tmp_path / "proxy.log", prefill.url, decode.url) as url:
         alone = ["".join(stream(prefill.url, prompt, 100)) for prompt in some]
         assert ["".join(stream(url, prompt, 100)) for prompt in some] == alone
         hits = loaded_tokens(decode.url)

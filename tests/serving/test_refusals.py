@@ -111,10 +111,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative_config": {"model": str(EMBEDDED), "num_speculative_tokens": 1, "kv_cache_dtype": "fp8"}},
         "a kv_cache_dtype of what drafts",
     ),
-    "KV offloading": (
-        {"kv_offloading_size": 1.0},
-        "--kv-offloading-size, to which, unlike AntKVStore, recency pages",
-    ),
+    "KV offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size, to which, unlike AntKVStore, recency pages"),
     "pages through NIXL, of drafts": (
         {
             "kv_transfer_config": {**STORE, "kv_connector": "NixlConnector"},

@@ -117,11 +117,7 @@ class PageLayout:
 
 
 def page_layouts(
-    config: AntKVConfig,
-    presets: Sequence[Preset],
-    head_size: int,
-    dtype: torch.dtype,
-    plan: BlockPlan = ONE_PAGE,
+    config: AntKVConfig, presets: Sequence[Preset], head_size: int, dtype: torch.dtype, plan: BlockPlan = ONE_PAGE
 ) -> list[PageLayout]:
     """The layouts of a model's layers. Pages of one class of all layers share a block of vLLM's pool.
 

@@ -59,10 +59,7 @@ class _Trained:
     @property
     def groups(self) -> list[dict[str, object]]:
         """For an optimizer."""
-        return [
-            {"params": self.tables, "lr": _LEARNING_RATE},
-            {"params": [self.sizes], "lr": _LEARNING_RATE_OF_SIZES},
-        ]
+        return [{"params": self.tables, "lr": _LEARNING_RATE}, {"params": [self.sizes], "lr": _LEARNING_RATE_OF_SIZES}]
 
     def codebook(self) -> Codebook:
         """As trained so far; gradients reach what is trained."""

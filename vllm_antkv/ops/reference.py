@@ -92,11 +92,7 @@ class SeenRows(NamedTuple):
 
 
 def mixed_attention(
-    query: torch.Tensor,
-    coded: SeenRows,
-    exact: SeenRows,
-    rules: LogitRules,
-    bias: torch.Tensor | float = 0.0,
+    query: torch.Tensor, coded: SeenRows, exact: SeenRows, rules: LogitRules, bias: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
     """One softmax over two kinds of rows: those decoded from codes (anchors corrected) and those kept exactly.
 

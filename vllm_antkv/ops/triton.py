@@ -78,13 +78,7 @@ class TritonOperations:
     def close_blocks(self, rows: StepRows, step: StepPlan) -> None:
         """See `ReferenceOperations`."""
         close_blocks(
-            rows.handed,
-            self._layer.config.prefix,
-            self._count(),
-            self._handed,
-            step.batch,
-            self._shape,
-            self._policy,
+            rows.handed, self._layer.config.prefix, self._count(), self._handed, step.batch, self._shape, self._policy
         )
 
     def _count(self) -> torch.Tensor | None:

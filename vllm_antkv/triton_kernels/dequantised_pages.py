@@ -28,14 +28,7 @@ _ROWS = 16
 
 
 def write_dequantised_pages(
-    rows: Fixed,
-    plain: Fixed,
-    pages: Fixed,
-    extends: bool,
-    layer: Fixed,
-    batch: Fixed,
-    shape: Shape,
-    scale: float,
+    rows: Fixed, plain: Fixed, pages: Fixed, extends: bool, layer: Fixed, batch: Fixed, shape: Shape, scale: float
 ) -> None:
     """Write all rows of the wanted pages, and queries where `extends`: see `ops.varlen.DequantisedPageWriter`.
 

@@ -11,11 +11,7 @@ import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import (
-    FullAttentionManager,
-    MambaManager,
-    SingleTypeKVCacheManager,
-)
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager, SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from vllm_antkv.config import VQ_BLOCK_SIZE

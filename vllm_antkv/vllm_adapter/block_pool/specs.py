@@ -128,11 +128,7 @@ def exact_spec(
 
 
 def recency_spec(
-    layout: PageLayout,
-    num_kv_heads: int,
-    settings: AntKVConfig,
-    vllm_config: VllmConfig,
-    window: int | None = None,
+    layout: PageLayout, num_kv_heads: int, settings: AntKVConfig, vllm_config: VllmConfig, window: int | None = None
 ) -> RecencySpec:
     """The spec of recency pages of a layer; window: as in `RecencySpec`."""
     interval = vllm_config.cache_config.prefix_cache_retention_interval

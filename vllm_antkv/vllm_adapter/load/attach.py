@@ -101,17 +101,7 @@ def attach(
             hand_on(model, sinks, stage.is_first_rank, stage.is_last_rank)
     positions = None if of_step is None else _position_layer(found, rules, of_step, vllm_config)
     shared = _Shared(
-        settings,
-        codebook,
-        vllm_config,
-        device,
-        kernels,
-        counters,
-        found,
-        rules,
-        rotaries,
-        sinks,
-        positions,
+        settings, codebook, vllm_config, device, kernels, counters, found, rules, rotaries, sinks, positions
     )
     is_exact = [layer in plan.exact for layer in decoder_indices]
     for index in found.coded:
@@ -249,11 +239,7 @@ def _attach_reader(index: int, shared: _Shared) -> None:
     weights = _jensen_weights(index, shared)
     setup = replace(attachment.setup, rules=shared.rules[index], counts_rows=False, jensen_weights=weights)
     _impl(shared.found.every[index]).attachment = replace(
-        attachment,
-        setup=setup,
-        source=source,
-        stores_positions=False,
-        kernels=shared.kernels[index],
+        attachment, setup=setup, source=source, stores_positions=False, kernels=shared.kernels[index]
     )
 
 

@@ -73,10 +73,7 @@ class Anchors(BaseModel, frozen=True):
         return cls(
             prompts=[
                 Prompt(
-                    engine=rank,
-                    prompt=each["prompt"],
-                    tokens=each["blocks"] * VQ_BLOCK_SIZE,
-                    running=each["running"],
+                    engine=rank, prompt=each["prompt"], tokens=each["blocks"] * VQ_BLOCK_SIZE, running=each["running"]
                 )
                 for rank, answer in answers.items()
                 for each in answer["prompts"]

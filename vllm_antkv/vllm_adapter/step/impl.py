@@ -63,10 +63,7 @@ class AntKVImpl(AttentionImpl[VQMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        refused = {
-            "ALiBi": alibi_slopes is not None,
-            f"{attn_type} attention": attn_type != AttentionType.DECODER,
-        }
+        refused = {"ALiBi": alibi_slopes is not None, f"{attn_type} attention": attn_type != AttentionType.DECODER}
         for feature, present in refused.items():
             if present:
                 raise UnsupportedModelError(f"{kv_cache_dtype} does not support {feature}: serve this model with auto.")
