@@ -61,7 +61,10 @@ class RecencyManager(SingleTypeKVCacheManager):
         num_held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         if apply_admission_cap:
             assert self.max_admission_blocks_per_request is not None
-            num_new = min(cdiv(num_tokens, self.block_size) - num_held, self.max_admission_blocks_per_request)
+            # The most that a request holds, of which a hit is a part.
+            num_hit = sum(not block.is_null for block in new_computed_blocks)
+            most = self.max_admission_blocks_per_request - num_hit
+            num_new = min(cdiv(num_tokens, self.block_size) - num_held, most)
         else:
             first = max(num_held, total_computed_tokens // self.block_size)
             pages = self._pages_to_store(request_id, first, num_tokens)
