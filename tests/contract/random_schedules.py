@@ -25,6 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.places import EMBEDDED
 from vllm_antkv.cache.pages import page_layouts
 from vllm_antkv.cache.pool_blocks import BlockPlan
+from vllm_antkv.vllm_adapter.block_pool.managers import add_request
 from vllm_antkv.vllm_adapter.block_pool.specs import recency_spec, vq_spec
 from vllm_antkv.vllm_adapter.hooks.groups import kv_cache_planning
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
@@ -66,7 +67,9 @@ def run(case: Case, seed: int, is_async: bool) -> tuple[int, int]:
     num_hit = num_preempted = 0
     for step in range(_MAX_STEPS):
         while requests and requests[0][0] <= step:
-            scheduler.add_request(requests.popleft()[1])
+            request = requests.popleft()[1]
+            scheduler.add_request(request)
+            add_request(scheduler.kv_cache_manager, request)
         output = scheduler.schedule()
         num_hit += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
         num_preempted += len(output.preempted_req_ids or ())

@@ -153,3 +153,16 @@ def test_aborts_leave_every_block_free(start, prompts):
     """In a pool that holds only a few requests at a time."""
     with start(num_gpu_blocks_override=200, max_num_batched_tokens=256, max_model_len=256) as engine:
         assert_aborts_leave_every_block_free(engine, 5 * [prompt[:200] for prompt in prompts])
+
+
+def test_a_full_pool_keeps_what_prompts_share(start, prompts):
+    """Each request holds what the next one hits: none but the first, of which nobody knew it, computes it again."""
+    many = [[*prompts[-1][:440], *prompts[5][index : index + 90]] for index in range(60)]
+    with start(num_gpu_blocks_override=400, max_num_seqs=32, disable_log_stats=False) as engine:
+        answers = engine.complete(many, max_tokens=60)
+        assert engine.count("num_preemptions") > 0
+        assert sum(each.num_cached_tokens == 384 for each in answers) > 55
+        engine.assert_all_blocks_free()
+        # The longest request still fits, behind all of them and alone.
+        (longest,) = engine.complete([[*prompts[-1][:440], *prompts[-1]][:960]], max_tokens=60)
+        assert longest.num_cached_tokens == 384

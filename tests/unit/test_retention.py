@@ -73,6 +73,8 @@ def test_a_hit_at_the_last_boundary_of_a_step_finds_its_pages(pair, block, beyon
     stored = set(np.flatnonzero(retention.tails_of_step(0, end)).tolist())
     assert set(retention.pages_at(boundary - retention.dropped).tolist()) <= stored
     pages = retention.pages_at(boundary)
+    all_pages = np.arange(len(retention.last_use))
+    assert np.flatnonzero(retention.tail(all_pages, end)).tolist() == pages.tolist()
     assert retention.reachable(pages, [boundary], end).all()
 
 

@@ -73,9 +73,13 @@ class PageRetention:
         if self.interval:
             mask |= np.minimum(self.last_use[pages], num_tokens) // self.interval * self.interval > starts
         for boundary in boundaries:
-            aligned = boundary // self.vq_block_size * self.vq_block_size
-            mask |= self.needed_after(pages, aligned) & (starts < aligned)
+            mask |= self.tail(pages, boundary)
         return mask
+
+    def tail(self, pages: np.ndarray, boundary: int) -> np.ndarray:
+        """Mask of the pages that a hit at `boundary` tokens, rounded down to whole VQ blocks, reads."""
+        aligned = boundary // self.vq_block_size * self.vq_block_size
+        return self.needed_after(pages, aligned) & (pages * self.block_size < aligned)
 
     def max_pages(self, max_len: int, max_in_flight_tokens: int, max_steps: int) -> int:
         """Upper bound of the real pages that one request holds at any time.

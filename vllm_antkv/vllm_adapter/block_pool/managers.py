@@ -7,6 +7,7 @@ VQ cache. This manager allocates pages only for tokens that a later step, or a p
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import vllm
@@ -16,8 +17,10 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.request import Request
 
 from vllm_antkv.releases import supported_releases
+from vllm_antkv.select.recency import ALWAYS
 from vllm_antkv.vllm_adapter.block_pool.specs import RecencySpec
 
 #: Shared by decode steps that need no new page, which is most of them: no array operation for them.
@@ -39,11 +42,14 @@ class RecencyManager(SingleTypeKVCacheManager):
         self._next_death: dict[str, int] = {}
         # Result of `get_num_blocks_to_allocate`, for the `allocate_new_blocks` that follows it.
         self._counted: dict[str, tuple[int, int, np.ndarray]] = {}
-        self._shared: dict[str, int] = {}
+        # They say, once scheduled, up to where other prompts begin with the same tokens.
+        self._requests: WeakValueDictionary[str, Request] = WeakValueDictionary()
+        # Tokens of a request's prefix-cache hit whose pages another one holds, too.
+        self._shared_hits: dict[str, int] = {}
 
-    def share(self, request_id: str, num_tokens: int) -> None:
-        """Store pages for hits at `num_tokens` tokens of a request, too: other prompts begin with these."""
-        self._shared[request_id] = num_tokens
+    def add_request(self, request: Request) -> None:
+        """Know a request that is to be scheduled."""
+        self._requests[request.request_id] = request
 
     def get_num_blocks_to_allocate(
         self,
@@ -84,11 +90,13 @@ class RecencyManager(SingleTypeKVCacheManager):
         num_external_computed_tokens: int,
     ) -> None:
         """Take over the pages of a prefix-cache hit; `find_longest_cache_hit` put null where none is needed."""
-        del num_local_computed_tokens, num_external_computed_tokens
+        del num_external_computed_tokens
         blocks = self.req_to_blocks[request_id]
         if blocks:
             raise _unexpected(f"a prefix-cache hit for request {request_id}, which already holds {len(blocks)} pages")
         real = [index for index, block in enumerate(new_computed_blocks) if not block.is_null]
+        if any(new_computed_blocks[index].ref_cnt and self.retention.last_use[index] < ALWAYS for index in real):
+            self._shared_hits[request_id] = num_local_computed_tokens
         self.block_pool.touch([new_computed_blocks[index] for index in real])
         blocks.extend(new_computed_blocks)
         self.num_cached_block[request_id] = len(blocks)
@@ -125,12 +133,12 @@ class RecencyManager(SingleTypeKVCacheManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the pages that no later step reads; called before each step's allocation."""
+        """Free the pages that no later step reads, nor a hit that is shared; called before each step's allocation."""
         del num_prompt_tokens
         if processed_computed_tokens <= self._next_death.get(request_id, _NEVER):
             return
         live = np.array(self._live[request_id])
-        keep = self.retention.needed_after(live, processed_computed_tokens)
+        keep = self._last_use(request_id, live) >= processed_computed_tokens
         self._remove_blocks(request_id, live[~keep].tolist())
         self._live[request_id] = []
         self._track(request_id, live[keep].tolist())
@@ -140,7 +148,7 @@ class RecencyManager(SingleTypeKVCacheManager):
         self._live.pop(request_id, None)
         self._next_death.pop(request_id, None)
         self._counted.pop(request_id, None)
-        self._shared.pop(request_id, None)
+        self._shared_hits.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     def pages_in_use(self) -> int:
@@ -205,14 +213,38 @@ class RecencyManager(SingleTypeKVCacheManager):
         needed = self.retention.pages_of_step(first_page, num_tokens)
         if not self.enable_caching:
             return needed
-        wanted = needed | self.retention.tails_of_step(first_page, num_tokens, self._shared.get(request_id, 0))
+        shared = self._shared_prefix(request_id)
+        wanted = needed | self.retention.tails_of_step(first_page, num_tokens, shared)
+        if not self._is_alone(request_id):
+            needed |= self.retention.tail(np.arange(first_page, first_page + len(needed)), shared)
         spare = self.block_pool.num_gpu_blocks // _SPARE_POOL_FRACTION
         return wanted if self.block_pool.get_num_free_blocks() - int(wanted.sum()) >= spare else needed
 
     def _track(self, request_id: str, new_live: list[int]) -> None:
         live = self._live.setdefault(request_id, [])
         live.extend(new_live)
-        self._next_death[request_id] = int(self.retention.last_use[live].min()) if live else _NEVER
+        self._next_death[request_id] = int(self._last_use(request_id, np.array(live)).min()) if live else _NEVER
+
+    def _last_use(self, request_id: str, pages: np.ndarray) -> np.ndarray:
+        """The last position whose step reads each page.
+
+        Where others begin with the same tokens, a hit's pages stay: while the pool is full, free ones are gone at once,
+        and each prompt would be computed again.
+        """
+        last_use = self.retention.last_use[pages]
+        if not self._is_alone(request_id):
+            for shared in (self._shared_hits.get(request_id, 0), self._shared_prefix(request_id)):
+                last_use[self.retention.tail(pages, shared)] = _NEVER
+        return last_use
+
+    def _shared_prefix(self, request_id: str) -> int:
+        """Tokens with which other prompts begin, too, and whose codes were found, but not all of these pages."""
+        request = self._requests.get(request_id)
+        return 0 if request is None else request.shared_prefix_boundary
+
+    def _is_alone(self, request_id: str) -> bool:
+        """No other request holds pages. Then none is stored or kept for others, so that the longest one still fits."""
+        return len(self._live) == (request_id in self._live)
 
     def _remove_blocks(self, request_id: str, indices: list[int]) -> None:
         blocks = self.req_to_blocks[request_id]
@@ -221,6 +253,13 @@ class RecencyManager(SingleTypeKVCacheManager):
         for index in indices:
             blocks[index] = self._null_block
         self.block_pool.free_blocks(freed)
+
+
+def add_request(manager: KVCacheManager, request: Request) -> None:
+    """Let the managers of recency pages know a request that is to be scheduled."""
+    for each in manager.coordinator.single_type_managers:
+        if isinstance(each, RecencyManager):
+            each.add_request(request)
 
 
 def pages_in_use(manager: KVCacheManager) -> dict[str, int]:
@@ -244,11 +283,7 @@ def _unexpected(request: str) -> RuntimeError:
 
 
 def _blocks_at(
-    boundary: int,
-    hashes: BlockHashList,
-    kv_cache_group_ids: list[int],
-    block_pool: BlockPool,
-    spec: RecencySpec,
+    boundary: int, hashes: BlockHashList, kv_cache_group_ids: list[int], block_pool: BlockPool, spec: RecencySpec
 ) -> tuple[list[KVCacheBlock], ...] | None:
     found: tuple[list[KVCacheBlock], ...] = tuple(
         [block_pool.null_block] * (boundary // spec.block_size) for _ in kv_cache_group_ids

@@ -18,6 +18,7 @@ from vllm_antkv.config import VQ_BLOCK_SIZE, AntKVConfig
 from vllm_antkv.layer_windows import layer_windows
 from vllm_antkv.ops.counters import Report, merged
 from vllm_antkv.presets import PRESETS
+from vllm_antkv.vllm_adapter.block_pool import managers
 from vllm_antkv.vllm_adapter.block_pool.requests import LastRequests
 from vllm_antkv.vllm_adapter.hooks.base import Hook, Patches
 from vllm_antkv.vllm_adapter.plan.engine_plan import engine_plan
@@ -125,6 +126,7 @@ def _remembering(add_request: Any) -> Any:
         add_request(self, request, *args, **kwargs)
         if self.vllm_config.cache_config.cache_dtype in PRESETS:
             _memory(self).requests.add(request)
+            managers.add_request(self.scheduler.kv_cache_manager, request)
 
     return remember_and_add
 

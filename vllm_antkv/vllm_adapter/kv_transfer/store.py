@@ -31,7 +31,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vllm_antkv.errors import SettingsError
-from vllm_antkv.vllm_adapter.block_pool.managers import RecencyManager
 from vllm_antkv.vllm_adapter.kv_transfer import STORE
 from vllm_antkv.vllm_adapter.kv_transfer.boundaries import Boundaries
 from vllm_antkv.vllm_adapter.kv_transfer.files import PageFiles
@@ -133,9 +132,6 @@ class AntKVStore(KVConnectorBase_V1, SupportsHMA):
             return None, False
         # Codes may go on where rows end: then the next prompt that begins with them is to find rows, too.
         request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.codes)
-        for manager in self._managers:
-            if isinstance(manager, RecencyManager):
-                manager.share(request.request_id, request.shared_prefix_boundary)
         num_new = max(found.end - num_computed_tokens, 0)
         return num_new, num_new > 0
 

@@ -38,6 +38,14 @@ def test_a_hit_for_a_request_with_pages_is_refused(manager, refused):
         manager.add_local_computed_blocks("r", [], 0, 0)
 
 
+@pytest.mark.parametrize("num_real", [0, 3, 30])
+def test_a_hit_is_a_part_of_the_most_that_a_request_is_admitted_with(manager, num_real):
+    """A request that fits alone is admitted behind a hit, too: else it waits forever."""
+    manager.max_admission_blocks_per_request = 34
+    pages = [manager.block_pool.null_block] * 40 + manager.block_pool.free_block_queue.get_all_free_blocks()[:num_real]
+    assert manager.get_num_blocks_to_allocate("r", 2000, pages, 320, 320, 2000, apply_admission_cap=True) == 34
+
+
 def test_hits_of_sequences_that_ranks_share_are_refused(manager, refused):
     with refused(RuntimeError, "shared by 2 ranks"):
         RecencyManager.find_longest_cache_hit(
