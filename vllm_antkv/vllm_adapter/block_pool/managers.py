@@ -215,7 +215,7 @@ class RecencyManager(SingleTypeKVCacheManager):
             return needed
         shared = self._shared_prefix(request_id)
         wanted = needed | self.retention.tails_of_step(first_page, num_tokens, shared)
-        if not self._is_alone(request_id):
+        if shared and not self._is_alone(request_id):
             needed |= self.retention.tail(np.arange(first_page, first_page + len(needed)), shared)
         spare = self.block_pool.num_gpu_blocks // _SPARE_POOL_FRACTION
         return wanted if self.block_pool.get_num_free_blocks() - int(wanted.sum()) >= spare else needed
@@ -233,7 +233,7 @@ class RecencyManager(SingleTypeKVCacheManager):
         """
         last_use = self.retention.last_use[pages]
         if not self._is_alone(request_id):
-            for shared in (self._shared_hits.get(request_id, 0), self._shared_prefix(request_id)):
+            for shared in filter(None, (self._shared_hits.get(request_id), self._shared_prefix(request_id))):
                 last_use[self.retention.tail(pages, shared)] = _NEVER
         return last_use
 
